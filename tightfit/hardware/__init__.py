@@ -1,0 +1,1 @@
+"""What machines have: read from the machine itself, never by importing torch."""

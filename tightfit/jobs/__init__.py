@@ -1,0 +1,1 @@
+"""The job file: what the user wants, validated before anything starts."""

@@ -1,0 +1,1 @@
+"""One file per operation: implementations side by side with their eager reference."""

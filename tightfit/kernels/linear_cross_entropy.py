@@ -1,0 +1,105 @@
+"""Output projection and cross entropy as one operation that never holds all logits.
+
+With hidden states h [N, H], output weights W [V, H] and labels y: loss = Σ_n logsumexp(z_n) − z_n[y_n], z = cap(h Wᵀ).
+The logits of one 32 k-token sequence over a 128 k vocabulary are 31 GiB in float32. Here a chunk of rows at a time is
+projected, reduced to its loss and turned into its own gradient softmax(z) − onehot(y) at once, so what stays is the
+gradient of h and of W (as Liger does). Weight gradients accumulate over chunks in float32, as they would inside one GEMM.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+LinearCrossEntropyImpl = Literal["chunked", "eager"]
+CHUNK_BYTES = 512 * 2**20
+"""Float32 logits held at a time; larger chunks gain nothing measurable once a chunk fills the GPU."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    softcap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    impl: LinearCrossEntropyImpl = "chunked",
+) -> Tensor:
+    """Summed cross entropy (float32) of hidden [..., H] against labels [...]; labels of −100 do not count."""
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if impl == "eager":
+        return linear_cross_entropy_eager(hidden, weight, labels, softcap=softcap)
+    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+    return _LinearCrossEntropy.apply(hidden, weight, labels, softcap, rows)
+
+
+def linear_cross_entropy_eager(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None
+) -> Tensor:
+    """The reference: all logits at once."""
+    logits = capped((hidden @ weight.T).float(), softcap)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """cap · tanh(logits / cap)."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes both gradients during forward and scales them by the incoming gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, rows: int) -> Tensor:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        for start in range(0, hidden.shape[0], rows):
+            span = slice(start, start + rows)
+            h, y = hidden[span], labels[span]
+            logits = capped((h @ weight.T).float(), softcap)
+            loss += F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="sum")
+            if not (needs_hidden or needs_weight):
+                continue
+            d_logits = _gradient_of_logits(logits, y, softcap).to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[span])
+            if d_weight is not None:
+                _accumulate(d_weight, d_logits, h)
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors
+        (d_loss,) = grads
+        return (
+            None if d_hidden is None else d_hidden * d_loss.to(d_hidden.dtype),
+            None if d_weight is None else d_weight * d_loss.to(d_weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _gradient_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
+    """softmax(z) − onehot(y), times the softcap's slope 1 − (z/cap)²; zero where the label is ignored. Overwrites `logits`."""
+    slope = None if softcap is None else 1 - (logits / softcap) ** 2
+    counted = labels != IGNORE
+    grad = torch.softmax(logits, -1, out=logits)
+    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
+    grad *= counted[:, None]
+    return grad if slope is None else grad * slope
+
+
+def _accumulate(d_weight: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """d_weight += d_logitsᵀ hidden, summed in float32."""
+    if hidden.dtype == torch.float32:
+        d_weight.addmm_(d_logits.T, hidden)
+    elif hidden.is_cuda:
+        torch.addmm(d_weight, d_logits.T, hidden, out_dtype=torch.float32, out=d_weight)
+    else:
+        d_weight += (d_logits.T.float()) @ hidden.float()

@@ -1,0 +1,1 @@
+"""What makes one GPU hold more, applied to a decoder from outside."""

@@ -1,0 +1,1 @@
+"""Model shapes, one decoder for every family, and weights in and out."""

@@ -1,0 +1,182 @@
+"""ONE decoder for every supported family, in plain PyTorch, built from a ModelSpec.
+
+It is a single-device program: parallelism, checkpointing, offload and kernel choices are applied from outside.
+Parameters have our own names (`layers.3.attention.q.weight`); `models/weights.py` maps them to Hugging Face's.
+Shapes: B batch, T tokens, H hidden size, D head size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.kernels.attention import AttentionImpl, Visibility, attention
+from tightfit.kernels.linear_cross_entropy import LinearCrossEntropyImpl, capped, linear_cross_entropy
+from tightfit.models.cache import KeyValueCache
+from tightfit.models.mlp import Mlp, RoutedMlp
+from tightfit.models.norm import make_norm
+from tightfit.models.rope import rotate, tables
+from tightfit.models.spec import ModelSpec, Rope
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """Which implementation of each operation the decoder calls."""
+
+    attention: AttentionImpl = "sdpa"
+    linear_cross_entropy: LinearCrossEntropyImpl = "chunked"
+
+
+@dataclass
+class Surroundings:
+    """What all layers of one forward share: who sees whom, rope tables, and the cache if there is one."""
+
+    visible: Visibility
+    ropes: dict[Rope, tuple[Tensor, Tensor]]
+    cache: KeyValueCache | None
+
+
+@dataclass
+class DecoderOutput:
+    """`logits` without labels; with labels the summed `loss`. `balance` is the mean load-balancing loss of routed layers."""
+
+    logits: Tensor | None
+    loss: Tensor | None
+    balance: Tensor | None
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with optional biases, qk-norm, rope, window and softcap."""
+
+    def __init__(self, spec: ModelSpec, layer: int, impl: AttentionImpl) -> None:
+        super().__init__()
+        self.layer, self.impl, self.head_dim = layer, impl, spec.head_dim
+        self.window, self.rope, self.softcap = spec.window_of(layer), spec.rope_of(layer), spec.attention_softcap
+        self.scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        self.q = nn.Linear(spec.hidden_size, spec.query_size, bias=spec.qkv_bias)
+        self.k = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
+        self.v = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
+        self.o = nn.Linear(spec.query_size, spec.hidden_size, bias=spec.output_bias)
+        self.q_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
+
+    def forward(self, x: Tensor, around: Surroundings) -> Tensor:
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q(x), self.k(x), self.v(x)))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, heads, T, D]
+        if self.rope is not None:
+            cos, sin = around.ropes[self.rope]
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if around.cache is not None:
+            key, value = around.cache.extend(self.layer, key, value)
+        mixed = attention(
+            query, key, value, around.visible,
+            scale=self.scale, window=self.window, softcap=self.softcap, impl=self.impl,
+        )  # fmt: skip
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each on a normed input and added to the residual stream; Gemma norms the outputs too."""
+
+    def __init__(self, spec: ModelSpec, layer: int, impl: Implementations) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(spec)
+        self.attention = Attention(spec, layer, impl.attention)
+        self.attention_post_norm = make_norm(spec) if spec.sandwich_norms else None
+        self.mlp_norm = make_norm(spec)
+        self.mlp = RoutedMlp(spec) if spec.is_routed(layer) else Mlp(spec, spec.mlp_size)
+        self.mlp_post_norm = make_norm(spec) if spec.sandwich_norms else None
+
+    def forward(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
+        """The new residual stream, and the load-balancing loss of a routed layer."""
+        mixed = self.attention(self.attention_norm(x), around)
+        x = x + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        made, balance = self.mlp(self.mlp_norm(x))
+        return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made)), balance
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and output projection."""
+
+    def __init__(self, spec: ModelSpec, impl: Implementations | None = None) -> None:
+        super().__init__()
+        self.spec, self.impl = spec, impl or Implementations()
+        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.positions = nn.Embedding(spec.max_positions, spec.hidden_size) if spec.rope is None else None
+        self.layers = nn.ModuleList(Layer(spec, i, self.impl) for i in range(spec.layers))
+        self.norm = make_norm(spec)
+        self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        if spec.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        last_only: bool = False,
+    ) -> DecoderOutput:
+        """Logits of tokens [B, T] (of the last one with `last_only`), or with `labels` [B, T] their summed loss.
+
+        `labels[b, t]` is the token that should follow `tokens[b, t]`, −100 where it does not count. `documents[b, t]`
+        numbers the packed document a token belongs to: attention stays inside it and positions restart with it.
+        """
+        positions = self._positions(tokens, documents, cache)
+        x = self._embed(tokens, positions)
+        around = self._surroundings(x, positions, documents, cache)
+        balances: list[Tensor] = []
+        for layer in self.layers:
+            x, balance = layer(x, around)
+            if balance is not None:
+                balances.append(balance)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        x = self.norm(x[:, -1:] if last_only else x)
+        balance = torch.stack(balances).mean() if balances else None
+        if labels is None:
+            return DecoderOutput(capped(self.head(x), self.spec.logit_softcap), None, balance)
+        loss = linear_cross_entropy(
+            x, self.head.weight, labels, softcap=self.spec.logit_softcap, impl=self.impl.linear_cross_entropy
+        )
+        return DecoderOutput(None, loss, balance)
+
+    def _positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+        """Position of each token in its own document, [B or 1, T]."""
+        start = cache.length if cache is not None else 0
+        index = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        if documents is None:
+            return index
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+        return x if self.positions is None else x + self.positions(positions)
+
+    def _surroundings(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
+    ) -> Surroundings:
+        spec, length = self.spec, x.shape[1] + (cache.length if cache is not None else 0)
+        ropes = {rope for i in range(spec.layers) if (rope := spec.rope_of(i)) is not None}
+        made = {rope: tables(rope, spec.head_dim, spec.max_positions, positions, length, x.dtype) for rope in ropes}
+        return Surroundings(Visibility(x.shape[1], length, x.device, documents), made, cache)
+
+
+@torch.no_grad()
+def init_weights(model: Decoder, std: float = 0.02) -> None:
+    """GPT-2's initialisation: normal(0, std), projections into the residual stream shrunk by √(2 · layers), norms at identity."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(0.0 if name.endswith("bias") or model.spec.norm == "rms_plus_one" else 1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            residual = name.endswith(("attention.o.weight", "down.weight", "experts.down"))
+            parameter.normal_(0.0, std / (2 * model.spec.layers) ** 0.5 if residual else std)

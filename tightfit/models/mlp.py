@@ -1,0 +1,95 @@
+"""The feed-forward half of a layer: dense (gated or plain) or routed to experts.
+
+Routing: softmax over all experts in float32, the top k kept, their weights renormalised where the family does so.
+The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4) per layer: E · Σ_e f_e · P_e, where f_e is
+the share of tokens sent to expert e (summing to k) and P_e its mean router probability; k when perfectly balanced.
+Hugging Face multiplies means taken over all layers together instead, where one layer's imbalance can hide another's.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.models.spec import Activation, ModelSpec
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class Mlp(nn.Module):
+    """down(act(gate(x)) · up(x)), or down(act(up(x))) where the family has no gate."""
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.gate = nn.Linear(spec.hidden_size, width, bias=spec.mlp_bias) if spec.gated else None
+        self.up = nn.Linear(spec.hidden_size, width, bias=spec.mlp_bias)
+        self.down = nn.Linear(width, spec.hidden_size, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x))), None
+        return self.down(self.activation(self.gate(x)) * self.up(x)), None
+
+
+class ExpertWeights(nn.Module):
+    """The weights of all experts of a layer, stacked: [E, F, H], [E, F, H], [E, H, F]."""
+
+    def __init__(self, count: int, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(count, width, hidden_size))
+        self.up = nn.Parameter(torch.empty(count, width, hidden_size))
+        self.down = nn.Parameter(torch.empty(count, hidden_size, width))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
+
+
+class RoutedMlp(nn.Module):
+    """Each token goes through its top-k experts, and through the shared one where the family has it."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        assert spec.experts is not None and spec.gated and not spec.mlp_bias
+        self.experts_spec, self.activation = spec.experts, ACTIVATIONS[spec.activation]
+        self.router = nn.Linear(spec.hidden_size, spec.experts.count, bias=False)
+        self.experts = ExpertWeights(spec.experts.count, spec.hidden_size, spec.experts.mlp_size)
+        self.shared = Mlp(spec, spec.experts.shared_size) if spec.experts.shared_size else None
+        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.experts.shared_size else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = x.flatten(0, 1)  # [N, H]
+        probabilities = F.softmax(self.router(tokens), dim=-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.experts_spec.per_token, dim=-1)
+        if self.experts_spec.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        made = self._through_experts(tokens, weights.to(x.dtype), chosen)
+        if self.shared is not None and self.shared_gate is not None:
+            made = made + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)[0]
+        return made.view_as(x), self._balance(probabilities, chosen)
+
+    def _through_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Σ_k weight · expert(token): token copies sorted by expert, one contiguous product per expert."""
+        k = self.experts_spec.per_token
+        order = chosen.flatten().argsort(stable=True)
+        source = order // k
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts_spec.count).tolist()
+        pieces = [
+            F.linear(self.activation(F.linear(part, gate)) * F.linear(part, up), down)
+            for part, gate, up, down in zip(
+                tokens[source].split(counts), self.experts.gate, self.experts.up, self.experts.down, strict=True
+            )
+        ]
+        scaled = torch.cat(pieces) * weights.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, source, scaled)
+
+    def _balance(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """E · Σ_e f_e · P_e."""
+        count = self.experts_spec.count
+        share = torch.bincount(chosen.flatten(), minlength=count).to(probabilities.dtype) / len(chosen)
+        return count * (share * probabilities.mean(0)).sum()

@@ -1,0 +1,183 @@
+"""ModelSpec: the shapes of a decoder, and nothing else.
+
+One frozen type covers every family we support, dense or mixture-of-experts. It is what the planner counts
+with and what the decoder is built from, so it imports neither torch nor transformers. Sizes follow the names
+of the papers; anything that can be derived (parameter counts, which layers look through a window) is a method.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tightfit.errors import UserError
+
+Norm = Literal["rms", "rms_plus_one", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+RopeScaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions: base frequency, the rotated share of each head, and a scaling rule with its constants.
+
+    `factors` holds what the rule needs, by the names Hugging Face gives them (`factor`, `beta_fast`, …);
+    `short_factor` and `long_factor` (LongRoPE) are one number per rotated pair.
+    """
+
+    theta: float = 10_000.0
+    rotated_share: float = 1.0
+    scaling: RopeScaling = "none"
+    factors: tuple[tuple[str, float], ...] = ()
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def factor(self, name: str, default: float | None = None) -> float | None:
+        """The constant `name` of the scaling rule."""
+        return dict(self.factors).get(name, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A routed mixture: `per_token` of `count` experts of width `mlp_size`, and an optional shared one.
+
+    `dense_layers` keep a plain MLP. `balance_weight` multiplies the load-balancing loss in training.
+    """
+
+    count: int
+    per_token: int
+    mlp_size: int
+    normalise: bool = True
+    shared_size: int = 0
+    balance_weight: float = 0.0
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The shapes of one decoder-only transformer. `family` is its Hugging Face `model_type`."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_size: int
+    max_positions: int
+    tied: bool = False
+    norm: Norm = "rms"
+    norm_eps: float = 1e-5
+    sandwich_norms: bool = False
+    """Norms after attention and MLP as well as before (Gemma-2, Gemma-3)."""
+    qk_norm: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    rope: Rope | None = field(default_factory=Rope)
+    """None means learned absolute positions (GPT-2)."""
+    local_rope: Rope | None = None
+    """The rope of windowed layers where it differs from that of global ones (Gemma-3)."""
+    attention_scale: float | None = None
+    """Multiplies the scores; None means 1/√head_dim."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    """Layers that see only the last `window` tokens."""
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "mlp_size",
+            "max_positions",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"model {name} is {value!r}; it must be a whole number of at least 1")
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model has {self.heads} attention heads and {self.kv_heads} key/value heads; "
+                "the first must be a multiple of the second"
+            )
+        if self.rope is not None and (self.head_dim * self.rope.rotated_share) % 2:
+            raise UserError(f"model rotates {self.rope.rotated_share} of head size {self.head_dim}; that must be even")
+        if self.window_layers and (self.window is None or self.window < 1):
+            raise UserError(f"model window is {self.window!r}, but layers {self.window_layers} are windowed")
+        if self.experts and not 0 < self.experts.per_token <= self.experts.count:
+            raise UserError(
+                f"model routes to {self.experts.per_token} of {self.experts.count} experts; give 1 to that many"
+            )
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens back layer `layer` sees, itself included; None means all of them."""
+        return self.window if layer in self.window_layers else None
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rope of layer `layer`."""
+        return self.local_rope if self.local_rope is not None and layer in self.window_layers else self.rope
+
+    def is_routed(self, layer: int) -> bool:
+        """Whether layer `layer` routes to experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of one layer."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (and of the values) of one layer."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden_size * (2 if self.norm == "layer" else 1)
+
+    def attention_params(self) -> int:
+        """Parameters of one layer's attention."""
+        h, q, kv = self.hidden_size, self.query_size, self.kv_size
+        bias = (q + 2 * kv) * self.qkv_bias + h * self.output_bias
+        return h * (q + 2 * kv) + q * h + bias + 2 * self.head_dim * self.qk_norm
+
+    def mlp_params(self, width: int) -> int:
+        """Parameters of one dense MLP of `width`."""
+        inner = 2 if self.gated else 1
+        return (inner + 1) * self.hidden_size * width + (inner * width + self.hidden_size) * self.mlp_bias
+
+    def layer_params(self, layer: int, *, active: bool = False) -> int:
+        """Parameters of layer `layer`; with `active`, those that one token uses."""
+        norms = self.norm_params * (4 if self.sandwich_norms else 2)
+        if not self.is_routed(layer):
+            return self.attention_params() + norms + self.mlp_params(self.mlp_size)
+        experts = self.experts
+        assert experts is not None
+        routed = self.mlp_params(experts.mlp_size) * (experts.per_token if active else experts.count)
+        shared = self.mlp_params(experts.shared_size) + self.hidden_size if experts.shared_size else 0
+        return self.attention_params() + norms + routed + shared + self.hidden_size * experts.count
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters before the first layer."""
+        positions = self.max_positions * self.hidden_size if self.rope is None else 0
+        return self.vocab_size * self.hidden_size + positions
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the output projection that the embedding does not already hold."""
+        return 0 if self.tied else self.vocab_size * self.hidden_size
+
+    def params(self, *, active: bool = False) -> int:
+        """All parameters; with `active`, those that one token uses."""
+        layers = sum(self.layer_params(i, active=active) for i in range(self.layers))
+        return self.embedding_params + layers + self.norm_params + self.head_params
