@@ -1,0 +1,45 @@
+"""The fields of a job as rows, for `tightfit train --fields` and the documentation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from tightfit.jobs.job import Job
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """One field: its dotted path, its type, its default as YAML would write it, and what it means."""
+
+    path: str
+    type: str
+    default: str
+    meaning: str
+
+
+def field_rows(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[FieldRow]:
+    """Every field of the schema in file order, sections flattened."""
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from field_rows(info.annotation, f"{prefix}{name}.")
+            continue
+        meaning = " ".join((info.description or "").split())
+        default = info.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        yield FieldRow(f"{prefix}{name}", _type_name(info.annotation), _default(default), meaning)
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("pathlib.", "").replace("Literal", "one of ").replace("'", "")

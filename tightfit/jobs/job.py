@@ -1,0 +1,200 @@
+"""Job: what the user wants, as one frozen, validated object.
+
+Every field carries its documentation, so the schema, `tightfit train --fields` and docs/jobs.md are the same text.
+A field that is unknown, out of range or at odds with another is an error here, before anything is read or written.
+Nothing in this module imports torch: a job can be checked and planned on a laptop.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Precision = Literal["auto", "fp32", "bf16", "fp16", "pure-bf16"]
+
+
+class Section(BaseModel):
+    """Common rules: frozen, unknown fields refused, attribute docstrings are the documentation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelChoice(Section):
+    source: str
+    """A preset (`tightfit models` lists them), a Hugging Face directory, a tightfit run or checkpoint, or a GGUF file."""
+    weights: Literal["auto", "random", "pretrained"] = "auto"
+    """`pretrained` needs a source with weights; `auto` takes them where there are some and starts at random otherwise."""
+    shape: dict[str, int] = Field(default_factory=dict)
+    """Sizes to change on a randomly initialised model, by ModelSpec name: `layers`, `hidden_size`, `mlp_size`, …"""
+
+    @model_validator(mode="after")
+    def _shape_needs_random(self) -> Self:
+        if self.shape and self.weights == "pretrained":
+            raise ValueError("shape changes the sizes, so pretrained weights cannot be loaded; drop one of the two")
+        return self
+
+
+class TokenizerChoice(Section):
+    source: str = "model"
+    """`model` uses the one beside the model, `train` makes a byte-level BPE from the training data, else a directory."""
+    vocab_size: int = Field(default=8192, ge=260, le=1_000_000)
+    """Vocabulary of a trained tokenizer."""
+    train_bytes: int = Field(default=16_000_000, ge=1)
+    """How much of the data a trained tokenizer looks at."""
+
+
+class Data(Section):
+    train: list[str] = Field(min_length=1)
+    """Files (.txt, .jsonl, .parquet, source code), directories, Hugging Face datasets on disk, or `stdlib`."""
+    held_out: float | list[str] = 0.01
+    """Share of documents kept aside for evaluation, or the files to evaluate on; 0 for none."""
+    field: str = "text"
+    """Column or key that holds the text (pre-training)."""
+    sequence_length: int = Field(default=1024, ge=2)
+    """Tokens per training row."""
+    separate_documents: bool = True
+    """Keep attention and positions inside each packed document."""
+    pack: bool = True
+    """Pack several conversations into one row (fine-tuning)."""
+    cache: Path = Path("~/.cache/tightfit")
+    """Where tokenized shards are kept between runs."""
+
+    @model_validator(mode="after")
+    def _held_out_in_range(self) -> Self:
+        if isinstance(self.held_out, float) and not 0 <= self.held_out <= 0.5:
+            raise ValueError(f"held_out is {self.held_out}; give a share from 0 to 0.5, or a list of files")
+        return self
+
+
+class Optimizer(Section):
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled decay of matrices; norms, biases and positions are never decayed."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}; both must be at least 0 and below 1")
+        return self
+
+
+class Schedule(Section):
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from zero."""
+    final_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+    decay_share: float = Field(default=0.2, gt=0, le=1)
+    """Share of all steps spent decaying under wsd."""
+
+
+class Levers(Section):
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Recompute the activations of every n-th layer in backward: 1 for all layers, 0 for none."""
+
+
+class Evaluation(Section):
+    every: int = Field(default=0, ge=0)
+    """Steps between held-out evaluations; 0 for start and end only."""
+    max_rows: int = Field(default=64, ge=1)
+    """Rows of held-out data used each time."""
+    prompts: list[str] = Field(default_factory=list)
+    """Prompts continued at the end of the run."""
+    sample_tokens: int = Field(default=120, ge=1)
+    """Tokens generated for each prompt."""
+    temperature: float = Field(default=0.7, ge=0)
+    """Sampling temperature of those continuations; 0 is greedy."""
+
+
+class Saving(Section):
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 for the end only."""
+    keep: int = Field(default=2, ge=1)
+    """How many of the latest checkpoints stay."""
+
+
+class Logging(Section):
+    every: int = Field(default=1, ge=1)
+    """Steps between rows of metrics.jsonl."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+
+
+def _source_only(value: object) -> object:
+    """`model: NAME` is short for `model: {source: NAME}`."""
+    return {"source": value} if isinstance(value, str) else value
+
+
+def _one_or_many(value: object) -> object:
+    """`data: PATH` is short for `data: {train: [PATH]}`."""
+    return {"train": [value]} if isinstance(value, str) else value
+
+
+class Job(Section):
+    """One training run."""
+
+    model: Annotated[ModelChoice, BeforeValidator(_source_only)]
+    """What is trained."""
+    data: Annotated[Data, BeforeValidator(_one_or_many)]
+    """What it is trained on."""
+    output: Path
+    """Directory of the run: checkpoints, metrics and pictures."""
+    objective: Literal["pretrain", "sft"] = "pretrain"
+    """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
+    tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
+    """How text becomes tokens."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps; give this or `epochs`."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data; give this or `steps`."""
+    global_batch: int = Field(default=8, ge=1)
+    """Rows per optimizer step, over all ranks and accumulation steps."""
+    micro_batch: int = Field(default=8, ge=1)
+    """Rows per forward pass; global_batch / micro_batch forward passes make a step."""
+    precision: Precision = "auto"
+    """bf16 and fp16 keep float32 master weights (fp16 scales the loss); pure-bf16 keeps none; auto suits the device."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seeds the weights and the order of the data."""
+    optimizer: Optimizer = Optimizer()
+    """AdamW."""
+    schedule: Schedule = Schedule()
+    """The learning rate over time."""
+    levers: Levers = Levers()
+    """What is spent less of, at what price."""
+    evaluation: Evaluation = Evaluation()
+    """Held-out loss and samples."""
+    saving: Saving = Saving()
+    """Checkpoints."""
+    logging: Logging = Logging()
+    """What is written down along the way."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give exactly one of the two")
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}; change one of them"
+            )
+        if self.steps is not None and self.schedule.warmup_steps > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the {self.steps} steps of the run"
+            )
+        if self.tokenizer.source == "train" and self.model.weights == "pretrained":
+            raise ValueError("tokenizer.source is train, but pretrained weights need the tokenizer they came with")
+        return self
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes per optimizer step."""
+        return self.global_batch // self.micro_batch

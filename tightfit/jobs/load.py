@@ -1,0 +1,123 @@
+"""Reading a job: YAML file, then `-o path.to.field=value` overrides, then the schema; every failure is one sentence."""
+
+import difflib
+from collections.abc import Hashable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+
+MAX_FILE_BYTES = 1_000_000
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, where plain YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"field {twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+    """The job in the YAML file at `path` with `overrides` applied."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"job file {path} is larger than {MAX_FILE_BYTES:,} bytes; a job is a short YAML file")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"job file {path} is not UTF-8 text; a job is a YAML file") from None
+    except OSError as error:
+        raise UserError(f"cannot read job file {path}: {error.strerror}; give the path of a YAML file") from None
+    return parse_job(text, str(path), overrides)
+
+
+def default_job(overrides: Sequence[str] = ()) -> Job:
+    """The embedded job: a small Llama-style model on the text of Python's standard library."""
+    text = resources.files("tightfit.jobs").joinpath("stdlib.yaml").read_text(encoding="utf-8")
+    return parse_job(text, "the embedded job", overrides)
+
+
+def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
+    """The job written in `text`."""
+    fields = _parse_yaml(text, source)
+    if not isinstance(fields, dict):
+        raise UserError(f"{source} holds {type(fields).__name__}, not fields; start with `model: …`")
+    for override in overrides:
+        _apply(fields, override)
+    try:
+        return Job.model_validate(fields)
+    except ValidationError as error:
+        raise UserError(_sentence(error, source)) from None
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{source}{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def _apply(fields: dict[str, Any], override: str) -> None:
+    """Set `a.b.c=value` in nested mappings; a short form such as `model: NAME` is widened on the way."""
+    path, equals, value = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"override {override!r} is not of the form path.to.field=value")
+    for depth, key in enumerate(keys[:-1]):
+        inner = fields.setdefault(key, {})
+        if isinstance(inner, str) and key in ("model", "tokenizer", "data"):
+            inner = fields[key] = {"train": [inner]} if key == "data" else {"source": inner}
+        if not isinstance(inner, dict):
+            here = ".".join(keys[: depth + 1])
+            raise UserError(f"override {override!r} goes below {here}, which is {inner!r} and has no fields")
+        fields = inner
+    fields[keys[-1]] = _parse_yaml(value, f"override {override!r}")
+
+
+def _sentence(error: ValidationError, source: str) -> str:
+    """The first problem as one sentence that names the field, the value and the fix."""
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "float"))]
+    field = ".".join(location) or "job"
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{source}: unknown field {field} (value {problem['input']!r}){_nearest(location)}"
+        case "missing":
+            return f"{source}: field {field} is missing; {_documentation(location)}"
+        case "value_error":
+            return f"{source}: {problem['msg'].removeprefix('Value error, ')}"
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{source}: field {field} is {problem['input']!r}, but {message}; {_documentation(location)}"
+
+
+def _section(location: Sequence[str]) -> type[BaseModel]:
+    """The schema that holds the last part of `location`."""
+    section: type[BaseModel] = Job
+    for part in location[:-1]:
+        info = section.model_fields.get(part)
+        if info is None or not isinstance(info.annotation, type) or not issubclass(info.annotation, BaseModel):
+            break
+        section = info.annotation
+    return section
+
+
+def _nearest(location: Sequence[str]) -> str:
+    names = list(_section(location).model_fields)
+    near = difflib.get_close_matches(location[-1], names, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; the fields there are {', '.join(names)}"
+
+
+def _documentation(location: Sequence[str]) -> str:
+    info = _section(location).model_fields.get(location[-1]) if location else None
+    text = " ".join((info.description or "").split()) if info else ""
+    return f"it means: {text}" if text else "see `tightfit train --fields`"

@@ -1,0 +1,142 @@
+"""Checkpoints: a Hugging Face directory that anybody can load, plus what resuming needs in `training/`.
+
+    run/checkpoints/step-00000100/
+        config.json  model.safetensors  tokenizer.json …     the model
+        training/state.safetensors                           optimizer states, master weights, RNG
+        training/state.json                                  step, loader position, loss scale, the job
+
+Each is written whole or not at all (`durable.py`); the newest `keep` stay. No pickle anywhere.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightfit.durable import discard_directory, durable_directory, sweep
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.hf_config import config_from_spec
+from tightfit.models.resolve import resolve_spec
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.weights import load_weights, save_weights
+from tightfit.train.optimizer import MasterAdamW
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands between two steps, apart from tensors."""
+
+    step: int
+    loader: dict[str, Any]
+    loss_scale: dict[str, Any]
+    job: dict[str, Any]
+    facts: dict[str, Any]
+    """What the run found out and a resume must find again: precision, data fingerprint, total steps."""
+
+
+def checkpoint_directories(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
+
+
+def save_checkpoint(
+    run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: MasterAdamW, position: Position, keep: int
+) -> Path:
+    """Write the checkpoint of `position.step`, then let go of all but the newest `keep`."""
+    target = run / "checkpoints" / f"step-{position.step:08d}"
+    try:
+        if target.exists():
+            discard_directory(target)
+        with durable_directory(target) as folder:
+            write_model(folder, model, tokenizer)
+            _write_training_state(folder / "training", optimizer, position)
+        for old in checkpoint_directories(run)[:-keep]:
+            discard_directory(old)
+    except (OSError, SafetensorError) as error:
+        last = checkpoint_directories(run)
+        kept = f"the last good checkpoint is {last[-1]}" if last else "there is no earlier checkpoint"
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write checkpoint {target}: {reason}; make room or change `output`; {kept}") from error
+    return target
+
+
+def write_model(folder: Path, model: Decoder, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None) -> None:
+    """config.json, weights and tokenizer in Hugging Face layout."""
+    used = dtype or model.embed.weight.dtype
+    special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    config = config_from_spec(model.spec, dtype=str(used).removeprefix("torch."), extra=special)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_weights(model, folder, dtype=dtype)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def _write_training_state(folder: Path, optimizer: MasterAdamW, position: Position) -> None:
+    folder.mkdir()
+    tensors = {f"optimizer/{name}": tensor for name, tensor in optimizer.state().items()}
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    save_file(tensors, folder / "state.safetensors")
+    content = {"format": FORMAT, **position.__dict__}
+    (folder / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_position(checkpoint: Path) -> Position:
+    """The position a checkpoint was taken at."""
+    path = checkpoint / "training" / "state.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise UserError(f"{path} was written by another version of tightfit; resume with that one")
+        return Position(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is missing or damaged ({error}); resume from an older checkpoint") from None
+
+
+def restore_weights(checkpoint: Path, model: Decoder) -> None:
+    """Load the weights of a checkpoint into a model of the same shape."""
+    saved = resolve_spec(str(checkpoint))
+    if saved != model.spec:
+        name = next(n for n in model.spec.__dataclass_fields__ if getattr(saved, n) != getattr(model.spec, n))
+        ours, theirs = getattr(model.spec, name), getattr(saved, name)
+        raise UserError(f"the job's model has {name} {ours}, checkpoint {checkpoint} has {theirs}; make them equal")
+    load_weights(model, checkpoint)
+
+
+def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
+    """Load optimizer states, master weights and RNG."""
+    path = checkpoint / "training" / "state.safetensors"
+    tensors = _read_tensors(path)
+    states = {n.removeprefix("optimizer/"): t for n, t in tensors.items() if n.startswith("optimizer/")}
+    optimizer.load_state(states, str(path))
+    if "rng/cpu" in tensors:
+        torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng/cuda"])
+
+
+def _read_tensors(path: Path) -> Mapping[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}); resume from an older checkpoint") from None
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run, after sweeping what a kill left behind."""
+    sweep(run / "checkpoints")
+    found = checkpoint_directories(run)
+    return found[-1] if found else None

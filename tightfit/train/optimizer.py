@@ -1,0 +1,152 @@
+"""AdamW with float32 master weights where the model computes in fewer bits.
+
+Mixed precision costs 16 bytes a parameter: 2 weights + 2 gradients + 4 master + 4 + 4 moments. A float32 copy of all
+gradients would add 4 more for the length of the step, so parameters are updated in buckets: a bucket's gradients are
+widened, torch's own fused AdamW updates its masters, the result is narrowed back, and the copies are freed.
+States exist from the start (not from the first step), so the first step needs no more memory than the others.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.errors import UserError
+from tightfit.jobs.job import Optimizer
+
+BUCKET_BYTES = 256 * 2**20
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Bucket:
+    """Parameters updated together: names, model parameters, and what AdamW updates (the same without masters)."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    masters: list[Tensor]
+    adamw: torch.optim.AdamW
+
+
+class MasterAdamW:
+    """AdamW over a model's parameters. With `compute_dtype` the model is narrowed to it and float32 masters are kept."""
+
+    def __init__(self, model: nn.Module, settings: Optimizer, compute_dtype: torch.dtype | None = None) -> None:
+        self.settings, self.has_masters = settings, compute_dtype is not None
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [[(n, p) for n, p in named if decays(n, p) is decayed] for decayed in (True, False)]
+        self.buckets = [
+            self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
+            for decayed, group in zip((True, False), groups, strict=True)
+            for part in _split(group, BUCKET_BYTES if self.has_masters else None)
+        ]
+
+    def _bucket(
+        self, named: list[tuple[str, nn.Parameter]], weight_decay: float, compute_dtype: torch.dtype | None
+    ) -> Bucket:
+        parameters = [p for _, p in named]
+        masters: list[Tensor] = list(parameters)
+        if compute_dtype is not None:
+            masters = [p.data.float() for p in parameters]  # the very storage of a float32 model: no second copy
+            for p in parameters:
+                p.data = p.data.to(compute_dtype)
+        s = self.settings
+        adamw = torch.optim.AdamW(masters, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=weight_decay, fused=True)
+        for master in masters:
+            zeros = {moment: torch.zeros_like(master, memory_format=torch.preserve_format) for moment in MOMENTS}
+            adamw.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device), **zeros}
+        return Bucket([n for n, _ in named], parameters, masters, adamw)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The model's gradients as backward left them."""
+        return [p.grad for bucket in self.buckets for p in bucket.parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, lr: float, gradient_factor: Tensor | None = None) -> None:
+        """Update with gradients multiplied by `gradient_factor` (clipping and unscaling), then drop them."""
+        for bucket in self.buckets:
+            self._widen_gradients(bucket, gradient_factor)
+            for group in bucket.adamw.param_groups:
+                group["lr"] = lr
+            bucket.adamw.step()
+            if self.has_masters:
+                torch._foreach_copy_(bucket.parameters, bucket.masters)
+            for tensor in (*bucket.parameters, *bucket.masters):
+                tensor.grad = None
+
+    def _widen_gradients(self, bucket: Bucket, factor: Tensor | None) -> None:
+        if self.has_masters:
+            for parameter, master in zip(bucket.parameters, bucket.masters, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+        if factor is not None:
+            gradients = [m.grad for m in bucket.masters if m.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that must not be taken."""
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Every state tensor by `kind/parameter name`; masters included where they exist."""
+        return dict(self._state_tensors())
+
+    def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets:
+            for name, master in zip(bucket.names, bucket.masters, strict=True):
+                for kind in ("step", *MOMENTS):
+                    yield f"{kind}/{name}", bucket.adamw.state[master][kind]
+                if self.has_masters:
+                    yield f"master/{name}", master
+
+    @torch.no_grad()
+    def load_state(self, saved: dict[str, Tensor], source: str) -> None:
+        """Copy saved states in; anything missing, left over or of another shape is an error."""
+        own = self.state()
+        if odd := sorted(own.keys() ^ saved.keys()):
+            raise UserError(f"{source} does not fit this model: optimizer state {odd[0]} is on one side only")
+        for name, tensor in own.items():
+            if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+                raise UserError(
+                    f"{source}: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
+                    f"this run needs {tensor.dtype} {list(tensor.shape)}"
+                )
+            tensor.copy_(saved[name])
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Weight decay is for matrices: norms, biases and learned positions go without."""
+    return parameter.ndim >= 2 and not name.startswith("positions.")
+
+
+def global_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """√Σ g² over all gradients, in float32 whatever their dtype."""
+    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
+
+
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
+    """What gradients of global `norm` are multiplied by so that it does not exceed `largest`."""
+    return (largest / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _split(
+    named: list[tuple[str, nn.Parameter]], bucket_bytes: int | None
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Consecutive runs of at most `bucket_bytes` of float32 gradients each (one parameter may exceed it alone)."""
+    run: list[tuple[str, nn.Parameter]] = []
+    held = 0
+    for name, parameter in named:
+        size = 4 * parameter.numel()
+        if run and bucket_bytes is not None and held + size > bucket_bytes:
+            yield run
+            run, held = [], 0
+        run.append((name, parameter))
+        held += size
+    if run:
+        yield run

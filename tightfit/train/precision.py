@@ -1,0 +1,74 @@
+"""Number formats of a run: what the model computes in, whether float32 master weights stand behind it, and loss scaling.
+
+bf16 has float32's range and needs no scaling. fp16 (V100, T4) loses gradients below 6e-8, so the loss is multiplied by a
+large factor that halves when gradients overflow and doubles after a long calm (Micikevicius et al. 2017).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.hardware.cpu import has_native_bf16
+from tightfit.jobs.job import Precision
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "pure-bf16"]
+COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "pure-bf16": torch.bfloat16,
+}
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The device of the job; a GPU when there is one and nothing else was asked for."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but this machine has no usable CUDA GPU; use device=auto or device=cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_precision(wanted: Precision, device: torch.device) -> PrecisionName:
+    """The precision of the job; `auto` takes bf16 where it is native, fp16 on older GPUs, float32 on other CPUs."""
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
+    return "bf16" if has_native_bf16() else "fp32"
+
+
+def keeps_master_weights(precision: PrecisionName) -> bool:
+    """Whether float32 copies of the weights are what the optimizer updates."""
+    return precision in ("bf16", "fp16")
+
+
+@dataclass
+class LossScale:
+    """The dynamic factor of fp16 training; stays 1 for every other precision."""
+
+    value: float = 1.0
+    calm_steps: int = 0
+    dynamic: bool = False
+    growth_interval: int = 1000
+    smallest: float = 2.0**-14
+
+    @classmethod
+    def for_precision(cls, precision: PrecisionName) -> "LossScale":
+        """2¹⁶ to begin with for fp16, else a constant 1."""
+        return cls(value=2.0**16, dynamic=True) if precision == "fp16" else cls()
+
+    def update(self, *, overflowed: bool) -> None:
+        """Halve after an overflow, double after `growth_interval` steps without one."""
+        if not self.dynamic:
+            return
+        self.calm_steps = 0 if overflowed else self.calm_steps + 1
+        if overflowed:
+            self.value /= 2
+        elif self.calm_steps >= self.growth_interval:
+            self.value, self.calm_steps = self.value * 2, 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether halving has gone on so long that the gradients themselves must be infinite."""
+        return self.dynamic and self.value < self.smallest
