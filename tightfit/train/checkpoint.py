@@ -22,10 +22,10 @@ from torch import Tensor
 from tightfit.durable import discard_directory, durable_directory, sweep
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.hf_config import config_from_spec
 from tightfit.models.resolve import resolve_spec
+from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.models.weights import load_weights, save_weights
+from tightfit.models.weights import load_weights
 from tightfit.train.optimizer import MasterAdamW
 
 FORMAT = 1
@@ -67,17 +67,6 @@ def save_checkpoint(
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write checkpoint {target}: {reason}; make room or change `output`; {kept}") from error
     return target
-
-
-def write_model(folder: Path, model: Decoder, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None) -> None:
-    """config.json, weights and tokenizer in Hugging Face layout."""
-    used = dtype or model.embed.weight.dtype
-    special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    config = config_from_spec(model.spec, dtype=str(used).removeprefix("torch."), extra=special)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_weights(model, folder, dtype=dtype)
-    if tokenizer is not None:
-        tokenizer.save(folder)
 
 
 def _write_training_state(folder: Path, optimizer: MasterAdamW, position: Position) -> None:

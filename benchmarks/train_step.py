@@ -1,0 +1,172 @@
+"""Tokens per second of a training step: tightfit's decoder and loop beside a Hugging Face model in an equally careful loop.
+
+Same shape, same weights, same random tokens, same optimizer (fused AdamW), same clipping, same machine, alternating in
+one run; the first losses must agree before anything is timed. Writes benchmarks/results/train_step.csv.
+
+    python benchmarks/train_step.py --case cpu
+    python benchmarks/train_step.py --case h200-1b        (GPU, bf16 states, no checkpointing)
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import RESULTS, append_row
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tightfit.jobs.job import Optimizer
+from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.hf_config import config_from_spec
+from tightfit.models.resolve import resolve_spec
+from tightfit.models.spec import ModelSpec
+from tightfit.models.weights import to_hf_state
+from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.precision import LossScale
+from tightfit.train.step import Batch, train_step
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload."""
+
+    model: str
+    batch: int
+    sequence_length: int
+    device: str
+    dtype: torch.dtype
+    steps: int
+    together: bool
+    """Whether both fit in memory side by side, so that their steps can alternate."""
+
+
+CASES = {
+    "cpu": Case("smollm2-135m", 1, 256, "cpu", torch.float32, 8, True),
+    "cpu-tiny": Case("tiny-llama", 2, 64, "cpu", torch.float32, 4, True),
+    "h200-1b": Case("llama-3.2-1b", 2, 8192, "cuda", torch.bfloat16, 12, False),
+    "h200-135m": Case("smollm2-135m", 8, 2048, "cuda", torch.bfloat16, 20, False),
+}
+SETTINGS = Optimizer(lr=1e-5)
+Step = Callable[[], float]
+
+
+def make_ours(spec: ModelSpec, case: Case, batch: Batch) -> Step:
+    """A step of tightfit; returns its loss."""
+    model = _our_model(spec, case)
+    optimizer, device = MasterAdamW(model, SETTINGS), torch.device(case.device)
+    return lambda: train_step(model, optimizer, [batch], device, SETTINGS.lr, LossScale()).loss
+
+
+def make_theirs(spec: ModelSpec, case: Case, batch: Batch) -> Step:
+    """A step of the Hugging Face model with sdpa attention, its own loss, fused AdamW and clipping."""
+    model = _their_model(spec, case)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": SETTINGS.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True)
+
+    def step() -> float:
+        tokens, labels = batch["tokens"].to(case.device), batch["labels"].to(case.device)
+        loss = model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
+        value = loss.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value
+
+    return step
+
+
+def _our_model(spec: ModelSpec, case: Case) -> Decoder:
+    torch.manual_seed(0)
+    with torch.device(case.device):
+        model = Decoder(spec).to(case.dtype)
+    init_weights(model)
+    return model
+
+
+def _their_model(spec: ModelSpec, case: Case) -> Any:
+    ours = _our_model(spec, case)
+    config = config_from_spec(spec, dtype=str(case.dtype).removeprefix("torch."))
+    hf_config = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype)
+    real = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype).to(case.device)
+    del model
+    missing = real.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys
+    assert set(missing) <= {"lm_head.weight"}, missing
+    real.tie_weights()
+    return real.train()
+
+
+def measure(steps: dict[str, Step], case: Case) -> dict[str, list[float]]:
+    """Seconds of each step, implementations alternating; the first two of each are warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(case.steps + 2):
+        for name, step in steps.items():
+            _wait(case)
+            began = time.perf_counter()
+            step()
+            _wait(case)
+            seconds[name].append(time.perf_counter() - began)
+    return {name: values[2:] for name, values in seconds.items()}
+
+
+def _wait(case: Case) -> None:
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def run_case(name: str, folder: Path, commit: str | None) -> None:
+    """Measure both implementations and append their rows."""
+    case = CASES[name]
+    spec = resolve_spec(case.model)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(0, spec.vocab_size, (case.batch, case.sequence_length + 1), generator=generator)
+    batch = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:].contiguous()}
+    makers = {"tightfit": make_ours, "huggingface": make_theirs}
+    groups = [list(makers)] if case.together else [[n] for n in ("huggingface", "tightfit", "huggingface", "tightfit")]
+    first_losses: dict[str, float] = {}
+    for group in groups:
+        if case.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        steps = {n: makers[n](spec, case, batch) for n in group}
+        first_losses |= {n: step() for n, step in steps.items()}
+        for n, values in measure(steps, case).items():
+            _report(name, case, n, values, first_losses[n], folder, commit)
+        del steps
+        gc.collect()
+        if case.device == "cuda":
+            torch.cuda.empty_cache()
+    spread = max(first_losses.values()) - min(first_losses.values())
+    assert spread < (1e-4 if case.dtype == torch.float32 else 2e-2), first_losses
+
+
+def _report(name: str, case: Case, who: str, seconds: list[float], loss: float, folder: Path, commit: str | None) -> None:
+    low, median, high = (q * 1e3 for q in statistics.quantiles(seconds, n=10)[1:8:3])
+    tokens = case.batch * case.sequence_length
+    peak = torch.cuda.max_memory_allocated() / 2**30 if case.device == "cuda" else 0.0
+    row = {
+        "case": name, "implementation": who, "model": case.model, "batch": case.batch,
+        "sequence_length": case.sequence_length, "dtype": str(case.dtype).removeprefix("torch."),
+        "step_ms_p20": f"{low:.1f}", "step_ms_p50": f"{median:.1f}", "step_ms_p80": f"{high:.1f}",
+        "tokens_per_second": f"{tokens / median * 1e3:.0f}", "peak_gib": f"{peak:.2f}", "first_loss": f"{loss:.5f}",
+    }  # fmt: skip
+    print({k: row[k] for k in ("case", "implementation", "step_ms_p50", "tokens_per_second", "peak_gib", "first_loss")})
+    append_row("train_step", row, folder=folder, commit=commit)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--case", choices=CASES, action="append", required=True)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
+    arguments = parser.parse_args()
+    for chosen in arguments.case:
+        run_case(chosen, arguments.results, arguments.commit)

@@ -1,0 +1,117 @@
+"""MasterAdamW against torch's own AdamW, its decay groups, its buckets and its saved state."""
+
+import pytest
+import torch
+
+from tests.train.models import ragged_batch, tiny_model
+from tightfit.errors import UserError
+from tightfit.jobs.job import Optimizer
+from tightfit.train import optimizer as optimizer_module
+from tightfit.train.optimizer import MasterAdamW, decays, global_norm
+from tightfit.train.precision import LossScale
+from tightfit.train.step import accumulate, train_step
+
+CPU = torch.device("cpu")
+SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, clip_norm=0.0)
+
+
+def test_float32_equals_torch_adamw() -> None:
+    ours, theirs = tiny_model(), tiny_model()
+    optimizer = MasterAdamW(ours, SETTINGS)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=SETTINGS.betas, eps=SETTINGS.eps)
+    for step in range(5):
+        batch = ragged_batch(4, seed=step)
+        train_step(ours, optimizer, [batch], CPU, 1e-2, LossScale())
+        accumulate(theirs, [batch], CPU)
+        reference.step()
+        reference.zero_grad()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_follow_float32_adamw_fed_with_the_same_gradients(dtype: torch.dtype) -> None:
+    model = tiny_model()
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = MasterAdamW(model, SETTINGS, dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    references = {name: torch.nn.Parameter(value) for name, value in initial.items()}
+    groups = [
+        {"params": [p for n, p in references.items() if decays(n, p) is decay], "weight_decay": 0.1 * decay}
+        for decay in (True, False)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=SETTINGS.betas, eps=SETTINGS.eps)
+    for step in range(3):
+        accumulate(model, [ragged_batch(4, seed=step)], CPU)
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            references[name].grad = p.grad.float()
+        adamw.step()
+        optimizer.step(1e-2)
+    for name, p in model.named_parameters():
+        master = optimizer.state()[f"master/{name}"]
+        assert torch.allclose(master, references[name], rtol=1e-4, atol=1e-6), name
+        assert torch.equal(p, master.to(dtype)), name
+        assert p.grad is None
+
+
+def test_master_weights_keep_updates_that_bf16_alone_would_lose() -> None:
+    model = tiny_model()
+    optimizer = MasterAdamW(model, SETTINGS, torch.bfloat16)
+    with torch.no_grad():
+        optimizer.state()["master/norm.weight"].fill_(1.0)
+    for step in range(20):
+        accumulate(model, [ragged_batch(4, seed=step)], CPU)
+        optimizer.step(1e-5)
+    moved = (optimizer.state()["master/norm.weight"] - 1.0).abs().max()
+    assert 0 < float(moved) < 2**-8
+
+
+def test_buckets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tiny_model()
+    first = MasterAdamW(whole, SETTINGS, torch.bfloat16)
+    monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", 8192)
+    cut = tiny_model()
+    second = MasterAdamW(cut, SETTINGS, torch.bfloat16)
+    assert len(second.buckets) > len(first.buckets)
+    for step in range(3):
+        batch = ragged_batch(4, seed=step)
+        for model, optimizer in ((whole, first), (cut, second)):
+            train_step(model, optimizer, [batch], CPU, 1e-2, LossScale())
+    for a, b in zip(whole.parameters(), cut.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_matrices_decay() -> None:
+    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
+    assert decays("layers.0.attention.q.weight", matrix)
+    assert decays("embed.weight", matrix)
+    assert not decays("positions.weight", matrix)
+    assert not decays("layers.0.attention.q.bias", vector)
+    assert not decays("norm.weight", vector)
+
+
+def test_global_norm_is_float32_for_half_gradients() -> None:
+    parts = [torch.full((1000,), 0.01, dtype=torch.bfloat16), torch.full((7, 3), 2.0, dtype=torch.bfloat16)]
+    truth = torch.cat([part.double().flatten() for part in parts]).norm()
+    assert float(global_norm(parts)) == pytest.approx(float(truth), rel=1e-5)
+
+
+def test_state_round_trip_and_refusals() -> None:
+    model = tiny_model()
+    optimizer = MasterAdamW(model, SETTINGS, torch.bfloat16)
+    train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-2, LossScale())
+    saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    other = MasterAdamW(tiny_model(seed=1), SETTINGS, torch.bfloat16)
+    other.load_state(saved, "a file")
+    assert all(torch.equal(other.state()[name], saved[name]) for name in saved)
+    with pytest.raises(UserError, match="master/norm.weight"):
+        other.load_state({n: t for n, t in saved.items() if n != "master/norm.weight"}, "a file")
+    with pytest.raises(UserError, match="exp_avg/norm.weight"):
+        other.load_state({**saved, "exp_avg/norm.weight": torch.zeros(3)}, "a file")
+
+

@@ -1,0 +1,128 @@
+"""One optimizer step: accumulation equals the big batch, clipping, loss scaling, and NaN before the weights change."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.train.models import TINY_ROUTED, ragged_batch, tiny_model
+from tightfit.jobs.job import Optimizer
+from tightfit.models.decoder import Decoder
+from tightfit.train.optimizer import MasterAdamW, global_norm
+from tightfit.train.precision import LossScale
+from tightfit.train.step import NotFiniteError, accumulate, train_step
+
+CPU = torch.device("cpu")
+
+
+def gradients(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def split_rows(batch: dict[str, torch.Tensor], rows: int) -> list[dict[str, torch.Tensor]]:
+    pieces = zip(*(value.split(rows) for value in batch.values()), strict=True)
+    return [dict(zip(batch, piece, strict=True)) for piece in pieces]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_accumulation_equals_the_big_batch_with_ragged_masks(micro_batch: int) -> None:
+    batch = ragged_batch(8)
+    whole, parts = tiny_model(), tiny_model()
+    loss, tokens = accumulate(whole, [batch], CPU)
+    loss_parts, tokens_parts = accumulate(parts, split_rows(batch, micro_batch), CPU)
+    assert tokens == tokens_parts == int((batch["labels"] != -100).sum())
+    assert torch.allclose(loss, loss_parts, rtol=1e-6)
+    for name, gradient in gradients(whole).items():
+        assert torch.allclose(gradient, gradients(parts)[name], rtol=1e-5, atol=1e-8), name
+
+
+def test_the_loss_is_a_mean_over_tokens_not_a_mean_of_means() -> None:
+    batch = ragged_batch(8)
+    model = tiny_model()
+    loss, _ = accumulate(model, split_rows(batch, 2), CPU)
+    logits = model(batch["tokens"], documents=batch["documents"]).logits
+    assert logits is not None
+    truth = F.cross_entropy(logits.double().flatten(0, 1), batch["labels"].flatten())
+    halves = [
+        F.cross_entropy(logits[i : i + 2].double().flatten(0, 1), batch["labels"][i : i + 2].flatten())
+        for i in range(0, 8, 2)
+    ]
+    assert float(loss) == pytest.approx(float(truth), rel=1e-6)
+    assert float(loss) != pytest.approx(float(torch.stack(halves).mean()), rel=1e-3)
+
+
+def test_a_step_without_counted_tokens_changes_nothing_but_decay() -> None:
+    batch = ragged_batch(2)
+    batch["labels"].fill_(-100)
+    model = tiny_model()
+    before = model.layers[0].attention.q.weight.clone()
+    result = train_step(model, MasterAdamW(model, Optimizer(weight_decay=0.0)), [batch], CPU, 1e-3, LossScale())
+    assert (result.loss, result.tokens) == (0.0, 0)
+    assert torch.equal(before, model.layers[0].attention.q.weight)
+
+
+def test_clipping_limits_the_global_norm() -> None:
+    batch = ragged_batch(4)
+    reference, clipped = tiny_model(), tiny_model()
+    accumulate(reference, [batch], CPU)
+    norm = float(torch.cat([g.flatten() for g in gradients(reference).values()]).double().norm())
+    largest = norm / 3
+    optimizer = MasterAdamW(clipped, Optimizer(clip_norm=largest, betas=(0.0, 0.0)))
+    result = train_step(clipped, optimizer, [batch], CPU, 0.0, LossScale())
+    assert result.gradient_norm == pytest.approx(norm, rel=1e-5)
+    moments = [state for name, state in optimizer.state().items() if name.startswith("exp_avg/")]
+    assert float(global_norm(moments)) == pytest.approx(largest, rel=1e-4)
+
+
+def test_nan_loss_stops_before_the_weights_change() -> None:
+    model = tiny_model()
+    optimizer = MasterAdamW(model, Optimizer())
+    with torch.no_grad():
+        model.norm.weight[0] = float("nan")
+    before = model.layers[0].mlp.up.weight.clone()
+    with pytest.raises(NotFiniteError, match="loss is nan"):
+        train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-3, LossScale())
+    assert torch.equal(before, model.layers[0].mlp.up.weight)
+
+
+def test_infinite_gradients_stop_unless_the_scale_can_shrink() -> None:
+    batch = ragged_batch(4)
+    model = tiny_model()
+    model.embed.weight.register_hook(lambda grad: grad * float("inf"))
+    with pytest.raises(NotFiniteError, match="gradient norm"):
+        train_step(model, MasterAdamW(model, Optimizer()), [batch], CPU, 1e-3, LossScale())
+
+
+def test_fp16_overflow_skips_the_step_halves_the_scale_and_recovers() -> None:
+    batch = ragged_batch(4)
+    model = tiny_model()
+    optimizer = MasterAdamW(model, Optimizer(), torch.float16)
+    scale = LossScale(value=2.0**30, dynamic=True)
+    before = optimizer.state()["master/embed.weight"].clone()
+    first = train_step(model, optimizer, [batch], CPU, 1e-3, scale)
+    assert (first.skipped, scale.value) == (True, 2.0**29)
+    assert torch.equal(before, optimizer.state()["master/embed.weight"])
+    results = [train_step(model, optimizer, [batch], CPU, 1e-2, scale) for _ in range(40)]
+    assert [result.skipped for result in results[-20:]] == [False] * 20
+    assert results[-1].loss < results[0].loss - 0.2
+
+
+def test_loss_scale_grows_after_a_calm() -> None:
+    scale = LossScale(value=8.0, dynamic=True, growth_interval=3)
+    for _ in range(3):
+        scale.update(overflowed=False)
+    assert scale.value == 16.0
+    scale.update(overflowed=True)
+    assert (scale.value, scale.calm_steps) == (8.0, 0)
+
+
+def test_routed_layers_add_their_balance_loss_to_the_gradient() -> None:
+    batch = ragged_batch(4)
+    with_balance, without = tiny_model(TINY_ROUTED), tiny_model(TINY_ROUTED)
+    accumulate(with_balance, [batch], CPU)
+    output = without(batch["tokens"], batch["labels"], documents=batch["documents"])
+    assert output.loss is not None
+    assert output.balance is not None
+    tokens = int((batch["labels"] != -100).sum())
+    (output.loss / tokens + 0.01 * output.balance).backward()
+    for name, gradient in gradients(without).items():
+        assert torch.allclose(gradient, gradients(with_balance)[name], rtol=1e-5, atol=1e-8), name

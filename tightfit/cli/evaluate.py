@@ -1,0 +1,37 @@
+"""`tightfit evaluate`: loss and perplexity of a model on text."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tightfit.cli.options import Device, ModelSource
+
+
+def evaluate(
+    model: ModelSource,
+    data: Annotated[list[str], typer.Option("--data", "-d", help="File or directory of text; may be repeated.")],
+    field: Annotated[str, typer.Option(help="Column or key that holds the text.")] = "text",
+    sequence_length: Annotated[
+        int | None, typer.Option("--seq", help="Tokens per row; the model's positions, at most 2048, by default.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
+    cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit"),
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure a model's loss and perplexity on text.
+
+    Documents are packed into rows without attention across their borders; every token but the first of a document counts.
+
+    \b
+    tightfit evaluate runs/stdlib --data notes.txt
+    tightfit evaluate smollm2-135m-instruct --data README.md --seq 512 --json
+    """
+    from tightfit.report.tables import print_evaluation
+    from tightfit.train.evaluation import evaluate_source
+
+    result = evaluate_source(
+        model, data, field=field, sequence_length=sequence_length, batch=batch, cache=cache, device=device, progress=not as_json
+    )
+    print_evaluation(result, as_json=as_json)

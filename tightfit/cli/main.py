@@ -1,0 +1,53 @@
+"""The command line: assembles the verbs and turns a UserError into one sentence and exit code 2.
+
+Verbs import what they need when they run, so `tightfit --help` does not wait for torch.
+"""
+
+import sys
+from typing import NoReturn
+
+import typer
+
+import tightfit
+from tightfit.cli.evaluate import evaluate
+from tightfit.cli.export import export
+from tightfit.cli.models import models
+from tightfit.cli.sample import sample
+from tightfit.cli.train import train
+from tightfit.errors import UserError
+
+app = typer.Typer(
+    name="tightfit",
+    help="Train, shrink and serve large language models on the GPUs people actually have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in (train, sample, evaluate, models, export):
+    app.command()(verb)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(tightfit.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+) -> None: ...
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    try:
+        app()
+    except UserError as error:
+        print(f"tightfit: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader (head, less) has gone; say nothing more
+        sys.exit(141)
+    sys.exit(0)

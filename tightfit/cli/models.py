@@ -1,0 +1,25 @@
+"""`tightfit models`: the presets and their sizes."""
+
+from typing import Annotated
+
+import typer
+
+
+def models(
+    name: Annotated[str | None, typer.Argument(help="A preset, directory or config.json; all presets by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the model presets with their sizes, or show the shape of one model.
+
+    \b
+    tightfit models
+    tightfit models llama-3.1-8b
+    """
+    from tightfit.models.presets import preset_names
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.report.tables import print_model, print_models
+
+    if name is None:
+        print_models({preset: resolve_spec(preset) for preset in preset_names()}, as_json=as_json)
+    else:
+        print_model(name, resolve_spec(name), as_json=as_json)

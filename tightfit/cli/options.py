@@ -1,0 +1,14 @@
+"""Options that several verbs share."""
+
+from typing import Annotated, Literal
+
+import typer
+
+ModelSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A run or checkpoint, a Hugging Face directory, a GGUF file, or smollm2-135m-instruct (its package installed).",
+    ),
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]

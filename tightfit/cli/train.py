@@ -1,0 +1,51 @@
+"""`tightfit train`: run a job."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    job: Annotated[
+        Path | None, typer.Argument(help="A job file (YAML) or the directory of a run; none trains the embedded example.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("-o", "--override", help="Change a field: -o optimizer.lr=1e-3. May be repeated.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, help="Save and stop after this step; the schedule still spans all steps.")
+    ] = None,
+    fields: Annotated[bool, typer.Option("--fields", help="List every field of a job file with its meaning.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result (or the fields) as one JSON object.")] = False,
+) -> None:
+    """Train a model as a job file says, and show how it went.
+
+    A job names a model, data and an output directory; everything else has a default. Without one, a small
+    Llama-style model learns from the text of Python's own standard library.
+
+    \b
+    tightfit train                                   the embedded example
+    tightfit train job.yaml -o steps=500             a job of yours, with a change
+    tightfit train runs/mine --resume                go on where it stopped
+    """
+    from tightfit.jobs.load import default_job, load_job
+
+    if fields:
+        from tightfit.jobs.fields import field_rows
+        from tightfit.report.tables import print_fields
+
+        return print_fields(list(field_rows()), as_json=as_json)
+    overrides = override or []
+    path = job / "job.yaml" if job is not None and job.is_dir() else job
+    loaded = default_job(overrides) if path is None else load_job(path, overrides)
+
+    from tightfit.report.run import print_result
+    from tightfit.train.loop import run_job
+
+    result = run_job(loaded, resume=resume, overwrite=overwrite, stop_after=stop_after, quiet=as_json)
+    print_result(result, as_json=as_json)
+    if result.stopped_by is not None:
+        raise typer.Exit(128 + result.stopped_by)

@@ -1,0 +1,70 @@
+"""Models on disk for others: a Hugging Face directory or a GGUF file, written whole or not at all."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+
+from tightfit.durable import durable_directory
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.hf_config import config_from_spec
+from tightfit.models.loading import load_model
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.weights import save_weights
+
+ExportDtype = Literal["fp32", "bf16", "fp16", "q8_0"]
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written where."""
+
+    path: Path
+    params: int
+    bytes: int
+
+
+def write_model(folder: Path, model: Decoder, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None) -> None:
+    """config.json, weights and tokenizer in Hugging Face layout, into an existing directory."""
+    used = dtype or model.embed.weight.dtype
+    special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    config = config_from_spec(model.spec, dtype=str(used).removeprefix("torch."), extra=special)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_weights(model, folder, dtype=dtype)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def export_model(source: str, target: Path, *, form: Literal["hf", "gguf"], dtype: ExportDtype) -> Export:
+    """Load the model at `source` and write it to `target`, which must not exist."""
+    if target.exists():
+        raise UserError(f"{target} exists already; name a new place or remove it first")
+    if form == "hf" and dtype == "q8_0":
+        raise UserError("dtype q8_0 is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
+    loaded = load_model(source)
+    with _writing(target):
+        if form == "hf":
+            with durable_directory(target) as folder:
+                write_model(folder, loaded.model, loaded.tokenizer, TORCH_DTYPES[dtype])
+        else:
+            from tightfit.models.gguf import write_gguf
+
+            write_gguf(loaded.model, loaded.tokenizer, target, dtype)
+    files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
+    return Export(target, loaded.model.spec.params(), sum(path.stat().st_size for path in files))
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {target}: {reason}; choose a place that is writable and has room") from error

@@ -1,0 +1,52 @@
+"""The loss curve of a run as a picture, from its metrics file."""
+
+from pathlib import Path
+
+from tightfit.durable import durable_file
+from tightfit.train.metrics import read_metrics
+
+SMOOTHING = 0.9
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Exponential moving average with bias correction, so that the curve starts where the data does."""
+    average, made = 0.0, []
+    for count, value in enumerate(values, 1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * value
+        made.append(average / (1 - SMOOTHING**count))
+    return made
+
+
+def draw_loss_curve(run: Path) -> Path | None:
+    """Draw `run/loss.png`: training loss, its average, held-out loss, and the learning rate; None without any rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = read_metrics(run / "metrics.jsonl")
+    trained = [row for row in rows if "loss" in row]
+    held_out = [row for row in rows if "held_out_loss" in row]
+    if not trained:
+        return None
+    steps, losses = [row["step"] for row in trained], [row["loss"] for row in trained]
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), constrained_layout=True
+    )
+    top.plot(steps, losses, color="#9db8d9", linewidth=0.8, label="training loss")
+    top.plot(steps, smoothed(losses), color="#1f5fa8", linewidth=1.6, label="its moving average")
+    if held_out:
+        x, y = [row["step"] for row in held_out], [row["held_out_loss"] for row in held_out]
+        top.plot(x, y, color="#d1495b", marker="o", markersize=4, linewidth=1.4, label="held-out loss")
+        top.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(-8, 8), ha="right", color="#d1495b")
+    top.set(ylabel="loss (nats per token)", title=f"{run.name}: {len(steps)} logged steps")
+    top.legend(frameon=False)
+    bottom.plot(steps, [row["lr"] for row in trained], color="#555555", linewidth=1.2)
+    bottom.set(xlabel="step", ylabel="learning rate")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    with durable_file(run / "loss.png") as file:
+        figure.savefig(file, format="png", dpi=130)
+    pyplot.close(figure)
+    return run / "loss.png"

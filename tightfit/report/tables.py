@@ -1,0 +1,121 @@
+"""What the verbs print: rich tables for people, one JSON object for programs, from the same values."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tightfit.jobs.fields import FieldRow
+from tightfit.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from tightfit.models.saving import Export
+    from tightfit.train.evaluation import Evaluation
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+
+
+def gib(count: float) -> str:
+    """Bytes as GiB or MiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def count_name(count: float) -> str:
+    """A count as people say it: 8.03B, 135M, 4.2k."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.3g}"
+
+
+def print_fields(rows: list[FieldRow], *, as_json: bool) -> None:
+    """Every field of a job file."""
+    if as_json:
+        return print_json([asdict(row) for row in rows])
+    table = Table("field", "default", "meaning", title="Fields of a job file", title_justify="left")
+    for row in rows:
+        table.add_row(row.path, escape(row.default), escape(f"{row.meaning} ({row.type})"))
+    Console().print(table)
+
+
+def model_facts(spec: ModelSpec) -> dict[str, Any]:
+    """The sizes of a model that people compare."""
+    return {
+        "params": spec.params(),
+        "active_params": spec.params(active=True),
+        "layers": spec.layers,
+        "hidden_size": spec.hidden_size,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "mlp_size": spec.experts.mlp_size if spec.experts else spec.mlp_size,
+        "experts": f"{spec.experts.per_token}/{spec.experts.count}" if spec.experts else None,
+        "vocab_size": spec.vocab_size,
+        "max_positions": spec.max_positions,
+        "bf16_bytes": 2 * spec.params(),
+    }
+
+
+def print_models(specs: Mapping[str, ModelSpec], *, as_json: bool) -> None:
+    """The presets with their sizes."""
+    if as_json:
+        return print_json({name: {"family": spec.family, **model_facts(spec)} for name, spec in specs.items()})
+    table = Table(title="Model presets", title_justify="left")
+    table.add_column("preset", no_wrap=True)
+    for column in ("parameters", "layers", "hidden", "heads/kv", "experts", "vocabulary", "positions", "bf16 weights"):
+        table.add_column(column, justify="right")
+    for name, spec in specs.items():
+        experts = f"{spec.experts.per_token} of {spec.experts.count}" if spec.experts else ""
+        table.add_row(
+            name, f"{spec.params():,}", str(spec.layers), str(spec.hidden_size), f"{spec.heads}/{spec.kv_heads}",
+            experts, f"{spec.vocab_size:,}", f"{spec.max_positions:,}", gib(2 * spec.params()),
+        )  # fmt: skip
+    Console().print(table)
+
+
+def print_model(name: str, spec: ModelSpec, *, as_json: bool) -> None:
+    """Everything a spec says about one model."""
+    if as_json:
+        return print_json({"name": name, **asdict(spec), **model_facts(spec)})
+    facts = {**model_facts(spec), **{k: v for k, v in asdict(spec).items() if v not in (None, False, (), 1.0)}}
+    _print_pairs(name, facts)
+
+
+def print_evaluation(result: "Evaluation", *, as_json: bool) -> None:
+    """Loss, perplexity and how many tokens they are over."""
+    facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+    if as_json:
+        return print_json(facts)
+    _print_pairs("held-out", {**facts, "loss": f"{result.loss:.4f} nats/token", "perplexity": f"{result.perplexity:.4f}"})
+
+
+def print_export(result: "Export", *, as_json: bool) -> None:
+    """Where a model was written and how large it is."""
+    if as_json:
+        return print_json(asdict(result))
+    Console().print(f"wrote {result.path} ({count_name(result.params)} parameters, {gib(result.bytes)})", highlight=False)
+
+
+def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: bool) -> None:
+    """Continuations as they are made, or all of them as JSON."""
+    if as_json:
+        return print_json({"prompt": prompt, "continuations": ["".join(stream) for stream in streams]})
+    for number, stream in enumerate(streams):
+        print("\n---\n" * (number > 0), end="")
+        for piece in stream:
+            print(piece, end="", flush=True)
+    print()
+
+
+def _print_pairs(title: str, facts: Mapping[str, Any]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)))
+    Console().print(table)

@@ -1,0 +1,221 @@
+"""The training loop: prepare, step, evaluate, save, and leave a run that can be resumed bit-exactly.
+
+A kill leaves the last checkpoint; SIGINT or SIGTERM finishes the step, saves and stops. A loss that is not finite stops
+the run before the weights are touched. The loop decides when; `step.py`, `evaluation.py`, `checkpoint.py` know how.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.hardware.cpu import peak_resident_bytes
+from tightfit.jobs.job import Job
+from tightfit.models.generate import Sampling, continue_text
+from tightfit.models.loading import LoadedModel
+from tightfit.train.checkpoint import Position, checkpoint_directories, latest_checkpoint, save_checkpoint
+from tightfit.train.evaluation import Evaluation, evaluate
+from tightfit.train.loader import evaluation_batches
+from tightfit.train.metrics import MetricsLog, read_metrics
+from tightfit.train.preparation import Prepared, claim_output, prepare
+from tightfit.train.progress import RunProgress
+from tightfit.train.schedule import lr_ratio
+from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
+
+
+@dataclass
+class RunResult:
+    """How a run went, for the summary, `--json` and the pictures."""
+
+    run: Path
+    checkpoint: Path
+    step: int
+    steps: int
+    params: int
+    device: str
+    precision: str
+    start: Evaluation | None
+    end: Evaluation | None
+    tokens_per_second: float
+    train_seconds: float
+    peak_bytes: int
+    samples: list[tuple[str, str]] = field(default_factory=list)
+    stopped_by: int | None = None
+    """The signal that asked the run to stop early."""
+
+
+@dataclass
+class Pace:
+    """Tokens and seconds spent in training steps alone, without evaluation and saving."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> float:
+        """Count one step; returns its tokens per second."""
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        return tokens / seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Average over the run so far."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def run_job(
+    job: Job, *, resume: bool = False, overwrite: bool = False, stop_after: int | None = None, quiet: bool = False
+) -> RunResult:
+    """Train as `job` says and return how it went."""
+    checkpoint = latest_checkpoint(job.output) if resume else None
+    claim_output(job, resuming=checkpoint is not None, overwrite=overwrite)
+    with RunProgress(0, 0, quiet) as notes:
+        prepared = prepare(job, checkpoint, notes.say, show_bars=not quiet)
+    last_step = min(prepared.total_steps, stop_after or prepared.total_steps)
+    return _Run(prepared, last_step, quiet).go()
+
+
+class _Run:
+    """The state of one pass through the loop."""
+
+    def __init__(self, prepared: Prepared, last_step: int, quiet: bool) -> None:
+        self.p, self.job, self.last_step = prepared, prepared.job, last_step
+        self.step, self.pace = prepared.position_step, Pace()
+        self.start, self.end = _evaluation_at_start(self.job.output) if self.step else None, None
+        self.quiet, self.stopped_by = quiet, None
+        self.saved: Path | None = prepared.checkpoint
+
+    def go(self) -> RunResult:
+        """Evaluate, train to the last step, evaluate again, save, sample."""
+        job, p = self.job, self.p
+        with (
+            MetricsLog(job.output, self.step, job.logging.tensorboard) as self.metrics,
+            RunProgress(p.total_steps, self.step, self.quiet) as self.progress,
+            _stop_signals(self),
+        ):
+            if self.step == 0:
+                self.start = self._evaluate()
+            self._train()
+            self.end = self._evaluate() if self.end is None else self.end
+            if self.saved is None or self.saved.name != f"step-{self.step:08d}":
+                self._save()
+        return self._result()
+
+    def _train(self) -> None:
+        batches = iter(self.p.loader)
+        while self.step < self.last_step and self.stopped_by is None:
+            began = time.perf_counter()
+            micro_batches = list(islice(batches, self.job.accumulation))
+            lr = self.job.optimizer.lr * lr_ratio(self.job.schedule, self.step, self.p.total_steps)
+            result = self._take_step(micro_batches, lr)
+            self.step += 1
+            rate = self.pace.add(sum(b["tokens"].numel() for b in micro_batches), time.perf_counter() - began)
+            self._after_step(result, lr, rate)
+
+    def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
+        p = self.p
+        try:
+            return train_step(p.model, p.optimizer, micro_batches, p.device, lr, p.scale)
+        except NotFiniteError as error:
+            found = checkpoint_directories(self.job.output)
+            kept = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
+            raise UserError(
+                f"step {self.step + 1}: {error}; training stopped before the weights changed and {kept}; "
+                f"lower optimizer.lr (now {self.job.optimizer.lr:g}) or lengthen the warm-up"
+            ) from None
+
+    def _after_step(self, result: StepResult, lr: float, rate: float) -> None:
+        job, ends = self.job, self.step >= self.last_step
+        memory = peak_memory_bytes(self.p.device)
+        if self.step % job.logging.every == 0 or ends:
+            self.metrics.add(
+                self.step, loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
+                tokens_per_second=rate, peak_bytes=memory, skipped=result.skipped,
+            )  # fmt: skip
+        self.progress.update(self.step, result.loss, rate, memory)
+        self.end = None
+        if job.evaluation.every and (self.step % job.evaluation.every == 0 or ends):
+            self.end = self._evaluate()
+        if job.saving.every and self.step % job.saving.every == 0:
+            self._save()
+
+    def _evaluate(self) -> Evaluation | None:
+        p = self.p
+        if p.held_out is None:
+            return None
+        rows = islice(evaluation_batches(p.held_out, self.job.micro_batch), -(-self.job.evaluation.max_rows // self.job.micro_batch))
+        found = evaluate(p.model, rows, p.device)
+        self.metrics.add(self.step, held_out_loss=found.loss, held_out_perplexity=found.perplexity)
+        self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
+        return found
+
+    def _save(self) -> None:
+        p = self.p
+        position = Position(
+            step=self.step, loader=p.loader.state_dict(), loss_scale=asdict(p.scale),
+            job=self.job.model_dump(mode="json"), facts=p.facts,
+        )  # fmt: skip
+        self.saved = save_checkpoint(self.job.output, p.model, p.tokenizer, p.optimizer, position, self.job.saving.keep)
+
+    def _result(self) -> RunResult:
+        p = self.p
+        assert self.saved is not None
+        return RunResult(
+            run=self.job.output, checkpoint=self.saved, step=self.step, steps=p.total_steps, params=p.model.spec.params(),
+            device=device_name(p.device), precision=p.precision, start=self.start, end=self.end,
+            tokens_per_second=self.pace.tokens_per_second, train_seconds=self.pace.seconds,
+            peak_bytes=peak_memory_bytes(p.device), samples=self._samples(), stopped_by=self.stopped_by,
+        )  # fmt: skip
+
+    def _samples(self) -> list[tuple[str, str]]:
+        settings, loaded = self.job.evaluation, LoadedModel(self.p.model, self.p.tokenizer, str(self.job.output))
+        if self.stopped_by is not None:
+            return []
+        sampling = Sampling(max_tokens=settings.sample_tokens, temperature=settings.temperature, seed=self.job.seed)
+        return [(prompt, "".join(next(iter(continue_text(loaded, prompt, sampling))))) for prompt in settings.prompts]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of allocated GPU memory, or of the process's resident memory on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or how many CPU threads there are."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN or infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _evaluation_at_start(run: Path) -> Evaluation | None:
+    """The first held-out loss of a run that is being resumed."""
+    rows = read_metrics(run / "metrics.jsonl")
+    losses = [row["held_out_loss"] for row in rows if "held_out_loss" in row and row["step"] == 0]
+    return Evaluation(losses[0], 0) if losses else None
+
+
+@contextmanager
+def _stop_signals(run: _Run) -> Iterator[None]:
+    """SIGINT and SIGTERM let the current step finish; a second one interrupts at once."""
+
+    def ask(number: int, _: object) -> None:
+        if run.stopped_by is not None:
+            raise KeyboardInterrupt
+        run.stopped_by = number
+        run.progress.say(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

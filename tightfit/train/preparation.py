@@ -1,0 +1,262 @@
+"""From a job to everything a run needs; what can fail quickly is tried before anything slow starts.
+
+Order: output directory, model shape against sequence length, tokenizer, tokenized data, weights, optimizer. A resumed run
+takes weights, tokenizer and position from its checkpoint and must otherwise find what the checkpoint was made with.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tightfit.durable import discard_directory, durable_directory, durable_file
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.loading import has_weights, load_model, load_source_tokenizer, source_spec
+from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.train.checkpoint import Position, read_position, restore_training_state, restore_weights
+from tightfit.train.dataset import PackedChats, PackedText
+from tightfit.train.held_out import Part, split
+from tightfit.train.loader import Loader, make_loader
+from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.precision import (
+    COMPUTE_DTYPES,
+    LossScale,
+    PrecisionName,
+    choose_device,
+    choose_precision,
+    keeps_master_weights,
+)
+from tightfit.train.shards import prepare_chats, prepare_text
+from tightfit.train.sources import find_sources
+from tightfit.train.texts import read_texts
+from tightfit.train.token_store import TokenStore
+
+Rows = Dataset[dict[str, Tensor]]
+Say = Callable[[str], None]
+VOCAB_MULTIPLE = 64
+"""Vocabularies of new models are rounded up to this, which keeps the output GEMM aligned on every GPU."""
+
+
+@dataclass
+class Prepared:
+    """A run ready to step."""
+
+    job: Job
+    device: torch.device
+    precision: PrecisionName
+    model: Decoder
+    tokenizer: Tokenizer
+    optimizer: MasterAdamW
+    scale: LossScale
+    loader: Loader
+    held_out: Rows | None
+    total_steps: int
+    facts: dict[str, Any]
+    checkpoint: Path | None
+    position_step: int
+
+
+def claim_output(job: Job, *, resuming: bool, overwrite: bool) -> None:
+    """Make the run's directory and put the job in it; a directory that already holds a run needs a decision."""
+    checkpoints = job.output / "checkpoints"
+    try:
+        job.output.mkdir(parents=True, exist_ok=True)
+        if checkpoints.is_dir() and any(checkpoints.glob("step-*")) and not resuming:
+            if not overwrite:
+                raise UserError(f"{job.output} already holds a run; add --resume, --overwrite or -o output=ELSEWHERE")
+            discard_directory(checkpoints)
+        with durable_file(job.output / "job.yaml") as file:
+            file.write_text(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write output {job.output}: {error.strerror}; choose a writable directory") from error
+
+
+def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> Prepared:
+    """Everything `job` needs, restored to where `checkpoint` was taken if there is one."""
+    position = None if checkpoint is None else read_position(checkpoint)
+    device = choose_device(job.device)
+    precision = choose_precision(job.precision, device)
+    if position is not None:
+        _refuse_contradictions(job, precision, position, checkpoint)
+    spec = _spec(job)
+    tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else _tokenizer(job, say, show_bars)
+    spec = _with_vocabulary(job, spec, tokenizer)
+    store, train_rows, held_out = _datasets(job, spec, tokenizer, show_bars)
+    say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
+    total_steps = job.steps or math.ceil((job.epochs or 0) * len(train_rows) / job.global_batch)  # type: ignore[arg-type]
+    facts = {"precision": precision, "data": store.fingerprint, "rows": len(train_rows)}  # type: ignore[arg-type]
+    if position is not None and position.facts != facts:
+        name = next(key for key in facts if position.facts.get(key) != facts[key])
+        raise UserError(
+            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
+            "resume with the data it was started with"
+        )
+    model = _model(job, spec, device, checkpoint)
+    say(f"model: {spec.params():,} parameters, {precision} on {device.type}")
+    optimizer = _optimizer(job, model, precision)
+    loader, scale = _position(job, train_rows, precision, position)
+    if checkpoint is not None:
+        restore_training_state(checkpoint, optimizer)
+        say(f"resumed from {checkpoint}")
+    checkpoint_layers(model, job.levers.checkpoint_every)
+    step = position.step if position is not None else 0
+    return Prepared(
+        job, device, precision, model, tokenizer, optimizer, scale, loader, held_out, total_steps, facts, checkpoint, step
+    )
+
+
+def _spec(job: Job) -> ModelSpec:
+    """The model's shape with the job's changes, if it can take the job's rows."""
+    spec = source_spec(job.model.source)
+    if unknown := sorted(set(job.model.shape) - set(ModelSpec.__dataclass_fields__)):
+        raise UserError(f"model.shape.{unknown[0]} is not a size of a model; see `tightfit models {job.model.source}`")
+    if job.model.shape and _wants_weights(job):
+        raise UserError(f"model.shape changes {job.model.source}, whose weights then do not fit; set model.weights=random")
+    spec = replace(spec, **job.model.shape)  # type: ignore[arg-type]
+    if job.data.sequence_length > spec.max_positions:
+        raise UserError(
+            f"data.sequence_length is {job.data.sequence_length}, but {job.model.source} has {spec.max_positions} positions; "
+            "shorten the rows or choose a model with more"
+        )
+    return spec
+
+
+def _wants_weights(job: Job) -> bool:
+    found = has_weights(job.model.source)
+    if job.model.weights == "pretrained" and not found:
+        raise UserError(f"model.weights is pretrained, but {job.model.source} has none; give a directory or GGUF file")
+    return found and job.model.weights != "random"
+
+
+def _tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
+    match job.tokenizer.source:
+        case "model":
+            return load_source_tokenizer(job.model.source)
+        case "train":
+            return _trained_tokenizer(job, say, show_bars)
+        case directory:
+            return load_tokenizer(directory)
+
+
+def _trained_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
+    """Trained once per data, vocabulary and size, then kept beside the tokenized shards."""
+    sources = find_sources(job.data.train)
+    stamps = [list(stamp) for source in sources for stamp in source.stamps()]
+    recipe = json.dumps([job.tokenizer.model_dump(), job.data.field, stamps])
+    kept = job.data.cache.expanduser() / "tokenizers" / hashlib.sha256(recipe.encode()).hexdigest()[:32]
+    if (kept / "tokenizer.json").is_file():
+        return load_tokenizer(kept)
+    say(f"training a tokenizer of {job.tokenizer.vocab_size:,} tokens on the data")
+
+    def texts() -> Iterator[str]:
+        seen = 0
+        for piece in read_texts(sources, job.data.field):
+            yield piece.text
+            seen += len(piece.text)
+            if seen >= job.tokenizer.train_bytes:
+                return
+
+    trained = train_tokenizer(texts(), job.tokenizer.vocab_size, progress=show_bars)
+    try:
+        with durable_directory(kept) as folder:
+            trained.save(folder)
+    except OSError as error:
+        if not kept.is_dir():  # else another process was first
+            raise UserError(f"cannot write data.cache {job.data.cache}: {error.strerror}; choose another place") from error
+    return load_tokenizer(kept)
+
+
+def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+    """A model that starts at random takes the vocabulary of the tokenizer trained for it."""
+    if job.tokenizer.source != "train":
+        return spec
+    if _wants_weights(job):
+        raise UserError(f"tokenizer.source is train, but {job.model.source} has weights; set model.weights=random")
+    return replace(spec, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+
+
+def _datasets(
+    job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool
+) -> tuple[TokenStore, PackedText | PackedChats, Rows | None]:
+    """The tokenized data, the rows to train on, and the rows kept aside."""
+    data = job.data
+
+    def store_of(names: list[str]) -> TokenStore:
+        common = {"cache_dir": data.cache, "vocab_size": spec.vocab_size, "progress": show_bars}
+        if job.objective == "sft":
+            return prepare_chats(names, tokenizer, **common)  # type: ignore[arg-type]
+        return prepare_text(names, tokenizer, field=data.field, **common)  # type: ignore[arg-type]
+
+    def rows(store: TokenStore, part: Part | None = None) -> PackedText | PackedChats:
+        if job.objective == "sft":
+            return PackedChats(store, data.sequence_length, seed=job.seed, part=part, pack=data.pack)
+        return PackedText(store, data.sequence_length, part=part, separate_documents=data.separate_documents)
+
+    store = store_of(data.train)
+    if isinstance(data.held_out, list):
+        return store, rows(store), rows(store_of(data.held_out)) if data.held_out else None
+    kept, aside = split(store, data.held_out, seed=job.seed, sequence_length=data.sequence_length)
+    return store, rows(store, kept), None if aside is None else rows(store, aside)
+
+
+def _model(job: Job, spec: ModelSpec, device: torch.device, checkpoint: Path | None) -> Decoder:
+    """Weights in float32, from the checkpoint, the source or the seed."""
+    if checkpoint is None and _wants_weights(job):
+        return load_model(job.model.source, device=device).model.train()
+    torch.manual_seed(job.seed)
+    with torch.device(device):
+        model = Decoder(spec)
+    if checkpoint is None:
+        init_weights(model)
+    else:
+        restore_weights(checkpoint, model)
+    return model
+
+
+def _optimizer(job: Job, model: Decoder, precision: PrecisionName) -> MasterAdamW:
+    dtype = COMPUTE_DTYPES[precision]
+    if keeps_master_weights(precision):
+        return MasterAdamW(model, job.optimizer, dtype)
+    return MasterAdamW(model.to(dtype), job.optimizer)
+
+
+def _position(job: Job, rows: Rows, precision: PrecisionName, position: Position | None) -> tuple[Loader, LossScale]:
+    loader = make_loader(rows, micro_batch=job.micro_batch, seed=job.seed)
+    if position is None:
+        return loader, LossScale.for_precision(precision)
+    loader.load_state_dict(position.loader)
+    return loader, LossScale(**position.loss_scale)
+
+
+FIXED_FIELDS = ("model", "tokenizer", "objective", "global_batch", "seed", "data.train", "data.held_out", "data.field",
+                "data.sequence_length", "data.separate_documents", "data.pack")  # fmt: skip
+"""What a resumed run may not change; schedule, learning rate, steps, batching of memory and reporting it may."""
+
+
+def _refuse_contradictions(job: Job, precision: str, position: Position, checkpoint: Path | None) -> None:
+    now = job.model_dump(mode="json")
+    pairs = [(name, _look_up(position.job, name), _look_up(now, name)) for name in FIXED_FIELDS]
+    pairs.append(("precision", position.facts.get("precision"), precision))
+    for name, saved, wanted in pairs:
+        if saved != wanted:
+            raise UserError(
+                f"{name} is {wanted!r}, but {checkpoint} was made with {saved!r}; set it back, or start a new output"
+            )
+
+
+def _look_up(fields: dict[str, Any], path: str) -> Any:
+    for part in path.split("."):
+        fields = fields.get(part, {})
+    return fields
