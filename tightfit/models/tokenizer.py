@@ -88,11 +88,19 @@ class Tokenizer:
         template = self._wrapped.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model was trained with `bos_id` before every text. We leave adding it to the caller."""
+        return self.bos_id is not None and self._wrapped.encode("a")[0] == self.bos_id
+
+    def to_json(self) -> str:
+        """The content of tokenizer.json."""
+        return self._wrapped.backend_tokenizer.to_str()
+
     @cached_property
     def fingerprint(self) -> str:
         """The same for tokenizers that give the same ids: a key for caches of tokenized data."""
-        special = [self.eos_id, self.bos_id, self.pad_id]
-        parts = [self._wrapped.backend_tokenizer.to_str(), self.chat_template, special]
+        parts = [self.to_json(), self.chat_template, [self.eos_id, self.bos_id, self.pad_id]]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
@@ -146,7 +154,7 @@ class Tokenizer:
         """A copy that adds and cuts nothing and reports untrimmed offsets; one per mode, so threads never toggle it."""
         from tokenizers import Tokenizer as Backend
 
-        backend = Backend.from_str(self._wrapped.backend_tokenizer.to_str())
+        backend = Backend.from_str(self.to_json())
         backend.post_processor = None
         backend.no_truncation()
         backend.no_padding()

