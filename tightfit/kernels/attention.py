@@ -59,7 +59,7 @@ def attention(
     softcap: float | None = None,
     impl: AttentionImpl = "sdpa",
 ) -> Tensor:
-    """softmax(cap(scale · QKᵀ) restricted to `visible`) V for query [B, heads, Tq, D], key and value [B, kv_heads, Tk, D]."""
+    """softmax(cap(scale · QKᵀ) where `visible`) V for query [B, heads, Tq, D], key and value [B, kv_heads, Tk, D]."""
     mask = visible.mask(window)
     if impl == "eager" or softcap is not None:
         return attention_eager(query, key, value, _explicit(visible, mask), scale=scale, softcap=softcap)
@@ -78,7 +78,7 @@ def _explicit(visible: Visibility, mask: Tensor | None) -> Tensor | None:
 def attention_eager(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """The reference: scores in full, softmax in float32."""
+    """The reference: scores in full, softmax in float32 or better."""
     B, heads, T, D = query.shape
     grouped = query.view(B, key.shape[1], -1, T, D)  # [B, kv_heads, group, T, D]
     scores = grouped @ key.unsqueeze(2).transpose(-1, -2) * scale
@@ -86,5 +86,5 @@ def attention_eager(
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask.unsqueeze(1), float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
     return (weights @ value.unsqueeze(2)).view(B, heads, T, D)

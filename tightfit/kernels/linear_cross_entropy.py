@@ -3,7 +3,7 @@
 With hidden states h [N, H], output weights W [V, H] and labels y: loss = Σ_n logsumexp(z_n) − z_n[y_n], z = cap(h Wᵀ).
 The logits of one 32 k-token sequence over a 128 k vocabulary are 31 GiB in float32. Here a chunk of rows at a time is
 projected, reduced to its loss and turned into its own gradient softmax(z) − onehot(y) at once, so what stays is the
-gradient of h and of W (as Liger does). Weight gradients accumulate over chunks in float32, as they would inside one GEMM.
+gradient of h and of W (as Liger does). Weight gradients accumulate over chunks in float32, as they would in one GEMM.
 """
 
 from typing import Any, Literal
@@ -27,10 +27,12 @@ def linear_cross_entropy(
     chunk_bytes: int = CHUNK_BYTES,
     impl: LinearCrossEntropyImpl = "chunked",
 ) -> Tensor:
-    """Summed cross entropy (float32) of hidden [..., H] against labels [...]; labels of −100 do not count."""
+    """Summed cross entropy (float32 or better) of hidden [..., H] against labels [...]; labels of −100 do not count."""
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if impl == "eager":
         return linear_cross_entropy_eager(hidden, weight, labels, softcap=softcap)
+    if not torch.is_grad_enabled():  # the operation itself cannot tell, and would compute gradients nobody wants
+        hidden, weight = hidden.detach(), weight.detach()
     rows = max(1, chunk_bytes // (4 * weight.shape[0]))
     return _LinearCrossEntropy.apply(hidden, weight, labels, softcap, rows)
 
@@ -39,8 +41,13 @@ def linear_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None
 ) -> Tensor:
     """The reference: all logits at once."""
-    logits = capped((hidden @ weight.T).float(), softcap)
+    logits = capped((hidden @ weight.T).to(_wide(hidden)), softcap)
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+
+def _wide(hidden: Tensor) -> torch.dtype:
+    """What losses and weight gradients are summed in: float32, or float64 where the model is."""
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -54,13 +61,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, rows: int) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        loss = torch.zeros((), device=hidden.device, dtype=_wide(hidden))
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if needs_weight else None
         for start in range(0, hidden.shape[0], rows):
             span = slice(start, start + rows)
             h, y = hidden[span], labels[span]
-            logits = capped((h @ weight.T).float(), softcap)
+            logits = capped((h @ weight.T).to(_wide(hidden)), softcap)
             loss += F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="sum")
             if not (needs_hidden or needs_weight):
                 continue
@@ -73,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         (d_loss,) = grads
         return (
@@ -86,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradient_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
-    """softmax(z) − onehot(y), times the softcap's slope 1 − (z/cap)²; zero where the label is ignored. Overwrites `logits`."""
+    """softmax(z) − onehot(y), times the softcap's slope 1 − (z/cap)²; zero for ignored labels. Overwrites `logits`."""
     slope = None if softcap is None else 1 - (logits / softcap) ** 2
     counted = labels != IGNORE
     grad = torch.softmax(logits, -1, out=logits)
@@ -96,8 +103,8 @@ def _gradient_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -
 
 
 def _accumulate(d_weight: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """d_weight += d_logitsᵀ hidden, summed in float32."""
-    if hidden.dtype == torch.float32:
+    """d_weight += d_logitsᵀ hidden, summed in the dtype of `d_weight`."""
+    if hidden.dtype == d_weight.dtype:
         d_weight.addmm_(d_logits.T, hidden)
     elif hidden.is_cuda:
         torch.addmm(d_weight, d_logits.T, hidden, out_dtype=torch.float32, out=d_weight)

@@ -39,7 +39,7 @@ class Surroundings:
 
 @dataclass
 class DecoderOutput:
-    """`logits` without labels; with labels the summed `loss`. `balance` is the mean load-balancing loss of routed layers."""
+    """`logits` without labels, the summed `loss` with them; `balance` is routed layers' mean load-balancing loss."""
 
     logits: Tensor | None
     loss: Tensor | None
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embed(tokens)
         if self.spec.embedding_scale != 1.0:
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * x.new_full((), self.spec.embedding_scale)  # rounded to the model's dtype, as it was in training
         return x if self.positions is None else x + self.positions(positions)
 
     def _surroundings(
@@ -165,13 +165,13 @@ class Decoder(nn.Module):
     ) -> Surroundings:
         spec, length = self.spec, x.shape[1] + (cache.length if cache is not None else 0)
         ropes = {rope for i in range(spec.layers) if (rope := spec.rope_of(i)) is not None}
-        made = {rope: tables(rope, spec.head_dim, spec.max_positions, positions, length, x.dtype) for rope in ropes}
+        made = {rope: tables(rope, spec.head_dim, spec.max_positions, positions, x.dtype) for rope in ropes}
         return Surroundings(Visibility(x.shape[1], length, x.device, documents), made, cache)
 
 
 @torch.no_grad()
 def init_weights(model: Decoder, std: float = 0.02) -> None:
-    """GPT-2's initialisation: normal(0, std), projections into the residual stream shrunk by √(2 · layers), norms at identity."""
+    """GPT-2's: normal(0, std), projections into the residual stream shrunk by √(2 · layers), norms at identity."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(0.0 if name.endswith("bias") or model.spec.norm == "rms_plus_one" else 1.0)

@@ -1,8 +1,8 @@
 """The feed-forward half of a layer: dense (gated or plain) or routed to experts.
 
 Routing: softmax over all experts in float32, the top k kept, their weights renormalised where the family does so.
-The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4) per layer: E · Σ_e f_e · P_e, where f_e is
-the share of tokens sent to expert e (summing to k) and P_e its mean router probability; k when perfectly balanced.
+The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4) per layer: E · Σ_e f_e · P_e, where f_e
+is the share of tokens sent to expert e (summing to k) and P_e its mean router probability; k when perfectly balanced.
 Hugging Face multiplies means taken over all layers together instead, where one layer's imbalance can hide another's.
 """
 
@@ -55,7 +55,9 @@ class RoutedMlp(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        assert spec.experts is not None and spec.gated and not spec.mlp_bias
+        assert spec.experts is not None
+        assert spec.gated
+        assert not spec.mlp_bias
         self.experts_spec, self.activation = spec.experts, ACTIVATIONS[spec.activation]
         self.router = nn.Linear(spec.hidden_size, spec.experts.count, bias=False)
         self.experts = ExpertWeights(spec.experts.count, spec.hidden_size, spec.experts.mlp_size)

@@ -16,8 +16,12 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + self.offset if self.offset else self.weight
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # In float32: near one, bfloat16 has steps of 1/128 and would swallow most of what these weights say.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(wide) + self.offset
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
 
 
 def make_norm(spec: ModelSpec, size: int | None = None) -> nn.Module:

@@ -1,8 +1,10 @@
 """Rotary positions and every scaling rule the supported families use.
 
 RoPE (Su et al. 2021) turns pair (i, i + d/2) of each head by position × θ^(−2i/d). Longer contexts stretch the
-frequencies: linear interpolation; dynamic NTK; YaRN (Peng et al. 2023); Llama-3's smoothed band; LongRoPE (Ding et al. 2024).
-Angles are computed in float32 whatever the model's dtype: in bf16 positions above 256 are no longer distinct.
+frequencies: linear interpolation; dynamic NTK; YaRN (Peng et al. 2023); Llama-3's smoothed band; LongRoPE (Ding et al.
+2024). Angles are computed in float32 whatever the model's dtype: in bf16 positions above 256 are no longer distinct.
+Dynamic NTK and LongRoPE depend on the longest sequence present, as in transformers; it stays a tensor, so that no GPU
+has to be waited for. Keys already in a cache keep the frequencies they were turned by when that length grows.
 """
 
 import math
@@ -13,32 +15,30 @@ from torch import Tensor
 from tightfit.models.spec import Rope
 
 
-def frequencies(
-    rope: Rope, head_dim: int, max_positions: int, length: int, device: torch.device
-) -> tuple[Tensor, float]:
-    """Frequencies of the rotated pairs for a sequence of `length`, and the factor cos and sin are multiplied by."""
+def frequencies(rope: Rope, head_dim: int, max_positions: int, positions: Tensor) -> tuple[Tensor, float]:
+    """Frequencies of the rotated pairs for sequences with `positions`, and the factor cos and sin are multiplied by."""
     dim = int(head_dim * rope.rotated_share)
-    plain = _plain(rope.theta, dim, device)
+    plain = _plain(rope.theta, dim, positions.device)
     match rope.scaling:
         case "none":
             return plain, 1.0
         case "linear":
             return plain / _need(rope, "factor"), 1.0
         case "dynamic":
-            return _dynamic(rope, dim, max_positions, length, device), 1.0
+            return _dynamic(rope, dim, max_positions, positions.max() + 1), 1.0
         case "llama3":
             return _llama3(rope, plain), 1.0
         case "yarn":
             return _yarn(rope, plain, dim, max_positions)
         case "longrope":
-            return _longrope(rope, plain, max_positions, length)
+            return _longrope(rope, plain, max_positions, positions.max() + 1)
 
 
 def tables(
-    rope: Rope, head_dim: int, max_positions: int, positions: Tensor, length: int, dtype: torch.dtype
+    rope: Rope, head_dim: int, max_positions: int, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin for `positions` [B, T] as [B, 1, T, d/2], where d is the rotated part of a head."""
-    freqs, scale = frequencies(rope, head_dim, max_positions, length, positions.device)
+    freqs, scale = frequencies(rope, head_dim, max_positions, positions)
     angles = positions[:, None, :, None].float() * freqs
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
@@ -51,7 +51,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(turned if 2 * half == x.shape[-1] else [*turned, x[..., 2 * half :]], dim=-1)
 
 
-def _plain(theta: float, dim: int, device: torch.device) -> Tensor:
+def _plain(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
     """θ^(−2i/d)."""
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
 
@@ -62,11 +62,11 @@ def _need(rope: Rope, name: str) -> float:
     return value
 
 
-def _dynamic(rope: Rope, dim: int, max_positions: int, length: int, device: torch.device) -> Tensor:
+def _dynamic(rope: Rope, dim: int, max_positions: int, length: Tensor) -> Tensor:
     """NTK-aware: the base grows with the length once it exceeds what the model was trained on."""
-    factor, length = _need(rope, "factor"), max(length, max_positions)
+    factor, length = _need(rope, "factor"), length.clamp(min=max_positions)
     theta = rope.theta * ((factor * length / max_positions) - (factor - 1)) ** (dim / (dim - 2))
-    return _plain(theta, dim, device)
+    return _plain(theta, dim, length.device)
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
@@ -90,9 +90,8 @@ def _yarn(rope: Rope, plain: Tensor, dim: int, max_positions: int) -> tuple[Tens
     if rope.factor("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device=plain.device) - low) / max(high - low, 1e-3)).clamp(
-        0, 1
-    )
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device=plain.device) - low) / ((high - low) or 1e-3)
+    ramp = ramp.clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp), _yarn_scale(rope, factor)
 
 
@@ -107,11 +106,12 @@ def _yarn_scale(rope: Rope, factor: float) -> float:
     return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature()
 
 
-def _longrope(rope: Rope, plain: Tensor, max_positions: int, length: int) -> tuple[Tensor, float]:
+def _longrope(rope: Rope, plain: Tensor, max_positions: int, length: Tensor) -> tuple[Tensor, float]:
     """One divisor per pair, one set for lengths seen in training and one beyond them."""
     trained = rope.factor("original_max_position_embeddings") or max_positions
-    divisors = rope.long_factor if length > trained else rope.short_factor
+    both = torch.tensor([rope.long_factor, rope.short_factor]).to(plain.device, non_blocking=True)
+    divisors = torch.where(length > trained, both[0], both[1])
     factor = rope.factor("factor") or max_positions / trained
     given = rope.factor("attention_factor")
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    return plain / torch.tensor(divisors, device=plain.device), computed if given is None else given
+    return plain / divisors, computed if given is None else given

@@ -1,0 +1,262 @@
+"""The supported model families, one row each: what their config.json calls things, and what their weights are called.
+
+A row says which fields a family reads and under which names (the first is the one written), the defaults that
+transformers' config class gives to missing ones, the properties the family fixes, which of its layers look through a
+window, and how its tensors map to ours. `hf_config.py` and `weights.py` treat all rows alike: a new family is a new
+row. Dropout fields are not read: the decoder has none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tightfit.models import weight_names as names
+from tightfit.models.spec import Activation
+from tightfit.models.weight_names import Rule, llama_rules
+
+WindowRule = Literal["none", "all", "after_max_window_layers", "even_before_max_window_layers", "pattern"]
+Names = tuple[str, ...]
+
+_LLAMA_PREFIXES = (("layers.", "model.layers."), ("embed_tokens.", "model.embed_tokens."), ("norm.", "model.norm."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row: see the module docstring. Keys of `fields` are those of ModelSpec, of `experts` those of Experts."""
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    fields: Mapping[str, Names]
+    weights: tuple[Rule, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    insists: Mapping[str, Any] = field(default_factory=lambda: {"partial_rotary_factor": 1.0})
+    """Fields that could change the computation in a way the decoder does not do: only this value or null will do."""
+    activations: dict[str, Activation] = field(default_factory=dict)
+    """Activation names that mean something else in this family than elsewhere."""
+    experts: Mapping[str, Names] | None = None
+    windows: WindowRule = "none"
+    layer_types: bool = False
+    """Whether a `layer_types` list overrules the window rule."""
+    two_ropes: bool = False
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    """Rope scaling names that mean something else in this family than elsewhere."""
+    scales_embedding: bool = False
+    prefixes: tuple[tuple[str, str], ...] = _LLAMA_PREFIXES
+    """Beginnings of tensor names in other layouts of the same weights, and what to read them as."""
+    ignored: str = r"rotary_emb\.inv_freq$"
+    """Tensors that may be there and are not needed, as a regular expression."""
+
+
+_FIELDS: dict[str, Names] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "mlp_size": ("intermediate_size",),
+    "max_positions": ("max_position_embeddings",),
+    "tied": ("tie_word_embeddings",),
+    "norm_eps": ("rms_norm_eps",),
+    "activation": ("hidden_act",),
+}
+_BIASED_FIELDS = _FIELDS | {"qkv_bias": ("attention_bias",), "output_bias": ("attention_bias",)}
+_GEMMA2_FIELDS = _BIASED_FIELDS | {
+    "activation": ("hidden_activation",),
+    "logit_softcap": ("final_logit_softcapping",),
+    "attention_scale": ("query_pre_attn_scalar",),
+}
+_GPT2_FIELDS: dict[str, Names] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("n_embd", "hidden_size"),
+    "layers": ("n_layer", "num_hidden_layers"),
+    "heads": ("n_head", "num_attention_heads"),
+    "mlp_size": ("n_inner",),
+    "max_positions": ("n_positions", "max_position_embeddings"),
+    "tied": ("tie_word_embeddings",),
+    "norm_eps": ("layer_norm_epsilon",),
+    "activation": ("activation_function",),
+}
+_MIXTRAL_EXPERTS: dict[str, Names] = {
+    "count": ("num_local_experts", "num_experts"),
+    "per_token": ("num_experts_per_tok",),
+    "mlp_size": ("intermediate_size",),
+    "balance_weight": ("router_aux_loss_coef",),
+}
+_QWEN_EXPERTS = _MIXTRAL_EXPERTS | {
+    "count": ("num_experts", "num_local_experts"),
+    "mlp_size": ("moe_intermediate_size",),
+    "normalise": ("norm_topk_prob",),
+}
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "rope_theta": 10_000.0,
+}  # fmt: skip
+_MISTRAL = _LLAMA | {
+    "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
+}  # fmt: skip
+_MIXTRAL = _MISTRAL | {
+    "rms_norm_eps": 1e-5, "sliding_window": None, "rope_theta": 1_000_000.0, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "max_position_embeddings": 32_768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+}  # fmt: skip
+_QWEN2_MOE = _QWEN2 | {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "qkv_bias": True, "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_QWEN3_MOE = _QWEN2_MOE | {
+    "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+_GEMMA = _LLAMA | {
+    "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA2 = _GEMMA | {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+_GEMMA3 = _GEMMA2 | {
+    "vocab_size": 262_208, "max_position_embeddings": 131_072, "final_logit_softcapping": None,
+    "attn_logit_softcapping": None, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
+    "sliding_window_pattern": 6,
+}  # fmt: skip
+_PHI3 = _LLAMA | {
+    "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_GPT2: dict[str, Any] = {
+    "vocab_size": 50_257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA_INSISTS = {"partial_rotary_factor": 1.0, "use_bidirectional_attention": False}
+_GEMMA2_FIXED = {"norm": "rms_plus_one", "sandwich_norms": True}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        defaults=_LLAMA,
+        fields=_BIASED_FIELDS | {"mlp_bias": ("mlp_bias",)},
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM),
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        defaults=_MISTRAL,
+        fields=_FIELDS,
+        windows="all",
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        defaults=_MIXTRAL,
+        fields=_FIELDS,
+        experts=_MIXTRAL_EXPERTS,
+        windows="all",
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.MIXTRAL_EXPERTS),
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        defaults=_QWEN2,
+        fields=_FIELDS,
+        fixed={"qkv_bias": True},
+        windows="after_max_window_layers",
+        layer_types=True,
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM),
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        defaults=_QWEN2_MOE,
+        fields=_FIELDS | {"qkv_bias": ("qkv_bias",)},
+        experts=_QWEN_EXPERTS | {"shared_size": ("shared_expert_intermediate_size",)},
+        windows="even_before_max_window_layers",
+        layer_types=True,
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.QWEN_EXPERTS, *names.SHARED_EXPERT),
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        defaults=_QWEN2 | {"head_dim": 128},
+        fields=_BIASED_FIELDS,
+        fixed={"qk_norm": True},
+        windows="after_max_window_layers",
+        layer_types=True,
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.QK_NORMS),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        defaults=_QWEN3_MOE,
+        fields=_BIASED_FIELDS,
+        fixed={"qk_norm": True},
+        experts=_QWEN_EXPERTS,
+        windows="all",
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.QK_NORMS, *names.QWEN_EXPERTS),
+    ),
+    "gemma": Family(
+        architecture="GemmaForCausalLM",
+        defaults=_GEMMA,
+        fields=_BIASED_FIELDS,
+        fixed={"norm": "rms_plus_one"},
+        insists=_GEMMA_INSISTS,
+        activations={"gelu": "gelu_tanh"},
+        scales_embedding=True,
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM),
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        defaults=_GEMMA2,
+        fields=_GEMMA2_FIELDS | {"attention_softcap": ("attn_logit_softcapping",)},
+        fixed=_GEMMA2_FIXED,
+        insists=_GEMMA_INSISTS,
+        windows="pattern",
+        layer_types=True,
+        scales_embedding=True,
+        weights=llama_rules(*names.SPLIT, *names.SANDWICH_NORMS),
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        defaults=_GEMMA3,
+        fields=_GEMMA2_FIELDS,
+        fixed=_GEMMA2_FIXED | {"qk_norm": True},
+        insists=_GEMMA_INSISTS | {"attn_logit_softcapping": None},
+        windows="pattern",
+        layer_types=True,
+        two_ropes=True,
+        scales_embedding=True,
+        weights=llama_rules(*names.SPLIT, *names.SANDWICH_NORMS, *names.QK_NORMS),
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("model.language_model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            *_LLAMA_PREFIXES,
+        ),
+        ignored=r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.",
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        defaults=_PHI3,
+        fields=_FIELDS,
+        insists={},
+        windows="all",
+        rope_types={"su": "longrope", "yarn": "longrope"},
+        weights=llama_rules(*names.FUSED, *names.MLP_NORM),
+    ),
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        defaults=_GPT2,
+        fields=_GPT2_FIELDS,
+        fixed={"norm": "layer", "gated": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "rope": None},
+        insists={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        weights=names.GPT2,
+        prefixes=tuple((f"{part}.", f"transformer.{part}.") for part in ("wte", "wpe", "h", "ln_f")),
+        ignored=r"\.attn\.(bias|masked_bias)$",
+    ),
+}

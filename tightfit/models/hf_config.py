@@ -1,0 +1,254 @@
+"""config.json to ModelSpec and back, for every family in `families.py`, without transformers.
+
+Reading gives missing fields the defaults transformers gives them and refuses, with a sentence, whatever it cannot
+represent: silently ignoring a field that changes the computation would load weights into a different model. Writing
+reads its own result back and compares, so a spec its family cannot express is an error and never a wrong file.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.models.families import FAMILIES, Family, Names, WindowRule
+from tightfit.models.hf_fields import Fields
+from tightfit.models.hf_rope import LONGEST, read_ropes, write_ropes
+from tightfit.models.spec import Activation, Experts, ModelSpec
+
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
+}
+_LARGEST = {
+    "vocab_size": 2**24, "hidden_size": 2**20, "layers": 10_000, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16,
+    "mlp_size": 2**24, "max_positions": LONGEST, "count": 2**16, "per_token": 2**16, "shared_size": 2**24,
+}  # fmt: skip
+_FLAGS = ("tied", "qkv_bias", "output_bias", "mlp_bias", "normalise")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
+    """The shape that `config` describes; `source` names it in errors."""
+    model_type, config = _text_part(config, source)
+    family = FAMILIES[model_type]
+    fields = Fields(config, source, family.defaults)
+    _refuse_unknown_computation(fields, family)
+    values: dict[str, Any] = {name: _read(fields, name, names, family) for name, names in family.fields.items()}
+    _derive(fields, values)
+    if family.scales_embedding:
+        values["embedding_scale"] = values["hidden_size"] ** 0.5
+    if values.get("attention_scale") == values["head_dim"] ** -0.5:
+        values["attention_scale"] = None
+    values["window"], values["window_layers"] = _read_windows(fields, family, values["layers"])
+    values["experts"] = _read_experts(fields, family, values["layers"])
+    if "rope" not in family.fixed:
+        ropes = read_ropes(fields, family, values["head_dim"], values["max_positions"])
+        values["rope"], values["local_rope"] = ropes
+    try:
+        return ModelSpec(family=model_type, **values, **family.fixed)
+    except UserError as error:
+        raise UserError(f"{error} (in {source})") from None
+
+
+def config_from_spec(spec: ModelSpec, *, dtype: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json of `spec`; `extra` adds fields such as token ids."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
+    family = _family(spec.family, "the model's spec")
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": spec.family, "torch_dtype": dtype}
+    config |= {names[0]: _written(spec, name, family) for name, names in family.fields.items()}
+    config |= _write_windows(spec, family)
+    config |= _write_experts(spec.experts, family)
+    config |= write_ropes(family, spec.rope, spec.local_rope)
+    # Null rather than absent: the defaults of transformers are token ids that need not even be in the vocabulary.
+    config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config |= extra or {}
+    _check_written(config, spec)
+    return config
+
+
+def _check_written(config: dict[str, Any], spec: ModelSpec) -> None:
+    read = spec_from_config(config, f"the config.json of this {spec.family} model")
+    for name in (field.name for field in dataclass_fields(ModelSpec)):
+        wanted, got = getattr(spec, name), getattr(read, name)
+        if wanted != got:
+            raise UserError(
+                f"a {spec.family} config.json cannot say {name} = {wanted!r} (it would read {got!r}); "
+                "choose a family that has it or change the model"
+            )
+
+
+def _family(model_type: Any, source: str) -> Family:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise Fields({}, source).bad("model_type", model_type, f"supported families are {supported}")
+    return FAMILIES[model_type]
+
+
+def _text_part(config: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
+    """The family and its own fields: of a multimodal Gemma-3, the part about text."""
+    if not isinstance(config, Mapping):
+        raise UserError(f"{source} holds a {type(config).__name__}; a model config is an object with named fields")
+    model_type = config.get("model_type")
+    if model_type == "gemma3":
+        text = Fields(config, source).inner("text_config")
+        tied = config.get("tie_word_embeddings", True)
+        config = {**(text.values if text else {}), "tie_word_embeddings": tied}
+        model_type = "gemma3_text"
+    _family(model_type, source)
+    return str(model_type), config
+
+
+def _refuse_unknown_computation(fields: Fields, family: Family) -> None:
+    for name, wanted in family.insists.items():
+        value = fields.get(name)[1]
+        if value is not None and value != wanted:
+            raise fields.bad(name, value, f"only {'null' if wanted is None else wanted} is supported")
+
+
+def _read(fields: Fields, name: str, names: Names, family: Family) -> Any:
+    """One value of ModelSpec or Experts from the config field that has it."""
+    if name in _LARGEST:
+        optional = name in ("kv_heads", "head_dim") or names[0] == "n_inner"
+        return (fields.maybe_whole if optional else fields.whole)(*names, most=_LARGEST[name])
+    if name in _FLAGS:
+        return fields.flag(*names)
+    if name == "activation":
+        return _read_activation(fields, names, family)
+    if name == "attention_scale":
+        return fields.number(*names) ** -0.5
+    if name == "balance_weight":
+        return fields.number(*names, least=-1e-9)
+    return (fields.number if name == "norm_eps" else fields.maybe_number)(*names)
+
+
+def _read_activation(fields: Fields, names: Names, family: Family) -> Activation:
+    word = fields.word(*names)
+    known = ACTIVATIONS | family.activations
+    if word not in known:
+        raise fields.bad(names[0], word, f"known activations are {', '.join(known)}")
+    return known[word]
+
+
+def _derive(fields: Fields, values: dict[str, Any]) -> None:
+    """Fill in the sizes that a config may leave to others."""
+    if values.get("kv_heads") is None:
+        values["kv_heads"] = values["heads"]
+    if values.get("head_dim") is None:
+        if values["hidden_size"] % values["heads"]:
+            fix = f"it must be given, as hidden size {values['hidden_size']} is no multiple of {values['heads']} heads"
+            raise fields.bad("head_dim", None, fix)
+        values["head_dim"] = values["hidden_size"] // values["heads"]
+    if values["mlp_size"] is None:
+        values["mlp_size"] = 4 * values["hidden_size"]
+
+
+def _written(spec: ModelSpec, name: str, family: Family) -> Any:
+    """The config value of the spec's `name`."""
+    value = getattr(spec, name)
+    if name == "attention_scale":
+        return spec.head_dim if value is None else round(value**-2)
+    if name == "activation":
+        usual = family.defaults[family.fields[name][0]]
+        meaning = ACTIVATIONS | family.activations
+        return usual if meaning[usual] == value else next(word for word, means in meaning.items() if means == value)
+    return value
+
+
+def _after(fields: Fields, layers: int) -> range:
+    return range(fields.whole("max_window_layers", least=0, most=2**31), layers)
+
+
+def _even_before(fields: Fields, layers: int) -> range:
+    return range(0, min(layers, fields.whole("max_window_layers", least=0, most=2**31)), 2)
+
+
+def _pattern(fields: Fields, layers: int) -> list[int]:
+    every = fields.whole("sliding_window_pattern", "_sliding_window_pattern", most=_LARGEST["layers"])
+    return [i for i in range(layers) if (i + 1) % every]
+
+
+_WINDOW_RULES: dict[WindowRule, Callable[[Fields, int], range | list[int]]] = {
+    "none": lambda fields, layers: range(0),
+    "all": lambda fields, layers: range(layers),
+    "after_max_window_layers": _after,
+    "even_before_max_window_layers": _even_before,
+    "pattern": _pattern,
+}
+
+
+def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The window and the layers that have it."""
+    switched_off = "use_sliding_window" in family.defaults and not fields.flag("use_sliding_window")
+    window = None if switched_off or family.windows == "none" else fields.maybe_whole("sliding_window", most=LONGEST)
+    types = _layer_types(fields, layers)
+    if types is not None and family.layer_types:
+        chosen = tuple(i for i, kind in enumerate(types) if kind == _SLIDING)
+    else:
+        # Gemma's windowed layers exist whether or not there is a window; elsewhere no window means no such layers.
+        chosen = tuple(_WINDOW_RULES[family.windows](fields, layers)) if window or family.windows == "pattern" else ()
+        if types is not None and chosen != tuple(i for i, kind in enumerate(types) if kind == _SLIDING):
+            raise fields.bad("layer_types", types, "this family has windows in all its layers or in none")
+    if chosen and window is None:
+        raise fields.bad("sliding_window", None, f"it must be given, as {len(chosen)} layers are windowed")
+    return (window, chosen) if chosen else (None, ())
+
+
+def _layer_types(fields: Fields, layers: int) -> list[Any] | None:
+    types = fields.items("layer_types")
+    if types is None:
+        return None
+    if len(types) != layers:
+        raise fields.bad("layer_types", types, f"it must have one entry for each of the {layers} layers")
+    for kind in types:
+        if kind not in (_FULL, _SLIDING):
+            raise fields.bad("layer_types", kind, f"its entries must be {_FULL} or {_SLIDING}")
+    return types
+
+
+def _write_windows(spec: ModelSpec, family: Family) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    if family.windows != "none":
+        made["sliding_window"] = spec.window
+    if "use_sliding_window" in family.defaults:
+        made["use_sliding_window"] = bool(spec.window_layers)
+    if family.windows in ("after_max_window_layers", "even_before_max_window_layers"):
+        made["max_window_layers"] = min(spec.window_layers, default=spec.layers)
+    if family.layer_types:
+        made["layer_types"] = [_FULL if spec.window_of(i) is None else _SLIDING for i in range(spec.layers)]
+    return made
+
+
+def _read_experts(fields: Fields, family: Family, layers: int) -> Experts | None:
+    if family.experts is None:
+        return None
+    values = {name: _read(fields, name, names, family) for name, names in family.experts.items()}
+    dense = set(_whole_list(fields, "mlp_only_layers", layers))
+    if "decoder_sparse_step" in family.defaults:
+        step = fields.whole("decoder_sparse_step", most=_LARGEST["layers"])
+        dense |= {i for i in range(layers) if (i + 1) % step}
+    return Experts(**values, dense_layers=tuple(sorted(dense)))
+
+
+def _whole_list(fields: Fields, name: str, below: int) -> list[int]:
+    found = fields.items(name) or []
+    for item in found:
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < below:
+            raise fields.bad(name, item, f"its entries must be whole numbers from 0 to {below - 1}")
+    return found
+
+
+def _write_experts(experts: Experts | None, family: Family) -> dict[str, Any]:
+    if experts is None or family.experts is None:
+        return {}
+    made: dict[str, Any] = {names[0]: getattr(experts, name) for name, names in family.experts.items()}
+    if "decoder_sparse_step" in family.defaults:
+        made |= {"mlp_only_layers": list(experts.dense_layers), "decoder_sparse_step": 1}
+    return made

@@ -1,0 +1,53 @@
+"""From what a user typed to a ModelSpec: a preset's name, a directory with a config.json, or that file itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.models.hf_config import spec_from_config
+from tightfit.models.presets import PRESETS, preset, suggestion
+from tightfit.models.spec import ModelSpec
+
+LARGEST_CONFIG_BYTES = 16 * 2**20
+
+
+def resolve_spec(source: str) -> ModelSpec:
+    """The shape of the model `source` names; a preset wins over a directory of that name, which `./name` still is."""
+    if source in PRESETS:
+        return preset(source)
+    path = Path(source)
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        found = path.is_file()
+    except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
+        found = False
+    if not found:
+        raise UserError(
+            f"{_shown(source)} is neither a model preset nor a directory with a config.json; {_fix(source)}"
+        )
+    return spec_from_config(read_config(path), str(path))
+
+
+def read_config(path: Path) -> Any:
+    """The JSON value in the file `path`."""
+    try:
+        if path.stat().st_size > LARGEST_CONFIG_BYTES:
+            raise UserError(f"{path} is larger than {LARGEST_CONFIG_BYTES >> 20} MiB; that is no model config")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).split("\n", 1)[0]
+        raise UserError(f"{path} is not JSON ({reason}); download or write it again") from None
+
+
+def _shown(source: str) -> str:
+    return repr(source if len(source) <= 100 else f"{source[:100]}…")
+
+
+def _fix(source: str) -> str:
+    return suggestion(source[:100])

@@ -1,0 +1,120 @@
+"""How Hugging Face's tensors map to ours: rules as data, and the one mechanism that applies them.
+
+A family lists rules for its modules; `links` multiplies them out over layers and experts into one link per tensor in
+their files. Most tensors are merely called differently. Some hold several of ours stacked along the output dimension
+(Phi-3's query/key/value and gate/up), GPT-2's matrices are stored transposed, and experts, one module each on disk,
+are slices of one stacked parameter here. Nothing here imports torch.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Their module `theirs` holds our modules `ours`, stacked along the output dimension where there are several.
+
+    `{layer}` and `{expert}` stand for numbers; a module has a weight and possibly a bias.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    """One tensor of theirs and the parameters of ours it holds; with `expert`, that slice of them."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool
+    expert: int | None
+
+
+def links(rules: Iterable[Rule], names: Iterable[str], layers: int, experts: int) -> list[Link]:
+    """The link of every one of our parameters `names`, layer by layer so that a file holds whole layers."""
+    present, rules = set(names), list(rules)
+    repeated = [i for i, rule in enumerate(rules) if "{layer}" in rule.theirs]
+    before, inside, after = rules[: repeated[0]], rules[repeated[0] : repeated[-1] + 1], rules[repeated[-1] + 1 :]
+    made = [link for rule in before for link in _apply(rule, present, 0, experts)]
+    made += [link for i in range(layers) for rule in inside for link in _apply(rule, present, i, experts)]
+    made += [link for rule in after for link in _apply(rule, present, 0, experts)]
+    missed = present - {name for link in made for name in link.ours}
+    assert not missed, f"no rule for {sorted(missed)[:3]}"
+    return made
+
+
+def _apply(rule: Rule, present: set[str], layer: int, experts: int) -> Iterator[Link]:
+    """The links of one rule in one layer: its weight and its bias, or every expert's weight."""
+    theirs = rule.theirs.replace("{layer}", str(layer))
+    ours = [name.replace("{layer}", str(layer)) for name in rule.ours]
+    if "{expert}" in theirs:
+        if ours[0] in present:
+            for expert in range(experts):
+                yield Link(f"{theirs.replace('{expert}', str(expert))}.weight", tuple(ours), rule.transposed, expert)
+        return
+    for kind in ("weight", "bias"):
+        whole = tuple(f"{name}.{kind}" for name in ours)
+        if whole[0] in present:
+            yield Link(f"{theirs}.{kind}", whole, rule.transposed, None)
+
+
+def llama_rules(*extra: Rule) -> tuple[Rule, ...]:
+    """Llama's names outside the layers, and `extra` ones inside."""
+    inside = (_in_layer(rule, "model.layers.{layer}.") for rule in (*_LLAMA_LAYER, *extra))
+    return Rule("model.embed_tokens", ("embed",)), *inside, Rule("model.norm", ("norm",)), Rule("lm_head", ("head",))
+
+
+def _in_layer(rule: Rule, prefix: str) -> Rule:
+    return Rule(prefix + rule.theirs, tuple("layers.{layer}." + name for name in rule.ours), rule.transposed)
+
+
+def _expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A router, and one module per expert."""
+    parts = {"gate": gate, "up": up, "down": down}
+    router = Rule(f"{block}.gate", ("mlp.router",))
+    return router, *(Rule(f"{block}.experts.{{expert}}.{hf}", (f"mlp.experts.{x}",)) for x, hf in parts.items())
+
+
+_LLAMA_LAYER = (
+    Rule("input_layernorm", ("attention_norm",)),
+    Rule("self_attn.o_proj", ("attention.o",)),
+    Rule("mlp.down_proj", ("mlp.down",)),
+)
+SPLIT = (
+    *(Rule(f"self_attn.{x}_proj", (f"attention.{x}",)) for x in "qkv"),
+    *(Rule(f"mlp.{x}_proj", (f"mlp.{x}",)) for x in ("gate", "up")),
+)
+FUSED = (
+    Rule("self_attn.qkv_proj", ("attention.q", "attention.k", "attention.v")),
+    Rule("mlp.gate_up_proj", ("mlp.gate", "mlp.up")),
+)
+MLP_NORM = (Rule("post_attention_layernorm", ("mlp_norm",)),)
+SANDWICH_NORMS = (
+    Rule("post_attention_layernorm", ("attention_post_norm",)),
+    Rule("pre_feedforward_layernorm", ("mlp_norm",)),
+    Rule("post_feedforward_layernorm", ("mlp_post_norm",)),
+)
+QK_NORMS = (Rule("self_attn.q_norm", ("attention.q_norm",)), Rule("self_attn.k_norm", ("attention.k_norm",)))
+MIXTRAL_EXPERTS = _expert_rules("block_sparse_moe", "w1", "w3", "w2")
+QWEN_EXPERTS = _expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
+SHARED_EXPERT = (
+    *(Rule(f"mlp.shared_expert.{x}_proj", (f"mlp.shared.{x}",)) for x in ("gate", "up", "down")),
+    Rule("mlp.shared_expert_gate", ("mlp.shared_gate",)),
+)
+_GPT2_LAYER = (
+    Rule("ln_1", ("attention_norm",)),
+    Rule("attn.c_attn", ("attention.q", "attention.k", "attention.v"), transposed=True),
+    Rule("attn.c_proj", ("attention.o",), transposed=True),
+    Rule("ln_2", ("mlp_norm",)),
+    Rule("mlp.c_fc", ("mlp.up",), transposed=True),
+    Rule("mlp.c_proj", ("mlp.down",), transposed=True),
+)
+GPT2 = (
+    Rule("transformer.wte", ("embed",)),
+    Rule("transformer.wpe", ("positions",)),
+    *(_in_layer(rule, "transformer.h.{layer}.") for rule in _GPT2_LAYER),
+    Rule("transformer.ln_f", ("norm",)),
+    Rule("lm_head", ("head",)),
+)

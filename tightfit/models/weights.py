@@ -1,0 +1,240 @@
+"""Weights in and out in Hugging Face's layout: safetensors files with their names, whole or in shards.
+
+Files are strangers' property: names, shapes and dtypes are checked against the model before a byte is copied, an index
+may only name files beside it, and nothing is ever unpickled. Both directions go tensor by tensor, so loading never
+holds a second copy of the model and saving holds one shard. A tied output projection is not written.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.families import FAMILIES
+from tightfit.models.resolve import read_config
+from tightfit.models.spec import ModelSpec
+from tightfit.models.weight_names import Link, links
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def to_hf_state(model: Decoder | Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """The tensors under Hugging Face's names: views of ours where only the name differs."""
+    state = model.state_dict() if isinstance(model, Decoder) else model
+    return {link.theirs: _assemble(link, state) for link in _links(spec, state)}
+
+
+def from_hf_state(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
+    """Our state dict from tensors under Hugging Face's names, for `load_state_dict`."""
+    with torch.device("meta"):
+        empty = Decoder(spec).state_dict()
+    renamed = _match(state.keys(), empty, spec, "the state")
+    made: dict[str, Tensor] = {}
+    for link, name in renamed:
+        _check_shape(state[name].shape, link, name, empty, "the state")
+        for ours, part in zip(link.ours, _pieces(link, state[name], empty), strict=True):
+            target = made.setdefault(ours, torch.empty_like(empty[ours], device=part.device, dtype=part.dtype))
+            (target if link.expert is None else target[link.expert]).copy_(part)
+    if spec.tied:
+        made["head.weight"] = made["embed.weight"]
+    return made
+
+
+def load_weights(model: Decoder, directory: Path) -> None:
+    """Fill `model` from the safetensors in `directory`, cast to the model's dtype."""
+    state = model.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        raise ValueError("the model is on the meta device; call to_empty() on it before loading weights")
+    files = _files(directory)
+    where = {name: path for path, names in files.items() for name in names}
+    found = _match(where, state, model.spec, str(directory))
+    by_file: dict[Path, list[tuple[Link, str]]] = {path: [] for path in files}
+    for link, name in found:
+        by_file[where[name]].append((link, name))
+    for path, wanted in by_file.items():
+        with _reading(path) as tensors:
+            for link, name in wanted:
+                stored = tensors.get_slice(name)
+                _check_dtype(stored.get_dtype(), name, path)
+                _check_shape(stored.get_shape(), link, name, state, str(path))
+    for path, wanted in by_file.items():
+        with _reading(path) as tensors, torch.no_grad():
+            for link, name in wanted:
+                _place(link, tensors.get_tensor(name), state)
+
+
+def save_weights(
+    model: Decoder, directory: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write the weights into `directory`, cast to `dtype` if given, in files of at most `max_shard_bytes`."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    shards = _split(_links(model.spec, state), state, dtype, max_shard_bytes)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in [*directory.glob("model-*-of-*.safetensors"), directory / SINGLE_FILE, directory / INDEX_FILE]:
+            stale.unlink(missing_ok=True)
+        for name, shard in shards.items():
+            tensors = {link.theirs: _assemble(link, state, dtype) for link in shard}
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        if len(shards) > 1:
+            (directory / INDEX_FILE).write_text(_index(shards, state, dtype), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write weights to {directory} ({error}); choose a writable place with room") from error
+
+
+def _links(spec: ModelSpec, state: Mapping[str, Tensor]) -> list[Link]:
+    names = [name for name in state if not (spec.tied and name == "head.weight")]
+    return links(FAMILIES[spec.family].weights, names, spec.layers, spec.experts.count if spec.experts else 0)
+
+
+def _match(names: Iterable[str], state: Mapping[str, Tensor], spec: ModelSpec, source: str) -> list[tuple[Link, str]]:
+    """Every link of the model with the name its tensor has in `names`; nothing may be missing, double or left over."""
+    family, wanted = FAMILIES[spec.family], {link.theirs: link for link in _links(spec, state)}
+    found: dict[str, str] = {}
+    spare: list[str] = []
+    for name in names:
+        prefix, instead = next(((a, b) for a, b in family.prefixes if name.startswith(a)), ("", ""))
+        canonical = instead + name.removeprefix(prefix)
+        if canonical in found:
+            raise UserError(f"{source} has {canonical} twice, also as {name}; remove one of them")
+        if canonical in wanted:
+            found[canonical] = name
+        elif not re.search(family.ignored, name) and not (spec.tied and canonical == "lm_head.weight"):
+            spare.append(name)
+    missing = [name for name in wanted if name not in found]
+    if missing or spare:
+        told = [f"misses {_some(missing)}"] if missing else []
+        told += [f"has {_some(spare)} that a {spec.family} model of this shape does not"] if spare else []
+        raise UserError(f"{source} {' and '.join(told)}; config.json and weights must belong to the same model")
+    return [(link, found[name]) for name, link in wanted.items()]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _shape(link: Link, state: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """The shape their tensor must have."""
+    shapes = [state[name].shape[link.expert is not None :] for name in link.ours]
+    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return whole[::-1] if link.transposed else whole
+
+
+def _assemble(link: Link, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Their tensor from ours, cast to `dtype` if given; a view where nothing has to be joined, turned or cast."""
+    parts = [state[name] if link.expert is None else state[name][link.expert] for name in link.ours]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    whole = whole.T if link.transposed and whole.ndim == 2 else whole
+    return whole.to(dtype or whole.dtype).contiguous()
+
+
+def _pieces(link: Link, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Their tensor taken apart into ours."""
+    whole = tensor.T if link.transposed and tensor.ndim == 2 else tensor
+    return whole.split([state[name].shape[link.expert is not None] for name in link.ours])
+
+
+def _place(link: Link, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+    for name, part in zip(link.ours, _pieces(link, tensor, state), strict=True):
+        (state[name] if link.expert is None else state[name][link.expert]).copy_(part)
+
+
+def _check_shape(shape: Iterable[int], link: Link, name: str, state: Mapping[str, Tensor], source: str) -> None:
+    wanted = _shape(link, state)
+    if tuple(shape) != wanted:
+        raise UserError(
+            f"{name} in {source} has shape {tuple(shape)} where the model has {wanted}; "
+            "config.json and weights must belong to the same model"
+        )
+
+
+def _check_dtype(dtype: str, name: str, path: Path) -> None:
+    if dtype not in READABLE_DTYPES:
+        raise UserError(
+            f"{name} in {path} is stored as {dtype}, not as plain floating point; load the model that was quantized, "
+            "not the quantized one"
+        )
+
+
+def _files(directory: Path) -> dict[Path, list[str]]:
+    """The safetensors files of the checkpoint in `directory`, and the names of the tensors in each."""
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.is_file():
+        with _reading(single) as tensors:
+            return {single: list(tensors.keys())}
+    if index.is_file():
+        return _indexed(index)
+    pickled = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
+    why = "; pickled weights are not loaded as they can run code: convert them to safetensors" if pickled else ""
+    raise UserError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{why or '; give a directory with weights'}")
+
+
+def _indexed(index: Path) -> dict[Path, list[str]]:
+    """The files an index names. They must lie beside it: an index is data, and may not reach elsewhere."""
+    content = read_config(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"weight_map in {index} is not an object of tensor names and files; download the index again")
+    files: dict[Path, list[str]] = {}
+    for name, file in names.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file) or file.startswith("."):
+            raise UserError(f"{index} says {name} is in {file!r}; that must be a .safetensors file beside the index")
+        files.setdefault(index.parent / file, []).append(name)
+    for path, wanted in files.items():
+        with _reading(path) as tensors:
+            absent = sorted(set(wanted) - set(tensors.keys()))
+        if absent:
+            raise UserError(f"{path} misses {_some(absent)}, which {index.name} says it has; download both again")
+    return files
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """The open safetensors file `path`."""
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; download the model again") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); it may be cut short, download it again") from None
+
+
+def _split(
+    all_links: list[Link], state: Mapping[str, Tensor], dtype: torch.dtype | None, most: int
+) -> dict[str, list[Link]]:
+    """File names and what goes into each: as many whole tensors as fit, in order."""
+    shards: list[list[Link]] = [[]]
+    held = 0
+    for link in all_links:
+        size = _bytes(link, state, dtype)
+        if shards[-1] and held + size > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(link)
+        held += size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _bytes(link: Link, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+    return math.prod(_shape(link, state)) * (dtype or state[link.ours[0]].dtype).itemsize
+
+
+def _index(shards: dict[str, list[Link]], state: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
+    total = sum(_bytes(link, state, dtype) for shard in shards.values() for link in shard)
+    names = {link.theirs: file for file, shard in shards.items() for link in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}, indent=2) + "\n"
