@@ -1,0 +1,96 @@
+"""What names become: order, what is skipped, and what is refused."""
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tightfit.errors import UserError
+from tightfit.train.sources import Source, find_sources
+
+
+def write(path: Path, text: str = "x") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_files_keep_the_order_they_are_named_in(tmp_path: Path) -> None:
+    second, first = write(tmp_path / "b.txt"), write(tmp_path / "a.JSONL")
+    assert find_sources([str(second), str(first)]) == [Source(second, "text"), Source(first, "jsonl")]
+
+
+def test_a_directory_is_searched_in_the_order_of_paths(tmp_path: Path) -> None:
+    for name in ("z.md", "sub/deep/b.py", "sub/a.parquet", "a.txt"):
+        write(tmp_path / name)
+    for skipped in (".hidden.txt", ".git/x.txt", "picture.png", "no_suffix", "data.json"):
+        write(tmp_path / skipped)
+    write(tmp_path / "empty.py", "")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = [source.path.relative_to(tmp_path).as_posix() for source in find_sources([str(tmp_path)])]
+    assert found == ["a.txt", "sub/a.parquet", "sub/deep/b.py", "z.md"]
+
+
+@pytest.mark.parametrize("marks", [["dataset_dict.json"], ["state.json", "dataset_info.json"]])
+def test_a_saved_dataset_is_one_source(tmp_path: Path, marks: list[str]) -> None:
+    for mark in [*marks, "train.txt"]:
+        write(tmp_path / "data" / "saved" / mark)
+    expected = [Source(tmp_path / "data" / "saved", "saved")]
+    assert find_sources([str(tmp_path / "data" / "saved")]) == find_sources([str(tmp_path / "data")]) == expected
+
+
+def test_stamps_change_with_the_file(tmp_path: Path) -> None:
+    source = Source(write(tmp_path / "a.txt"), "text")
+    before = list(source.stamps())
+    assert before[0][:2] == (str((tmp_path / "a.txt").resolve()), 1)
+    write(tmp_path / "a.txt", "xy")
+    assert list(source.stamps()) != before
+
+
+def test_stdlib_has_prose_and_sources_without_tests_or_packages() -> None:
+    sources = find_sources(["stdlib"])
+    assert sources == find_sources(["stdlib"])
+    assert sources[0].kind == "topics"
+    names = [source.path.as_posix() for source in sources[1:]]
+    assert names == sorted(names)
+    assert len(names) > 300
+    assert any(name.endswith("/json/decoder.py") for name in names)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folders = {part for name in names for part in Path(name).relative_to(root).parts[:-1]}
+    assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def test_chats_take_only_rows(tmp_path: Path) -> None:
+    rows, _ = write(tmp_path / "a.jsonl"), write(tmp_path / "readme.md")
+    assert find_sources([str(tmp_path)], rows_only=True) == [Source(rows, "jsonl")]
+    for name in (str(tmp_path / "readme.md"), "stdlib"):
+        with pytest.raises(UserError, match=r"plain text, but chats are rows with roles; give \.jsonl, \.parquet"):
+            find_sources([name], rows_only=True)
+
+
+def test_what_cannot_be_data_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "empty.txt", "")
+    write(tmp_path / "nothing" / "picture.png")
+    write(tmp_path / "table.csv")
+    cases = {
+        "missing.txt": r"missing\.txt does not exist; name a file",
+        "empty.txt": r"empty\.txt is empty",
+        "nothing": r"nothing is a directory without usable files; supported are \.jsonl",
+        "table.csv": r"table\.csv has the unsupported suffix '\.csv'; supported are \.jsonl, \.parquet, .*\.txt",
+    }
+    for name, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            find_sources([str(tmp_path / name)])
+    with pytest.raises(UserError, match="no data is named"):
+        find_sources([])
+
+
+def test_stdlib_without_its_prose_or_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match=r"'stdlib' needs pydoc_data of Python, which .* lacks"):
+            find_sources(["stdlib"])
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(UserError, match=r"'stdlib' needs the sources \(\.py\) of Python"):
+        find_sources(["stdlib"])

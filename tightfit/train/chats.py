@@ -1,0 +1,99 @@
+"""Conversations to learn answers from, in the shapes people publish them, brought to one: messages with roles.
+
+The shape is recognised row by row, by the fields that are there and not null, so files of different origin can be
+mixed: OpenAI `messages`, ShareGPT `conversations`, Alpaca `instruction`/`input`/`output`, and the pairs
+`prompt`/`completion`, `prompt`/`response` and `question`/`answer`. A row from which nothing can be learned is an error,
+as it is nearly always a mistake in making the file.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.train.rows import Row, missing_fields, read_rows
+from tightfit.train.source_files import text_value
+from tightfit.train.sources import Source
+
+Message = dict[str, str]
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages of `role` and `content`, where they stand, and their share of the source's bytes (for progress)."""
+
+    messages: list[Message]
+    where: str
+    source_bytes: float
+
+
+def read_chats(sources: Sequence[Source]) -> Iterator[Chat]:
+    """The conversations of `sources` in order."""
+    for source in sources:
+        for row in read_rows(source, FIELDS):
+            yield Chat(messages_of(row), row.where, row.source_bytes)
+
+
+def messages_of(row: Row) -> list[Message]:
+    """The conversation of `row`, whatever its shape, with at least one answer."""
+    given = {name: value for name, value in row.fields.items() if value is not None}
+    for needed, read in SHAPES:
+        if all(name in given for name in needed):
+            messages = read(given, row.where)
+            break
+    else:
+        raise missing_fields(row.where, [" + ".join(needed) for needed, _ in SHAPES], list(given))
+    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+        raise UserError(f"{row.where} has no answer of the assistant to learn from; add one or remove the row")
+    return messages
+
+
+def _listed(field: str, role_key: str, text_key: str, roles: Mapping[str, str]) -> Callable[..., list[Message]]:
+    """Reader of a list of messages under `field`."""
+
+    def read(fields: Mapping[str, Any], where: str) -> list[Message]:
+        turns = fields[field]
+        if not isinstance(turns, list):
+            raise UserError(f"{where} has {type(turns).__name__} in field {field!r}; it must be a list of messages")
+        return [turn(value, f"message {number} of {where}") for number, value in enumerate(turns, start=1)]
+
+    def turn(value: Any, where: str) -> Message:
+        if not isinstance(value, dict) or role_key not in value or text_key not in value:
+            raise UserError(f"{where} is not an object with {role_key!r} and {text_key!r}; correct or remove it")
+        role = value[role_key]
+        if not isinstance(role, str) or role not in roles:
+            raise UserError(f"{where} has the {role_key} {role!r}; known are {', '.join(roles)}")
+        return {"role": roles[role], "content": text_value(value[text_key], text_key, where)}
+
+    return read
+
+
+def _pair(question: str, answer: str) -> Callable[..., list[Message]]:
+    """Reader of one question and one answer."""
+
+    def read(fields: Mapping[str, Any], where: str) -> list[Message]:
+        asked, answered = (text_value(fields[name], name, where) for name in (question, answer))
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+
+    return read
+
+
+def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
+    """Instruction and answer, with the input, where there is one, below the instruction."""
+    messages = _pair("instruction", "output")(fields, where)
+    if addition := text_value(fields.get("input", ""), "input", where):
+        messages[0]["content"] += f"\n\n{addition}"
+    return messages
+
+
+SHAPES: tuple[tuple[tuple[str, ...], Callable[..., list[Message]]], ...] = (
+    (("messages",), _listed("messages", "role", "content", ROLES)),
+    (("conversations",), _listed("conversations", "from", "value", SHAREGPT_ROLES)),
+    (("instruction", "output"), _alpaca),
+    (("prompt", "completion"), _pair("prompt", "completion")),
+    (("prompt", "response"), _pair("prompt", "response")),
+    (("question", "answer"), _pair("question", "answer")),
+)
+FIELDS = tuple(dict.fromkeys([name for needed, _ in SHAPES for name in needed] + ["input"]))

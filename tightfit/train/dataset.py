@@ -1,0 +1,140 @@
+"""Rows to train on, cut from a TokenStore: a stream in windows, or conversations packed whole.
+
+Every row is a dict of three tensors of `sequence_length`: `tokens` (int64), `labels` (int64, the token that follows
+each, −100 where it does not count) and `documents` (int32, the number of each token's document within the row, padding
+having one of its own). Nothing is copied until a row is asked for.
+"""
+
+from bisect import bisect_right
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tightfit.errors import UserError
+from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.train.held_out import Part, everything
+from tightfit.train.packing import best_fit
+from tightfit.train.shuffling import shuffled
+from tightfit.train.token_store import TokenStore
+
+Row = dict[str, Tensor]
+
+
+class PackedText(Dataset[Row]):
+    """A part's documents as one stream, cut into windows: row i reads tokens i·T … (i+1)·T − 1, predicts one further.
+
+    Every token but the first is a label exactly once. With `separate_documents` the first token of each document is no
+    label, as nothing before it says anything about it, and documents are numbered; without, a row is one document.
+    """
+
+    def __init__(
+        self, store: TokenStore, sequence_length: int, *, part: Part | None = None, separate_documents: bool = True
+    ) -> None:
+        _check_length(sequence_length)
+        self.store, self.sequence_length, self.separate_documents = store, sequence_length, separate_documents
+        self.spans = (part or everything(store)).spans
+        self._span_starts = np.append(0, np.cumsum(self.spans[:, 1] - self.spans[:, 0]))  # in the part's own stream
+        self.tokens_total = int(self._span_starts[-1])
+        documents = len((part or everything(store)).documents_of(store)) if separate_documents else 1
+        if self.tokens_total <= max(documents, 1):
+            raise UserError(
+                f"{self.tokens_total} tokens in {documents} documents leave nothing to predict; give longer documents"
+            )
+
+    def __len__(self) -> int:
+        return -(-(self.tokens_total - 1) // self.sequence_length)
+
+    def __getitem__(self, index: int) -> Row:
+        _check_index(index, len(self))
+        T = self.sequence_length
+        tokens, positions = self._read(index * T, min((index + 1) * T + 1, self.tokens_total))
+        owners = np.zeros_like(positions)
+        if self.separate_documents:
+            owners = np.searchsorted(self.store.document_starts, positions, side="right")
+        changes = owners[1:] != owners[:-1]
+        labels = np.append(np.where(changes, IGNORE, tokens[1:]), IGNORE)
+        return _row(tokens[:T], labels[:T], np.append(0, np.cumsum(changes))[:T], T)
+
+    def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens start … stop − 1 of the part's stream, and their positions in the store's."""
+        tokens, positions = [], []
+        span = bisect_right(self._span_starts, start) - 1
+        while start < stop:
+            first = int(self.spans[span, 0]) + start - int(self._span_starts[span])
+            count = min(stop, int(self._span_starts[span + 1])) - start
+            tokens.append(self.store.slice(first, first + count))
+            positions.append(np.arange(first, first + count))
+            start, span = start + count, span + 1
+        return np.concatenate(tokens).astype(np.int64), np.concatenate(positions)
+
+
+class PackedChats(Dataset[Row]):
+    """Whole conversations, several to a row (or one, without `pack`); only what the assistant says is a label.
+
+    A conversation too long for a row loses its end, and is left out if no answer remains: `truncated` and `dropped`
+    count these. The last token of a conversation is only ever a label, so one of T + 1 tokens fits.
+    """
+
+    def __init__(
+        self, store: TokenStore, sequence_length: int, *, seed: int = 0, part: Part | None = None, pack: bool = True
+    ) -> None:
+        _check_length(sequence_length)
+        assert store.has_masks, "these are not conversations"
+        self.store, self.sequence_length = store, sequence_length
+        candidates = (part or everything(store)).documents_of(store)
+        lengths = np.diff(store.document_starts)[candidates] - 1
+        is_long = lengths > sequence_length
+        lost = [i for i in candidates[is_long].tolist() if not store.mask(i)[1 : sequence_length + 1].any()]
+        self.dropped, self.truncated = len(lost), int(is_long.sum()) - len(lost)
+        kept = ~np.isin(candidates, lost)
+        self.rows = self._packed(candidates[kept], lengths[kept].clip(max=sequence_length), seed, pack)
+        if not self.rows:
+            raise UserError(
+                f"none of the {len(candidates)} conversations has an answer within {sequence_length} tokens; "
+                "raise sequence_length"
+            )
+
+    def _packed(self, conversations: np.ndarray, lengths: np.ndarray, seed: int, pack: bool) -> list[list[int]]:
+        if not pack:
+            return [[i] for i in conversations.tolist()]
+        # Equal lengths are alike to the packing, so the seed decides who shares a row.
+        order = shuffled(len(conversations), seed, "packing")
+        rows = best_fit(lengths[order].tolist(), self.sequence_length)
+        return [conversations[order[row]].tolist() for row in rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        _check_index(index, len(self))
+        T = self.sequence_length
+        tokens, labels, documents = [], [], []
+        for number, conversation in enumerate(self.rows[index]):
+            said = self.store.document(conversation)[: T + 1].astype(np.int64)
+            counts = self.store.mask(conversation)[1 : T + 1]
+            tokens.append(said[:-1])
+            labels.append(np.where(counts, said[1:], IGNORE))
+            documents.append(np.full(len(said) - 1, number))
+        return _row(np.concatenate(tokens), np.concatenate(labels), np.concatenate(documents), T)
+
+
+def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray, length: int) -> Row:
+    """Padded to `length`: token 0 that predicts nothing, in a document of its own."""
+    padding = (0, length - len(tokens))
+    return {
+        "tokens": torch.from_numpy(np.pad(tokens, padding)),
+        "labels": torch.from_numpy(np.pad(labels, padding, constant_values=IGNORE)),
+        "documents": torch.from_numpy(np.pad(documents, padding, constant_values=documents[-1] + 1).astype(np.int32)),
+    }
+
+
+def _check_length(sequence_length: int) -> None:
+    if sequence_length < 2:
+        raise UserError(f"sequence_length is {sequence_length}; it must be at least 2")
+
+
+def _check_index(index: int, rows: int) -> None:
+    if not 0 <= index < rows:
+        raise IndexError(f"row {index} of {rows}")

@@ -1,0 +1,99 @@
+"""Endless, shuffled, resumable batches: torchdata's StatefulDataLoader over a sampler that counts rows.
+
+Row p of the run, counted over all ranks, is row p mod N of the p div N-th permutation, so the whole state is the one
+number p: resuming needs no replay, and ranks can change in number as long as the global batch does not. Epochs follow
+each other without a gap; a batch may span two. Loading happens in the training process (rows are a memory map's copy
+away), so nothing is fetched ahead and the state is that of the batch last given.
+"""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tightfit.errors import UserError
+from tightfit.train.shuffling import shuffled
+
+Batch = dict[str, Tensor]
+
+
+class EndlessRows:
+    """Batches of row numbers for one rank; iterating again continues where the last iteration stood."""
+
+    def __init__(self, rows: int, micro_batch: int, seed: int, rank: int, world: int) -> None:
+        assert rows > 0, "there are no rows"
+        assert 0 <= rank < world, f"rank {rank} of {world}"
+        if micro_batch < 1:
+            raise UserError(f"micro_batch is {micro_batch}; it must be at least 1")
+        self.rows, self.micro_batch, self.seed, self.rank, self.world = rows, micro_batch, seed, rank, world
+        self.consumed_rows = 0
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            first = self.consumed_rows + self.rank * self.micro_batch
+            self.consumed_rows += self.world * self.micro_batch
+            yield [self._row(position) for position in range(first, first + self.micro_batch)]
+
+    def _row(self, position: int) -> int:
+        epoch, index = divmod(position, self.rows)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, shuffled(self.rows, self.seed, f"epoch {epoch}")
+        return int(self._order[index])
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is only right for."""
+        return {"consumed_rows": self.consumed_rows, "rows": self.rows, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a position in the same data and order."""
+        for name, ours in (("rows", self.rows), ("seed", self.seed)):
+            if state[name] != ours:
+                raise UserError(
+                    f"the checkpoint's data has {name} {state[name]}, this job's has {ours}; "
+                    "resume with the same data, sequence length and seed"
+                )
+        self.consumed_rows = state["consumed_rows"]
+
+
+class Loader(StatefulDataLoader):
+    """Batches without end. Its state is plain JSON; loading it takes effect at once."""
+
+    def __init__(self, dataset: Dataset[Batch], sampler: EndlessRows) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls what torch 2.13 retires
+            # Every new iterator draws a number; from a generator of its own, lest resuming disturb the global one.
+            super().__init__(dataset, batch_sampler=sampler, num_workers=0, generator=torch.Generator())
+
+    @property
+    def consumed_rows(self) -> int:
+        """Rows given so far, over all ranks and resumptions."""
+        return self.batch_sampler.consumed_rows
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data completed so far."""
+        return self.consumed_rows / self.batch_sampler.rows
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        super().load_state_dict(state_dict)
+        self.state_dict()  # the base class only remembers the state until it makes an iterator: make it now
+
+
+def make_loader(dataset: Dataset[Batch], *, micro_batch: int, seed: int, rank: int = 0, world: int = 1) -> Loader:
+    """The endless batches of rank `rank` of `world`, `micro_batch` rows each."""
+    rows = len(dataset)  # type: ignore[arg-type]
+    return Loader(dataset, EndlessRows(rows, micro_batch, seed, rank, world))
+
+
+def evaluation_batches(dataset: Dataset[Batch], batch: int) -> Iterator[Batch]:
+    """All rows once, in order; the last batch may be short."""
+    rows = len(dataset)  # type: ignore[arg-type]
+    for start in range(0, rows, batch):
+        yield default_collate([dataset[i] for i in range(start, min(start + batch, rows))])

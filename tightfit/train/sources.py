@@ -1,0 +1,138 @@
+"""What a user names as data, turned into an ordered list of files.
+
+A name is a file, a directory (searched recursively, in the order of its paths), a dataset saved by Hugging Face
+`datasets`, or `stdlib`: the prose of `pydoc_data` and the source of Python's own standard library, text that every
+machine has. (A file called stdlib is named ./stdlib.) In a directory, what is hidden, empty or of no supported suffix
+is skipped and links to directories are not followed; a file that is named must be usable. Nothing is read here.
+"""
+
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tightfit.errors import UserError
+
+Kind = Literal["text", "topics", "jsonl", "parquet", "saved"]
+ROW_SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+PROSE_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".rst", ".tex"})
+CODE_SUFFIXES = frozenset(
+    {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".ts", ".go", ".rs", ".rb"}
+    | {".sh", ".sql", ".r", ".jl", ".lua", ".php", ".kt", ".swift", ".scala", ".cs"}
+)
+TEXT_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
+STANDARD_LIBRARY = "stdlib"
+NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "lib-dynload", "__pycache__", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one saved dataset, and how to read it."""
+
+    path: Path
+    kind: Kind
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is made of rows with named fields."""
+        return self.kind not in ("text", "topics")
+
+    def stamps(self) -> Iterator[tuple[str, int, int]]:
+        """Path, size and time of change (ns) of every file: when these change, so may its tokens."""
+        for path in sorted(self.path.rglob("*")) if self.kind == "saved" else [self.path]:
+            if path.is_file():
+                stat = path.stat()
+                yield str(path.resolve()), stat.st_size, stat.st_mtime_ns
+
+
+def find_sources(names: Sequence[str], *, rows_only: bool = False) -> list[Source]:
+    """The sources behind `names`, in order; with `rows_only`, plain text is refused when named, else passed over."""
+    if not names:
+        raise UserError("no data is named; give at least one file, directory, saved dataset or 'stdlib'")
+    return [source for name in names for source in _find(name, rows_only)]
+
+
+def _find(name: str, rows_only: bool) -> list[Source]:
+    if name == STANDARD_LIBRARY:
+        found = list(_standard_library())
+    elif (path := Path(name).expanduser()).is_dir():
+        found = [source for source in _in_directory(path) if source.has_rows or not rows_only]
+        if not found:
+            raise UserError(f"{path} is a directory without usable files; supported are {_supported(rows_only)}")
+    else:
+        found = [_named_file(path, rows_only)]
+    if rows_only and not found[0].has_rows:
+        raise UserError(f"{name} is plain text, but chats are rows with roles; give {_supported(rows_only)}")
+    return found
+
+
+def _named_file(path: Path, rows_only: bool) -> Source:
+    if not path.exists():
+        raise UserError(f"{path} does not exist; name a file, a directory, a saved dataset or 'stdlib'")
+    kind = _kind_of(path)
+    if kind is None:
+        raise UserError(f"{path} has the unsupported suffix {path.suffix!r}; supported are {_supported(rows_only)}")
+    if not path.is_file():
+        raise UserError(f"{path} is not a regular file; copy its contents to a file and name that")
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty; remove it from the data or fill it")
+    return Source(path, kind)
+
+
+def _kind_of(path: Path) -> Kind | None:
+    suffix = path.suffix.lower()
+    return "text" if suffix in TEXT_SUFFIXES else ROW_SUFFIXES.get(suffix)
+
+
+def _supported(rows_only: bool) -> str:
+    rows = f"{', '.join(ROW_SUFFIXES)}, datasets saved with save_to_disk"
+    return rows if rows_only else f"{rows} and plain text ({', '.join(sorted(TEXT_SUFFIXES))})"
+
+
+def _in_directory(directory: Path) -> Iterator[Source]:
+    if _is_saved_dataset(directory):
+        yield Source(directory, "saved")
+        return
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError as error:
+        raise UserError(f"{directory} cannot be listed ({error.strerror}); check its permissions") from error
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _in_directory(entry)
+        elif (kind := _kind_of(entry)) is not None and entry.is_file() and entry.stat().st_size > 0:
+            yield Source(entry, kind)
+
+
+def _is_saved_dataset(directory: Path) -> bool:
+    """Whether `datasets` wrote it: one dataset, or a dictionary of splits."""
+    one = (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file()
+    return one or (directory / "dataset_dict.json").is_file()
+
+
+def _standard_library() -> Iterator[Source]:
+    """The topics of `help()`, then every source file, without tests and what describes this one machine."""
+    try:
+        spec = importlib.util.find_spec("pydoc_data.topics")
+    except ImportError:
+        spec = None
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(_library_files(root))
+    if spec is None or spec.origin is None or not files:
+        missing = "the sources (.py)" if spec is not None else "pydoc_data"
+        raise UserError(f"data 'stdlib' needs {missing} of Python, which {root} lacks; name other data")
+    yield Source(Path(spec.origin), "topics")
+    yield from (Source(path, "text") for path in files)
+
+
+def _library_files(root: Path) -> Iterator[Path]:
+    for directory, folders, names in os.walk(root):
+        folders[:] = [folder for folder in folders if folder not in NOT_LIBRARY and not folder.startswith("config-")]
+        for path in (Path(directory, name) for name in names if name.endswith(".py")):
+            if not path.name.startswith("_sysconfigdata") and path.stat().st_size > 0:
+                yield path

@@ -1,0 +1,79 @@
+"""Documents of plain text, streamed from any source.
+
+A file of text is one document, a row is one document. A document is handed on as pieces of bounded size, so that a file
+larger than memory can be tokenised, and on all cores; only the last piece ends the document. Pieces are cut where a
+line ends and the next begins with no further white space around: common pre-tokenizers see a border there anyway.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightfit.train.rows import missing_fields, read_rows
+from tightfit.train.source_files import decode, open_bytes, text_value
+from tightfit.train.sources import Source
+
+PIECE_BYTES = 2**20
+
+LINE_BORDER = re.compile(rb"(?<=\S\n)(?=\S)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text, where it stands, whether its document ends with it, and its share of the source's bytes (for progress)."""
+
+    text: str
+    where: str
+    is_last: bool
+    source_bytes: float
+
+
+def read_texts(sources: Sequence[Source], field: str = "text") -> Iterator[Piece]:
+    """The documents of `sources` in order; of rows, what their `field` holds."""
+    for source in sources:
+        match source.kind:
+            case "text":
+                yield from _file(source.path)
+            case "topics":
+                yield from _topics()
+            case _:
+                yield from _rows(source, field)
+
+
+def _rows(source: Source, field: str) -> Iterator[Piece]:
+    for row in read_rows(source, [field]):
+        if field not in row.fields:
+            raise missing_fields(row.where, [field], list(row.fields))
+        yield Piece(text_value(row.fields[field], field, row.where), row.where, True, row.source_bytes)
+
+
+def _topics() -> Iterator[Piece]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield Piece(topics[name], f"topic {name!r} of pydoc_data", True, len(topics[name]))
+
+
+def _file(path: Path) -> Iterator[Piece]:
+    with open_bytes(path) as file:
+        offset, block = file.tell(), file.read(PIECE_BYTES)
+        while following := file.read(PIECE_BYTES):
+            cut = _cut(block)
+            yield Piece(decode(block[:cut], path, offset), str(path), False, cut)
+            offset, block = offset + cut, block[cut:] + following
+        yield Piece(decode(block, path, offset), str(path), True, len(block))
+
+
+def _cut(block: bytes) -> int:
+    """Where to end a piece: between two unindented lines, else after a line, else before a space, else a character."""
+    if border := max((match.start() for match in LINE_BORDER.finditer(block, len(block) // 2)), default=0):
+        return border
+    if line := block.rfind(b"\n") + 1:
+        return line
+    if (space := block.rfind(b" ")) > 0:
+        return space
+    cut = len(block) - 1
+    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:  # a byte inside a character
+        cut -= 1
+    return cut

@@ -1,0 +1,74 @@
+"""The cache of token stores: each is made once, appears whole or not at all, and is made again when damaged.
+
+One directory per recipe holds the store and a lock. Processes that want the same store wait for the one that makes it
+(the kernel drops the lock of a killed one); where a file system knows no locks they all make it and the first rename
+wins, which costs time but is right as well. A good store is opened without writing, so a cache may be read-only.
+"""
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tightfit.durable import discard_directory, durable_directory, sweep
+from tightfit.errors import UserError
+from tightfit.train.shard_writer import ShardWriter
+from tightfit.train.token_store import DamagedStoreError, Recipe, TokenStore, open_store
+
+
+def cached_store(cache_dir: Path, recipe: Recipe, fill: Callable[[ShardWriter], None]) -> TokenStore:
+    """The store of `recipe` under `cache_dir`; `fill` writes it where there is no good one yet."""
+    home = cache_dir.expanduser() / recipe.key
+    target = home / "store"
+    with suppress(DamagedStoreError, FileNotFoundError):
+        return open_store(target)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with _locked(home / "lock") as alone:
+            if alone:
+                sweep(home)
+            return _existing(target) or _made(target, recipe, fill)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"the token cache {cache_dir} cannot be written ({reason}); free space there or choose another directory"
+        ) from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Holds the lock of `path`; False where the file system has no locks."""
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _existing(target: Path) -> TokenStore | None:
+    """The store at `target` if it is whole; a damaged one is removed."""
+    try:
+        return open_store(target)
+    except FileNotFoundError:
+        return None
+    except DamagedStoreError:
+        discard_directory(target)
+        return None
+
+
+def _made(target: Path, recipe: Recipe, fill: Callable[[ShardWriter], None]) -> TokenStore:
+    try:
+        with durable_directory(target) as folder:
+            writer = ShardWriter(folder, recipe)
+            try:
+                fill(writer)
+                writer.finish()
+            finally:
+                writer.close()
+    except OSError:
+        with suppress(DamagedStoreError, FileNotFoundError):
+            return open_store(target)  # another process was first
+        raise
+    return open_store(target)
