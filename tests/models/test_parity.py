@@ -88,7 +88,7 @@ def test_bf16_is_as_close_to_the_truth_as_transformers_is(name):
     with torch.no_grad():
         exact = both.ours(both.tokens).logits
         error, allowed = (distance(model(both.tokens).logits.float(), exact) for model in (ours, theirs))
-    assert error < 1.25 * allowed
+    assert error < 1.5 * allowed
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,14 @@ class Visibility:
         """Whether every key is also a query (no cache before them)."""
         return self.queries == self.keys
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """True where a query sees a key, [B or 1, 1, queries, keys]; None when causality alone decides."""
+    def mask(self, window: int | None, *, explicit: bool = False) -> Tensor | None:
+        """True where a query sees a key, [B or 1, 1, queries, keys].
+
+        None when all keys are seen, and, unless `explicit`, when causality alone decides.
+        """
         window = None if window is None or window >= self.keys else window
-        if window is None and self.documents is None and (self.is_square or self.queries == 1):
+        implied = self.queries == 1 or (self.is_square and not explicit)
+        if window is None and self.documents is None and implied:
             return None
         if window not in self._masks:
             self._masks[window] = self._build(window)
@@ -60,19 +64,15 @@ def attention(
     impl: AttentionImpl = "sdpa",
 ) -> Tensor:
     """softmax(cap(scale · QKᵀ) where `visible`) V for query [B, heads, Tq, D], key and value [B, kv_heads, Tk, D]."""
-    mask = visible.mask(window)
     if impl == "eager" or softcap is not None:
-        return attention_eager(query, key, value, _explicit(visible, mask), scale=scale, softcap=softcap)
+        mask = visible.mask(window, explicit=True)
+        return attention_eager(query, key, value, mask, scale=scale, softcap=softcap)
+    mask = visible.mask(window)
     causal = mask is None and visible.is_square
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-
-
-def _explicit(visible: Visibility, mask: Tensor | None) -> Tensor | None:
-    """The mask, made explicit where SDPA would have been told `is_causal`."""
-    return visible._build(None) if mask is None and visible.is_square and visible.queries > 1 else mask
 
 
 def attention_eager(

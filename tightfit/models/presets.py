@@ -1,7 +1,8 @@
 """Well-known models by name: the fields of their published config.json that matter, one row each.
 
 Rows go through `spec_from_config` like any file, so what a row leaves out is the family's default. The `tiny-` ones
-have every trait of their family (windows, experts, softcaps, …) at a size that runs in a test.
+have every trait of their family (windows, experts, softcaps, …) at a size that runs in a test; `nano-llama` learns
+something in minutes on a CPU.
 """
 
 import difflib
@@ -150,6 +151,10 @@ PRESETS: dict[str, Row] = {
     "smollm2-135m": _row(_SMOLLM2, 576, 1536, 30, 9, 3),
     "smollm2-360m": _row(_SMOLLM2, 960, 2560, 32, 15, 5),
     "smollm2-1.7b": _row(_SMOLLM2, 2048, 8192, 24, 32, 32, rope_theta=130_000.0),
+    "nano-llama": _row(
+        _TINY, 128, 384, 4, 4, 2, model_type="llama", max_position_embeddings=1024, vocab_size=2048,
+        tie_word_embeddings=True,
+    ),
     "tiny-llama": _row(_TINY, 64, 128, 3, 4, 2, model_type="llama"),
     "tiny-mistral": _row(_TINY, 64, 128, 3, 4, 2, model_type="mistral", sliding_window=16),
     "tiny-mixtral": _row(_TINY, 64, 96, 2, 4, 2, model_type="mixtral", num_local_experts=4),

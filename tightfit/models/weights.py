@@ -81,17 +81,18 @@ def save_weights(
     """Write the weights into `directory`, cast to `dtype` if given, in files of at most `max_shard_bytes`."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     shards = _split(_links(model.spec, state), state, dtype, max_shard_bytes)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for stale in [*directory.glob("model-*-of-*.safetensors"), directory / SINGLE_FILE, directory / INDEX_FILE]:
-            stale.unlink(missing_ok=True)
-        for name, shard in shards.items():
-            tensors = {link.theirs: _assemble(link, state, dtype) for link in shard}
-            save_file(tensors, directory / name, metadata={"format": "pt"})
-        if len(shards) > 1:
-            (directory / INDEX_FILE).write_text(_index(shards, state, dtype), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write weights to {directory} ({error}); choose a writable place with room") from error
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, shard in shards.items():
+        tensors = {link.theirs: _assemble(link, state, dtype) for link in shard}
+        save_file(tensors, directory / name, metadata={"format": "pt"})
+    index = directory / INDEX_FILE
+    if len(shards) > 1:
+        index.write_text(_index(shards, state, dtype), encoding="utf-8")
+    else:
+        index.unlink(missing_ok=True)
+    for path in directory.glob("model*.safetensors"):  # of a former model here, which a reader could take for this one
+        if path.name not in shards:
+            path.unlink()
 
 
 def _links(spec: ModelSpec, state: Mapping[str, Tensor]) -> list[Link]:

@@ -1,0 +1,105 @@
+"""What the decoder promises beyond one sequence at a time: packed documents, a cache, construction without memory."""
+
+import pytest
+import torch
+
+from tests.models.reference import BATCH, CASES, LENGTH, distance, pair
+from tightfit.models.cache import KeyValueCache
+from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.presets import preset, preset_names
+
+LENGTHS = (9, 3, 12)
+# Their frequencies depend on the longest sequence seen so far, which a growing cache changes.
+GROWING = ("llama-dynamic-beyond", "phi3-longrope-long")
+
+
+def documents() -> torch.Tensor:
+    numbers = torch.repeat_interleave(torch.tensor([4, 0, 7]), torch.tensor(LENGTHS))
+    return torch.stack([numbers, torch.zeros(LENGTH, dtype=torch.long)])
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt2", "qwen2_moe", "phi3-longrope-short"])
+def test_packed_documents_are_computed_as_if_alone(name):
+    both = pair(name)
+    with torch.no_grad():
+        packed = both.ours(both.tokens, documents=documents()).logits
+        alone = [both.ours(part).logits for part in both.tokens[:1].split(LENGTHS, dim=1)]
+        assert distance(packed[:1], torch.cat(alone, 1)) < 1e-5
+        assert distance(packed[1:], both.ours(both.tokens[1:]).logits) < 1e-5
+
+
+def test_packed_rows_choose_longrope_factors_by_the_longest_document_not_the_row():
+    config = CASES["phi3-longrope-short"] | {"original_max_position_embeddings": max(LENGTHS)}
+    both = pair("phi3-longrope-short")
+    from tightfit.models.hf_config import spec_from_config
+
+    model = Decoder(spec_from_config(config, "test"))
+    model.load_state_dict(both.ours.state_dict())
+    with torch.no_grad():
+        packed = model(both.tokens[:1], documents=documents()[:1]).logits
+        alone = [model(part).logits for part in both.tokens[:1].split(LENGTHS, dim=1)]
+    assert distance(packed, torch.cat(alone, 1)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2"])
+def test_gradients_do_not_cross_document_borders(name):
+    both = pair(name)
+    seen: list[torch.Tensor] = []
+    hook = both.ours.embed.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    logits = both.ours(both.tokens, documents=documents()).logits
+    hook.remove()
+    (grad,) = torch.autograd.grad(logits[0, LENGTHS[0] : LENGTHS[0] + LENGTHS[1]].square().sum(), seen)
+    inside = torch.zeros(LENGTH, dtype=torch.bool)
+    inside[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = True
+    assert grad[0, inside].abs().sum() > 0
+    assert grad[0, ~inside].abs().max() == 0
+    assert grad[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in GROWING])
+@pytest.mark.parametrize("steps", [[LENGTH], [1] * LENGTH, [10, 1, 1, 5, 7]], ids=["prefill", "one-by-one", "mixed"])
+def test_cache_gives_what_the_full_forward_gives(name, steps):
+    both = pair(name)
+    cache = KeyValueCache(both.ours.spec, BATCH, LENGTH, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        full = both.ours(both.tokens).logits
+        parts = [both.ours(part, cache=cache).logits for part in both.tokens.split(steps, dim=1)]
+    assert distance(torch.cat(parts, 1), full) < 1e-5
+    assert cache.length == LENGTH
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_cache_at_full_length_gives_what_the_full_forward_gives(name):
+    both = pair(name)
+    cache = KeyValueCache(both.ours.spec, BATCH, LENGTH, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        last = both.ours(both.tokens, cache=cache, last_only=True).logits
+        assert distance(last, both.ours(both.tokens).logits[:, -1:]) < 1e-6
+
+
+def test_documents_and_cache_exclude_each_other():
+    both = pair("llama")
+    cache = KeyValueCache(both.ours.spec, BATCH, 2 * LENGTH, torch.device("cpu"), torch.float32)
+    both.ours(both.tokens, cache=cache)
+    with pytest.raises(ValueError, match="documents"):
+        both.ours(both.tokens, cache=cache, documents=documents())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_parameter_count_of_the_decoder_is_the_spec_s(name):
+    spec = preset(name)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.params()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("tiny-")])
+def test_initialised_model_predicts_nothing_in_particular(name):
+    torch.manual_seed(0)
+    spec = preset(name)
+    model = Decoder(spec)
+    init_weights(model)
+    tokens = torch.randint(0, spec.vocab_size, (2, 40))
+    loss = model(tokens, tokens.roll(-1, 1)).loss.item() / tokens.numel()
+    assert loss == pytest.approx(torch.tensor(float(spec.vocab_size)).log().item(), rel=0.05)
