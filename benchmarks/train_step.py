@@ -1,4 +1,4 @@
-"""Tokens per second of a training step: tightfit's decoder and loop beside a Hugging Face model in an equally careful loop.
+"""Tokens per second of a training step: tightfit beside a Hugging Face model in an equally careful loop.
 
 Same shape, same weights, same random tokens, same optimizer (fused AdamW), same clipping, same machine, alternating in
 one run; the first losses must agree before anything is timed. Writes benchmarks/results/train_step.csv.
@@ -95,14 +95,11 @@ def _their_model(spec: ModelSpec, case: Case) -> Any:
     ours = _our_model(spec, case)
     config = config_from_spec(spec, dtype=str(case.dtype).removeprefix("torch."))
     hf_config = AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype)
-    real = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype).to(case.device)
-    del model
-    missing = real.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype).to(case.device)
+    missing = model.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}, missing
-    real.tie_weights()
-    return real.train()
+    model.tie_weights()
+    return model.train()
 
 
 def measure(steps: dict[str, Step], case: Case) -> dict[str, list[float]]:
@@ -148,7 +145,9 @@ def run_case(name: str, folder: Path, commit: str | None) -> None:
     assert spread < (1e-4 if case.dtype == torch.float32 else 2e-2), first_losses
 
 
-def _report(name: str, case: Case, who: str, seconds: list[float], loss: float, folder: Path, commit: str | None) -> None:
+def _report(
+    name: str, case: Case, who: str, seconds: list[float], loss: float, folder: Path, commit: str | None
+) -> None:
     low, median, high = (q * 1e3 for q in statistics.quantiles(seconds, n=10)[1:8:3])
     tokens = case.batch * case.sequence_length
     peak = torch.cuda.max_memory_allocated() / 2**30 if case.device == "cuda" else 0.0

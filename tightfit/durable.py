@@ -54,7 +54,7 @@ def discard_directory(target: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what killed processes left half-written or half-removed in `parent`. Call it where only one process writes."""
+    """Remove what killed processes left half-written or half-removed in `parent`, where only one process writes."""
     if not parent.is_dir():
         return
     for leftover in parent.iterdir():

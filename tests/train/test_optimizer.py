@@ -109,9 +109,7 @@ def test_state_round_trip_and_refusals() -> None:
     other = MasterAdamW(tiny_model(seed=1), SETTINGS, torch.bfloat16)
     other.load_state(saved, "a file")
     assert all(torch.equal(other.state()[name], saved[name]) for name in saved)
-    with pytest.raises(UserError, match="master/norm.weight"):
+    with pytest.raises(UserError, match=r"master/norm\.weight"):
         other.load_state({n: t for n, t in saved.items() if n != "master/norm.weight"}, "a file")
-    with pytest.raises(UserError, match="exp_avg/norm.weight"):
+    with pytest.raises(UserError, match=r"exp_avg/norm\.weight"):
         other.load_state({**saved, "exp_avg/norm.weight": torch.zeros(3)}, "a file")
-
-

@@ -46,8 +46,8 @@ def test_the_loss_is_a_mean_over_tokens_not_a_mean_of_means() -> None:
         F.cross_entropy(logits[i : i + 2].double().flatten(0, 1), batch["labels"][i : i + 2].flatten())
         for i in range(0, 8, 2)
     ]
-    assert float(loss) == pytest.approx(float(truth), rel=1e-6)
-    assert float(loss) != pytest.approx(float(torch.stack(halves).mean()), rel=1e-3)
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    assert loss.item() != pytest.approx(torch.stack(halves).mean().item(), rel=1e-3)
 
 
 def test_a_step_without_counted_tokens_changes_nothing_but_decay() -> None:

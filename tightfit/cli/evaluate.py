@@ -22,7 +22,7 @@ def evaluate(
 ) -> None:
     """Measure a model's loss and perplexity on text.
 
-    Documents are packed into rows without attention across their borders; every token but the first of a document counts.
+    Documents are packed into rows without attention across their borders; all tokens but the first of each count.
 
     \b
     tightfit evaluate runs/stdlib --data notes.txt
@@ -32,6 +32,13 @@ def evaluate(
     from tightfit.train.evaluation import evaluate_source
 
     result = evaluate_source(
-        model, data, field=field, sequence_length=sequence_length, batch=batch, cache=cache, device=device, progress=not as_json
+        model,
+        data,
+        field=field,
+        sequence_length=sequence_length,
+        batch=batch,
+        cache=cache,
+        device=device,
+        progress=not as_json,
     )
     print_evaluation(result, as_json=as_json)

@@ -15,7 +15,8 @@ def export(
         Literal["hf", "gguf"], typer.Option("--format", help="A Hugging Face directory, or a GGUF file for llama.cpp.")
     ] = "hf",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "q8_0"], typer.Option(help="Number format of the weights; q8_0 is for gguf only.")
+        Literal["fp32", "bf16", "fp16", "q8_0"],
+        typer.Option(help="Number format of the weights; q8_0 is for gguf only."),
     ] = "bf16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

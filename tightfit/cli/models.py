@@ -6,7 +6,9 @@ import typer
 
 
 def models(
-    name: Annotated[str | None, typer.Argument(help="A preset, directory or config.json; all presets by default.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A preset, directory or config.json; all presets by default.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the model presets with their sizes, or show the shape of one model.

@@ -8,7 +8,7 @@ ModelSource = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A run or checkpoint, a Hugging Face directory, a GGUF file, or smollm2-135m-instruct (its package installed).",
+        help="A run or checkpoint, a Hugging Face directory, a GGUF file, or smollm2-135m-instruct.",
     ),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]

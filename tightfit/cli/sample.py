@@ -10,7 +10,9 @@ from tightfit.cli.options import Device, ModelSource
 def sample(
     model: ModelSource,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="Text to continue; - reads standard input.")] = "-",
-    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template as the user's message.")] = False,
+    chat: Annotated[
+        bool, typer.Option(help="Wrap the prompt in the model's chat template as the user's message.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option("-t", "--temperature", help="0 is greedy.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,

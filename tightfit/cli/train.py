@@ -8,10 +8,12 @@ import typer
 
 def train(
     job: Annotated[
-        Path | None, typer.Argument(help="A job file (YAML) or the directory of a run; none trains the embedded example.")
+        Path | None,
+        typer.Argument(help="A job file (YAML) or the directory of a run; none trains the embedded example."),
     ] = None,
     override: Annotated[
-        list[str] | None, typer.Option("-o", "--override", help="Change a field: -o optimizer.lr=1e-3. May be repeated.")
+        list[str] | None,
+        typer.Option("-o", "--override", help="Change a field: -o optimizer.lr=1e-3. May be repeated."),
     ] = None,
     resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
@@ -19,7 +21,9 @@ def train(
         int | None, typer.Option(min=1, help="Save and stop after this step; the schedule still spans all steps.")
     ] = None,
     fields: Annotated[bool, typer.Option("--fields", help="List every field of a job file with its meaning.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result (or the fields) as one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result (or the fields) as one JSON object.")
+    ] = False,
 ) -> None:
     """Train a model as a job file says, and show how it went.
 

@@ -27,7 +27,7 @@ def field_rows(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[Fie
             yield from field_rows(info.annotation, f"{prefix}{name}.")
             continue
         meaning = " ".join((info.description or "").split())
-        default = info.get_default(call_default_factory=True)  # type: ignore[call-arg]
+        default = info.get_default(call_default_factory=True)
         yield FieldRow(f"{prefix}{name}", _type_name(info.annotation), _default(default), meaning)
 
 

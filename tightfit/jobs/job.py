@@ -21,9 +21,9 @@ class Section(BaseModel):
 
 class ModelChoice(Section):
     source: str
-    """A preset (`tightfit models` lists them), a Hugging Face directory, a tightfit run or checkpoint, or a GGUF file."""
+    """A preset (`tightfit models` lists them), a Hugging Face directory, a run or checkpoint, or a GGUF file."""
     weights: Literal["auto", "random", "pretrained"] = "auto"
-    """`pretrained` needs a source with weights; `auto` takes them where there are some and starts at random otherwise."""
+    """`pretrained` needs a source with weights; `auto` takes them where there are some, else starts at random."""
     shape: dict[str, int] = Field(default_factory=dict)
     """Sizes to change on a randomly initialised model, by ModelSpec name: `layers`, `hidden_size`, `mlp_size`, …"""
 
@@ -36,7 +36,7 @@ class ModelChoice(Section):
 
 class TokenizerChoice(Section):
     source: str = "model"
-    """`model` uses the one beside the model, `train` makes a byte-level BPE from the training data, else a directory."""
+    """`model` uses the one beside the model, `train` makes a byte-level BPE from the data, else a directory."""
     vocab_size: int = Field(default=8192, ge=260, le=1_000_000)
     """Vocabulary of a trained tokenizer."""
     train_bytes: int = Field(default=16_000_000, ge=1)
@@ -184,7 +184,7 @@ class Job(Section):
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give exactly one of the two")
         if self.global_batch % self.micro_batch:
             raise ValueError(
-                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}; change one of them"
+                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}; change one"
             )
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Activation checkpointing: keep only a layer's input, run the layer again in backward (Chen et al. 2016).
 
-Applied from outside by giving chosen layers a `forward` that checkpoints; names, weights and the decoder stay as they are.
+Applied from outside by giving chosen layers a `forward` that checkpoints; names and weights stay as they are.
 """
 
 from functools import partial

@@ -38,7 +38,9 @@ def draw_loss_curve(run: Path) -> Path | None:
     if held_out:
         x, y = [row["step"] for row in held_out], [row["held_out_loss"] for row in held_out]
         top.plot(x, y, color="#d1495b", marker="o", markersize=4, linewidth=1.4, label="held-out loss")
-        top.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(-8, 8), ha="right", color="#d1495b")
+        top.annotate(
+            f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(-8, 8), ha="right", color="#d1495b"
+        )
     top.set(ylabel="loss (nats per token)", title=f"{run.name}: {len(steps)} logged steps")
     top.legend(frameon=False)
     bottom.plot(steps, [row["lr"] for row in trained], color="#555555", linewidth=1.2)

@@ -1,12 +1,12 @@
 """The end of a run: what was reached, at what speed and price, a sample of it, and what to try next."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 
 from tightfit.report.curves import draw_loss_curve
 from tightfit.report.tables import count_name, gib, print_json
@@ -19,28 +19,26 @@ def print_result(result: RunResult, *, as_json: bool) -> None:
     if as_json:
         return print_json({**asdict(result), "loss_curve": picture})
     console = Console()
-    console.print(_table(result, picture))
+    for name, value in _facts(result, picture):
+        console.print(f"[cyan]{name:>14}[/cyan]  {escape(value)}", highlight=False, soft_wrap=True)
     for prompt, continuation in result.samples:
         text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
         console.print(Panel(text, title="a sample", title_align="left", border_style="dim"), highlight=False)
     console.print("Next:", *_next_commands(result), sep="\n  ", highlight=False, soft_wrap=True)
 
 
-def _table(result: RunResult, picture: Any) -> Table:
-    table = Table(show_header=False, title=f"run {result.run}", title_justify="left")
+def _facts(result: RunResult, picture: Path | None) -> Iterator[tuple[str, str]]:
     reached = f"{result.step} of {result.steps}" + (" (stopped on request)" if result.stopped_by is not None else "")
-    table.add_row("steps", reached)
-    table.add_row("model", f"{count_name(result.params)} parameters, {result.precision}, {result.device}")
+    yield "steps", reached
+    yield "model", f"{count_name(result.params)} parameters, {result.precision}, {result.device}"
     if result.end is not None:
         start = f"{result.start.loss:.3f} → " if result.start is not None else ""
-        table.add_row("held-out loss", f"{start}[bold]{result.end.loss:.3f}[/bold] nats/token")
-        table.add_row("held-out perplexity", f"{result.end.perplexity:,.1f}")
-    table.add_row("speed", f"{result.tokens_per_second:,.0f} tokens/s ({result.train_seconds:.0f} s of training)")
-    table.add_row("peak memory", gib(result.peak_bytes))
-    table.add_row("checkpoint", str(result.checkpoint))
+        yield "held-out loss", f"{start}{result.end.loss:.3f} nats/token (perplexity {result.end.perplexity:,.1f})"
+    yield "speed", f"{result.tokens_per_second:,.0f} tokens/s over {result.train_seconds:.0f} s of training"
+    yield "peak memory", gib(result.peak_bytes)
+    yield "checkpoint", str(result.checkpoint)
     if picture is not None:
-        table.add_row("loss curve", str(picture))
-    return table
+        yield "loss curve", str(picture)
 
 
 def _next_commands(result: RunResult) -> list[str]:

@@ -67,17 +67,17 @@ def print_models(specs: Mapping[str, ModelSpec], *, as_json: bool) -> None:
     """The presets with their sizes."""
     if as_json:
         return print_json({name: {"family": spec.family, **model_facts(spec)} for name, spec in specs.items()})
-    table = Table(title="Model presets", title_justify="left")
+    table = Table(title="Model presets", title_justify="left", box=None, padding=(0, 1))
     table.add_column("preset", no_wrap=True)
-    for column in ("parameters", "layers", "hidden", "heads/kv", "experts", "vocabulary", "positions", "bf16 weights"):
-        table.add_column(column, justify="right")
+    for column in ("parameters", "layers", "hidden", "heads/kv", "experts", "positions", "bf16"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, spec in specs.items():
         experts = f"{spec.experts.per_token} of {spec.experts.count}" if spec.experts else ""
         table.add_row(
             name, f"{spec.params():,}", str(spec.layers), str(spec.hidden_size), f"{spec.heads}/{spec.kv_heads}",
-            experts, f"{spec.vocab_size:,}", f"{spec.max_positions:,}", gib(2 * spec.params()),
+            experts, f"{spec.max_positions:,}", gib(2 * spec.params()),
         )  # fmt: skip
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 def print_model(name: str, spec: ModelSpec, *, as_json: bool) -> None:
@@ -93,14 +93,18 @@ def print_evaluation(result: "Evaluation", *, as_json: bool) -> None:
     facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
     if as_json:
         return print_json(facts)
-    _print_pairs("held-out", {**facts, "loss": f"{result.loss:.4f} nats/token", "perplexity": f"{result.perplexity:.4f}"})
+    _print_pairs(
+        "held-out", {**facts, "loss": f"{result.loss:.4f} nats/token", "perplexity": f"{result.perplexity:.4f}"}
+    )
 
 
 def print_export(result: "Export", *, as_json: bool) -> None:
     """Where a model was written and how large it is."""
     if as_json:
         return print_json(asdict(result))
-    Console().print(f"wrote {result.path} ({count_name(result.params)} parameters, {gib(result.bytes)})", highlight=False)
+    Console().print(
+        f"wrote {result.path} ({count_name(result.params)} parameters, {gib(result.bytes)})", highlight=False
+    )
 
 
 def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: bool) -> None:
@@ -117,5 +121,7 @@ def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: boo
 def _print_pairs(title: str, facts: Mapping[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in facts.items():
-        table.add_row(name, escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)))
+        table.add_row(
+            name, escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+        )
     Console().print(table)

@@ -1,14 +1,24 @@
 """Held-out loss: summed over counted tokens, divided by their number, whatever the batch size."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
+from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.decoder import Decoder
+from tightfit.models.loading import load_model
+from tightfit.train.data.dataset import PackedText
+from tightfit.train.data.loader import evaluation_batches
+from tightfit.train.data.shards import prepare_text
+from tightfit.train.precision import choose_device
 from tightfit.train.step import Batch, inputs
+
+DEFAULT_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -35,3 +45,28 @@ def evaluate(model: Decoder, batches: Iterable[Batch], device: torch.device) -> 
         total += output.loss
         tokens += int((batch["labels"] != IGNORE).sum())
     return Evaluation(float(total) / max(tokens, 1), tokens)
+
+
+def evaluate_source(
+    source: str,
+    data: Sequence[str],
+    *,
+    field: str = "text",
+    sequence_length: int | None = None,
+    batch: int = 4,
+    cache: Path,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    progress: bool = False,
+) -> Evaluation:
+    """The loss of the model at `source` over the text of `data`."""
+    target = choose_device(device)
+    loaded = load_model(source, device=target)
+    positions = loaded.model.spec.max_positions
+    length = sequence_length or min(positions, DEFAULT_LENGTH)
+    if length > positions:
+        raise UserError(f"sequence length {length} is more than the {positions} positions of {source}; shorten it")
+    if loaded.tokenizer is None:
+        raise UserError(f"{source} has no tokenizer, so text cannot be turned into its tokens")
+    vocab_size = loaded.model.spec.vocab_size
+    store = prepare_text(data, loaded.tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
+    return evaluate(loaded.model, evaluation_batches(PackedText(store, length), batch), target)

@@ -21,8 +21,8 @@ from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel
 from tightfit.train.checkpoint import Position, checkpoint_directories, latest_checkpoint, save_checkpoint
+from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import Evaluation, evaluate
-from tightfit.train.loader import evaluation_batches
 from tightfit.train.metrics import MetricsLog, read_metrics
 from tightfit.train.preparation import Prepared, claim_output, prepare
 from tightfit.train.progress import RunProgress
@@ -87,8 +87,10 @@ class _Run:
     def __init__(self, prepared: Prepared, last_step: int, quiet: bool) -> None:
         self.p, self.job, self.last_step = prepared, prepared.job, last_step
         self.step, self.pace = prepared.position_step, Pace()
-        self.start, self.end = _evaluation_at_start(self.job.output) if self.step else None, None
-        self.quiet, self.stopped_by = quiet, None
+        self.start = _evaluation_at_start(self.job.output) if self.step else None
+        self.end: Evaluation | None = None
+        self.stopped_by: int | None = None
+        self.quiet = quiet
         self.saved: Path | None = prepared.checkpoint
 
     def go(self) -> RunResult:
@@ -146,11 +148,11 @@ class _Run:
             self._save()
 
     def _evaluate(self) -> Evaluation | None:
-        p = self.p
+        p, rows = self.p, self.job.micro_batch
         if p.held_out is None:
             return None
-        rows = islice(evaluation_batches(p.held_out, self.job.micro_batch), -(-self.job.evaluation.max_rows // self.job.micro_batch))
-        found = evaluate(p.model, rows, p.device)
+        batches = islice(evaluation_batches(p.held_out, rows), math.ceil(self.job.evaluation.max_rows / rows))
+        found = evaluate(p.model, batches, p.device)
         self.metrics.add(self.step, held_out_loss=found.loss, held_out_perplexity=found.perplexity)
         self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
         return found
@@ -167,8 +169,8 @@ class _Run:
         p = self.p
         assert self.saved is not None
         return RunResult(
-            run=self.job.output, checkpoint=self.saved, step=self.step, steps=p.total_steps, params=p.model.spec.params(),
-            device=device_name(p.device), precision=p.precision, start=self.start, end=self.end,
+            run=self.job.output, checkpoint=self.saved, step=self.step, steps=p.total_steps,
+            params=p.model.spec.params(), device=device_name(p.device), precision=p.precision, start=self.start, end=self.end,
             tokens_per_second=self.pace.tokens_per_second, train_seconds=self.pace.seconds,
             peak_bytes=peak_memory_bytes(p.device), samples=self._samples(), stopped_by=self.stopped_by,
         )  # fmt: skip

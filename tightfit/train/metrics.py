@@ -35,7 +35,9 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
@@ -56,5 +58,7 @@ def _tensorboard_writer(folder: Path, resumed_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError("logging.tensorboard is true, but it is not installed: pip install 'tightfit[tensorboard]'") from None
-    return SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
+        raise UserError(
+            "logging.tensorboard is true, but it is not installed: pip install 'tightfit[tensorboard]'"
+        ) from None
+    return SummaryWriter(str(folder), purge_step=resumed_step + 1)

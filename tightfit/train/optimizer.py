@@ -24,13 +24,13 @@ class Bucket:
     """Parameters updated together: names, model parameters, and what AdamW updates (the same without masters)."""
 
     names: list[str]
-    parameters: list[nn.Parameter]
+    parameters: list[Tensor]
     masters: list[Tensor]
     adamw: torch.optim.AdamW
 
 
 class MasterAdamW:
-    """AdamW over a model's parameters. With `compute_dtype` the model is narrowed to it and float32 masters are kept."""
+    """AdamW over a model's parameters; with `compute_dtype` the model is narrowed to it over float32 masters."""
 
     def __init__(self, model: nn.Module, settings: Optimizer, compute_dtype: torch.dtype | None = None) -> None:
         self.settings, self.has_masters = settings, compute_dtype is not None
@@ -45,8 +45,8 @@ class MasterAdamW:
     def _bucket(
         self, named: list[tuple[str, nn.Parameter]], weight_decay: float, compute_dtype: torch.dtype | None
     ) -> Bucket:
-        parameters = [p for _, p in named]
-        masters: list[Tensor] = list(parameters)
+        parameters: list[Tensor] = [p for _, p in named]
+        masters = list(parameters)
         if compute_dtype is not None:
             masters = [p.data.float() for p in parameters]  # the very storage of a float32 model: no second copy
             for p in parameters:
@@ -135,9 +135,7 @@ def clip_factor(norm: Tensor, largest: float) -> Tensor:
     return (largest / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _split(
-    named: list[tuple[str, nn.Parameter]], bucket_bytes: int | None
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _split(named: list[tuple[str, nn.Parameter]], bucket_bytes: int | None) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Consecutive runs of at most `bucket_bytes` of float32 gradients each (one parameter may exceed it alone)."""
     run: list[tuple[str, nn.Parameter]] = []
     held = 0

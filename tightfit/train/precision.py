@@ -1,7 +1,7 @@
-"""Number formats of a run: what the model computes in, whether float32 master weights stand behind it, and loss scaling.
+"""Number formats of a run: what the model computes in, whether float32 masters stand behind it, and loss scaling.
 
-bf16 has float32's range and needs no scaling. fp16 (V100, T4) loses gradients below 6e-8, so the loss is multiplied by a
-large factor that halves when gradients overflow and doubles after a long calm (Micikevicius et al. 2017).
+bf16 has float32's range and needs no scaling. fp16 (V100, T4) loses gradients below 6e-8, so the loss is multiplied by
+a large factor that halves when gradients overflow and doubles after a long calm (Micikevicius et al. 2017).
 """
 
 from dataclasses import dataclass

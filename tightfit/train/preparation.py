@@ -1,7 +1,7 @@
 """From a job to everything a run needs; what can fail quickly is tried before anything slow starts.
 
-Order: output directory, model shape against sequence length, tokenizer, tokenized data, weights, optimizer. A resumed run
-takes weights, tokenizer and position from its checkpoint and must otherwise find what the checkpoint was made with.
+Order: output directory, model shape against sequence length, tokenizer, tokenized data, weights, optimizer. A resumed
+run takes weights, tokenizer and position from its checkpoint and must otherwise find what that was made with.
 """
 
 import hashlib
@@ -26,9 +26,14 @@ from tightfit.models.loading import has_weights, load_model, load_source_tokeniz
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.train.checkpoint import Position, read_position, restore_training_state, restore_weights
-from tightfit.train.dataset import PackedChats, PackedText
-from tightfit.train.held_out import Part, split
-from tightfit.train.loader import Loader, make_loader
+from tightfit.train.data.chats import read_chats
+from tightfit.train.data.dataset import PackedChats, PackedText
+from tightfit.train.data.held_out import Part, split
+from tightfit.train.data.loader import Loader, make_loader
+from tightfit.train.data.shards import prepare_chats, prepare_text
+from tightfit.train.data.sources import Source, find_sources
+from tightfit.train.data.texts import read_texts
+from tightfit.train.data.token_store import TokenStore
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import (
     COMPUTE_DTYPES,
@@ -38,10 +43,6 @@ from tightfit.train.precision import (
     choose_precision,
     keeps_master_weights,
 )
-from tightfit.train.shards import prepare_chats, prepare_text
-from tightfit.train.sources import find_sources
-from tightfit.train.texts import read_texts
-from tightfit.train.token_store import TokenStore
 
 Rows = Dataset[dict[str, Tensor]]
 Say = Callable[[str], None]
@@ -95,8 +96,8 @@ def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> 
     spec = _with_vocabulary(job, spec, tokenizer)
     store, train_rows, held_out = _datasets(job, spec, tokenizer, show_bars)
     say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
-    total_steps = job.steps or math.ceil((job.epochs or 0) * len(train_rows) / job.global_batch)  # type: ignore[arg-type]
-    facts = {"precision": precision, "data": store.fingerprint, "rows": len(train_rows)}  # type: ignore[arg-type]
+    total_steps = job.steps or math.ceil((job.epochs or 0) * len(train_rows) / job.global_batch)
+    facts = {"precision": precision, "data": store.fingerprint, "rows": len(train_rows)}
     if position is not None and position.facts != facts:
         name = next(key for key in facts if position.facts.get(key) != facts[key])
         raise UserError(
@@ -113,7 +114,19 @@ def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> 
     checkpoint_layers(model, job.levers.checkpoint_every)
     step = position.step if position is not None else 0
     return Prepared(
-        job, device, precision, model, tokenizer, optimizer, scale, loader, held_out, total_steps, facts, checkpoint, step
+        job,
+        device,
+        precision,
+        model,
+        tokenizer,
+        optimizer,
+        scale,
+        loader,
+        held_out,
+        total_steps,
+        facts,
+        checkpoint,
+        step,
     )
 
 
@@ -122,13 +135,15 @@ def _spec(job: Job) -> ModelSpec:
     spec = source_spec(job.model.source)
     if unknown := sorted(set(job.model.shape) - set(ModelSpec.__dataclass_fields__)):
         raise UserError(f"model.shape.{unknown[0]} is not a size of a model; see `tightfit models {job.model.source}`")
-    if job.model.shape and _wants_weights(job):
-        raise UserError(f"model.shape changes {job.model.source}, whose weights then do not fit; set model.weights=random")
+    if _wants_weights(job) and job.model.shape:
+        raise UserError(
+            f"model.shape changes {job.model.source}, whose weights then do not fit; set model.weights=random"
+        )
     spec = replace(spec, **job.model.shape)  # type: ignore[arg-type]
     if job.data.sequence_length > spec.max_positions:
         raise UserError(
-            f"data.sequence_length is {job.data.sequence_length}, but {job.model.source} has {spec.max_positions} positions; "
-            "shorten the rows or choose a model with more"
+            f"data.sequence_length is {job.data.sequence_length}, but {job.model.source} has {spec.max_positions} "
+            "positions; shorten the rows or choose a model with more"
         )
     return spec
 
@@ -152,30 +167,37 @@ def _tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
 
 def _trained_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
     """Trained once per data, vocabulary and size, then kept beside the tokenized shards."""
-    sources = find_sources(job.data.train)
+    sources = find_sources(job.data.train, rows_only=job.objective == "sft")
     stamps = [list(stamp) for source in sources for stamp in source.stamps()]
-    recipe = json.dumps([job.tokenizer.model_dump(), job.data.field, stamps])
+    recipe = json.dumps([job.tokenizer.model_dump(), job.objective, job.data.field, stamps])
     kept = job.data.cache.expanduser() / "tokenizers" / hashlib.sha256(recipe.encode()).hexdigest()[:32]
     if (kept / "tokenizer.json").is_file():
         return load_tokenizer(kept)
     say(f"training a tokenizer of {job.tokenizer.vocab_size:,} tokens on the data")
 
-    def texts() -> Iterator[str]:
-        seen = 0
-        for piece in read_texts(sources, job.data.field):
-            yield piece.text
-            seen += len(piece.text)
-            if seen >= job.tokenizer.train_bytes:
-                return
-
-    trained = train_tokenizer(texts(), job.tokenizer.vocab_size, progress=show_bars)
+    texts = _first_texts(job, sources)
+    trained = train_tokenizer(texts, job.tokenizer.vocab_size, progress=show_bars)
     try:
         with durable_directory(kept) as folder:
             trained.save(folder)
     except OSError as error:
         if not kept.is_dir():  # else another process was first
-            raise UserError(f"cannot write data.cache {job.data.cache}: {error.strerror}; choose another place") from error
+            raise UserError(
+                f"cannot write data.cache {job.data.cache}: {error.strerror}; choose another place"
+            ) from error
     return load_tokenizer(kept)
+
+
+def _first_texts(job: Job, sources: list[Source]) -> Iterator[str]:
+    """As much of the data as a trained tokenizer looks at: documents, or what is said in conversations."""
+    said = (message["content"] for chat in read_chats(sources) for message in chat.messages)
+    texts = said if job.objective == "sft" else (piece.text for piece in read_texts(sources, job.data.field))
+    seen = 0
+    for text in texts:
+        yield text
+        seen += len(text)
+        if seen >= job.tokenizer.train_bytes:
+            return
 
 
 def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:

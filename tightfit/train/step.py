@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss over counted tokens, gradient norm before clipping, and whether the update was skipped (fp16 overflow)."""
+    """Mean loss over counted tokens, gradient norm before clipping, and whether fp16 overflow skipped the update."""
 
     loss: float
     gradient_norm: float
@@ -33,7 +33,9 @@ class NotFiniteError(ArithmeticError):
     """Loss or gradients are NaN or infinite; the weights are still those of the step before."""
 
 
-def accumulate(model: Decoder, batches: Sequence[Batch], device: torch.device, scale: float = 1.0) -> tuple[Tensor, int]:
+def accumulate(
+    model: Decoder, batches: Sequence[Batch], device: torch.device, scale: float = 1.0
+) -> tuple[Tensor, int]:
     """Backward through every micro-batch; returns the step's mean loss (on the device) and its counted tokens."""
     counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
     total = max(sum(counted), 1)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tightfit.errors import UserError
-from tightfit.train import texts
-from tightfit.train.sources import find_sources
-from tightfit.train.texts import read_texts
+from tightfit.train.data import texts
+from tightfit.train.data.sources import find_sources
+from tightfit.train.data.texts import read_texts
 
 
 def test_a_file_is_a_document_and_a_row_is_a_document(tmp_path: Path) -> None:

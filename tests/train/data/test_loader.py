@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tightfit.errors import UserError
-from tightfit.train.loader import Loader, evaluation_batches, make_loader
-from tightfit.train.shuffling import shuffled
+from tightfit.train.data.loader import Loader, evaluation_batches, make_loader
+from tightfit.train.data.shuffling import shuffled
 
 
 class Numbers(Dataset[dict[str, Tensor]]):
@@ -144,7 +144,7 @@ def test_evaluation_sees_every_row_once_in_order() -> None:
 def test_the_order_is_the_same_everywhere() -> None:
     """The expected numbers are frozen: a change would make every earlier checkpoint resume in another order."""
     assert shuffled(12, 0, "epoch 1").tolist() == [9, 4, 7, 0, 3, 5, 6, 8, 10, 1, 2, 11]
-    program = "from tightfit.train.shuffling import shuffled; print(shuffled(50, 2**63 - 1, 'epoch 7').tolist())"
+    program = "from tightfit.train.data.shuffling import shuffled; print(shuffled(50, 2**63 - 1, 'epoch 7').tolist())"
     command = [sys.executable, "-c", program]
     printed = {
         subprocess.check_output(command, text=True, env=os.environ | {"PYTHONHASHSEED": seed}) for seed in ("1", "2")

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tightfit.train.shard_writer import ShardWriter
-from tightfit.train.token_store import DamagedStoreError, Recipe, TokenStore, open_store
+from tightfit.train.data.shard_writer import ShardWriter
+from tightfit.train.data.token_store import DamagedStoreError, Recipe, TokenStore, open_store
 
 
 def recipe(kind: str = "text", dtype: str = "uint16") -> Recipe:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tightfit.errors import UserError
-from tightfit.train.shuffling import shuffled
-from tightfit.train.token_store import TokenStore
+from tightfit.train.data.shuffling import shuffled
+from tightfit.train.data.token_store import TokenStore
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ import pytest
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
-from tightfit.train import shards, texts
-from tightfit.train.shards import prepare_chats, prepare_text
-from tightfit.train.token_store import TokenStore
+from tightfit.train.data import shards, texts
+from tightfit.train.data.shards import prepare_chats, prepare_text
+from tightfit.train.data.token_store import TokenStore
 
 TEXTS = ["The quick brown fox", "", "jumps over the lazy dog.\n" * 3, "zwölf Boxkämpfer 😀"]
 
@@ -168,7 +168,7 @@ SLOW_PROGRAM = """
 import sys, time
 from pathlib import Path
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
-from tightfit.train import shards
+from tightfit.train.data import shards
 
 class Slow(Tokenizer):
     seconds = 0.0

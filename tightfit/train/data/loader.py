@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tightfit.errors import UserError
-from tightfit.train.shuffling import shuffled
+from tightfit.train.data.shuffling import shuffled
 
 Batch = dict[str, Tensor]
 

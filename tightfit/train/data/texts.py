@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.train.rows import missing_fields, read_rows
-from tightfit.train.source_files import decode, open_bytes, text_value
-from tightfit.train.sources import Source
+from tightfit.train.data.rows import missing_fields, read_rows
+from tightfit.train.data.source_files import decode, open_bytes, text_value
+from tightfit.train.data.sources import Source
 
 PIECE_BYTES = 2**20
 

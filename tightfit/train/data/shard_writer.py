@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tightfit.train.token_store import DOCUMENT_STARTS, MANIFEST, Manifest, Recipe, shard_name
+from tightfit.train.data.token_store import DOCUMENT_STARTS, MANIFEST, Manifest, Recipe, shard_name
 
 TOKENS_PER_SHARD = 2**27
 """256 or 512 MiB a file: few files for a large corpus, and any file system takes them."""

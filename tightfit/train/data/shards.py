@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.train.chats import read_chats
-from tightfit.train.shard_writer import ShardWriter
-from tightfit.train.sources import Source, find_sources
-from tightfit.train.texts import Piece, read_texts
-from tightfit.train.token_cache import cached_store
-from tightfit.train.token_store import Recipe, TokenStore
+from tightfit.train.data.chats import read_chats
+from tightfit.train.data.shard_writer import ShardWriter
+from tightfit.train.data.sources import Source, find_sources
+from tightfit.train.data.texts import Piece, read_texts
+from tightfit.train.data.token_cache import cached_store
+from tightfit.train.data.token_store import Recipe, TokenStore
 
 BATCH_CHARACTERS = 8 * 2**20
 """A tokenizer was measured to hold about 250 bytes per token while it works: 0.6 GiB a batch."""

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
-from tightfit.train.held_out import Part, everything
-from tightfit.train.packing import best_fit
-from tightfit.train.shuffling import shuffled
-from tightfit.train.token_store import TokenStore
+from tightfit.train.data.held_out import Part, everything
+from tightfit.train.data.packing import best_fit
+from tightfit.train.data.shuffling import shuffled
+from tightfit.train.data.token_store import TokenStore
 
 Row = dict[str, Tensor]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tightfit.errors import UserError
-from tightfit.train.dataset import PackedChats, PackedText
-from tightfit.train.held_out import everything, split
-from tightfit.train.shard_writer import ShardWriter
-from tightfit.train.token_store import Recipe, TokenStore, open_store
+from tightfit.train.data.dataset import PackedChats, PackedText
+from tightfit.train.data.held_out import everything, split
+from tightfit.train.data.shard_writer import ShardWriter
+from tightfit.train.data.token_store import Recipe, TokenStore, open_store
 
 IGNORE = -100
 
@@ -217,9 +217,9 @@ def test_conversations_without_a_reachable_answer_are_refused(tmp_path: Path) ->
 PROGRAM = """
 import sys
 from pathlib import Path
-from tightfit.train.dataset import PackedChats
-from tightfit.train.held_out import split
-from tightfit.train.token_store import open_store
+from tightfit.train.data.dataset import PackedChats
+from tightfit.train.data.held_out import split
+from tightfit.train.data.token_store import open_store
 
 store = open_store(Path(sys.argv[1]))
 train, kept = split(store, 0.3, seed=4, sequence_length=16)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tightfit.train.packing import best_fit
+from tightfit.train.data.packing import best_fit
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 10, 100])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.errors import UserError
-from tightfit.train.sources import Source, find_sources
+from tightfit.train.data.sources import Source, find_sources
 
 
 def write(path: Path, text: str = "x") -> Path:

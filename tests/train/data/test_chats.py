@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tightfit.errors import UserError
-from tightfit.train.chats import read_chats
-from tightfit.train.sources import find_sources
+from tightfit.train.data.chats import read_chats
+from tightfit.train.data.sources import find_sources
 
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHAPES: list[dict[str, Any]] = [

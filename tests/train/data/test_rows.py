@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tightfit.errors import UserError
-from tightfit.train.rows import read_rows
-from tightfit.train.sources import Source, find_sources
+from tightfit.train.data.rows import read_rows
+from tightfit.train.data.sources import Source, find_sources
 
 
 def rows_of(path: Path, wanted: list[str]) -> list[tuple[dict[str, object], str]]:

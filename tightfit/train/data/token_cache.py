@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tightfit.durable import discard_directory, durable_directory, sweep
 from tightfit.errors import UserError
-from tightfit.train.shard_writer import ShardWriter
-from tightfit.train.token_store import DamagedStoreError, Recipe, TokenStore, open_store
+from tightfit.train.data.shard_writer import ShardWriter
+from tightfit.train.data.token_store import DamagedStoreError, Recipe, TokenStore, open_store
 
 
 def cached_store(cache_dir: Path, recipe: Recipe, fill: Callable[[ShardWriter], None]) -> TokenStore:

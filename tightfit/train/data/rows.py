@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.train.source_files import decode, open_bytes
-from tightfit.train.sources import Source
+from tightfit.train.data.source_files import decode, open_bytes
+from tightfit.train.data.sources import Source
 
 ROWS_AT_ONCE = 1024
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.train.rows import Row, missing_fields, read_rows
-from tightfit.train.source_files import text_value
-from tightfit.train.sources import Source
+from tightfit.train.data.rows import Row, missing_fields, read_rows
+from tightfit.train.data.source_files import text_value
+from tightfit.train.data.sources import Source
 
 Message = dict[str, str]
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -1,0 +1,36 @@
+"""Shared set-up: one thread (the suite runs beside itself on two cores), no network, and a small corpus."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SENTENCES = (
+    "the quick brown fox jumps over the lazy dog",
+    "a model learns to say what it has often seen",
+    "numbers such as 3 and 14 and 159 are spelled digit by digit",
+    "def add(left, right):\n    return left + right",
+    "every document ends where the next one begins",
+)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of forty short text files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(40):
+        lines = [SENTENCES[(index + shift) % len(SENTENCES)] for shift in range(3 + index % 4)]
+        (folder / f"{index:02d}.txt").write_text(f"{index}: " + "\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tokenized shards and trained tokenizers of the whole suite are kept."""
+    return tmp_path_factory.mktemp("token-cache")

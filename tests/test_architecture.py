@@ -1,0 +1,89 @@
+"""The house rules: imports point one way, planning needs no torch, starting is quick, nothing wakes the GPU early."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "tightfit"
+FLOORS = [
+    ["errors", "durable"],
+    ["hardware", "models.spec", "jobs"],
+    ["memory.ledger", "memory.formulas"],
+    ["plan"],
+    ["kernels", "models", "levers", "parallel", "memory"],
+    ["train", "compress", "serve"],
+    ["report"],
+    ["cli", "__main__"],
+]
+TORCH_FREE = ["hardware.cpu", "models.spec", "models.presets", "models.hf_config", "models.resolve", "jobs.job",
+              "jobs.load", "jobs.fields", "durable", "cli.main", "report.tables"]  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    found = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in found.items()}
+
+
+def floor(module: str) -> int:
+    matches = [
+        (len(room), level)
+        for level, rooms in enumerate(FLOORS)
+        for room in rooms
+        if f"{module}.".startswith(f"{room}.")
+    ]
+    assert matches, f"{module} is in no room of the house"
+    return max(matches)[1]
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    return {name.removeprefix("tightfit.") for name in names if name.startswith("tightfit.")}
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module, path in modules().items()
+        if module != "__init__"
+        for other in imported(path)
+        if floor(other) > floor(module)
+    ]
+    assert wrong == []
+
+
+def test_planning_modules_do_not_import_torch() -> None:
+    code = f"import sys\nfor m in {TORCH_FREE!r}: __import__('tightfit.' + m)\n"
+    code += "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_module_initialises_cuda() -> None:
+    names = [f"tightfit.{name}" for name in modules() if name not in ("__main__", "__init__")]
+    code = f"import importlib, torch\nfor m in {names!r}: importlib.import_module(m)\n"
+    code += "assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("arguments", [["-c", "import tightfit"], ["-m", "tightfit", "--help"]])
+def test_starting_is_quick(arguments: list[str]) -> None:
+    """Under 0.3 s on an idle machine; the best of five, as this one is shared."""
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.3
+
+
+def test_files_and_functions_stay_readable() -> None:
+    long_files = [str(path) for path in modules().values() if len(path.read_text().splitlines()) > 500]
+    assert long_files == []

@@ -1,0 +1,63 @@
+"""Directories and files appear whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from tightfit.durable import discard_directory, durable_directory, durable_file, sweep
+
+
+def test_directory_appears_on_a_clean_exit_only(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "target"
+    with durable_directory(target) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("x")
+        assert not target.exists()
+    assert (target / "sub" / "file").read_text() == "x"
+
+    def fail() -> None:
+        with durable_directory(tmp_path / "other") as folder:
+            (folder / "file").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+
+
+def test_file_replaces_or_leaves_alone(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    for text in ("one", "two"):
+        with durable_file(target) as path:
+            path.write_text(text)
+    assert target.read_text() == "two"
+
+    def fail() -> None:
+        with durable_file(target) as path:
+            path.write_text("three")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert target.read_text() == "two"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_existing_directory_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "precious").write_text("x")
+
+    with pytest.raises(OSError, match="target"), durable_directory(tmp_path / "target") as folder:
+        (folder / "file").write_text("y")
+    assert (tmp_path / "target" / "precious").read_text() == "x"
+
+
+def test_discard_and_sweep(tmp_path: Path) -> None:
+    for name in ("keep", "drop", ".partial-a-1", ".discarded-b-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / ".partial-file").write_text("x")
+    discard_directory(tmp_path / "drop")
+    sweep(tmp_path)
+    sweep(tmp_path / "absent")
+    assert [path.name for path in tmp_path.iterdir()] == ["keep"]

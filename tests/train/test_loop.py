@@ -1,0 +1,338 @@
+"""The whole loop: it learns, resumes bit-exactly, survives kills, and stops with a sentence when something is wrong."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.jobs import checkpoint_files, run_and_die, tiny_job
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.models.generate import Sampling, continue_text
+from tightfit.models.loading import load_model
+from tightfit.train import loop
+from tightfit.train.checkpoint import checkpoint_directories, latest_checkpoint
+from tightfit.train.loop import run_job
+from tightfit.train.metrics import read_metrics
+
+Make = Any
+
+
+@pytest.fixture
+def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Make:
+    def made(name: str = "run", **changes: Any) -> Job:
+        return tiny_job(tmp_path / name, corpus, token_cache, **changes)
+
+    return made
+
+
+def test_training_learns_and_leaves_a_whole_run(make: Make) -> None:
+    job = make(
+        steps=30,
+        evaluation={"every": 10, "prompts": ["the quick"], "sample_tokens": 8, "temperature": 0},
+        saving={"every": 10, "keep": 2},
+        logging={"tensorboard": True},
+    )
+    result = run_job(job, quiet=True)
+    assert result.start is not None
+    assert result.end is not None
+    assert result.end.loss < result.start.loss - 1
+    assert result.start.loss == pytest.approx(math.log(320), abs=0.3)
+    assert [path.name for path in checkpoint_directories(job.output)] == ["step-00000020", "step-00000030"]
+    rows = read_metrics(job.output / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 31))
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 10, 20, 30]
+    assert result.samples[0][0] == "the quick"
+    assert len(result.samples[0][1]) > 0
+    assert result.tokens_per_second > 0
+    assert result.peak_bytes > 0
+    assert list((job.output / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "pure-bf16"])
+def test_three_and_two_steps_equal_five(make: Make, precision: str) -> None:
+    small = {"precision": precision, "global_batch": 2, "micro_batch": 1, "evaluation": {"max_rows": 1}}
+    whole, parts = make("whole", **small), make("parts", **small)
+    straight = run_job(whole, quiet=True)
+    first = run_job(parts, stop_after=3, quiet=True)
+    assert first.checkpoint.name == "step-00000003"
+    second = run_job(parts, resume=True, quiet=True)
+    assert checkpoint_files(straight.checkpoint) == checkpoint_files(second.checkpoint)
+    losses = [
+        [row["loss"] for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row] for job in (whole, parts)
+    ]
+    assert losses[0] == losses[1]
+    assert second.end == straight.end
+    assert second.start is not None
+    assert straight.start is not None
+    assert second.start.loss == straight.start.loss
+
+
+def test_resume_in_the_middle_of_later_epochs(make: Make) -> None:
+    whole, parts = make("whole", steps=None, epochs=2.3), make("parts", steps=None, epochs=2.3)
+    straight = run_job(whole, quiet=True)
+    for stop in (straight.steps // 3, straight.steps // 2, straight.steps):
+        last = run_job(parts, resume=True, stop_after=stop, quiet=True)
+    assert checkpoint_files(straight.checkpoint) == checkpoint_files(last.checkpoint)
+
+
+def test_fine_tuning_learns_the_answers_and_only_them(make: Make, tmp_path: Path, token_cache: Path) -> None:
+    rows = [{"instruction": f"say {word}", "output": f"{word} it is"} for word in ("red", "green", "blue", "black") * 6]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": [str(chats)], "held_out": 0.1, "sequence_length": 128, "cache": str(token_cache)}
+    job = make(objective="sft", data=data, steps=100, global_batch=2, optimizer={"lr": 3e-3})
+    result = run_job(job, quiet=True)
+    assert result.start is not None
+    assert result.end is not None
+    assert result.end.loss < 0.3 < result.start.loss
+    counted = [row["tokens"] for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row]
+    assert all(0 < tokens < 4 * 128 / 2 for tokens in counted)
+    loaded = load_model(str(job.output))
+    answer = "".join(continue_text(loaded, "say green", Sampling(temperature=0, max_tokens=12), chat=True)[0])
+    assert answer == "green it is"
+
+
+def test_accumulation_and_checkpointing_give_the_same_training(make: Make) -> None:
+    big = run_job(make("big", micro_batch=4), quiet=True)
+    cut = run_job(make("cut", micro_batch=1, levers={"checkpoint_every": 1}), quiet=True)
+    a, b = (load_file(result.checkpoint / "model.safetensors") for result in (big, cut))
+    for name, tensor in a.items():
+        assert torch.allclose(tensor, b[name], rtol=1e-3, atol=2e-5), name
+
+
+def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
+    """Twenty kills at random instants; with a save after every step most of them fall into saving."""
+    job, straight = make("killed", steps=40, saving={"every": 1, "keep": 2}), make("straight", steps=40)
+    expected = checkpoint_files(run_job(straight, quiet=True).checkpoint)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tightfit.train.loop", "tests.train.jobs", "transformers"])
+    chance = random.Random(7)
+    fields, kills, reached = job.model_dump(mode="json"), 0, 0
+    while kills < 20:
+        process = context.Process(target=run_and_die, args=(fields, kills > 0))
+        began = latest_checkpoint(job.output)
+        process.start()
+        _wait_for_progress(job.output, began, process)
+        time.sleep(chance.uniform(0, 0.12))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        kills += 1
+        found = latest_checkpoint(job.output)
+        assert found is not None
+        assert load_model(str(job.output)).source
+        assert int(found.name.removeprefix("step-")) >= reached
+        reached = int(found.name.removeprefix("step-"))
+        if reached == 40:
+            run_job(job, overwrite=True, stop_after=1, quiet=True)
+            reached = 1
+    final = run_job(job, resume=True, quiet=True)
+    assert checkpoint_files(final.checkpoint) == expected
+    assert [row["step"] for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row] == list(range(1, 41))
+    assert not [path for path in (job.output / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def _wait_for_progress(run: Path, began: Path | None, process: Any) -> None:
+    """Until the process has saved something of its own (or ended)."""
+    folder, deadline = run / "checkpoints", time.monotonic() + 60
+    while process.is_alive() and time.monotonic() < deadline:
+        newest = max((p.name for p in folder.glob("step-*")), default="") if folder.is_dir() else ""
+        if newest > (began.name if began is not None else ""):
+            return
+        time.sleep(0.002)
+
+
+def test_termination_request_saves_and_stops(make: Make) -> None:
+    job = make(steps=100_000)
+
+    def once_training() -> None:
+        while len(read_metrics(job.output / "metrics.jsonl")) < 4:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Thread(target=once_training)
+    timer.start()
+    result = run_job(job, quiet=True)
+    timer.join()
+    assert result.stopped_by == signal.SIGTERM
+    assert 0 < result.step < 100_000
+    assert result.checkpoint.name == f"step-{result.step:08d}"
+    assert result.checkpoint.is_dir()
+
+
+def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(steps=10, saving={"every": 2, "keep": 3})
+    real, calls = loop.train_step, []
+
+    def poisoned(model: Any, *rest: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            with torch.no_grad():
+                model.norm.weight.fill_(float("nan"))
+        return real(model, *rest)
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+    with pytest.raises(UserError) as caught:
+        run_job(job, quiet=True)
+    assert "step 6" in str(caught.value)
+    assert "nan" in str(caught.value)
+    assert "step-00000004" in str(caught.value)
+    assert "optimizer.lr" in str(caught.value)
+    weights = load_file(checkpoint_directories(job.output)[-1] / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    monkeypatch.undo()
+    assert run_job(job, resume=True, quiet=True).step == 10
+
+
+CONTRADICTIONS = [
+    ({"seed": 9}, "seed"),
+    ({"global_batch": 8}, "global_batch"),
+    ({"precision": "bf16"}, "precision"),
+    ({"model": {"source": "tiny-qwen2"}}, "model"),
+    ({"tokenizer": {"source": "train", "vocab_size": 300}}, "tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("change", "word"), CONTRADICTIONS, ids=[word for _, word in CONTRADICTIONS])
+def test_a_resume_that_contradicts_its_checkpoint_is_refused(make: Make, change: dict[str, Any], word: str) -> None:
+    saved = run_job(make(steps=2), quiet=True)
+    before = checkpoint_files(saved.checkpoint)
+    with pytest.raises(UserError, match=word) as caught:
+        run_job(make(**{"steps": 4, **change}), resume=True, quiet=True)
+    assert "step-00000002" in str(caught.value)
+    assert checkpoint_files(saved.checkpoint) == before
+
+
+def test_changed_data_is_refused_on_resume(make: Make, tmp_path: Path, token_cache: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten " * 60)
+    data = {"train": [str(text)], "held_out": 0.1, "sequence_length": 16, "cache": str(token_cache)}
+    run_job(make(steps=2, data=data), quiet=True)
+    text.write_text("ten nine eight seven six five four three two one " * 60)
+    with pytest.raises(UserError, match="data"):
+        run_job(make(steps=4, data=data), resume=True, quiet=True)
+
+
+def test_more_steps_and_another_rate_may_be_asked_of_a_resume(make: Make) -> None:
+    run_job(make(steps=2), quiet=True)
+    result = run_job(make(steps=4, optimizer={"lr": 1e-3}, micro_batch=1), resume=True, quiet=True)
+    assert result.step == 4
+
+
+def test_a_finished_run_resumes_to_nothing(make: Make) -> None:
+    first = run_job(make(steps=2), quiet=True)
+    before = checkpoint_files(first.checkpoint)
+    again = run_job(make(steps=2), resume=True, quiet=True)
+    assert again.step == 2
+    assert checkpoint_files(again.checkpoint) == before
+
+
+def test_an_existing_run_needs_a_decision(make: Make) -> None:
+    run_job(make(steps=2), quiet=True)
+    with pytest.raises(UserError, match="--resume"):
+        run_job(make(steps=2), quiet=True)
+    assert run_job(make(steps=3), overwrite=True, quiet=True).step == 3
+    names = [path.name for path in checkpoint_directories(make().output)]
+    assert names == ["step-00000003"]
+
+
+def test_a_full_disk_gets_a_sentence_and_nothing_half_written(make: Make) -> None:
+    job = make(steps=4, saving={"every": 2, "keep": 5})
+    run_job(job, stop_after=2, quiet=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(UserError) as caught:
+            run_job(job, resume=True, quiet=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot write checkpoint" in str(caught.value)
+    assert "step-00000002" in str(caught.value)
+    assert [path.name for path in (job.output / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_an_output_that_cannot_be_written(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot write output"):
+        run_job(make("file/run"), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("training/state.json", "truncate"),
+        ("training/state.json", "garbage"),
+        ("training/state.safetensors", "truncate"),
+        ("training/state.safetensors", "garbage"),
+        ("model.safetensors", "truncate"),
+        ("model.safetensors", "garbage"),
+        ("config.json", "truncate"),
+        ("tokenizer.json", "truncate"),
+    ],
+)
+def test_damaged_checkpoints_get_a_sentence(make: Make, name: str, damage: str) -> None:
+    job = make(steps=2)
+    path = run_job(job, quiet=True).checkpoint / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] if damage == "truncate" else os.urandom(64) + content[64:])
+    with pytest.raises(UserError) as caught:
+        run_job(make(steps=4), resume=True, quiet=True)
+    assert Path(name).stem in str(caught.value)
+
+
+def test_metrics_rows_beyond_the_checkpoint_are_dropped_on_resume(make: Make) -> None:
+    job = make(steps=6, saving={"every": 2})
+    run_job(job, stop_after=4, quiet=True)
+    with (job.output / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, "loss": 99.0}) + "\n" + '{"step": 6, "lo')
+    run_job(job, resume=True, quiet=True)
+    rows = [row for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["loss"] < 99 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": {"source": "tiny-lama"}}, ["tiny-lama", "tiny-llama"]),
+        (
+            {"model": {"source": "tiny-llama", "weights": "pretrained"}, "tokenizer": "model"},
+            ["pretrained", "tiny-llama"],
+        ),
+        ({"model": {"source": "tiny-llama", "shape": {"wheels": 4}}}, ["wheels"]),
+        ({"model": {"source": "tiny-llama", "shape": {"heads": 3}}}, ["3"]),
+        ({"tokenizer": {"source": "model"}}, ["tiny-llama", "tokenizer"]),
+        ({"tokenizer": {"source": "/nowhere"}}, ["/nowhere"]),
+    ],
+)
+def test_bad_jobs_get_a_sentence_before_anything_starts(make: Make, change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        run_job(make(**change), quiet=True)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_rows_longer_than_the_positions_are_refused(make: Make, corpus: Path, token_cache: Path) -> None:
+    data = {"train": [str(corpus)], "sequence_length": 10_000, "cache": str(token_cache)}
+    with pytest.raises(UserError, match=r"10000.*positions"):
+        run_job(make(data=data), quiet=True)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(make: Make, tmp_path: Path) -> None:
+    first = run_job(make("first", steps=1), quiet=True)
+    small = {"source": "tiny-llama", "shape": {"vocab_size": 300}}
+    with pytest.raises(UserError, match=r"300"):
+        run_job(make("second", model=small, tokenizer={"source": str(first.checkpoint)}), quiet=True)
