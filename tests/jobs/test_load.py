@@ -61,7 +61,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "words"), MISTAKES, ids=lambda value: value[0] if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("overrides", "words"), MISTAKES, ids=lambda value: value[0] if isinstance(value, list) else ""
+)
 def test_mistakes_get_one_sentence(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_job(MINIMAL, "job.yaml", overrides)
@@ -96,7 +98,12 @@ def test_unreadable_files(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     huge = tmp_path / "huge.yaml"
     huge.write_bytes(b"#" * 1_000_001)
-    for path, word in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "directory"), (binary, "UTF-8"), (huge, "larger")):
+    for path, word in (
+        (tmp_path / "none.yaml", "No such file"),
+        (tmp_path, "directory"),
+        (binary, "UTF-8"),
+        (huge, "larger"),
+    ):
         with pytest.raises(UserError, match=word):
             load_job(path)
 

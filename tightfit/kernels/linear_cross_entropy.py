@@ -41,8 +41,11 @@ def linear_cross_entropy_eager(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None
 ) -> Tensor:
     """The reference: all logits at once."""
-    logits = capped((hidden @ weight.T).to(_wide(hidden)), softcap)
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    return _cross_entropy(hidden @ weight.T, labels, softcap)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
+    return F.cross_entropy(capped(logits.to(_wide(logits)), softcap), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def _wide(hidden: Tensor) -> torch.dtype:
@@ -66,16 +69,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if needs_weight else None
         for start in range(0, hidden.shape[0], rows):
             span = slice(start, start + rows)
-            h, y = hidden[span], labels[span]
-            logits = capped((h @ weight.T).to(_wide(hidden)), softcap)
-            loss += F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="sum")
+            h, counted = hidden[span], labels[span] != IGNORE
+            logits = h @ weight.T
             if not (needs_hidden or needs_weight):
+                loss += _cross_entropy(logits, labels[span], softcap)
                 continue
-            d_logits = _gradient_of_logits(logits, y, softcap).to(hidden.dtype)
-            if d_hidden is not None:
+            losses, d_logits = _losses_and_gradient(logits, labels[span].clamp(min=0), softcap)
+            loss += losses.masked_fill(~counted, 0).sum()
+            if d_hidden is not None:  # rows that do not count are masked here, where they are narrow
                 torch.mm(d_logits, weight, out=d_hidden[span])
+                d_hidden[span] *= counted[:, None]
             if d_weight is not None:
-                _accumulate(d_weight, d_logits, h)
+                _accumulate(d_weight, d_logits, h * counted[:, None])
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return loss
 
@@ -92,14 +97,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _gradient_of_logits(logits: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
-    """softmax(z) − onehot(y), times the softcap's slope 1 − (z/cap)²; zero for ignored labels. Overwrites `logits`."""
-    slope = None if softcap is None else 1 - (logits / softcap) ** 2
-    counted = labels != IGNORE
-    grad = torch.softmax(logits, -1, out=logits)
-    grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-    grad *= counted[:, None]
-    return grad if slope is None else grad * slope
+def _losses_and_gradient(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Per row logsumexp(z) − z[y], and softmax(z) − onehot(y) times the softcap's slope 1 − (z/cap)².
+
+    One softmax serves both: with p its output and j the largest logit, logsumexp(z) = z_j − log p_j, where p_j ≥ 1/V.
+    """
+    wide = _wide(logits)
+    z = logits if softcap is None else capped(logits.to(wide), softcap)
+    largest, where = z.max(-1, keepdim=True)
+    label = labels[:, None]
+    z_label = z.gather(-1, label)
+    p = torch.softmax(z, -1, dtype=wide)
+    losses = largest.to(wide) - p.gather(-1, where).log() - z_label.to(wide)
+    p.scatter_add_(-1, label, torch.full_like(losses, -1.0))
+    if softcap is not None:
+        p *= 1 - (z / softcap) ** 2
+    return losses.squeeze(-1), p.to(logits.dtype)
 
 
 def _accumulate(d_weight: Tensor, d_logits: Tensor, hidden: Tensor) -> None:

@@ -170,7 +170,8 @@ class _Run:
         assert self.saved is not None
         return RunResult(
             run=self.job.output, checkpoint=self.saved, step=self.step, steps=p.total_steps,
-            params=p.model.spec.params(), device=device_name(p.device), precision=p.precision, start=self.start, end=self.end,
+            params=p.model.spec.params(), device=device_name(p.device), precision=p.precision,
+            start=self.start, end=self.end,
             tokens_per_second=self.pace.tokens_per_second, train_seconds=self.pace.seconds,
             peak_bytes=peak_memory_bytes(p.device), samples=self._samples(), stopped_by=self.stopped_by,
         )  # fmt: skip
