@@ -54,6 +54,7 @@ HOSTILE = {
     "rope-factor-zero": (rope(type="linear", factor=0), "rope_scaling.factor in x is 0"),
     "rope-bands": (rope(rope_type="llama3", **LLAMA3 | {"high_freq_factor": 1.0}), "larger than low_freq_factor"),
     "rope-trained": (rope(rope_type="llama3", **LLAMA3 | {"original_max_position_embeddings": 1}), "from 2 to"),
+    "rope-one-position": (rope(rope_type="yarn", factor=2.0) | {"max_position_embeddings": 1}, "yarn needs it"),
     "rope-trained-type": (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings="4k"), "'4k'"),
     "rope-truncate": (rope(rope_type="yarn", factor=2.0, truncate="yes"), "truncate in x is 'yes'"),
     "rope-no-pairs": (

@@ -5,6 +5,7 @@ represent: silently ignoring a field that changes the computation would load wei
 reads its own result back and compares, so a spec its family cannot express is an error and never a wrong file.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -80,7 +81,8 @@ def _check_written(config: dict[str, Any], spec: ModelSpec) -> None:
         wanted, got = getattr(spec, name), getattr(read, name)
         if wanted != got:
             raise UserError(
-                f"a {spec.family} config.json cannot say {name} = {wanted!r} (it would read {got!r}); "
+                f"a {spec.family} config.json cannot say {name} = {reprlib.repr(wanted)} "
+                f"(it would read {reprlib.repr(got)}); "
                 "choose a family that has it or change the model"
             )
 
@@ -116,7 +118,7 @@ def _refuse_unknown_computation(fields: Fields, family: Family) -> None:
 def _read(fields: Fields, name: str, names: Names, family: Family) -> Any:
     """One value of ModelSpec or Experts from the config field that has it."""
     if name in _LARGEST:
-        optional = name in ("kv_heads", "head_dim") or names[0] == "n_inner"
+        optional = name in ("kv_heads", "head_dim") or names[0] not in family.defaults
         return (fields.maybe_whole if optional else fields.whole)(*names, most=_LARGEST[name])
     if name in _FLAGS:
         return fields.flag(*names)
@@ -125,7 +127,7 @@ def _read(fields: Fields, name: str, names: Names, family: Family) -> Any:
     if name == "attention_scale":
         return fields.number(*names) ** -0.5
     if name == "balance_weight":
-        return fields.number(*names, least=-1e-9)
+        return fields.number(*names, or_equal=True)
     return (fields.number if name == "norm_eps" else fields.maybe_number)(*names)
 
 

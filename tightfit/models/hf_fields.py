@@ -51,22 +51,22 @@ class Fields:
             raise self.bad(names[0], None, f"it must be a whole number from {least:,} to {most:,}")
         return value
 
-    def maybe_number(self, *names: str, least: float = 0.0) -> float | None:
-        """A finite number above `least`, or None."""
+    def maybe_number(self, *names: str, above: float = 0.0, or_equal: bool = False) -> float | None:
+        """A finite number above `above` (or equal to it), or None."""
         name, value = self.get(*names)
-        return None if value is None else self._number(name, value, least)
+        return None if value is None else self._number(name, value, above, or_equal)
 
-    def number(self, *names: str, least: float = 0.0) -> float:
-        """A finite number above `least`."""
+    def number(self, *names: str, above: float = 0.0, or_equal: bool = False) -> float:
+        """A finite number above `above` (or equal to it)."""
         name, value = self.get(*names)
-        return self._number(name, value, least)
+        return self._number(name, value, above, or_equal)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """A list of `count` positive numbers."""
         value = self.get(name)[1]
         if not isinstance(value, list) or len(value) != count:
             raise self.bad(name, value, f"it must be a list of {count} numbers, one per rotated pair")
-        return tuple(self._number(f"{name}[{i}]", item, 0.0) for i, item in enumerate(value))
+        return tuple(self._number(f"{name}[{i}]", item, 0.0, False) for i, item in enumerate(value))
 
     def flag(self, *names: str) -> bool:
         """True or false; null counts as false."""
@@ -96,8 +96,9 @@ class Fields:
             raise self.bad(name, value, "it must be an object with named fields")
         return Fields(value, self.source, inside=f"{self.inside}.{name}" if self.inside else name) if value else None
 
-    def _number(self, name: str, value: Any, least: float) -> float:
+    def _number(self, name: str, value: Any, above: float, or_equal: bool) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not least < value < LARGEST_NUMBER:  # which NaN fails as well
-            raise self.bad(name, value, f"it must be a number above {least:g} and below {LARGEST_NUMBER:g}")
+        if not good or not (above < value < LARGEST_NUMBER or (or_equal and value == above)):  # NaN fails this as well
+            bound = f"of at least {above:g}" if or_equal else f"above {above:g}"
+            raise self.bad(name, value, f"it must be a number {bound} and below {LARGEST_NUMBER:g}")
         return float(value)

@@ -70,7 +70,7 @@ def _read_rope(inside: Fields, outside: Fields, theta_name: str, family: Family,
     if scaling is None:
         raise inside.bad("rope_type", given, f"use one of {', '.join(_SCALINGS)}")
     theta_in = inside if inside.get("rope_theta")[1] is not None else outside
-    theta = theta_in.number("rope_theta" if theta_in is inside else theta_name, least=1.0)
+    theta = theta_in.number("rope_theta" if theta_in is inside else theta_name, above=1.0)
     share = _share(inside, outside, family)
     dim = int(head_dim * share)
     if scaling.ours == "dynamic" and dim <= 2:
@@ -91,12 +91,14 @@ def _share(inside: Fields, outside: Fields, family: Family) -> float:
 
 
 def _factors(inside: Fields, outside: Fields, scaling: _Scaling, longest: int) -> tuple[tuple[str, float], ...]:
-    """The constants of the scaling rule, sorted by name."""
+    """The constants of the scaling rule, sorted by name; an optional one of 0 counts as not given, as in transformers."""
     found: dict[str, float] = {name: inside.number(name) for name in scaling.needed}
-    found |= {name: value for name in scaling.optional if (value := inside.maybe_number(name, least=-1e-9)) is not None}
+    found |= {name: value for name in scaling.optional if (value := inside.maybe_number(name, or_equal=True))}
     if scaling.trained_length:
         holder = outside if outside.get(_TRAINED)[1] is not None else inside
         trained = holder.maybe_whole(_TRAINED, least=2, most=LONGEST) or longest
+        if trained < 2:
+            raise holder.bad(_TRAINED, None, f"{scaling.ours} needs it, or room for more than {longest} position")
         found[_TRAINED] = float(trained)
         if scaling.ours == "yarn":
             found.setdefault("factor", longest / trained)
