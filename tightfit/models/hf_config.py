@@ -125,7 +125,7 @@ def _read(fields: Fields, name: str, names: Names, family: Family) -> Any:
     if name == "activation":
         return _read_activation(fields, names, family)
     if name == "attention_scale":
-        return fields.number(*names) ** -0.5
+        return float(fields.whole(*names, most=LONGEST) ** -0.5)
     if name == "balance_weight":
         return fields.number(*names, or_equal=True)
     return (fields.number if name == "norm_eps" else fields.maybe_number)(*names)

@@ -91,7 +91,7 @@ def _share(inside: Fields, outside: Fields, family: Family) -> float:
 
 
 def _factors(inside: Fields, outside: Fields, scaling: _Scaling, longest: int) -> tuple[tuple[str, float], ...]:
-    """The constants of the scaling rule, sorted by name; an optional one of 0 counts as not given, as in transformers."""
+    """The constants of the scaling rule, by name; an optional one of 0 counts as not given, as in transformers."""
     found: dict[str, float] = {name: inside.number(name) for name in scaling.needed}
     found |= {name: value for name in scaling.optional if (value := inside.maybe_number(name, or_equal=True))}
     if scaling.trained_length:
