@@ -17,7 +17,7 @@ from tightfit.models.gguf import load_gguf_tokenizer, write_gguf
 from tightfit.models.gguf_file import GgufFile
 from tightfit.models.gguf_tokenizer import SPLITTERS, Splitter, read_tokenizer, tokenizer_metadata
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, train_tokenizer
+from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
 
 SPACES = ["a  b   c", " x\n\n\n y \n", "\t\tif x:\r\n\r\n  z", "end  ", "a\u00a0b\u2003c", "\u3000全角\u3000"]
 WORDS = [
@@ -130,6 +130,29 @@ def test_what_is_written_reads_the_same() -> None:
     assert read.special_tokens == ours.special_tokens
     with pytest.raises(UserError, match="300 tokens and the model's embedding only 299 rows"):
         tokenizer_metadata(ours, 299)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, False),
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"add_bos_token": True}, True),
+        ({"model": "llama", "scores": [0.0] * 4}, True),
+        ({"add_bos_token": True, "bos_token_id": None}, False),
+    ],
+)
+def test_whether_texts_begin_with_a_token_is_known(change: dict, expected: bool, tmp_path: Path) -> None:
+    good = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab", "<s>"], "token_type": [1, 1, 1, 3]}
+    changed = good | {"merges": ["a b"], "bos_token_id": 3} | change
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in changed.items() if value is not None}
+    read = read_tokenizer(metadata, Path("a.gguf"))
+    read.save(tmp_path)
+    assert read.adds_bos == load_tokenizer(tmp_path).adds_bos == expected
+    assert 3 not in read.encode("ab")
+    if changed["model"] == "gpt2" and changed["bos_token_id"] is not None:
+        assert tokenizer_metadata(read, 4)["tokenizer.ggml.add_bos_token"] == expected
 
 
 def test_a_tokenizer_without_a_name_in_gguf_is_refused() -> None:

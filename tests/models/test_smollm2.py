@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.models.llama_cpp import LlamaCpp, llama_cpp
 from tests.models.test_gguf_tokenizer import TEXTS
@@ -105,6 +106,16 @@ def test_ids_are_those_of_llama_cpp(text: str, smollm2: LoadedModel, reference: 
     assert smollm2.tokenizer.decode(smollm2.tokenizer.encode(text)) == text
     parsed = smollm2.tokenizer.encode(text, parse_special=True)
     assert parsed == reference.tokenize(text, parse_special=True)
+
+
+def test_its_tokenizer_saved_gives_the_same_ids_in_transformers(smollm2: LoadedModel, tmp_path: Path) -> None:
+    assert smollm2.tokenizer is not None
+    smollm2.tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for text in TEXTS:
+        expected = smollm2.tokenizer.encode(text, parse_special=True)
+        assert theirs.encode(text, add_special_tokens=False) == expected, repr(text)
+    assert theirs.apply_chat_template(CHAT)["input_ids"] == smollm2.tokenizer.encode_chat(CHAT)[0]
 
 
 def test_a_chat_is_encoded_as_llama_cpp_would_and_only_the_answer_counts(

@@ -62,6 +62,9 @@ SPLITTERS = (
     Splitter(("qwen2",), _by(QWEN2_PATTERN), nfc=True),
 )
 
+BEGINNING = SPLITTERS[2].names
+"""Byte-level tokenizers whose texts begin with a token of their own unless the file says otherwise."""
+
 
 @dataclass(frozen=True)
 class _Vocabulary:
@@ -83,15 +86,16 @@ def read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     readers = {"gpt2": _byte_level, "llama": _sentence_piece}
     if model not in readers:
         raise UserError(f"{path} has a tokenizer of the kind {model!r}; supported are {', '.join(readers)}")
+    named = {f"{name}_token": _token(metadata, key, vocabulary, path) for name, key in _NAMED.items()}
     try:
         backend = readers[model](metadata, vocabulary, path)
+        _add_special(backend, vocabulary)
+        _add_first(backend, metadata, named["bos_token"])
     except UserError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"the tokenizer in {path} cannot be built: {error}") from error
-    _add_special(backend, vocabulary)
     template = metadata.get("tokenizer.chat_template")
-    named = {f"{name}_token": _token(metadata, key, vocabulary, path) for name, key in _NAMED.items()}
     return Tokenizer(
         PreTrainedTokenizerFast(
             tokenizer_object=backend,
@@ -133,6 +137,16 @@ def _add_special(backend: "tokenizers.Tokenizer", vocabulary: _Vocabulary) -> No
     control = vocabulary.of(CONTROL, UNKNOWN)
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     backend.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of(USER_DEFINED)])
+
+
+def _add_first(backend: "tokenizers.Tokenizer", metadata: dict[str, Any], first: str | None) -> None:
+    """Have texts begin with the token `first` where the model was trained so: the file says, or its kind always does."""
+    from tokenizers.processors import TemplateProcessing
+
+    usual = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in BEGINNING
+    if first is not None and metadata.get("tokenizer.ggml.add_bos_token", usual):
+        special = [(first, backend.token_to_id(first))]
+        backend.post_processor = TemplateProcessing(single=[first, "$A"], special_tokens=special)
 
 
 def _byte_level(metadata: dict[str, Any], vocabulary: _Vocabulary, path: Path) -> "tokenizers.Tokenizer":
