@@ -140,7 +140,7 @@ def _add_special(backend: "tokenizers.Tokenizer", vocabulary: _Vocabulary) -> No
 
 
 def _add_first(backend: "tokenizers.Tokenizer", metadata: dict[str, Any], first: str | None) -> None:
-    """Have texts begin with the token `first` where the model was trained so: the file says, or its kind always does."""
+    """Have texts begin with the token `first` where the model was trained so: the file says, or its kind always is."""
     from tokenizers.processors import TemplateProcessing
 
     usual = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in BEGINNING
