@@ -43,7 +43,7 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple["PreTrainedTokenizerFast"]]:
         # Pickling the cached copies below would lose how each treats special tokens.
-        return Tokenizer, (self._wrapped,)
+        return type(self), (self._wrapped,)
 
     @cached_property
     def vocab_size(self) -> int:
