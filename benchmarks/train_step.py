@@ -22,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tightfit.jobs.job import Optimizer
 from tightfit.models.decoder import Decoder, init_weights
-from tightfit.models.hf_config import config_from_spec
+from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.models.weights import to_hf_state
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, train_step

@@ -23,6 +23,13 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
     return ((found - truth).norm() / truth.norm()).item()
 
 
+def worst(found: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
+    """The largest error of any gradient; those that are zero but for rounding (a key's bias) count by all's size."""
+    whole = max(gradient.double().norm().item() for gradient in truth)
+    distances = [(a.double().cpu() - b.double()).norm().item() for a, b in zip(found, truth, strict=True)]
+    return max(d / max(b.double().norm().item(), 1e-3 * whole) for d, b in zip(distances, truth, strict=True))
+
+
 def gradients(
     model: Decoder, tokens: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor
 ) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.reference import BATCH, CASES, LENGTH, distance, pair
+from tests.models.huggingface.reference import BATCH, CASES, LENGTH, distance, pair
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder, init_weights
 from tightfit.models.presets import preset, preset_names
@@ -31,7 +31,7 @@ def test_packed_documents_are_computed_as_if_alone(name):
 def test_packed_rows_choose_longrope_factors_by_the_longest_document_not_the_row():
     config = CASES["phi3-longrope-short"] | {"original_max_position_embeddings": max(LENGTHS)}
     both = pair("phi3-longrope-short")
-    from tightfit.models.hf_config import spec_from_config
+    from tightfit.models.huggingface.config import spec_from_config
 
     model = Decoder(spec_from_config(config, "test"))
     model.load_state_dict(both.ours.state_dict())

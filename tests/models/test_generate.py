@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, init_weights
 from tightfit.models.generate import Sampling, continue_text, generate, probabilities
+from tightfit.models.huggingface.weights import from_hf_state
 from tightfit.models.loading import LoadedModel
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import train_tokenizer
-from tightfit.models.weights import from_hf_state
 
 SPEC = ModelSpec(
     family="llama",

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tightfit.errors import UserError
-from tightfit.models.hf_config import config_from_spec
+from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.presets import PRESETS, preset, preset_names
 from tightfit.models.resolve import resolve_spec
 

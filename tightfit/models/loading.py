@@ -13,14 +13,14 @@ import torch
 from tightfit.errors import UserError
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
-from tightfit.models.gguf import load_gguf, load_gguf_tokenizer, smollm2_path
-from tightfit.models.gguf_config import gguf_spec
-from tightfit.models.gguf_file import GgufFile
+from tightfit.models.gguf.config import gguf_spec
+from tightfit.models.gguf.file import GgufFile
+from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path
+from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
 from tightfit.models.presets import PRESETS
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
-from tightfit.models.weights import INDEX_FILE, SINGLE_FILE, load_weights
 
 SMOLLM2 = "smollm2-135m-instruct"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.models.hf_config import spec_from_config
+from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.spec import ModelSpec
 
 Row = dict[str, Any]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.models.hf_config import spec_from_config
+from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.presets import PRESETS, preset, suggestion
 from tightfit.models.spec import ModelSpec
 

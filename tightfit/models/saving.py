@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from tightfit.durable import durable_directory
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.hf_config import config_from_spec
+from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.huggingface.weights import save_weights
 from tightfit.models.loading import load_model
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.models.weights import save_weights
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "q8_0"]
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +54,7 @@ def export_model(source: str, target: Path, *, form: Literal["hf", "gguf"], dtyp
             with durable_directory(target) as folder:
                 write_model(folder, loaded.model, loaded.tokenizer, TORCH_DTYPES[dtype])
         else:
-            from tightfit.models.gguf import write_gguf
+            from tightfit.models.gguf.model import write_gguf
 
             write_gguf(loaded.model, loaded.tokenizer, target, dtype)
     files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]

@@ -22,10 +22,10 @@ from torch import Tensor
 from tightfit.durable import discard_directory, durable_directory, sweep
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.weights import load_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.models.weights import load_weights
 from tightfit.train.optimizer import MasterAdamW
 
 FORMAT = 1

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.models.families import Family
-from tightfit.models.hf_fields import Fields
+from tightfit.models.huggingface.families import Family
+from tightfit.models.huggingface.fields import Fields
 from tightfit.models.spec import Rope, RopeScaling
 
 LONGEST = 2**31

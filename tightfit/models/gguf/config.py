@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightfit.errors import UserError
-from tightfit.models.gguf_file import GgufFile
-from tightfit.models.hf_config import spec_from_config
+from tightfit.models.gguf.file import GgufFile
+from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.spec import ModelSpec
 
 NEEDED = {

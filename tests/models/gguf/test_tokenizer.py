@@ -8,14 +8,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.models.gguf_conversion import convert
-from tests.models.llama_cpp import llama_cpp
+from tests.models.gguf.conversion import convert
+from tests.models.gguf.llama_cpp import llama_cpp
 from tests.models.test_tokenizer import AWKWARD, CORPUS
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.gguf import load_gguf_tokenizer, write_gguf
-from tightfit.models.gguf_file import GgufFile
-from tightfit.models.gguf_tokenizer import SPLITTERS, Splitter, read_tokenizer, tokenizer_metadata
+from tightfit.models.gguf.file import GgufFile
+from tightfit.models.gguf.model import load_gguf_tokenizer, write_gguf
+from tightfit.models.gguf.tokenizer import SPLITTERS, Splitter, read_tokenizer, tokenizer_metadata
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
 

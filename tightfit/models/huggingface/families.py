@@ -2,7 +2,7 @@
 
 A row says which fields a family reads and under which names (the first is the one written), the defaults that
 transformers' config class gives to missing ones, the properties the family fixes, which of its layers look through a
-window, and how its tensors map to ours. `hf_config.py` and `weights.py` treat all rows alike: a new family is a new
+window, and how its tensors map to ours. `config.py` and `weights.py` treat all rows alike: a new family is a new
 row. Dropout fields are not read: the decoder has none.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tightfit.models import weight_names as names
+from tightfit.models.huggingface import weight_names as names
+from tightfit.models.huggingface.weight_names import Rule, llama_rules
 from tightfit.models.spec import Activation
-from tightfit.models.weight_names import Rule, llama_rules
 
 WindowRule = Literal["none", "all", "after_max_window_layers", "even_before_max_window_layers", "pattern"]
 Names = tuple[str, ...]

@@ -20,10 +20,10 @@ from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
-from tightfit.models.gguf_config import ARCHITECTURES, gguf_spec, llama3_divisors, metadata_of
-from tightfit.models.gguf_file import GgufFile, import_gguf
-from tightfit.models.gguf_tokenizer import read_tokenizer, tokenizer_metadata
-from tightfit.models.gguf_weights import fill, tensor_name, to_gguf
+from tightfit.models.gguf.config import ARCHITECTURES, gguf_spec, llama3_divisors, metadata_of
+from tightfit.models.gguf.file import GgufFile, import_gguf
+from tightfit.models.gguf.tokenizer import read_tokenizer, tokenizer_metadata
+from tightfit.models.gguf.weights import fill, tensor_name, to_gguf
 from tightfit.models.tokenizer import Tokenizer
 
 GgufDtype = Literal["fp32", "bf16", "fp16", "q8_0"]

@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor, nn
 
 from tightfit.models.decoder import Decoder
-from tightfit.models.hf_config import spec_from_config
-from tightfit.models.weights import from_hf_state
+from tightfit.models.huggingface.config import spec_from_config
+from tightfit.models.huggingface.weights import from_hf_state
 
 LENGTH = 24
 BATCH = 2

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from tests.models.reference import CASES, pair
+from tests.models.huggingface.reference import CASES, pair
 from tightfit.errors import UserError
-from tightfit.models.families import FAMILIES
-from tightfit.models.hf_config import config_from_spec, spec_from_config
+from tightfit.models.huggingface.config import config_from_spec, spec_from_config
+from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.presets import preset, preset_names
 from tightfit.models.spec import Experts, Rope
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.reference import CASES, LENGTH, as_stored, distance, pair
+from tests.models.huggingface.reference import CASES, LENGTH, as_stored, distance, pair
 from tightfit.models.decoder import Decoder, Implementations
-from tightfit.models.families import FAMILIES
-from tightfit.models.hf_config import spec_from_config
-from tightfit.models.weights import to_hf_state
+from tightfit.models.huggingface.config import spec_from_config
+from tightfit.models.huggingface.families import FAMILIES
+from tightfit.models.huggingface.weights import to_hf_state
 
 every_case = pytest.mark.parametrize("name", CASES)
 

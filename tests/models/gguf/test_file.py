@@ -14,8 +14,8 @@ import torch
 from tests.models.test_tokenizer import CORPUS
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.gguf import load_gguf, load_gguf_tokenizer, write_gguf
-from tightfit.models.gguf_file import GgufFile
+from tightfit.models.gguf.file import GgufFile
+from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, write_gguf
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import train_tokenizer
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.models.llama_cpp import LlamaCpp, llama_cpp
-from tests.models.test_gguf_tokenizer import TEXTS
+from tests.models.gguf.llama_cpp import LlamaCpp, llama_cpp
+from tests.models.gguf.test_tokenizer import TEXTS
 from tightfit.models.generate import Sampling, continue_text
-from tightfit.models.gguf import smollm2_path
-from tightfit.models.hf_config import config_from_spec
+from tightfit.models.gguf.model import smollm2_path
+from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
-from tightfit.models.weights import to_hf_state
 
 DECLARATION = """\
 When in the Course of human events, it becomes necessary for one people to dissolve the political bands which have \

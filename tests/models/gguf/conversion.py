@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.models.reference import as_stored
+from tests.models.huggingface.reference import as_stored
 from tightfit.models.spec import ModelSpec
 
 ARCHITECTURES = {

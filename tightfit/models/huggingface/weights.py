@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.families import FAMILIES
+from tightfit.models.huggingface.families import FAMILIES
+from tightfit.models.huggingface.weight_names import Link, links
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
-from tightfit.models.weight_names import Link, links
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

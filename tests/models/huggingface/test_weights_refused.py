@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.models.reference import pair
+from tests.models.huggingface.reference import pair
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.weights import from_hf_state, load_weights, save_weights, to_hf_state
+from tightfit.models.huggingface.weights import from_hf_state, load_weights, save_weights, to_hf_state
 
 
 def spoiled(directory: Path, change) -> None:

@@ -9,10 +9,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.reference import as_stored, pair
+from tests.models.huggingface.reference import as_stored, pair
 from tightfit.models.decoder import Decoder
-from tightfit.models.hf_config import config_from_spec
-from tightfit.models.weights import from_hf_state, load_weights, save_weights, to_hf_state
+from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.huggingface.weights import from_hf_state, load_weights, save_weights, to_hf_state
 
 EXCHANGED = [
     "llama", "llama-biases", "llama-tied-wide-heads", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",

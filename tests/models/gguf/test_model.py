@@ -14,20 +14,20 @@ import pytest
 import torch
 import transformers
 
-from tests.models.gguf_conversion import convert
-from tests.models.llama_cpp import llama_cpp
-from tests.models.reference import CASES, LENGTH, as_stored
+from tests.models.gguf.conversion import convert
+from tests.models.gguf.llama_cpp import llama_cpp
+from tests.models.huggingface.reference import CASES, LENGTH, as_stored
 from tests.models.test_tokenizer import AWKWARD, CORPUS
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.generate import Sampling, generate
-from tightfit.models.gguf import KINDS, GgufDtype, load_gguf, load_gguf_tokenizer, smollm2_path, write_gguf
-from tightfit.models.gguf_config import WRITTEN, gguf_spec
-from tightfit.models.gguf_file import GgufFile
-from tightfit.models.hf_config import spec_from_config
+from tightfit.models.gguf.config import WRITTEN, gguf_spec
+from tightfit.models.gguf.file import GgufFile
+from tightfit.models.gguf.model import KINDS, GgufDtype, load_gguf, load_gguf_tokenizer, smollm2_path, write_gguf
+from tightfit.models.huggingface.config import spec_from_config
+from tightfit.models.huggingface.weights import from_hf_state
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
-from tightfit.models.weights import from_hf_state
 
 LLAMA3 = {
     "rope_theta": 500_000.0,

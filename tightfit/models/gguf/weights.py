@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.gguf_config import architecture_of
-from tightfit.models.gguf_file import GgufFile
+from tightfit.models.gguf.config import architecture_of
+from tightfit.models.gguf.file import GgufFile
 from tightfit.models.spec import ModelSpec
 
 OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}

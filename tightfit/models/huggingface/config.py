@@ -11,9 +11,9 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.models.families import FAMILIES, Family, Names, WindowRule
-from tightfit.models.hf_fields import Fields
-from tightfit.models.hf_rope import LONGEST, read_ropes, write_ropes
+from tightfit.models.huggingface.families import FAMILIES, Family, Names, WindowRule
+from tightfit.models.huggingface.fields import Fields
+from tightfit.models.huggingface.rope import LONGEST, read_ropes, write_ropes
 from tightfit.models.spec import Activation, Experts, ModelSpec
 
 DTYPES = ("float32", "bfloat16", "float16")

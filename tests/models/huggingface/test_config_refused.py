@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.models.reference import CASES
+from tests.models.huggingface.reference import CASES
 from tightfit.errors import UserError
-from tightfit.models.families import FAMILIES
-from tightfit.models.hf_config import spec_from_config
+from tightfit.models.huggingface.config import spec_from_config
+from tightfit.models.huggingface.families import FAMILIES
 
 LLAMA = CASES["llama"]
 
