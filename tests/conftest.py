@@ -1,4 +1,8 @@
-"""Shared set-up: one thread (the suite runs beside itself on two cores), no network, and a small corpus."""
+"""Shared set-up: one thread (the suite runs beside itself on two cores), no network, and a small corpus.
+
+Without a GPU, Triton's kernels run in its interpreter. That is settled when a kernel's module is first imported, which
+tests of any folder may do: so it is said here.
+"""
 
 import os
 from pathlib import Path
@@ -10,6 +14,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog",

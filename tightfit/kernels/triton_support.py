@@ -1,0 +1,61 @@
+"""Triton where it is installed, stand-ins where it is not, and the one rule that chooses between it and plain torch.
+
+Kernels live in the file of their operation and import `triton` and `tl` from here, so that those files also import on
+machines without Triton (macOS, bare CPU installs), where only the plain implementations run. Importing this never
+touches a GPU.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import UserError
+
+__all__ = ["DTYPES", "HAS_TRITON", "IMPLS", "Impl", "is_interpreted", "tl", "triton", "use_triton"]
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+
+    class _NoTriton:
+        """Enough of `triton` and `triton.language` for a file with kernels to be imported; none can be launched."""
+
+        constexpr = object
+
+        @staticmethod
+        def jit(function: Any = None, **options: Any) -> Any:
+            return function if function is not None else lambda decorated: decorated
+
+    triton = tl = _NoTriton()
+    HAS_TRITON = False
+
+Impl = Literal["auto", "triton", "torch"]
+IMPLS = ("auto", "triton", "torch")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels compute in and out of; sums are float32. Anything else (float64) takes the plain path."""
+
+
+def use_triton(impl: Impl, tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` runs our kernel: on CUDA where Triton is, unless `impl` says otherwise."""
+    if impl == "torch":
+        return False
+    if impl == "auto":
+        return HAS_TRITON and tensor.is_cuda and tensor.dtype in DTYPES
+    if impl != "triton":
+        raise UserError(f"impl is {impl!r}; give one of {', '.join(IMPLS)}")
+    if not HAS_TRITON:
+        raise UserError("impl is 'triton', but Triton is not installed here; use impl='torch' or pip install triton")
+    if tensor.dtype not in DTYPES:
+        raise UserError(f"impl is 'triton', but the kernels take float32, bfloat16 or float16, not {tensor.dtype}")
+    if not (tensor.is_cuda or is_interpreted()):
+        raise UserError(f"impl is 'triton', but the tensor is on {tensor.device}; move it to a GPU or use impl='torch'")
+    return True
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1)."""
+    return bool(HAS_TRITON and triton.knobs.runtime.interpret)
