@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run install test lint test-gpu clean
+.PHONY: run install test lint test-gpu docs clean
 
 run: install
 	@$(BIN)/tightfit train --overwrite
@@ -28,6 +28,9 @@ test: lint
 
 test-gpu: install
 	@$(BIN)/pytest tests/gpu
+
+docs: install
+	@$(BIN)/python -m tightfit.report.documentation
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

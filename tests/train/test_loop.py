@@ -20,9 +20,9 @@ from tests.train.jobs import checkpoint_files, run_and_die, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, continue_text
-from tightfit.models.loading import load_model
+from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.train import loop
-from tightfit.train.checkpoint import checkpoint_directories, latest_checkpoint
+from tightfit.train.checkpoint import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
 
@@ -49,7 +49,7 @@ def test_training_learns_and_leaves_a_whole_run(make: Make) -> None:
     assert result.end is not None
     assert result.end.loss < result.start.loss - 1
     assert result.start.loss == pytest.approx(math.log(320), abs=0.3)
-    assert [path.name for path in checkpoint_directories(job.output)] == ["step-00000020", "step-00000030"]
+    assert [path.name for path in checkpoints_of(job.output)] == ["step-00000020", "step-00000030"]
     rows = read_metrics(job.output / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 31))
     assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 10, 20, 30]
@@ -192,7 +192,7 @@ def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(
     assert "nan" in str(caught.value)
     assert "step-00000004" in str(caught.value)
     assert "optimizer.lr" in str(caught.value)
-    weights = load_file(checkpoint_directories(job.output)[-1] / "model.safetensors")
+    weights = load_file(checkpoints_of(job.output)[-1] / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
     monkeypatch.undo()
     assert run_job(job, resume=True, quiet=True).step == 10
@@ -246,7 +246,7 @@ def test_an_existing_run_needs_a_decision(make: Make) -> None:
     with pytest.raises(UserError, match="--resume"):
         run_job(make(steps=2), quiet=True)
     assert run_job(make(steps=3), overwrite=True, quiet=True).step == 3
-    names = [path.name for path in checkpoint_directories(make().output)]
+    names = [path.name for path in checkpoints_of(make().output)]
     assert names == ["step-00000003"]
 
 

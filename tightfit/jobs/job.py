@@ -115,7 +115,7 @@ class Evaluation(Section):
 
 
 class Saving(Section):
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=100, ge=0)
     """Steps between checkpoints; 0 for the end only."""
     keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay."""

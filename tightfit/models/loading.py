@@ -80,14 +80,10 @@ def load_source_tokenizer(source: str) -> Tokenizer:
     return tokenizer
 
 
-def newest_checkpoint(run: Path) -> Path | None:
-    """The complete checkpoint of `run` with the highest step; incomplete ones have names that begin with a dot."""
-    steps = {
-        int(found[1]): path
-        for path in (run / "checkpoints").glob("step-*")
-        if (found := re.fullmatch(r"step-(\d+)", path.name)) and path.is_dir()
-    }
-    return steps[max(steps)] if steps else None
+def checkpoints_of(run: Path) -> list[Path]:
+    """The complete checkpoints of `run`, oldest first; incomplete ones have names that begin with a dot."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _located(source: str) -> Path:
@@ -100,10 +96,12 @@ def _located(source: str) -> Path:
         path.exists()
     except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
         raise UserError(f"{source[:100]!r} is not a name that a file can have") from None
-    newest = newest_checkpoint(path) if is_run else path
-    if newest is None:
+    if not is_run:
+        return path
+    found = checkpoints_of(path)
+    if not found:
         raise UserError(f"{source} is a run without a complete checkpoint; train it further or name another")
-    return newest
+    return found[-1]
 
 
 def _weights_path(source: str) -> Path:

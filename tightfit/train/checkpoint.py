@@ -23,6 +23,7 @@ from tightfit.durable import discard_directory, durable_directory, sweep
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import load_weights
+from tightfit.models.loading import checkpoints_of
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
@@ -43,11 +44,6 @@ class Position:
     """What the run found out and a resume must find again: precision, data fingerprint, total steps."""
 
 
-def checkpoint_directories(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
-
-
 def save_checkpoint(
     run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: MasterAdamW, position: Position, keep: int
 ) -> Path:
@@ -59,14 +55,20 @@ def save_checkpoint(
         with durable_directory(target) as folder:
             write_model(folder, model, tokenizer)
             _write_training_state(folder / "training", optimizer, position)
-        for old in checkpoint_directories(run)[:-keep]:
+        for old in checkpoints_of(run)[:-keep]:
             discard_directory(old)
     except (OSError, SafetensorError) as error:
-        last = checkpoint_directories(run)
-        kept = f"the last good checkpoint is {last[-1]}" if last else "there is no earlier checkpoint"
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot write checkpoint {target}: {reason}; make room or change `output`; {kept}") from error
+        raise UserError(
+            f"cannot write checkpoint {target}: {reason}; make room or change `output`; {what_is_safe(run)}"
+        ) from error
     return target
+
+
+def what_is_safe(run: Path) -> str:
+    """The end of a sentence that tells of a failure: what can be resumed from."""
+    found = checkpoints_of(run)
+    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
 
 
 def _write_training_state(folder: Path, optimizer: MasterAdamW, position: Position) -> None:
@@ -127,5 +129,5 @@ def _read_tensors(path: Path) -> Mapping[str, Tensor]:
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint of a run, after sweeping what a kill left behind."""
     sweep(run / "checkpoints")
-    found = checkpoint_directories(run)
+    found = checkpoints_of(run)
     return found[-1] if found else None

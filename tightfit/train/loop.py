@@ -20,7 +20,7 @@ from tightfit.hardware.cpu import peak_resident_bytes
 from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel
-from tightfit.train.checkpoint import Position, checkpoint_directories, latest_checkpoint, save_checkpoint
+from tightfit.train.checkpoint import Position, latest_checkpoint, save_checkpoint, what_is_safe
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.metrics import MetricsLog, read_metrics
@@ -125,11 +125,14 @@ class _Run:
         try:
             return train_step(p.model, p.optimizer, micro_batches, p.device, lr, p.scale)
         except NotFiniteError as error:
-            found = checkpoint_directories(self.job.output)
-            kept = f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
             raise UserError(
-                f"step {self.step + 1}: {error}; training stopped before the weights changed and {kept}; "
-                f"lower optimizer.lr (now {self.job.optimizer.lr:g}) or lengthen the warm-up"
+                f"step {self.step + 1}: {error}; training stopped before the weights changed and "
+                f"{what_is_safe(self.job.output)}; lower optimizer.lr (now {self.job.optimizer.lr:g}) or warm up longer"
+            ) from None
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"step {self.step + 1}: the GPU ran out of memory; lower micro_batch (now {self.job.micro_batch}), "
+                f"shorten data.sequence_length or set levers.checkpoint_every=1; {what_is_safe(self.job.output)}"
             ) from None
 
     def _after_step(self, result: StepResult, lr: float, rate: float) -> None:

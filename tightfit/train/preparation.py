@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from tightfit.durable import discard_directory, durable_directory, durable_file
 from tightfit.errors import UserError
+from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.job import Job
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.models.decoder import Decoder, init_weights
@@ -106,6 +107,8 @@ def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> 
         )
     model = _model(job, spec, device, checkpoint)
     say(f"model: {spec.params():,} parameters, {precision} on {device.type}")
+    if device.type == "cpu" and "bf16" in precision and not has_native_bf16():
+        say("this CPU has no bf16 instructions: expect some 200 times fp32's time, or set precision=fp32")
     optimizer = _optimizer(job, model, precision)
     loader, scale = _position(job, train_rows, precision, position)
     if checkpoint is not None:

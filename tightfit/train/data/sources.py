@@ -25,7 +25,10 @@ CODE_SUFFIXES = frozenset(
 )
 TEXT_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
 STANDARD_LIBRARY = "stdlib"
-NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "lib-dynload", "__pycache__", "test", "tests", "idle_test"})
+NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "lib-dynload", "__pycache__", "test", "tests", "idle_test"}
+    | {"encodings", "msilib"}  # tables of codes, not language
+)
 
 
 @dataclass(frozen=True)

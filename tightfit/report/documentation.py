@@ -1,0 +1,65 @@
+"""Tables in README.md and docs/ that come from the program and its results, so that they cannot drift apart from them.
+
+A page holds `<!-- begin NAME -->` and `<!-- end NAME -->`; what stands between is made by the function of that name.
+`make docs` (python -m tightfit.report.documentation) rewrites them; a test fails where a page is out of date.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tightfit.jobs.fields import field_rows
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def pages() -> list[Path]:
+    """Every page that may hold such tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def refreshed(text: str) -> str:
+    """`text` with every marked block made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"<!-- begin {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end {match[1]} -->"
+
+    return re.sub(r"<!-- begin ([\w-]+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A GitHub table; bars in cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def job_fields() -> str:
+    """Every field of a job file."""
+    rows = [(f"`{row.path}`", row.type, f"`{row.default}`", row.meaning) for row in field_rows()]
+    return markdown_table(("field", "type", "default", "meaning"), rows)
+
+
+def train_step() -> str:
+    """The newest measurement of each case of benchmarks/train_step.py and implementation."""
+    with (RESULTS / "train_step.csv").open(encoding="utf-8", newline="") as file:
+        newest = {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
+    rows = []
+    for (case, who), row in sorted(newest.items(), key=lambda item: (item[0][0], item[0][1] == "tightfit")):
+        baseline = newest[case, "huggingface"]
+        ratio = float(baseline["step_ms_p50"]) / float(row["step_ms_p50"])
+        workload = f"{row['model']} shape, {row['batch']} × {row['sequence_length']} tokens, {row['dtype']}"
+        on_gpu = float(row["peak_gib"]) > 0
+        speed = f"{int(row['tokens_per_second']):,}" if on_gpu else "–"
+        peak = f"{row['peak_gib']} GiB" if on_gpu else "–"
+        rows.append((row["device"], workload, who, speed, f"{ratio:.2f}×", peak, f"`{row['commit']}`"))
+    return markdown_table(("device", "workload", "implementation", "tokens/s", "speed", "peak memory", "commit"), rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"job-fields": job_fields, "train-step": train_step}
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
