@@ -16,6 +16,8 @@ from tightfit.cli.sample import sample
 from tightfit.cli.train import train
 from tightfit.errors import UserError
 
+TRAIN_EXTRA = {"torch", "numpy", "safetensors", "tokenizers", "transformers", "torchdata", "pyarrow", "matplotlib"}
+INSTALL_LINE = "pip install 'tightfit[train]'"
 app = typer.Typer(
     name="tightfit",
     help="Train, shrink and serve large language models on the GPUs people actually have.",
@@ -46,6 +48,12 @@ def main() -> NoReturn:
         app()
     except UserError as error:
         print(f"tightfit: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in TRAIN_EXTRA:
+            raise
+        print(f"tightfit: this needs {missing}, which the base install leaves out: {INSTALL_LINE}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()  # the reader (head, less) has gone; say nothing more

@@ -1,0 +1,40 @@
+"""The base install has no torch: inspecting works there, and training says what to install."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKED = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "numpy", "transformers", "safetensors", "tokenizers", "matplotlib"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.argv[0] = "tightfit"
+from tightfit.cli.main import main
+main()
+"""
+
+
+def base_install(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", BLOCKED, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["models"], ["models", "llama-3.1-8b", "--json"], ["train", "--fields"]]
+)
+def test_inspecting_needs_no_torch(arguments: list[str]) -> None:
+    made = base_install(*arguments)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["sample", "somewhere", "-p", "x"], ["export", "a", "b"]])
+def test_what_needs_torch_says_how_to_get_it(arguments: list[str]) -> None:
+    made = base_install(*arguments)
+    assert made.returncode == 2
+    assert made.stderr.startswith("tightfit: this needs ")
+    assert "pip install 'tightfit[train]'" in made.stderr
+    assert "Traceback" not in made.stderr
