@@ -34,6 +34,7 @@ except ImportError:
     HAS_TRITON = False
 
 Impl = Literal["auto", "triton", "torch"]
+_INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1, read when kernels are made
 IMPLS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels compute in and out of; sums are float32. Anything else (float64) takes the plain path."""
@@ -57,5 +58,5 @@ def use_triton(impl: Impl, tensor: Tensor) -> bool:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1)."""
-    return bool(HAS_TRITON and triton.knobs.runtime.interpret)
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return _INTERPRETED
