@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
+from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.rms_norm import rms_norm, rms_norm_eager
 
@@ -17,16 +17,6 @@ SHAPES = [(7, 1), (1, 3), (33, 64), (5, 2, 7, 20), (3, 257), (29, 128), (2, 4100
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x, residual = torch.randn(2, *shape, dtype=torch.float64, device=DEVICE).to(dtype)
     return x, residual, torch.randn(shape[-1], dtype=torch.float64, device=DEVICE).to(dtype)
-
-
-def both_ways(run, tensors, dtype: torch.dtype) -> list[Tensor]:
-    """Results of `run` on `tensors` in `dtype`, and the gradients that fixed random gradients of the results give."""
-    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-    results = run(*leaves)
-    results = (results,) if isinstance(results, Tensor) else results
-    generator = torch.Generator().manual_seed(1)
-    given = [torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.device, dtype) for r in results]
-    return [*results, *torch.autograd.grad(results, leaves, given)]
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -3,7 +3,7 @@
 The interpreter adds and multiplies bfloat16 wrongly (triton 3.7), so bfloat16 is tested on GPUs only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,3 +25,18 @@ def assert_no_worse(found: Sequence[Tensor], eager: Sequence[Tensor], truth: Seq
     for ours, reference, exact in zip(found, eager, truth, strict=True):
         assert ours.dtype == reference.dtype
         assert error(ours, exact) <= 1.1 * error(reference, exact) + 1e-6
+
+
+def both_ways(
+    run: Callable[..., Tensor | tuple[Tensor, ...]], tensors: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """Results of `run` on `tensors` in `dtype`, and the gradients that fixed random gradients of the results give.
+
+    Those random gradients are rounded to what `tensors` are in, as all inputs are: every `dtype` sees the same numbers.
+    """
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    results = run(*leaves)
+    results = (results,) if isinstance(results, Tensor) else results
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(r.shape, generator=generator).to(r.device, tensors[0].dtype).to(r.dtype) for r in results]
+    return [*results, *torch.autograd.grad(results, leaves, given)]

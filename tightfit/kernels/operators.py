@@ -69,3 +69,12 @@ def as_rows(x: Tensor) -> Tensor:
     """x [..., W] as [rows, W] with W contiguous; a view unless the strides of x allow none."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def is_dense_in_rows(x: Tensor) -> bool:
+    """Whether `as_rows` gives a view in which no two elements share memory, so that it can be written to."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:  # its rows are not evenly spaced
+        return False
+    return rows.stride(1) == 1 and (len(rows) == 1 or rows.stride(0) >= rows.shape[1])
