@@ -21,9 +21,10 @@ from results import RESULTS, append_row
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tightfit.jobs.job import Optimizer
-from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
+from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.train.optimizer import MasterAdamW

@@ -8,7 +8,8 @@ import torch
 from tests.train.jobs import tiny_job
 from tightfit.kernels.attention import Visibility, attention
 from tightfit.kernels.linear_cross_entropy import linear_cross_entropy
-from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset_names
 from tightfit.models.resolve import resolve_spec
 from tightfit.train.loop import run_job
@@ -43,7 +44,7 @@ def test_gpu_equals_cpu_and_bf16_is_as_close_as_bf16_can_be(name: str) -> None:
     torch.manual_seed(0)
     spec = resolve_spec(name)
     model = Decoder(spec)
-    init_weights(model, std=0.08)
+    init_weights(model)
     tokens = torch.randint(0, spec.vocab_size, (2, 48))
     labels = torch.randint(0, spec.vocab_size, (2, 48))
     documents = (torch.arange(48)[None] >= 20).int().expand(2, -1)

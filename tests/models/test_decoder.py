@@ -5,7 +5,8 @@ import torch
 
 from tests.models.huggingface.reference import BATCH, CASES, LENGTH, distance, pair
 from tightfit.models.cache import KeyValueCache
-from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset, preset_names
 
 LENGTHS = (9, 3, 12)
@@ -102,4 +103,5 @@ def test_initialised_model_predicts_nothing_in_particular(name):
     init_weights(model)
     tokens = torch.randint(0, spec.vocab_size, (2, 40))
     loss = model(tokens, tokens.roll(-1, 1)).loss.item() / tokens.numel()
-    assert loss == pytest.approx(torch.tensor(float(spec.vocab_size)).log().item(), rel=0.05)
+    uniform = torch.tensor(float(spec.vocab_size)).log().item()
+    assert uniform < loss < uniform + 1  # logits of variance one cost half a nat

@@ -7,9 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightfit.errors import UserError
-from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.decoder import Decoder
 from tightfit.models.generate import Sampling, continue_text, generate, probabilities
 from tightfit.models.huggingface.weights import from_hf_state
+from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import train_tokenizer
@@ -34,7 +35,7 @@ NEVER: frozenset[int] = frozenset()
 def model() -> Decoder:
     torch.manual_seed(0)
     made = Decoder(SPEC)
-    init_weights(made, std=0.3)
+    init_weights(made, gain=3.0)
     return made
 
 

@@ -9,8 +9,9 @@ import torch
 
 from tests.models.test_tokenizer import CORPUS
 from tightfit.errors import UserError
-from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.model import write_gguf
+from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel, has_weights, load_model, load_source_tokenizer, source_spec
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec

@@ -2,7 +2,8 @@
 
 import torch
 
-from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import Experts, ModelSpec
 
 TINY = ModelSpec(

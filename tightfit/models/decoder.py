@@ -167,16 +167,3 @@ class Decoder(nn.Module):
         ropes = {rope for i in range(spec.layers) if (rope := spec.rope_of(i)) is not None}
         made = {rope: tables(rope, spec.head_dim, spec.max_positions, positions, x.dtype) for rope in ropes}
         return Surroundings(Visibility(x.shape[1], length, x.device, documents), made, cache)
-
-
-@torch.no_grad()
-def init_weights(model: Decoder, std: float = 0.02) -> None:
-    """GPT-2's: normal(0, std), projections into the residual stream shrunk by √(2 · layers), norms at identity."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.fill_(0.0 if name.endswith("bias") or model.spec.norm == "rms_plus_one" else 1.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            residual = name.endswith(("attention.o.weight", "down.weight", "experts.down"))
-            parameter.normal_(0.0, std / (2 * model.spec.layers) ** 0.5 if residual else std)

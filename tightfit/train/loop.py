@@ -154,8 +154,7 @@ class _Run:
         p, rows = self.p, self.job.micro_batch
         if p.held_out is None:
             return None
-        batches = islice(evaluation_batches(p.held_out, rows), math.ceil(self.job.evaluation.max_rows / rows))
-        found = evaluate(p.model, batches, p.device)
+        found = evaluate(p.model, evaluation_batches(p.held_out, rows), p.device)
         self.metrics.add(self.step, held_out_loss=found.loss, held_out_perplexity=found.perplexity)
         self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
         return found

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from tightfit.durable import discard_directory, durable_directory, durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.job import Job
 from tightfit.levers.checkpointing import checkpoint_layers
-from tightfit.models.decoder import Decoder, init_weights
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_weights, load_model, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -95,7 +96,7 @@ def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> 
     spec = _spec(job)
     tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else _tokenizer(job, say, show_bars)
     spec = _with_vocabulary(job, spec, tokenizer)
-    store, train_rows, held_out = _datasets(job, spec, tokenizer, show_bars)
+    store, train_rows, kept_aside = _datasets(job, spec, tokenizer, show_bars)
     say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
     total_steps = job.steps or math.ceil((job.epochs or 0) * len(train_rows) / job.global_batch)
     facts = {"precision": precision, "data": store.fingerprint, "rows": len(train_rows)}
@@ -105,6 +106,7 @@ def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> 
             f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
             "resume with the data it was started with"
         )
+    held_out = None if kept_aside is None else evenly(kept_aside, job.evaluation.max_rows)
     model = _model(job, spec, device, checkpoint)
     say(f"model: {spec.params():,} parameters, {precision} on {device.type}")
     if device.type == "cpu" and "bf16" in precision and not has_native_bf16():
@@ -214,7 +216,7 @@ def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSp
 
 def _datasets(
     job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool
-) -> tuple[TokenStore, PackedText | PackedChats, Rows | None]:
+) -> tuple[TokenStore, PackedText | PackedChats, PackedText | PackedChats | None]:
     """The tokenized data, the rows to train on, and the rows kept aside."""
     data = job.data
 
@@ -234,6 +236,11 @@ def _datasets(
         return store, rows(store), rows(store_of(data.held_out)) if data.held_out else None
     kept, aside = split(store, data.held_out, seed=job.seed, sequence_length=data.sequence_length)
     return store, rows(store, kept), None if aside is None else rows(store, aside)
+
+
+def evenly(rows: PackedText | PackedChats, count: int) -> Rows:
+    """About `count` rows spread over all of `rows`, so that a few evaluated rows see the whole variety."""
+    return Subset(rows, range(0, len(rows), math.ceil(len(rows) / count)))
 
 
 def _model(job: Job, spec: ModelSpec, device: torch.device, checkpoint: Path | None) -> Decoder:
