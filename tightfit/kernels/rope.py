@@ -52,10 +52,10 @@ def rope(
 
 def rope_eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """The reference, one tensor after the other."""
-    return turned(q, cos, sin, interleaved=interleaved), turned(k, cos, sin, interleaved=interleaved)
+    return rotate(q, cos, sin, interleaved=interleaved), rotate(k, cos, sin, interleaved=interleaved)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [B, heads, T, D] turned, in plain torch."""
     half = cos.shape[-1]
     rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []

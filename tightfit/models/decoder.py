@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from tightfit.kernels.attention import AttentionImpl, Visibility, attention
 from tightfit.kernels.linear_cross_entropy import LinearCrossEntropyImpl, capped, linear_cross_entropy
+from tightfit.kernels.rope import rope
+from tightfit.kernels.triton_support import Impl
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.mlp import Mlp, RoutedMlp
 from tightfit.models.norm import make_norm
-from tightfit.models.rope import rotate, tables
+from tightfit.models.rope import tables
 from tightfit.models.spec import ModelSpec, Rope
 
 
@@ -26,6 +28,9 @@ class Implementations:
 
     attention: AttentionImpl = "sdpa"
     linear_cross_entropy: LinearCrossEntropyImpl = "chunked"
+    norm: Impl = "auto"
+    rope: Impl = "auto"
+    glu: Impl = "auto"
 
 
 @dataclass
@@ -49,7 +54,7 @@ class DecoderOutput:
 class Attention(nn.Module):
     """Grouped-query attention with optional biases, qk-norm, rope, window and softcap."""
 
-    def __init__(self, spec: ModelSpec, layer: int, impl: AttentionImpl) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, impl: Implementations) -> None:
         super().__init__()
         self.layer, self.impl, self.head_dim = layer, impl, spec.head_dim
         self.window, self.rope, self.softcap = spec.window_of(layer), spec.rope_of(layer), spec.attention_softcap
@@ -58,8 +63,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.o = nn.Linear(spec.query_size, spec.hidden_size, bias=spec.output_bias)
-        self.q_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.q_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x: Tensor, around: Surroundings) -> Tensor:
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q(x), self.k(x), self.v(x)))
@@ -68,12 +73,12 @@ class Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, heads, T, D]
         if self.rope is not None:
             cos, sin = around.ropes[self.rope]
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            query, key = rope(query, key, cos, sin, impl=self.impl.rope)
         if around.cache is not None:
             key, value = around.cache.extend(self.layer, key, value)
         mixed = attention(
             query, key, value, around.visible,
-            scale=self.scale, window=self.window, softcap=self.softcap, impl=self.impl,
+            scale=self.scale, window=self.window, softcap=self.softcap, impl=self.impl.attention,
         )  # fmt: skip
         return self.o(mixed.transpose(1, 2).flatten(2))
 
@@ -83,18 +88,20 @@ class Layer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, impl: Implementations) -> None:
         super().__init__()
-        self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec, layer, impl.attention)
-        self.attention_post_norm = make_norm(spec) if spec.sandwich_norms else None
-        self.mlp_norm = make_norm(spec)
-        self.mlp = RoutedMlp(spec) if spec.is_routed(layer) else Mlp(spec, spec.mlp_size)
-        self.mlp_post_norm = make_norm(spec) if spec.sandwich_norms else None
+        self.attention_norm = make_norm(spec, impl.norm)
+        self.attention = Attention(spec, layer, impl)
+        self.attention_post_norm = make_norm(spec, impl.norm) if spec.sandwich_norms else None
+        self.mlp_norm = make_norm(spec, impl.norm)
+        self.mlp = RoutedMlp(spec, impl.glu) if spec.is_routed(layer) else Mlp(spec, spec.mlp_size, impl.glu)
+        self.mlp_post_norm = make_norm(spec, impl.norm) if spec.sandwich_norms else None
 
     def forward(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
         """The new residual stream, and the load-balancing loss of a routed layer."""
         mixed = self.attention(self.attention_norm(x), around)
-        x = x + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
-        made, balance = self.mlp(self.mlp_norm(x))
+        if self.attention_post_norm is not None:
+            mixed = self.attention_post_norm(mixed)
+        normed, x = self.mlp_norm(mixed, residual=x)
+        made, balance = self.mlp(normed)
         return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made)), balance
 
 
@@ -107,7 +114,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.positions = nn.Embedding(spec.max_positions, spec.hidden_size) if spec.rope is None else None
         self.layers = nn.ModuleList(Layer(spec, i, self.impl) for i in range(spec.layers))
-        self.norm = make_norm(spec)
+        self.norm = make_norm(spec, self.impl.norm)
         self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tied:
             self.head.weight = self.embed.weight

@@ -6,36 +6,33 @@ is the share of tokens sent to expert e (summing to k) and P_e its mean router p
 Hugging Face multiplies means taken over all layers together instead, where one layer's imbalance can hide another's.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.models.spec import Activation, ModelSpec
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
+from tightfit.kernels.glu import ACTIVATIONS, glu, relu2
+from tightfit.kernels.triton_support import Impl
+from tightfit.models.spec import ModelSpec
 
 
 class Mlp(nn.Module):
     """down(act(gate(x)) · up(x)), or down(act(up(x))) where the family has no gate."""
 
-    def __init__(self, spec: ModelSpec, width: int) -> None:
+    def __init__(self, spec: ModelSpec, width: int, impl: Impl = "auto") -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation, self.impl = spec.activation, impl
         self.gate = nn.Linear(spec.hidden_size, width, bias=spec.mlp_bias) if spec.gated else None
         self.up = nn.Linear(spec.hidden_size, width, bias=spec.mlp_bias)
         self.down = nn.Linear(width, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        if self.gate is None:
-            return self.down(self.activation(self.up(x))), None
-        return self.down(self.activation(self.gate(x)) * self.up(x)), None
+        if self.gate is not None:
+            # Nobody else keeps what the projections return, so their gradients may take its place.
+            return self.down(glu(self.gate(x), self.up(x), self.activation, overwrite=True, impl=self.impl)), None
+        return self.down(self._activated(self.up(x))), None
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return relu2(x, impl=self.impl) if self.activation == "relu2" else ACTIVATIONS[self.activation](x)
 
 
 class ExpertWeights(nn.Module):
@@ -53,15 +50,15 @@ class ExpertWeights(nn.Module):
 class RoutedMlp(nn.Module):
     """Each token goes through its top-k experts, and through the shared one where the family has it."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, impl: Impl = "auto") -> None:
         super().__init__()
         assert spec.experts is not None
         assert spec.gated
         assert not spec.mlp_bias
-        self.experts_spec, self.activation = spec.experts, ACTIVATIONS[spec.activation]
+        self.experts_spec, self.activation, self.impl = spec.experts, spec.activation, impl
         self.router = nn.Linear(spec.hidden_size, spec.experts.count, bias=False)
         self.experts = ExpertWeights(spec.experts.count, spec.hidden_size, spec.experts.mlp_size)
-        self.shared = Mlp(spec, spec.experts.shared_size) if spec.experts.shared_size else None
+        self.shared = Mlp(spec, spec.experts.shared_size, impl) if spec.experts.shared_size else None
         self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.experts.shared_size else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,13 +79,16 @@ class RoutedMlp(nn.Module):
         source = order // k
         counts = torch.bincount(chosen.flatten(), minlength=self.experts_spec.count).tolist()
         pieces = [
-            F.linear(self.activation(F.linear(part, gate)) * F.linear(part, up), down)
+            F.linear(self._gated(F.linear(part, gate), F.linear(part, up)), down)
             for part, gate, up, down in zip(
                 tokens[source].split(counts), self.experts.gate, self.experts.up, self.experts.down, strict=True
             )
         ]
         scaled = torch.cat(pieces) * weights.flatten()[order, None]
         return torch.zeros_like(tokens).index_add(0, source, scaled)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return glu(gate, up, self.activation, overwrite=True, impl=self.impl)
 
     def _balance(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """E · Σ_e f_e · P_e."""

@@ -1,32 +1,45 @@
-"""The norms of the supported families: RMSNorm, Gemma's RMSNorm with weights stored minus one, LayerNorm."""
+"""The norms of the supported families: RMSNorm, Gemma's RMSNorm with weights stored minus one, LayerNorm.
+
+Called with a `residual` they add it first and return the sum as well: the addition then costs no pass of its own.
+"""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.kernels.layer_norm import layer_norm
+from tightfit.kernels.rms_norm import rms_norm
+from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import ModelSpec
 
 
 class RmsNorm(nn.Module):
     """x / √(mean(x²) + ε) · (weight + offset), over the last dimension."""
 
-    def __init__(self, size: int, eps: float, offset: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float, impl: Impl = "auto") -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.impl = eps, offset, impl
         self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.offset:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # In float32: near one, bfloat16 has steps of 1/128 and would swallow most of what these weights say.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(wide) + self.offset
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual, impl=self.impl)
 
 
-def make_norm(spec: ModelSpec, size: int | None = None) -> nn.Module:
+class LayerNorm(nn.Module):
+    """(x − mean(x)) / √(var(x) + ε) · weight + bias, over the last dimension."""
+
+    def __init__(self, size: int, eps: float, impl: Impl = "auto") -> None:
+        super().__init__()
+        self.eps, self.impl = eps, impl
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, impl=self.impl)
+
+
+def make_norm(spec: ModelSpec, impl: Impl, size: int | None = None) -> nn.Module:
     """The norm `spec` asks for, over the hidden size unless `size` is given."""
     size = spec.hidden_size if size is None else size
     if spec.norm == "layer":
-        return nn.LayerNorm(size, eps=spec.norm_eps)
-    return RmsNorm(size, spec.norm_eps, 1.0 if spec.norm == "rms_plus_one" else 0.0)
+        return LayerNorm(size, spec.norm_eps, impl)
+    return RmsNorm(size, spec.norm_eps, 1.0 if spec.norm == "rms_plus_one" else 0.0, impl)

@@ -43,14 +43,6 @@ def tables(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of x [B, heads, T, head_dim]; what lies beyond d is left as it is."""
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat(turned if 2 * half == x.shape[-1] else [*turned, x[..., 2 * half :]], dim=-1)
-
-
 def _plain(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
     """θ^(−2i/d)."""
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
