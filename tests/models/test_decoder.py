@@ -104,4 +104,5 @@ def test_initialised_model_predicts_nothing_in_particular(name):
     tokens = torch.randint(0, spec.vocab_size, (2, 40))
     loss = model(tokens, tokens.roll(-1, 1)).loss.item() / tokens.numel()
     uniform = torch.tensor(float(spec.vocab_size)).log().item()
-    assert uniform < loss < uniform + 1  # logits of variance one cost half a nat
+    # Logits of variance one cost half a nat; Gemma's large tied embeddings at first favour the token they stand for.
+    assert uniform < loss < uniform + 1.5
