@@ -27,7 +27,7 @@ TEXT_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
 STANDARD_LIBRARY = "stdlib"
 NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "lib-dynload", "__pycache__", "test", "tests", "idle_test"}
-    | {"encodings", "msilib"}  # tables of codes, not language
+    | {"encodings", "msilib", "pydoc_data"}  # tables of codes, not language; the topics' text is read from the module
 )
 
 
