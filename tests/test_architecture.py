@@ -15,7 +15,7 @@ FLOORS = [
     ["memory.ledger", "memory.formulas"],
     ["plan"],
     ["kernels", "models", "levers", "parallel", "memory"],
-    ["train", "compress", "serve"],
+    ["train", "compress", "serve", "hf", "bench"],
     ["report"],
     ["cli", "__main__"],
 ]

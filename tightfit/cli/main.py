@@ -9,6 +9,7 @@ from typing import NoReturn
 import typer
 
 import tightfit
+from tightfit.cli.bench import bench
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
 from tightfit.cli.models import models
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for verb in (train, sample, evaluate, models, export):
     app.command()(verb)
+app.add_typer(bench)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,61 @@
+"""`tightfit bench kernels` on tiny shapes: its table, rows, picture, and one sentence for every mistake."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tightfit.bench.kernels import OPERATIONS
+from tightfit.cli.main import app, main
+
+
+def test_every_operation_runs_and_agrees_with_eager() -> None:
+    outcome = CliRunner().invoke(app, ["bench", "kernels", "--device", "cpu", "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    found = json.loads(outcome.stdout)
+    assert found["limits"]["copy_gb_s"] > 0
+    measurements = found["measurements"]
+    assert {m["operation"] for m in measurements} == set(OPERATIONS)
+    for m in measurements:
+        assert m["note"] == "needs a GPU" if m["timing"] is None else m["difference"] < 1e-5
+        assert m["timing"] is None or m["timing"]["p20_ms"] <= m["timing"]["p50_ms"] <= m["timing"]["p80_ms"]
+    for operation in OPERATIONS:
+        timed = {m["peer"] for m in measurements if m["operation"] == operation and m["timing"]}
+        assert {"eager", "tightfit"} <= timed
+
+
+def test_table_rows_and_picture(tmp_path: Path) -> None:
+    for _ in range(2):
+        arguments = ["bench", "kernels", "--device", "cpu", "--op", "rms_norm", "--results", str(tmp_path)]
+        outcome = CliRunner().invoke(app, [*arguments, "--commit", "0123abc"])
+        assert outcome.exit_code == 0, outcome.output
+    for word in ("limits measured here", "rms_norm  8×24 + residual  float32", "Liger", "needs a GPU", "kernels.csv"):
+        assert word in outcome.stdout
+    with (tmp_path / "kernels.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 11
+    assert {row["commit"] for row in rows} == {"0123abc"}
+    assert all(float(row["ms_p50"]) > 0 for row in rows if row["peer"] == "tightfit")
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--device", "cpu", "--op", "softmax"], "--op is 'softmax'; give one of rms_norm, "),
+        (["--device", "tpu"], "--device is 'tpu'; give cuda or cpu"),
+        ([], "needs a CUDA GPU and none is here"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["tightfit", "bench", "kernels", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""`tightfit bench kernels`: every fused operation beside its peers, forward and backward, in one run.
+
+To add an operation: one function that yields its cases, and a line in OPERATIONS.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from tightfit.bench.case import CPU_PEERS, AbsentError, Case, Forward, MakePeer, Where
+from tightfit.bench.measure import Limits, Timing, extra_bytes, first_call_s, measure_limits, time_step
+from tightfit.errors import UserError
+
+OPERATIONS = {
+    "rms_norm": "tightfit.bench.norms:rms_norm_cases",
+    "layer_norm": "tightfit.bench.norms:layer_norm_cases",
+    "rope": "tightfit.bench.elementwise:rope_cases",
+    "glu": "tightfit.bench.elementwise:glu_cases",
+}
+"""Operation → the function that yields its cases; imported when asked for."""
+ROUNDS = 25
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One peer in one case; `note` says why there are no numbers."""
+
+    operation: str
+    shape: str
+    dtype: str
+    peer: str
+    timing: Timing | None = None
+    share_of_limit: float | None = None
+    """Of the time that the machine's measured copy or matrix rate would need for the least possible work."""
+    extra_bytes: int | None = None
+    first_call_s: float | None = None
+    difference: float | None = None
+    """‖results − eager's‖ / ‖eager's‖, the worst of outputs and gradients."""
+    note: str = ""
+
+
+def bench_kernels(operations: Iterable[str], device: str) -> tuple[Limits, Iterator[Measurement]]:
+    """The machine's limits, and the measurements as they are made."""
+    chosen = {name: OPERATIONS.get(name) for name in operations} or dict(OPERATIONS)
+    for name, source in chosen.items():
+        if source is None:
+            raise UserError(f"--op is {name!r}; give one of {', '.join(OPERATIONS)}")
+    where = _where(device)
+    limits = measure_limits(where.device)
+    return limits, _measure_all([str(source) for source in chosen.values()], where, limits)
+
+
+def _where(device: str) -> Where:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("bench kernels needs a CUDA GPU and none is here; --device cpu checks tiny shapes without one")
+    if device not in ("cuda", "cpu"):
+        raise UserError(f"--device is {device!r}; give cuda or cpu")
+    return Where(torch.device(device), tiny=device == "cpu")
+
+
+def _measure_all(sources: list[str], where: Where, limits: Limits) -> Iterator[Measurement]:
+    for source in sources:
+        module, _, name = source.partition(":")
+        cases: Callable[[Where], Iterator[Case]] = getattr(import_module(module), name)
+        for case in cases(where):
+            yield from _measure_case(case, where, limits)
+
+
+def _measure_case(case: Case, where: Where, limits: Limits) -> Iterator[Measurement]:
+    torch.manual_seed(0)
+    bench = _Bench(case, where, limits)
+    for name, make in case.peers.items():
+        if where.device.type == "cpu" and name not in CPU_PEERS:
+            yield bench.without(name, "needs a GPU")
+            continue
+        yield bench.measure(name, make)
+        gc.collect()
+
+
+class _Bench:
+    """Inputs of one case, kept pristine, and the first peer's results to compare the others' with."""
+
+    def __init__(self, case: Case, where: Where, limits: Limits) -> None:
+        self.case, self.device, self.limits = case, where.device, limits
+        self.inputs = case.inputs()
+        self.dtype = str(self.inputs[0].dtype).removeprefix("torch.")
+        self.leaves = [x for x in self.inputs if x.requires_grad]
+        self.pristine = [x.detach().clone() for x in self.leaves]
+        self.given: list[Tensor] = []
+        self.given_pristine: list[Tensor] = []
+        self.reference: list[Tensor] = []
+
+    def without(self, peer: str, note: str) -> Measurement:
+        """A peer that has no numbers."""
+        return Measurement(self.case.operation, self.case.shape, self.dtype, peer, note=note)
+
+    def measure(self, peer: str, make: MakePeer) -> Measurement:
+        """Everything about one peer."""
+        try:
+            forward = make()
+            return self._numbers(peer, forward)
+        except AbsentError as absent:
+            return self.without(peer, str(absent))
+        except torch.OutOfMemoryError:
+            return self.without(peer, "out of memory")
+
+    def _numbers(self, peer: str, forward: Forward) -> Measurement:
+        results: list[list[Tensor]] = []
+        self._restore()
+        first = first_call_s(lambda: results.append(self._step(forward)), self.device)
+        difference = self._difference(results.pop())
+        self._restore()
+        extra = extra_bytes(lambda: self._step(forward), self.device)
+        timing = time_step(lambda: self._step(forward), self._restore, self.device, ROUNDS)
+        share = self.limits.ideal_ms(self.case.bound_by, self.case.work) / timing.p50_ms
+        case = self.case
+        return Measurement(case.operation, case.shape, self.dtype, peer, timing, share, extra, first, difference)
+
+    def _step(self, forward: Forward) -> list[Tensor]:
+        """Forward and backward: results and gradients."""
+        made = forward(*self.inputs)
+        made = (made,) if isinstance(made, Tensor) else made
+        if not self.given:
+            self.given_pristine = [torch.randn_like(x) if x.ndim else torch.ones_like(x) for x in made]
+            self.given = [x.clone() for x in self.given_pristine]
+        return [*made, *torch.autograd.grad(made, self.leaves, self.given)]
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Peers may write over their inputs and over the gradients they are given."""
+        for tensor, before in zip(self.leaves + self.given, self.pristine + self.given_pristine, strict=True):
+            tensor.copy_(before)
+
+    def _difference(self, found: list[Tensor]) -> float:
+        if not self.reference:
+            self.reference = [x.detach().clone() for x in found]
+        pairs = zip(found, self.reference, strict=True)
+        return max((_wide_norm(a.detach() - b) / _wide_norm(b).clamp(min=1e-30)).item() for a, b in pairs)
+
+
+def _wide_norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float32)

@@ -1,0 +1,45 @@
+"""`tightfit bench`: measure what this machine does."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(name="bench", help="Measure operations beside their peers.", no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None: ...
+
+
+@bench.command()
+def kernels(
+    op: Annotated[
+        list[str] | None, typer.Option("--op", help="Only this operation, for example rms_norm. May be repeated.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a check on tiny shapes that needs no GPU.")] = "cuda",
+    results: Annotated[
+        Path | None, typer.Option(help="A directory for kernels.csv (rows are appended) and kernels.png.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Recorded in the rows where this is not a git checkout.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time the fused operations beside eager, torch.compile, Liger and others, forward and backward.
+
+    Shows the median and the 20th and 80th percentiles, the share of the limit (copy bandwidth or matrix product,
+    measured in the same run), the memory a step needs, the first call with its compilation, and how far results are
+    from eager's. Peers that are not installed are listed with the reason.
+
+    \b
+    tightfit bench kernels
+    tightfit bench kernels --op rms_norm --op rope --results results
+    """
+    from tightfit.bench.kernels import bench_kernels
+    from tightfit.report.kernels import save_kernels, show_kernels
+
+    limits, measurements = bench_kernels(op or [], device)
+    made = show_kernels(limits, measurements, as_json=as_json)
+    if results is not None:
+        picture = save_kernels(limits, made, results, commit)
+        if not as_json:
+            typer.echo(f"rows in {results / 'kernels.csv'}, picture in {picture}")
