@@ -1,0 +1,83 @@
+"""Memory over one training step with all logits at once and with the fused loss: the picture of what the loss costs.
+
+Llama-3.1-8B's shape, one sequence of 32 768 tokens, every layer checkpointed, bf16 weights, gradients and Adam states.
+
+    python benchmarks/loss_memory.py --results DIR         (an 80 GB GPU or more; --model and --seq for smaller ones)
+"""
+
+import argparse
+import gc
+from pathlib import Path
+
+import torch
+from results import RESULTS, append_row
+
+from tightfit.jobs.job import Optimizer
+from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.initialisation import init_weights
+from tightfit.models.resolve import resolve_spec
+from tightfit.models.spec import ModelSpec
+from tightfit.report.timeline import Timeline, draw_timelines, recorded
+from tightfit.train.optimizer import MasterAdamW, clip_factor, global_norm
+
+SETTINGS = Optimizer(lr=1e-5)
+
+
+def record_step(spec: ModelSpec, length: int, impl: Implementations) -> tuple[Timeline, float]:
+    """The second of two steps, recorded; and its loss."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Decoder(spec, impl)
+    torch.set_default_dtype(torch.float32)
+    init_weights(model)
+    checkpoint_layers(model, 1)
+    optimizer = MasterAdamW(model, SETTINGS)
+    tokens = torch.randint(0, spec.vocab_size, (1, length + 1), device="cuda")
+    for _ in range(2):
+        with recorded() as recorder:
+            recorder.mark("forward")
+            output = model(tokens[:, :-1], tokens[:, 1:])
+            assert output.loss is not None
+            loss = output.loss / length
+            recorder.mark("backward")
+            loss.backward()
+            recorder.mark("optimizer")
+            optimizer.step(SETTINGS.lr, clip_factor(global_norm(optimizer.gradients), 1.0))
+    return recorder.timeline, loss.item()
+
+
+def main(model: str, length: int, folder: Path, commit: str | None) -> None:
+    """Record both, draw the picture, append the rows."""
+    spec, timelines = resolve_spec(model), {}
+    for name, impl in (
+        ("plain loss", Implementations(linear_cross_entropy="eager")),
+        ("fused loss", Implementations()),
+    ):
+        timeline, loss = record_step(spec, length, impl)
+        timelines[name] = timeline
+        gc.collect()
+        torch.cuda.empty_cache()
+        milliseconds = timeline.milliseconds[-1]
+        row = {
+            "model": model,
+            "sequence_length": length,
+            "loss": name,
+            "peak_gib": f"{timeline.peak_bytes / 2**30:.2f}",
+        }
+        print(row, f"{milliseconds:.0f} ms, loss {loss:.4f}")
+        append_row("loss_memory", {**row, "step_ms": f"{milliseconds:.0f}"}, folder=folder, commit=commit)
+    draw_timelines(
+        timelines, f"{model} shape, one step of {length:,} tokens, layers checkpointed", folder / "loss_memory.png"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--seq", type=int, default=32_768)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit")
+    chosen = parser.parse_args()
+    main(chosen.model, chosen.seq, chosen.results, chosen.commit)
