@@ -10,7 +10,7 @@ the d rotated elements of a head stays as it is. The gradient is the rotation by
 A program takes all heads of a few tokens, so the tables are read once per token, and follows whatever strides it is
 given: [B, heads, T, D] views of what the projections wrote ([B, T, heads · D]) are turned where they lie, without the
 copies that torch's cat makes. In place or not, each element is read once and written once: in place saves the memory of
-a second q and k for the moment, not time.
+a second q and k for the moment, not time (H200, 16384 tokens of an 8B model: 0.088 ms in place, 0.086 ms not).
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ from tightfit.errors import UserError
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 
-PAIRS = 2048
-"""Pairs of queries a program turns at a time; heads of more tokens share a program until it has that many."""
+PAIRS = 4096
+"""Pairs of queries a program turns: two tokens of an 8B model. H200: 94.7 % of copy bandwidth; one token 94.2 %."""
 PAIRS_PER_THREAD = 8
 
 
