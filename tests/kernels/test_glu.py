@@ -23,7 +23,7 @@ def test_no_worse_than_eager(dtype, activation, shape):
     eager, truth = (both_ways(lambda g, u: glu_eager(g, u, activation), tensors, to) for to in (dtype, torch.float64))
     for overwrite in (False, True):
         found = both_ways(
-            # Leaves cannot be written over: the copies stand for what projections return.
+            # Leaves are not written over: the copies stand for what projections return.
             lambda g, u, overwrite=overwrite: glu(g * 1, u * 1, activation, overwrite=overwrite, impl="triton"),
             tensors,
             dtype,
@@ -87,6 +87,13 @@ def test_overwriting_saves_memory_and_refuses_a_second_backward_pass():
     assert torch.equal(made_up, d_up)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), (gate, up))
+
+
+def test_leaves_are_never_overwritten():
+    gate, up = (t.requires_grad_() for t in pair((4, 6), torch.float32))
+    before = gate.detach().clone()
+    glu(gate, up, overwrite=True, impl="triton").sum().backward()
+    assert torch.equal(gate, before)
 
 
 def test_gate_and_up_may_be_one_tensor():

@@ -66,7 +66,8 @@ def _glu(where: Where, activation: Activation, name: str, rows: int, width: int)
 
 
 def _ours(activation: Activation, *, overwrite: bool) -> Forward:
-    return lambda gate, up: glu(gate, up, activation, overwrite=overwrite)
+    # Views are no leaves, so their memory may be overwritten.
+    return lambda gate, up: glu(gate.view_as(gate), up.view_as(up), activation, overwrite=overwrite)
 
 
 def _liger_glu(activation: Activation) -> Forward:

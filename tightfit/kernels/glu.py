@@ -41,13 +41,13 @@ def glu(
 ) -> Tensor:
     """act(gate) · up for two tensors [..., W] of one shape, of any strides (halves of one projection, say).
 
-    With `overwrite` the backward pass writes the gradients over gate and up instead of into new memory. Nothing else
-    may need them then (projections do not keep what they return); a second backward pass through the graph is refused.
+    With `overwrite` the backward pass writes the gradients over gate and up, unless they are leaves, instead of into
+    new memory. Nothing else may need them then (projections do not keep what they return); a second backward pass
+    through the graph is refused.
     """
     _check(gate, up, activation)
     if gate.dtype == up.dtype and use_triton(impl, gate):
-        overwrite = overwrite and gate is not up and not torch.compiler.is_compiling()
-        return _glu(gate, up, activation, overwrite)
+        return _glu(gate, up, activation, overwrite and _may_be_overwritten(gate, up))
     return glu_eager(gate, up, activation)
 
 
@@ -59,6 +59,10 @@ def relu2(x: Tensor, *, impl: Impl = "auto") -> Tensor:
 def glu_eager(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """The reference: two operations."""
     return ACTIVATIONS[activation](gate) * up
+
+
+def _may_be_overwritten(gate: Tensor, up: Tensor) -> bool:
+    return not (gate is up or gate.is_leaf or up.is_leaf or torch.compiler.is_compiling())
 
 
 def _check(gate: Tensor, up: Tensor, activation: str) -> None:
