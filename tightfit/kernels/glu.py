@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
-from tightfit.kernels.operators import as_rows, below_autograd, is_dense_in_rows, on_device_of, operator
+from tightfit.kernels.operators import as_rows, below_autograd, empty_like, is_dense_in_rows, on_device_of, operator
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 from tightfit.models.spec import Activation
 
@@ -141,7 +141,7 @@ def _in_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _forward_fake(gate: Tensor, up: Tensor | None, activation: str, overwrite: bool) -> Tensor:
-    return gate.new_empty(gate.shape)
+    return empty_like(gate)
 
 
 def _forward(gate: Tensor, up: Tensor | None, activation: str, overwrite: bool) -> Tensor:
@@ -177,7 +177,7 @@ def _launch_backward(
 
 
 def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else gate.shape)
+    return empty_like(gate), gate.new_empty(0) if up is None else empty_like(gate)
 
 
 def _backward(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """New contiguous memory in the shape of x; a third of what `new_empty` costs to call."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def as_rows(x: Tensor) -> Tensor:
     """x [..., W] as [rows, W] with W contiguous; a view unless the strides of x allow none."""
     rows = x.reshape(-1, x.shape[-1])

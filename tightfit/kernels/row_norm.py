@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tightfit.kernels.operators import as_rows, below_autograd, multiprocessors, on_device_of, operator
+from tightfit.kernels.operators import as_rows, below_autograd, empty_like, multiprocessors, on_device_of, operator
 from tightfit.kernels.triton_support import tl, triton
 
 WIDEST = 65_536
@@ -174,11 +174,11 @@ def _forward_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, offset: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, s = x + residual (empty without one), and what is kept per row: r, then μ where centred."""
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    y = x.new_empty(x.shape, dtype=dtype)
-    s = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
-    rows = x.numel() // x.shape[-1]
-    return y, s, x.new_empty((2 if centred else 1, rows), dtype=torch.float32)
+    stats = x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
+    if residual is None:
+        return empty_like(x), x.new_empty(0), stats
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return empty_like(x, dtype), empty_like(x, dtype), stats
 
 
 def _forward(
@@ -203,7 +203,7 @@ def _forward(
 def _backward_fake(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, stats: Tensor, offset: float, sums: int
 ) -> tuple[Tensor, Tensor]:
-    return s.new_empty(s.shape), weight.new_empty((sums, s.shape[-1]))
+    return empty_like(s), weight.new_empty((sums, s.shape[-1]))
 
 
 def _backward(
