@@ -1,123 +1,303 @@
-"""Chunked projection and cross entropy against all logits at once, and against finite differences."""
+"""Projection and cross entropy in chunks against all logits at once, and against finite differences."""
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
+from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, error
+from tightfit.errors import UserError
+from tightfit.kernels import linear_cross_entropy as module
 from tightfit.kernels.linear_cross_entropy import (
     IGNORE,
-    LinearCrossEntropyImpl,
+    LossDetails,
     linear_cross_entropy,
     linear_cross_entropy_eager,
+    rows_at_a_time,
 )
+from tightfit.kernels.logit_chunks import ALIGNMENT, chunk_rows
+from tightfit.kernels.scaled_copy import scaled_copy
 
 ROWS, HIDDEN, VOCAB = 23, 9, 37
-# Float32 logits of one row take 4 · VOCAB bytes: chunks of 1, 7 (does not divide), ROWS − 1, ROWS and more rows.
-CHUNK_ROWS = (1, 7, ROWS - 1, ROWS, 10 * ROWS)
+ROW_BYTES = 2 * 8 * ALIGNMENT
+"""At most: 37 logits padded to 64, in float64, and once more for torch's softmax. Chunks are tests' own to choose."""
+TERMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "smoothed": {"label_smoothing": 0.1},
+    "scaled": {"scale": 0.5, "z_loss": 0.01},
+    "everything": {"softcap": 2.0, "scale": 1.5, "z_loss": 0.01, "label_smoothing": 0.2, "bias": True},
+}
+WAYS = [("torch", torch.float64), ("torch", torch.float32), *(("triton", dtype) for dtype in DTYPES)]
 
 
-def inputs(dtype: torch.dtype = torch.float64, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(rows)
-    hidden = torch.randn(rows, HIDDEN, dtype=dtype, requires_grad=True)
-    weight = torch.randn(VOCAB, HIDDEN, dtype=dtype, requires_grad=True)
-    labels = torch.randint(0, VOCAB, (rows,))
+def inputs(dtype: torch.dtype = torch.float64, rows: int = ROWS, bias: bool = False) -> list[Tensor]:
+    """Hidden states, weight and, if wanted, bias, the same numbers in every format that holds them."""
+    generator = torch.Generator().manual_seed(rows)
+    shapes = [(rows, HIDDEN), (VOCAB, HIDDEN), *([(VOCAB,)] if bias else [])]
+    made = [
+        torch.randn(shape, generator=generator).to(torch.float16 if dtype != torch.bfloat16 else dtype)
+        for shape in shapes
+    ]
+    return [x.to(DEVICE, dtype).requires_grad_() for x in made]
+
+
+def labels_of(rows: int = ROWS) -> Tensor:
+    labels = torch.randint(0, VOCAB, (rows,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     labels[::5] = IGNORE
-    return hidden, weight, labels
+    return labels
 
 
 def loss_and_grads(
-    impl: LinearCrossEntropyImpl,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    softcap: float | None,
-    rows: int = ROWS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = linear_cross_entropy(hidden, weight, labels, softcap=softcap, chunk_bytes=4 * VOCAB * rows, impl=impl)
-    return (loss, *torch.autograd.grad(3.0 * loss, (hidden, weight)))
+    impl: str, tensors: list[Tensor], rows: int = 7, factor: float = 2.0, **options: Any
+) -> list[Tensor]:
+    """The loss, and gradients of `factor` times it: a power of two, so that multiplying rounds nothing."""
+    hidden, weight, *bias = tensors
+    if options.pop("bias", False):
+        options["bias"] = bias[0]
+    loss = linear_cross_entropy(
+        hidden, weight, labels_of(len(hidden)), chunk_bytes=ROW_BYTES * rows, impl=impl, **options
+    )
+    weights = torch.linspace(0.5, 1.5, loss.numel(), device=DEVICE).to(loss.dtype).view(loss.shape)
+    return [loss, *torch.autograd.grad((loss * weights).sum() * factor, tensors)]
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("rows", CHUNK_ROWS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-def test_chunked_equals_eager(rows, softcap, dtype, tolerance):
-    found = loss_and_grads("chunked", *inputs(dtype), softcap, rows)
-    wanted = loss_and_grads("eager", *inputs(dtype), softcap)
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == b.dtype == dtype
-        assert (a - b).norm() <= tolerance * b.norm()
+def compare(impl: str, dtype: torch.dtype, rows: int = 7, **options: Any) -> None:
+    tensors = inputs(dtype, bias=options.get("bias", False))
+    exact = loss_and_grads("eager", [x.detach().double().requires_grad_() for x in tensors], **options)
+    eager = loss_and_grads("eager", tensors, **options)
+    found = loss_and_grads(impl, tensors, rows, **options)
+    if dtype == torch.float64:
+        assert all(error(x, truth) < 1e-13 for x, truth in zip(found, exact, strict=True))
+    else:
+        assert_no_worse(found, eager, exact)
 
 
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_eager_is_what_the_formula_says(softcap):
-    hidden, weight, labels = inputs()
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(("impl", "dtype"), WAYS, ids=str)
+def test_every_term_in_every_format(impl, dtype, terms):
+    compare(impl, dtype, **TERMS[terms])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("impl", "dtype"), WAYS, ids=str)
+def test_reductions(impl, dtype, reduction):
+    compare(impl, dtype, reduction=reduction, softcap=1.5)
+
+
+@pytest.mark.parametrize("rows", [1, 7, ROWS - 1, ROWS, 10 * ROWS])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_any_chunk_size(impl, rows):
+    compare(impl, torch.float32, rows)
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_eager_is_what_the_formula_says(terms):
+    options = dict(TERMS[terms])
+    hidden, weight, *bias = inputs(bias=options.get("bias", False))
+    softcap, smoothing = options.get("softcap"), options.get("label_smoothing", 0.0)
+    z = (hidden @ weight.T + (bias[0] if bias else 0)) * options.get("scale", 1.0)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    wanted = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    for i, label in enumerate(labels_of()):
+        if label != IGNORE:
+            p = z[i].log_softmax(-1)
+            wanted -= (1 - smoothing) * p[label] + smoothing * p.mean()
+            wanted += options.get("z_loss", 0.0) * z[i].logsumexp(-1) ** 2
+    assert loss_and_grads("eager", inputs(bias=bool(bias)), **options)[0].item() == pytest.approx(wanted.item())
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_gradients_by_finite_differences(reduction):
+    tensors, labels = inputs(rows=4, bias=True), labels_of(4)
+
+    def chunked(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, labels, bias=bias, softcap=1.5, z_loss=0.1, label_smoothing=0.1, reduction=reduction,
+            chunk_bytes=ROW_BYTES * 3, impl="torch",
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(chunked, tensors)
+
+
+@pytest.mark.parametrize("divisor", [13, 13.0, torch.tensor(13), torch.tensor([13.0])], ids=str)
+def test_divisor(divisor):
+    whole, part = loss_and_grads("torch", inputs()), loss_and_grads("torch", inputs(), divisor=divisor)
+    assert all(torch.allclose(a, 13 * b) for a, b in zip(whole, part, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_details(impl):
+    hidden, weight = inputs(torch.float32)
+    with torch.no_grad():
+        weight[5] = hidden[1] * 10  # row 1's largest logit
+    labels = labels_of()
+    labels[1], labels[2] = 5, (hidden[2] @ weight.T).argmin()
+    details = LossDetails()
+    loss = linear_cross_entropy(hidden.view(1, ROWS, HIDDEN), weight, labels[None], details=details, impl=impl)
     logits = hidden @ weight.T
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    wanted = -sum(logits[i].log_softmax(-1)[label] for i, label in enumerate(labels) if label != IGNORE)
-    assert linear_cross_entropy_eager(hidden, weight, labels, softcap=softcap).item() == pytest.approx(wanted.item())
+    assert details.losses.shape == details.correct.shape == details.logsumexp.shape == (1, ROWS)
+    assert torch.allclose(details.losses[0], F.cross_entropy(logits, labels, reduction="none"), atol=1e-5)
+    assert torch.equal(details.correct[0], logits.argmax(-1) == labels)
+    assert details.correct[0, 1]
+    assert not details.correct[0, 2]
+    counted = labels != IGNORE
+    assert torch.allclose(details.logsumexp[0, counted], logits.logsumexp(-1)[counted])
+    assert loss.requires_grad
+    assert not details.losses.requires_grad
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradients_by_finite_differences(softcap):
-    hidden, weight, labels = inputs(rows=4)
-
-    def chunked(h: Tensor, w: Tensor) -> Tensor:
-        return linear_cross_entropy(h, w, labels, softcap=softcap, chunk_bytes=4 * VOCAB * 3)
-
-    assert torch.autograd.gradcheck(chunked, (hidden, weight))
-
-
-def test_low_precision_is_no_worse_than_eager_in_the_same_precision():
-    exact = loss_and_grads("eager", *inputs(torch.float64), None)
-    low = [x.to(torch.bfloat16).detach().requires_grad_() if x.is_floating_point() else x for x in inputs()]
-    eager, chunked = (loss_and_grads(impl, *low, None, 7) for impl in ("eager", "chunked"))
-    for truth, reference, found in zip(exact, eager, chunked, strict=True):
-        error, allowed = ((x.double() - truth).norm() / truth.norm() for x in (found, reference))
-        assert error <= 1.2 * allowed + 1e-3
-    assert chunked[0].dtype == torch.float32
-    assert chunked[1].dtype == chunked[2].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("impl", ["chunked", "eager"])
-def test_all_labels_ignored(impl):
-    hidden, weight, labels = inputs()
-    loss, d_hidden, d_weight = loss_and_grads(impl, hidden, weight, torch.full_like(labels, IGNORE), None, 7)
+@pytest.mark.parametrize("impl", ["torch", "triton", "eager"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_all_labels_ignored(impl, reduction):
+    hidden, weight = inputs(torch.float32)
+    labels = torch.full((ROWS,), IGNORE, device=DEVICE)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, impl=impl)
     assert loss == 0
-    assert d_hidden.abs().sum() == d_weight.abs().sum() == 0
+    assert all(g.abs().sum() == 0 for g in torch.autograd.grad(loss, (hidden, weight)))
 
 
-def test_ignored_rows_get_no_gradient():
-    hidden, weight, labels = inputs()
-    _, d_hidden, _ = loss_and_grads("chunked", hidden, weight, labels, 1.5, 7)
-    assert d_hidden[labels == IGNORE].abs().max() == 0
-    assert d_hidden[labels != IGNORE].abs().min(dim=1).values.min() > 0
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_ignored_rows_get_no_gradient(impl):
+    _, d_hidden, _ = loss_and_grads(impl, inputs(torch.float32), softcap=1.5)
+    ignored = labels_of() == IGNORE
+    assert d_hidden[ignored].abs().max() == 0
+    assert d_hidden[~ignored].abs().min(dim=1).values.min() > 0
+
+
+def test_another_ignored_label():
+    hidden, weight = inputs()
+    labels = labels_of().clamp(min=0)
+    wanted = F.cross_entropy(hidden @ weight.T, labels, ignore_index=0, reduction="sum")
+    assert linear_cross_entropy(hidden, weight, labels, ignore_index=0).item() == pytest.approx(wanted.item())
+
+
+def test_a_label_beyond_the_vocabulary_shows():
+    hidden, weight = inputs(torch.float32)
+    labels = labels_of()
+    labels[3] = VOCAB
+    assert linear_cross_entropy(hidden, weight, labels, impl="triton").isnan()
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_frozen_inputs(frozen):
-    hidden, weight, labels = inputs()
-    wanted = dict(zip(("hidden", "weight"), loss_and_grads("eager", hidden, weight, labels, None)[1:], strict=True))
-    given = {"hidden": hidden.detach(), "weight": weight.detach()}
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_frozen_inputs_cost_nothing(frozen, reduction, monkeypatch):
+    given = dict(zip(("hidden", "weight"), inputs(), strict=True))
     trained = "weight" if frozen == "hidden" else "hidden"
-    given[trained].requires_grad_()
-    linear_cross_entropy(given["hidden"], given["weight"], labels, chunk_bytes=4 * VOCAB * 7).backward()
-    assert given[frozen].grad is None
-    assert torch.allclose(3.0 * given[trained].grad, wanted[trained])
+    wanted = dict(zip(given, loss_and_grads("eager", list(given.values()), reduction=reduction)[1:], strict=True))
+    given[frozen] = given[frozen].detach()
+    asked = []
+    read = module.read_chunks
+    monkeypatch.setattr(module, "read_chunks", lambda *a, **k: asked.append(a[5]) or read(*a, **k))
+    loss = linear_cross_entropy(**given, labels=labels_of(), reduction=reduction, impl="torch")
+    weights = torch.linspace(0.5, 1.5, loss.numel(), device=DEVICE, dtype=loss.dtype).view(loss.shape)
+    (found,) = torch.autograd.grad((loss * weights).sum() * 2, given[trained])
+    assert torch.allclose(found, wanted[trained])
+    assert not any(getattr(wish, frozen) for wish in asked)
+    assert getattr(asked[-1], trained)
 
 
 @pytest.mark.parametrize("grad", ["both frozen", "no_grad"])
 def test_no_gradient_is_computed_where_none_is_wanted(grad, monkeypatch):
-    hidden, weight, labels = inputs()
-    wanted = linear_cross_entropy_eager(hidden, weight, labels).item()
-    monkeypatch.setattr("tightfit.kernels.linear_cross_entropy._losses_and_gradient", None)
-    if grad == "no_grad":
-        with torch.no_grad():
-            loss = linear_cross_entropy(hidden, weight, labels)
-    else:
-        loss = linear_cross_entropy(hidden.detach(), weight.detach(), labels)
+    hidden, weight = inputs()
+    wanted = linear_cross_entropy_eager(hidden, weight, labels_of()).sum().item()
+    asked = []
+    read = module.read_chunks
+    monkeypatch.setattr(module, "read_chunks", lambda *a, **k: asked.append(a[5].any) or read(*a, **k))
+    with torch.set_grad_enabled(grad != "no_grad"):
+        given = (hidden, weight) if grad == "no_grad" else (hidden.detach(), weight.detach())
+        loss = linear_cross_entropy(*given, labels_of(), impl="torch")
     assert loss.item() == pytest.approx(wanted)
     assert not loss.requires_grad
+    assert asked == [False]
+
+
+def test_tied_weights_get_both_gradients():
+    weight = inputs()[1].detach().requires_grad_()
+    tokens, labels = torch.randint(0, VOCAB, (ROWS,), device=DEVICE), labels_of()
+    found, wanted = (
+        torch.autograd.grad(linear_cross_entropy(F.embedding(tokens, weight), weight, labels, impl=impl), weight)[0]
+        for impl in ("torch", "eager")
+    )
+    assert torch.allclose(found, wanted)
+
+
+def test_backward_twice_gives_the_same_twice():
+    hidden, weight = inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels_of(), impl="torch")
+    first = torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(3 * loss, (hidden, weight))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(kept, first, second, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_the_weights(impl):
+    low = torch.bfloat16 if HAS_GPU else torch.float16
+    hidden, weight = inputs(torch.float32)
+    exact = loss_and_grads("eager", [x.detach().double().requires_grad_() for x in (hidden, weight)])
+    with torch.autocast(DEVICE.type, dtype=low):
+        found = loss_and_grads(impl, [hidden, weight])
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    assert all(1e-7 < error(a, b) < 2e-2 for a, b in zip(found, exact, strict=True))
+
+
+def test_checkpointing():
+    hidden, weight = inputs()
+    found = checkpoint(linear_cross_entropy, hidden, weight, labels_of(), impl="torch", use_reentrant=False)
+    wanted = linear_cross_entropy_eager(hidden, weight, labels_of()).sum()
+    grads = (torch.autograd.grad(loss, (hidden, weight)) for loss in (found, wanted))
+    assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_functional_call():
+    class Loss(torch.nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, self.weight, labels_of(), bias=self.bias, impl="torch")
+
+    hidden, weight, bias = inputs(bias=True)
+    found = torch.func.functional_call(Loss(HIDDEN, VOCAB), {"weight": weight, "bias": bias}, hidden)
+    wanted = linear_cross_entropy_eager(hidden, weight, labels_of(), bias=bias).sum()
+    grads = (torch.autograd.grad(loss, (hidden, weight, bias)) for loss in (found, wanted))
+    assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_compiled_without_breaks_and_not_again_for_another_length():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda h, w, y: linear_cross_entropy(h, w, y, reduction="mean", impl="torch"), backend=counter, fullgraph=True
+    )
+    for rows in (8, 9, 12):
+        hidden, weight = inputs(torch.float32, rows)
+        found = torch.autograd.grad(compiled(hidden, weight, labels_of(rows)), (hidden, weight))
+        wanted = loss_and_grads("eager", [hidden, weight], reduction="mean")[1:]
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+    assert counter.frame_count <= 2
+
+
+def test_operator_is_well_formed():
+    hidden, weight = inputs(torch.float32)
+    one = torch.ones((), device=DEVICE)
+    arguments = (labels_of().clamp(min=0), one, None, VOCAB, 0.0, 0.0, 1.0, 0.0, 7, True, True, False, False, False, "")
+    torch.library.opcheck(torch.ops.tightfit.linear_cross_entropy, (hidden, weight, None, *arguments))
+
+
+def test_fake_tensors_have_the_real_shapes():
+    with FakeTensorMode():
+        hidden = torch.empty(16384, 4096, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(128256, 4096, dtype=torch.bfloat16, requires_grad=True)
+        loss = linear_cross_entropy(hidden, weight, torch.empty(16384, dtype=torch.int64))
+        loss.backward()
+    assert loss.shape == ()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == hidden.shape
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
 
 
 def test_batched_shapes_and_labels_at_the_ends_of_the_vocabulary():
@@ -125,16 +305,66 @@ def test_batched_shapes_and_labels_at_the_ends_of_the_vocabulary():
     labels = torch.tensor([[0, VOCAB - 1, IGNORE], [VOCAB - 1, 0, 5]])
     wanted = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     assert linear_cross_entropy(hidden, weight, labels).item() == pytest.approx(wanted.item(), rel=1e-5)
-
-
-def test_large_logits_stay_finite():
-    hidden, weight, labels = inputs(torch.float32)
-    loss, *grads = loss_and_grads(
-        "chunked", *(x.detach().mul(1e3).requires_grad_() for x in (hidden, weight)), labels, None
+    assert linear_cross_entropy(hidden.transpose(0, 1), weight, labels.T).item() == pytest.approx(
+        wanted.item(), rel=1e-5
     )
-    assert all(x.isfinite().all() for x in (loss, *grads))
+    assert linear_cross_entropy(hidden, weight, labels, reduction="none").shape == (2, 3)
 
 
-def test_no_rows_at_all():
-    loss = linear_cross_entropy(torch.randn(0, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.zeros(0, dtype=torch.long))
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_large_logits_stay_finite(impl):
+    tensors = [x.detach().mul(1e3).requires_grad_() for x in inputs(torch.float32)]
+    assert all(x.isfinite().all() for x in loss_and_grads(impl, tensors))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_no_rows_at_all(impl):
+    hidden, weight = inputs(torch.float32, rows=0)
+    loss = linear_cross_entropy(hidden, weight, labels_of(0), impl=impl)
     assert loss == 0
+    assert torch.autograd.grad(loss, weight)[0].abs().sum() == 0
+
+
+def test_chunks_fill_waves_of_tiles():
+    """132 processors, tiles of 128 × 256: 2 048 rows of 4 096 channels are 256 tiles, two waves all but full."""
+    assert chunk_rows(16384, 4096, 2339, 132, accumulates=True) == 2048
+    assert chunk_rows(16384, 4096, 4096, 132, accumulates=True) == 4096
+    assert chunk_rows(16384, 4096, 99999, 132, accumulates=True) == 16384
+    assert chunk_rows(16384, 4096, 100, 132, accumulates=True) == 100
+    assert chunk_rows(16384, 4096, 0, 132, accumulates=False) == 1
+    assert all(chunk_rows(n, 64, most, 8, accumulates=True) <= most for n in (300, 1000) for most in (128, 200, 299))
+
+
+def test_logits_may_stand_where_the_narrow_gradient_will():
+    hidden = torch.empty(100, 64, dtype=torch.bfloat16)
+    weight = torch.empty(640, 64, dtype=torch.bfloat16)
+    rows = {wanted: rows_at_a_time(hidden, weight, 0, weight_gradient=wanted, triton=True) for wanted in (False, True)}
+    assert rows == {False: 1, True: 64}
+    assert rows_at_a_time(hidden, weight.float(), 0, weight_gradient=True, triton=True) == 1
+
+
+def test_scaled_copies_round_once():
+    x, factor = torch.randn(33, 7, device=DEVICE), torch.tensor([1 / 3], device=DEVICE)
+    assert torch.equal(scaled_copy(x, factor, torch.bfloat16), (x * factor).bfloat16())
+    assert scaled_copy(x[:0], factor, torch.float16).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels": torch.zeros(3, dtype=torch.long)}, r"labels are \[3\]"),
+        ({"weight": torch.zeros(VOCAB, 4)}, "must share their last size"),
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"reduction": "mean", "divisor": 3}, "divisor divides the sum"),
+        ({"divisor": 0}, "divisor is 0"),
+        ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"weight_shards": "rows"}, "weight_shards is 'rows'"),
+        ({"impl": "cuda"}, "impl is 'cuda'"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    hidden, weight = (x.cpu() for x in inputs(torch.float32))
+    given = {"hidden": hidden, "weight": weight, "labels": labels_of().cpu()} | options
+    with pytest.raises(UserError, match=message):
+        linear_cross_entropy(**given)

@@ -1,21 +1,46 @@
 """Output projection and cross entropy as one operation that never holds all logits.
 
-With hidden states h [N, H], output weights W [V, H] and labels y: loss = Σ_n logsumexp(z_n) − z_n[y_n], z = cap(h Wᵀ).
+With hidden states h [N, H], output weights W [V, H] and labels y: L = Σ_n logsumexp(z_n) − z_n[y_n], z = cap(h Wᵀ).
 The logits of one 32 k-token sequence over a 128 k vocabulary are 31 GiB in float32. Here a chunk of rows at a time is
-projected, reduced to its loss and turned into its own gradient softmax(z) − onehot(y) at once, so what stays is the
-gradient of h and of W (as Liger does). Weight gradients accumulate over chunks in float32, as they would in one GEMM.
+projected, reduced to its loss and turned into its own gradient at once, so what stays is the gradient of h and of W
+(as Liger does): `logit_chunks.py` has that loop and `logit_rows.py` the formulas. Gradients are computed in forward,
+which knows what they will be multiplied by only up to the incoming gradient; backward multiplies that in. Losses that
+are not reduced have a gradient per row, known in backward only: there everything is computed a second time.
+Limits: no second derivatives; with hidden states and weight of different dtypes it computes in the former's.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tightfit.errors import UserError
+from tightfit.kernels.logit_chunks import Wanted, chunk_rows, padded, read_chunks
+from tightfit.kernels.logit_rows import IGNORED, LABEL, LARGEST, LOGSUMEXP, LossTerms, RowLabels
+from tightfit.kernels.operators import below_autograd, multiprocessors, on_device_of, operator
+from tightfit.kernels.scaled_copy import scaled_copy
+from tightfit.kernels.sharded_weight import Projection, WeightShards, combiner, localize, sum_across
+from tightfit.kernels.triton_support import use_triton
+
 IGNORE = -100
-LinearCrossEntropyImpl = Literal["chunked", "eager"]
+LinearCrossEntropyImpl = Literal["auto", "triton", "torch", "eager"]
+Reduction = Literal["sum", "mean", "none"]
 CHUNK_BYTES = 512 * 2**20
-"""Float32 logits held at a time; larger chunks gain nothing measurable once a chunk fills the GPU."""
+"""Logits held at a time, besides those that fit where the weight's gradient will be (see logit_chunks.py)."""
+FP16_LIFT = 256.0
+"""Where float16 gradients of logits are held: p ≈ 1/V is subnormal in float16 from V = 16 384 on, 256 p is not."""
+
+
+@dataclass
+class LossDetails:
+    """Give one as `details` to have it filled, in the shape of the labels; rows that do not count are 0 and False."""
+
+    losses: Tensor | None = None
+    correct: Tensor | None = None
+    """Whether no other logit is larger than the label's."""
+    logsumexp: Tensor | None = None
 
 
 def linear_cross_entropy(
@@ -23,103 +48,253 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
     softcap: float | None = None,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "sum",
+    divisor: float | Tensor | None = None,
+    details: LossDetails | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-    impl: LinearCrossEntropyImpl = "chunked",
+    weight_shards: WeightShards = "auto",
+    impl: LinearCrossEntropyImpl = "auto",
 ) -> Tensor:
-    """Summed cross entropy (float32 or better) of hidden [..., H] against labels [...]; labels of −100 do not count."""
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    """Cross entropy (float32 or better) of cap(scale · (hidden Wᵀ + bias)) for hidden [..., H] and labels [...].
+
+    "mean" divides by the labels that count; `divisor` divides the sum by a number of your own, such as the tokens of
+    all micro-batches and processes. `weight_shards` says what a sharded weight means (see sharded_weight.py).
+    """
+    terms = LossTerms(label_smoothing, softcap or 0.0, scale, z_loss)
+    _check(hidden, weight, labels, terms, reduction, divisor)
+    at = localize(hidden, weight, bias, weight_shards)
+    flat, shape = labels.reshape(-1), labels.shape
+    projected = _autocast(at.hidden.reshape(-1, at.hidden.shape[-1])).contiguous()
+    divided_by = _divisor(flat, ignore_index, reduction, divisor, projected)
     if impl == "eager":
-        return linear_cross_entropy_eager(hidden, weight, labels, softcap=softcap)
-    if not torch.is_grad_enabled():  # the operation itself cannot tell, and would compute gradients nobody wants
-        hidden, weight = hidden.detach(), weight.detach()
-    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
-    return _LinearCrossEntropy.apply(hidden, weight, labels, softcap, rows)
+        if at.group:
+            raise UserError("impl is 'eager', which does not split the vocabulary; use impl='torch'")
+        losses = linear_cross_entropy_eager(
+            projected, at.weight, flat, bias=at.bias, ignore_index=ignore_index, terms=terms
+        )
+        return losses.view(shape) if reduction == "none" else losses.sum() / divided_by
+    targets = at.targets(flat, ignore_index)
+    loss, losses, statistics = _dispatch(at, projected, targets, divided_by, terms, reduction, chunk_bytes, impl)
+    if details is not None:
+        _fill(details, losses.view(shape), statistics.view(4, *shape), (targets != IGNORED).view(shape))
+    return losses.view(shape) if reduction == "none" else loss
 
 
 def linear_cross_entropy_eager(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORE,
+    terms: LossTerms = LossTerms(),  # noqa: B008  (frozen)
 ) -> Tensor:
-    """The reference: all logits at once."""
-    return _cross_entropy(hidden @ weight.T, labels, softcap)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, softcap: float | None) -> Tensor:
-    return F.cross_entropy(capped(logits.to(_wide(logits)), softcap), labels, ignore_index=IGNORE, reduction="sum")
-
-
-def _wide(hidden: Tensor) -> torch.dtype:
-    """What losses and weight gradients are summed in: float32, or float64 where the model is."""
-    return torch.promote_types(hidden.dtype, torch.float32)
+    """The reference: all logits at once; the loss of every row."""
+    logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+    logits = capped(logits.to(_wide(logits)) * terms.scale, terms.softcap)
+    losses = F.cross_entropy(
+        logits, labels, ignore_index=ignore_index, label_smoothing=terms.label_smoothing, reduction="none"
+    )
+    if not terms.z_loss:
+        return losses
+    return losses + terms.z_loss * logits.logsumexp(-1).square().masked_fill(labels == ignore_index, 0.0)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """cap · tanh(logits / cap)."""
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes both gradients during forward and scales them by the incoming gradient in backward."""
+def _wide(x: Tensor) -> torch.dtype:
+    """What losses and weight gradients are summed in: float32, or float64 where the model is."""
+    return torch.promote_types(x.dtype, torch.float32)
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, rows: int) -> Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        loss = torch.zeros((), device=hidden.device, dtype=_wide(hidden))
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if needs_weight else None
-        for start in range(0, hidden.shape[0], rows):
-            span = slice(start, start + rows)
-            h, counted = hidden[span], labels[span] != IGNORE
-            logits = h @ weight.T
-            if not (needs_hidden or needs_weight):
-                loss += _cross_entropy(logits, labels[span], softcap)
-                continue
-            losses, d_logits = _losses_and_gradient(logits, labels[span].clamp(min=0), softcap)
-            loss += losses.masked_fill(~counted, 0).sum()
-            if d_hidden is not None:  # rows that do not count are masked here, where they are narrow
-                torch.mm(d_logits, weight, out=d_hidden[span])
-                d_hidden[span] *= counted[:, None]
-            if d_weight is not None:
-                _accumulate(d_weight, d_logits, h * counted[:, None])
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
-        return loss
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        d_hidden, d_weight = ctx.saved_tensors
-        (d_loss,) = grads
-        return (
-            None if d_hidden is None else d_hidden * d_loss.to(d_hidden.dtype),
-            None if d_weight is None else d_weight * d_loss.to(d_weight.dtype),
-            None,
-            None,
-            None,
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, terms: LossTerms, reduction: str, divisor: float | Tensor | None
+) -> None:
+    if hidden.shape[-1] != weight.shape[-1] or weight.ndim != 2:
+        raise UserError(
+            f"hidden states {list(hidden.shape)} and weight {list(weight.shape)} must share their last size"
         )
+    if hidden.shape[:-1] != labels.shape:
+        raise UserError(f"labels are {list(labels.shape)}, one per hidden state of {list(hidden.shape)} is needed")
+    if reduction not in ("sum", "mean", "none"):
+        raise UserError(f"reduction is {reduction!r}; give sum, mean or none")
+    if divisor is not None and reduction != "sum":
+        raise UserError(f"divisor divides the sum; it does not go with reduction={reduction!r}")
+    if isinstance(divisor, int | float) and divisor <= 0:
+        raise UserError(f"divisor is {divisor}; give a positive number")
+    if not 0.0 <= terms.label_smoothing <= 1.0:
+        raise UserError(f"label_smoothing is {terms.label_smoothing}; give a share between 0 and 1")
+    if terms.softcap < 0.0:
+        raise UserError(f"softcap is {terms.softcap}; give a positive number, or None for no cap")
 
 
-def _losses_and_gradient(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Per row logsumexp(z) − z[y], and softmax(z) − onehot(y) times the softcap's slope 1 − (z/cap)².
-
-    One softmax serves both: with p its output and j the largest logit, logsumexp(z) = z_j − log p_j, where p_j ≥ 1/V.
-    """
-    wide = _wide(logits)
-    z = logits if softcap is None else capped(logits.to(wide), softcap)
-    largest, where = z.max(-1, keepdim=True)
-    label = labels[:, None]
-    z_label = z.gather(-1, label)
-    p = torch.softmax(z, -1, dtype=wide)
-    losses = largest.to(wide) - p.gather(-1, where).log() - z_label.to(wide)
-    p.scatter_add_(-1, label, torch.full_like(losses, -1.0))
-    if softcap is not None:
-        p *= 1 - (z / softcap) ** 2
-    return losses.squeeze(-1), p.to(logits.dtype)
+def _autocast(hidden: Tensor) -> Tensor:
+    """Hidden states in the dtype autocast multiplies in, where it is on."""
+    kind = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
 
 
-def _accumulate(d_weight: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """d_weight += d_logitsᵀ hidden, summed in the dtype of `d_weight`."""
-    if hidden.dtype == d_weight.dtype:
-        d_weight.addmm_(d_logits.T, hidden)
-    elif hidden.is_cuda:
-        torch.addmm(d_weight, d_logits.T, hidden, out_dtype=torch.float32, out=d_weight)
-    else:
-        d_weight += (d_logits.T.float()) @ hidden.float()
+def _divisor(
+    labels: Tensor, ignore_index: int, reduction: Reduction, divisor: float | Tensor | None, like: Tensor
+) -> Tensor:
+    """What the sum is divided by, on the device. A mean over no label at all is 0, where torch says NaN."""
+    if reduction == "mean":
+        return (labels != ignore_index).sum().clamp(min=1).to(_wide(like))
+    if isinstance(divisor, Tensor):
+        return divisor.detach().to(like.device, _wide(like), non_blocking=True).reshape(())
+    return torch.full((), 1.0 if divisor is None else divisor, device=like.device, dtype=_wide(like))
+
+
+def _fill(details: LossDetails, losses: Tensor, statistics: Tensor, counted: Tensor) -> None:
+    details.losses = losses.detach()
+    details.correct = (statistics[LABEL] >= statistics[LARGEST]) & counted
+    details.logsumexp = statistics[LOGSUMEXP]
+
+
+def _dispatch(
+    at: Projection, hidden: Tensor, targets: Tensor, divisor: Tensor, terms: LossTerms, reduction: Reduction,
+    chunk_bytes: int, impl: Literal["auto", "triton", "torch"],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss, losses and statistics from the operator, told which gradients somebody will ask for."""
+    on_triton = use_triton(impl, hidden)
+    grad = torch.is_grad_enabled()
+    each = reduction == "none"
+    wanted = [grad and x is not None and x.requires_grad for x in (hidden, at.weight, at.bias)]
+    rows = rows_at_a_time(hidden, at.weight, chunk_bytes, weight_gradient=wanted[1], triton=on_triton)
+    loss, losses, statistics, *_ = _operator(
+        hidden, at.weight, at.bias, targets, divisor, None, at.vocabulary,
+        terms.label_smoothing, terms.softcap, terms.scale, terms.z_loss,
+        rows, *(w and not each for w in wanted), each, on_triton, at.group,
+    )  # fmt: skip
+    return loss, losses, statistics
+
+
+def rows_at_a_time(hidden: Tensor, weight: Tensor, chunk_bytes: int, *, weight_gradient: bool, triton: bool) -> int:
+    """Rows whose logits fit into `chunk_bytes`, and beside them into the place of the weight's narrow gradient."""
+    logit_bytes = hidden.element_size() if triton else hidden.element_size() + _wide(hidden).itemsize
+    narrow = weight.dtype != _wide(hidden)
+    free_bytes = weight.numel() * weight.element_size() if weight_gradient and narrow and triton else 0
+    most = (chunk_bytes + free_bytes) // (padded(weight.shape[0]) * logit_bytes)
+    if not hidden.is_cuda:
+        return max(1, most)
+    return chunk_rows(
+        hidden.shape[0], hidden.shape[1], most, multiprocessors(hidden.device), accumulates=weight_gradient
+    )
+
+
+def _lift(dtype: torch.dtype, row_gradient: Tensor) -> Tensor:
+    """The power of two that brings the largest row gradient to FP16_LIFT; 1 for formats that need no lift."""
+    one = torch.ones_like(row_gradient[:1])
+    if dtype != torch.float16 or row_gradient.numel() == 0:
+        return one
+    largest = row_gradient.abs().amax().clamp(min=1e-30)
+    return one * FP16_LIFT / torch.exp2(torch.ceil(torch.log2(largest)))
+
+
+def _run(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, divisor: Tensor,
+    row_gradient: Tensor | None, vocabulary: int,
+    label_smoothing: float, softcap: float, scale: float, z_loss: float, rows: int,
+    wants_hidden: bool, wants_weight: bool, wants_bias: bool, each: bool, triton: bool, group: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Loss, losses [N], statistics [4, N], and gradients up to a factor: of hidden, and sums for weight and bias."""
+    terms = LossTerms(label_smoothing, softcap, scale, z_loss)
+    gradient = divisor.reciprocal().view(1) if row_gradient is None else row_gradient
+    labels = RowLabels(targets, gradient * _lift(hidden.dtype, gradient), vocabulary)
+    with on_device_of(hidden):
+        statistics, made = read_chunks(
+            hidden, weight, bias, labels, terms, Wanted(wants_hidden, wants_weight, wants_bias),
+            rows=rows, combine=combiner(group), triton=triton,
+        )  # fmt: skip
+    if made.hidden is not None:
+        sum_across(group, made.hidden)
+    losses = terms.losses(statistics, targets, vocabulary)
+    gradients = (hidden.new_empty(0) if x is None else x for x in (made.hidden, made.weight, made.bias))
+    return losses.sum() / divisor, losses, statistics, *gradients
+
+
+def _fake(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    wants_hidden, wants_weight, wants_bias = others[10:13]
+    wide, (N, V) = _wide(hidden), (hidden.shape[0], weight.shape[0])
+    return (
+        hidden.new_empty((), dtype=wide),
+        hidden.new_empty(N, dtype=wide),
+        hidden.new_empty(4, N, dtype=wide),
+        torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
+        hidden.new_empty(weight.shape, dtype=wide) if wants_weight else hidden.new_empty(0),
+        hidden.new_empty(V, dtype=wide) if wants_bias else hidden.new_empty(0),
+    )
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        with below_autograd():
+            loss, losses, *others = _operator(*inputs)
+        hidden, weight, bias, targets, divisor, _, *ctx.settings = inputs
+        ctx.each, ctx.dtypes = ctx.settings[9], [getattr(x, "dtype", None) for x in (hidden, weight, bias)]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(loss if ctx.each else losses, *others)
+        kept = (hidden, weight, bias, targets, divisor) if ctx.each else (divisor, *others[1:])
+        ctx.save_for_backward(*kept)
+        return loss, losses, *others
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_loss, d_losses, *_ = grads
+        others = (None,) * (len(ctx.settings) + 3)
+        if d_loss is not None:
+            divisor, *sums = ctx.saved_tensors
+            factor = d_loss / _lift(ctx.dtypes[0], divisor.reciprocal().view(1))
+        elif d_losses is not None:
+            factor, sums = _again(ctx, d_losses.contiguous())
+        else:
+            return None, None, None, *others
+        return *_multiplied(ctx, sums, factor), *others
+
+
+def _again(ctx: Any, row_gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A factor and, up to it, the gradients of losses that were not reduced, now that each row's gradient is known."""
+    settings = list(ctx.settings)
+    settings[6:10] = [*ctx.needs_input_grad[:3], False]
+    _, _, _, *sums = _operator(*ctx.saved_tensors, row_gradient, *settings)
+    return 1 / _lift(ctx.dtypes[0], row_gradient), sums
+
+
+def _multiplied(ctx: Any, sums: list[Tensor], factor: Tensor) -> list[Tensor | None]:
+    """The gradients asked for, times `factor`, in their inputs' dtypes; in place where nobody will ask again."""
+    found: list[Tensor | None] = []
+    for x, dtype, needed in zip(sums, ctx.dtypes, ctx.needs_input_grad[:3], strict=True):
+        if not needed:
+            found.append(None)
+        elif x.dtype == dtype and _is_last_use(x):
+            found.append(x.mul_(factor))
+        else:
+            found.append(scaled_copy(x, factor, dtype))
+    return found
+
+
+def _is_last_use(x: Tensor) -> bool:
+    """Whether backward runs for good (no retain_graph), so that what was saved for it may be overwritten."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return type(x) is Tensor and asked is not None and not asked()
+
+
+_operator = operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor divisor, "
+    "Tensor? row_gradient, int vocabulary, float label_smoothing, float softcap, float scale, float z_loss, "
+    "SymInt rows, bool wants_hidden, bool wants_weight, bool wants_bias, bool each, bool triton, str group) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+    _Gradient,
+)
