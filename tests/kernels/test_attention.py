@@ -1,12 +1,19 @@
-"""Attention: SDPA against the eager reference, the reference against a loop, and who sees whom."""
+"""Attention: every backend against the eager reference, the reference against a loop, and which one is chosen."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tightfit.kernels.attention import Visibility, attention, attention_eager
+from tests.kernels.truth import HAS_GPU
+from tightfit.errors import UserError
+from tightfit.kernels import attention as module
+from tightfit.kernels import attention_choice
+from tightfit.kernels.attention import Visibility, attention, attention_backend, attention_eager
+from tightfit.kernels.attention_choice import Asked, fastest
 
 CPU = torch.device("cpu")
 
@@ -74,10 +81,10 @@ def run(impl: str, shape: dict, setting: dict, heads: int = 4) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize(("shape", "setting"), COMBINATIONS)
-def test_both_implementations_follow_the_definition(shape, setting):
+def test_plain_implementations_follow_the_definition(shape, setting):
     query, key, value = (x.detach() for x in qkv(**shape))
     wanted = by_hand(query, key, value, 0.3, **setting)
-    for impl in ("sdpa", "eager"):
+    for impl in ("sdpa", "eager", "auto"):
         assert torch.allclose(run(impl, shape, setting)[0], wanted, atol=1e-5), impl
 
 
@@ -94,22 +101,125 @@ def test_scale_and_unmasked_reference():
     assert torch.allclose(attention_eager(query, key, value, None, scale=6**-0.5), wanted, atol=1e-6)
 
 
-def test_plain_causal_attention_needs_no_mask_and_others_share_one():
-    assert Visibility(9, 9, CPU).mask(None) is None
-    assert Visibility(9, 9, CPU).mask(9) is None
-    assert Visibility(1, 9, CPU).mask(None) is None
-    visible = Visibility(9, 9, CPU)
-    assert visible.mask(4) is visible.mask(4)
-    assert visible.mask(4) is not visible.mask(5)
-    assert Visibility(2, 9, CPU).mask(None).shape == (1, 1, 2, 9)
-    assert Visibility(10, 10, CPU, packed(10)).mask(None).shape == (2, 1, 10, 10)
-
-
-def test_documents_with_a_cache_before_them_are_refused():
-    with pytest.raises(ValueError, match="do not go together"):
-        Visibility(4, 9, CPU, packed(4))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_flex_equals_eager(setting):
+    """Uncompiled, over more than one of its blocks, and forward only: on CPUs it has no more."""
+    limits = dict(SETTINGS[setting])
+    documents = packed(150) // 7 if limits.pop("documents", None) is not None else None
+    query, key, value = (x.detach() for x in qkv(150, 150))
+    visible = Visibility(150, 150, CPU, documents)
+    flex, eager = (attention(query, key, value, visible, scale=0.3, impl=impl, **limits) for impl in ("flex", "eager"))
+    assert torch.allclose(flex, eager, atol=1e-5)
 
 
 def test_low_precision_eager_keeps_its_dtype():
     query, key, value = (x.detach().bfloat16() for x in qkv(5, 5))
     assert attention_eager(query, key, value, None, scale=1.0).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("impl", ["cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("setting", [{"window": 3}, {"softcap": 1.0}, {"documents": packed(13)}])
+def test_fused_backends_refuse_what_they_would_get_wrong(impl, setting):
+    with pytest.raises(UserError, match="plain causal attention only"):
+        run(impl, SHAPES["square"], setting)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="attention is 'fast'; give one of auto, sdpa"):
+        run("fast", SHAPES["square"], {})
+    with pytest.raises(UserError, match="key/value cache"):
+        run("flex", SHAPES["few-of-many"], {})
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str, float]) -> list[str]:
+    """Pretend that tensors are on a GPU where candidates take as long as given; returns the names measured."""
+    measured: list[str] = []
+
+    def timed(candidates, like, *, gradients, into):
+        measured.extend(name for name in candidates if name in milliseconds)
+        return {name: milliseconds[name] for name in candidates if name in milliseconds}
+
+    monkeypatch.setattr(module, "use_triton", lambda impl, tensor: True)
+    monkeypatch.setattr(attention_choice, "measure", timed)
+    monkeypatch.setattr(attention_choice, "CACHE", cache)
+    monkeypatch.setattr(attention_choice, "_known", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    return measured
+
+
+def backend_of(length: int = 13, documents: Tensor | None = None, **limits) -> str:
+    query, key, _ = qkv(length, length)
+    return attention_backend(query, key, Visibility(length, length, CPU, documents), **limits)
+
+
+def test_the_fastest_is_chosen_once_and_remembered(monkeypatch, tmp_path):
+    cache = tmp_path / "cache" / "attention.json"
+    measured = on_gpu(monkeypatch, cache, {"cudnn": 2.0, "flash": 1.0, "triton": 1.5, "flex": 1.2})
+    assert backend_of() == backend_of() == backend_of(16) == "flash"
+    assert measured == ["cudnn", "flash", "triton"]
+    assert backend_of(window=3) == "flex"
+    assert backend_of(window=99) == "flash"
+    assert backend_of(documents=packed(13)) == backend_of(softcap=1.0) == "flex"
+    assert len(json.loads(cache.read_text())) == 4
+    measured.clear()
+    monkeypatch.setattr(attention_choice, "_known", {})
+    assert backend_of() == "flash"
+    assert measured == []
+    assert backend_of(17) == "flash"
+    assert measured == ["cudnn", "flash", "triton"]
+
+
+def test_a_damaged_memory_or_no_place_for_one_is_no_failure(monkeypatch, tmp_path):
+    cache = tmp_path / "attention.json"
+    for text in ("{", "[]", '{"a": 1}'):
+        cache.write_text(text)
+        on_gpu(monkeypatch, cache, {"triton": 1.0})
+        assert backend_of() == "triton"
+    (tmp_path / "file").touch()
+    on_gpu(monkeypatch, tmp_path / "file" / "attention.json", {"triton": 1.0})
+    assert backend_of() == "triton"
+
+
+def test_a_rule_decides_where_measuring_cannot(monkeypatch, tmp_path):
+    measured = on_gpu(monkeypatch, tmp_path / "attention.json", {})
+    assert backend_of() == "sdpa"
+    assert backend_of(window=3) == "triton"
+    assert measured == []
+    query, key, _ = qkv(4, 13)
+    assert attention_backend(query, key, Visibility(4, 13, CPU)) == "triton"
+    assert attention_backend(query[:, :, :1], key, Visibility(1, 13, CPU)) == "sdpa"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert backend_of() == "triton"
+
+
+def test_cpus_take_sdpa():
+    assert backend_of() == backend_of(window=3) == backend_of(softcap=1.0) == "sdpa"
+
+
+def test_noise_does_not_choose():
+    assert fastest({"cudnn": 1.0, "flash": 0.995}) == "cudnn"
+    assert fastest({"cudnn": 1.0, "flash": 0.98}) == "flash"
+    assert fastest({}) is None
+
+
+def test_classes_differ_in_what_speed_depends_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    query, key, _ = qkv(13, 13)
+    one = Asked.about(query, key, False, False, False)
+    assert Asked.about(query, key, False, False, False) == one
+    assert one.length == 16
+    with torch.no_grad():
+        assert Asked.about(query, key, False, False, False) != one
+    assert len({Asked.about(query, key, *flags) for flags in ((True, False, False), (False, True, False))} | {one}) == 3
+
+
+@pytest.mark.parametrize("device", ["cuda"] if HAS_GPU else [])
+def test_candidates_are_measured(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(attention_choice, "CACHE", tmp_path / "attention.json")
+    monkeypatch.setattr(attention_choice, "_known", {})
+    monkeypatch.setattr(attention_choice, "_measured", {})
+    query, key = (torch.randn(1, h, 512, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2))
+    backend = attention_backend(query, key, Visibility(512, 512, query.device))
+    (times,) = attention_choice.measurements().values()
+    assert {"cudnn", "flash", "triton"} <= times.keys()
+    assert times[backend] <= 1.02 * min(times.values())

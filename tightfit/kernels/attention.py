@@ -1,55 +1,34 @@
 """Attention: one entry point for causal, windowed, soft-capped and packed-document attention with grouped heads.
 
-`Visibility` says which keys a query may see. It is built once per forward and shared by all layers, so a mask,
-where one is needed at all, exists once per window size; plain causal attention needs none and takes the fused path.
-Softcapping (Gemma-2) changes the scores themselves, which SDPA cannot do: it takes the eager path.
+No backend is the fastest everywhere, and few can do everything. PyTorch's fused ones (cuDNN, FlashAttention, the memory
+efficient one) do plain causal attention; FlexAttention and our own flash attention also do windows, documents and soft
+caps without a T × T mask. "auto" measures those that fit, once per card and class of shapes (attention_choice.py), and
+`attention_backend` says which it takes. Where nothing can be measured (CPUs, tracing, simulation) a rule chooses.
 """
 
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-AttentionImpl = Literal["sdpa", "eager"]
+from tightfit.errors import UserError
+from tightfit.kernels.attention_choice import Asked, chosen
+from tightfit.kernels.flash_attention import LARGEST_HEAD, flash_attention
+from tightfit.kernels.triton_support import use_triton
+from tightfit.kernels.visibility import Visibility, documents_between
 
+__all__ = ["AttentionImpl", "Visibility", "attention", "attention_backend", "attention_eager", "documents_between"]
 
-class Visibility:
-    """Query i of the last `queries` of `keys` positions sees keys up to its own, in its window and its document."""
-
-    def __init__(self, queries: int, keys: int, device: torch.device, documents: Tensor | None = None) -> None:
-        if documents is not None and queries != keys:
-            raise ValueError("packed documents and a key/value cache do not go together: documents would be cut")
-        self.queries, self.keys, self.device, self.documents = queries, keys, device, documents
-        self._masks: dict[int | None, Tensor] = {}
-
-    @property
-    def is_square(self) -> bool:
-        """Whether every key is also a query (no cache before them)."""
-        return self.queries == self.keys
-
-    def mask(self, window: int | None, *, explicit: bool = False) -> Tensor | None:
-        """True where a query sees a key, [B or 1, 1, queries, keys].
-
-        None when all keys are seen, and, unless `explicit`, when causality alone decides.
-        """
-        window = None if window is None or window >= self.keys else window
-        implied = self.queries == 1 or (self.is_square and not explicit)
-        if window is None and self.documents is None and implied:
-            return None
-        if window not in self._masks:
-            self._masks[window] = self._build(window)
-        return self._masks[window]
-
-    def _build(self, window: int | None) -> Tensor:
-        key = torch.arange(self.keys, device=self.device)
-        query = key[self.keys - self.queries :, None]
-        seen = key <= query
-        if window is not None:
-            seen &= key > query - window
-        if self.documents is None:
-            return seen[None, None]
-        return (seen & (self.documents[:, :, None] == self.documents[:, None, :]))[:, None]
+Backend = Literal["sdpa", "cudnn", "flash", "efficient", "flex", "triton", "eager"]
+AttentionImpl = Literal["auto", "sdpa", "cudnn", "flash", "efficient", "flex", "triton", "eager"]
+SDPA_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def attention(
@@ -61,18 +40,35 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    impl: AttentionImpl = "sdpa",
+    impl: AttentionImpl = "auto",
 ) -> Tensor:
     """softmax(cap(scale · QKᵀ) where `visible`) V for query [B, heads, Tq, D], key and value [B, kv_heads, Tk, D]."""
-    if impl == "eager" or softcap is not None:
-        mask = visible.mask(window, explicit=True)
-        return attention_eager(query, key, value, mask, scale=scale, softcap=softcap)
-    mask = visible.mask(window)
-    causal = mask is None and visible.is_square
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    window = visible.narrowing(window)
+    backend: Backend = _auto(query, key, visible, window, softcap) if impl == "auto" else impl
+    if backend == "eager" or (backend == "sdpa" and softcap is not None):
+        return attention_eager(query, key, value, visible.mask(window, explicit=True), scale=scale, softcap=softcap)
+    if backend == "triton":
+        use_triton("triton", query)
+        return flash_attention(query, key, value, scale=scale, window=window, softcap=softcap, bounds=visible.bounds)
+    if backend == "flex":
+        return _flex_attention(query, key, value, visible, scale, window, softcap)
+    if backend == "sdpa":
+        return _sdpa(query, key, value, visible, scale, window)
+    if backend not in SDPA_BACKENDS:
+        raise UserError(f"attention is {backend!r}; give one of {', '.join(get_args(AttentionImpl))}")
+    if softcap is not None or not visible.is_plain(window):
+        raise UserError(
+            f"attention is {backend!r}, which does plain causal attention only; use 'triton', 'flex' or 'auto'"
+        )
+    with sdpa_kernel(SDPA_BACKENDS[backend]):
+        return _sdpa(query, key, value, visible, scale, window)
+
+
+def attention_backend(
+    query: Tensor, key: Tensor, visible: Visibility, *, window: int | None = None, softcap: float | None = None
+) -> Backend:
+    """What impl="auto" takes for tensors like these; asking measures, where that has not been done yet."""
+    return _auto(query, key, visible, visible.narrowing(window), softcap)
 
 
 def attention_eager(
@@ -88,3 +84,63 @@ def attention_eager(
         scores = scores.masked_fill(~mask.unsqueeze(1), float("-inf"))
     weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
     return (weights @ value.unsqueeze(2)).view(B, heads, T, D)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, visible: Visibility, scale: float, window: int | None) -> Tensor:
+    mask = visible.mask(window)
+    causal = mask is None and visible.is_square
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+@lru_cache
+def _flex(compiled: bool) -> Any:
+    """FlexAttention is a template: uncompiled it is a slow reference, the only thing CPUs have with gradients."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if compiled else flex_attention
+
+
+@lru_cache
+def _score_cap(softcap: float | None) -> Any:
+    """One function per cap, as compiled code is kept per function."""
+    if softcap is None:
+        return None
+    return lambda score, *_: softcap * torch.tanh(score / softcap)
+
+
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Visibility, scale: float, window: int | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    if not visible.is_square:
+        raise UserError("attention is 'flex', which is not set up for a key/value cache; use 'triton' or 'auto'")
+    grouped = query.shape[1] != key.shape[1]
+    return _flex(query.is_cuda)(
+        query, key, value, score_mod=_score_cap(softcap), block_mask=visible.block_mask(window), scale=scale,
+        enable_gqa=grouped,
+    )  # fmt: skip
+
+
+def _auto(query: Tensor, key: Tensor, visible: Visibility, window: int | None, softcap: float | None) -> Backend:
+    """A rule, and a measurement where there are several that the rule cannot rank."""
+    ours = use_triton("auto", query) and query.shape[3] <= LARGEST_HEAD
+    plain = softcap is None and visible.is_plain(window)
+    if not ours or visible.queries == 1:
+        return "sdpa"
+    if torch.are_deterministic_algorithms_enabled():
+        return "triton"
+    rule: Backend = "sdpa" if plain else "triton"
+    if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter) or not visible.is_square:
+        return rule
+    asked = Asked.about(query, key, window is not None, softcap is not None, visible.documents is not None)
+
+    def candidate(backend: Backend) -> Any:
+        return lambda q, k, v: attention(
+            q, k, v, visible, scale=query.shape[3] ** -0.5, window=window, softcap=softcap, impl=backend
+        )
+
+    fitting: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "triton") if plain else ("triton", "flex")
+    return chosen(asked, {name: candidate(name) for name in fitting}, (query, key), otherwise=rule)

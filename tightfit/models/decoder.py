@@ -26,8 +26,8 @@ from tightfit.models.spec import ModelSpec, Rope
 class Implementations:
     """Which implementation of each operation the decoder calls."""
 
-    attention: AttentionImpl = "sdpa"
-    linear_cross_entropy: LinearCrossEntropyImpl = "chunked"
+    attention: AttentionImpl = "auto"
+    linear_cross_entropy: LinearCrossEntropyImpl = "auto"
     norm: Impl = "auto"
     rope: Impl = "auto"
     glu: Impl = "auto"

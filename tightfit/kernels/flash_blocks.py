@@ -1,0 +1,140 @@
+"""What forward and backward of flash attention share: the problem's description, block sizes, and a block's scores.
+
+Block sizes are rows of queries × rows of keys. They are a table, not a search: searching costs seconds of compiling at
+the first call of every shape and may choose differently every time. Hopper's entries were chosen by
+`benchmarks/flash_blocks.py` on an H200.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tightfit.kernels.triton_support import is_interpreted, tl, triton
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of queries and of keys a program holds at a time, and how it is run."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Blocks of the three large kernels."""
+
+    forward: Blocks
+    key_gradients: Blocks
+    query_gradients: Blocks
+
+
+HOPPER = {
+    64: Passes(Blocks(128, 128, 8, 2), Blocks(64, 128, 8, 3), Blocks(128, 64, 8, 3)),
+    128: Passes(Blocks(128, 128, 8, 2), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3)),
+    256: Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
+}
+AMPERE = {
+    64: Passes(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
+    128: Passes(Blocks(128, 32, 4, 3), Blocks(32, 64, 4, 2), Blocks(64, 32, 4, 2)),
+    256: Passes(Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+}
+OLDER = {
+    64: Passes(Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    128: Passes(Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    256: Passes(Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
+}
+"""T4 class: 64 KB of shared memory a program, no asynchronous copies to hide behind more stages. Float32, too."""
+TINY = Passes(Blocks(16, 32, 1, 1), Blocks(32, 16, 1, 1), Blocks(16, 16, 1, 1))
+"""For the interpreter, where small tests must still have several blocks of each kind."""
+
+
+@lru_cache
+def passes(head_dim: int, dtype: torch.dtype, major: int) -> Passes:
+    """Blocks for a head size on a card of compute capability `major`; 0 is the interpreter."""
+    if major == 0:
+        return TINY
+    table = OLDER if major < 8 or dtype == torch.float32 else AMPERE if major != 9 else HOPPER
+    return table[max(64, triton.next_power_of_2(head_dim))]
+
+
+@lru_cache
+def capability(device: torch.device) -> int:
+    """The major compute capability of the card that runs kernels on `device`."""
+    return 0 if is_interpreted() else torch.cuda.get_device_capability(device)[0]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q [B, heads, queries, D] against k, v [B, kv_heads, keys, D]; the last `queries` of `keys` positions ask."""
+
+    scale: float
+    window: int
+    """Keys a query sees at most, itself included; 0 for all."""
+    softcap: float
+    """0 for none."""
+    bounds: Tensor | None
+    """Start and end of every token's document, int32 [2, B, keys]."""
+
+    def constants(self, query: Tensor) -> dict[str, object]:
+        """What kernels are compiled for."""
+        D = query.shape[3]
+        exact = query.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        return {
+            "HAS_BOUNDS": self.bounds is not None, "HAS_WINDOW": self.window > 0, "HAS_SOFTCAP": self.softcap > 0,
+            "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)), "PRECISION": "ieee" if exact else "tf32",
+        }  # fmt: skip
+
+    def factors(self) -> tuple[float, float]:
+        """What scores are multiplied by inside and outside of tanh, in base 2; uncapped scores by the inner alone."""
+        if not self.softcap:
+            return self.scale * LOG2E, 1.0
+        return self.scale / self.softcap * 2 * LOG2E, self.softcap * LOG2E
+
+
+@triton.jit
+def capped_scores(products, inner, outer, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log2(e) · cap · tanh(scale q·k / cap), with tanh(u) = 1 − 2 / (1 + e^2u), and that tanh; or scaled products."""
+    if HAS_SOFTCAP:
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
+        return tanh * outer, tanh
+    else:
+        return products * inner, products
+
+
+@triton.jit
+def first_key(position, bounds_row, window, HAS_BOUNDS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key a query at `position` sees."""
+    first = position * 0
+    if HAS_BOUNDS:
+        first = tl.load(bounds_row + position)
+    if HAS_WINDOW:
+        first = tl.maximum(first, position - window + 1)
+    return first
+
+
+@triton.jit
+def load_rows(base, row_stride, rows, count, columns, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows × head of a matrix; 0 beyond `count` rows (where `MASKED`) and beyond the head's size."""
+    at = base + rows[:, None] * row_stride + columns[None, :]
+    if MASKED and D != BLOCK_D:
+        return tl.load(at, mask=(rows[:, None] < count) & (columns[None, :] < D), other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=rows[:, None] < count, other=0.0)
+    elif D != BLOCK_D:
+        return tl.load(at, mask=columns[None, :] < D, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_rows(base, row_stride, rows, count, columns, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write rows × head back, in the matrix's own dtype."""
+    at = base + rows[:, None] * row_stride + columns[None, :]
+    tl.store(at, values.to(base.dtype.element_ty), mask=(rows[:, None] < count) & (columns[None, :] < D))
