@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,12 @@ CASES = {
     "cpu": Case("smollm2-135m", 1, 256, "cpu", torch.float32, 8, True),
     "cpu-tiny": Case("tiny-llama", 2, 64, "cpu", torch.float32, 4, True),
     "h200-1b": Case("llama-3.2-1b", 2, 8192, "cuda", torch.bfloat16, 12, False),
+    "h200-8b": Case("llama-3.1-8b", 1, 8192, "cuda", torch.bfloat16, 6, False),
     "h200-135m": Case("smollm2-135m", 8, 2048, "cuda", torch.bfloat16, 20, False),
 }
 SETTINGS = Optimizer(lr=1e-5)
 Step = Callable[[], float]
+Maker = Callable[[ModelSpec, Case, Batch], Step]
 
 
 def make_ours(spec: ModelSpec, case: Case, batch: Batch) -> Step:
@@ -63,9 +65,9 @@ def make_ours(spec: ModelSpec, case: Case, batch: Batch) -> Step:
     return lambda: train_step(model, optimizer, [batch], device, SETTINGS.lr, LossScale()).loss
 
 
-def make_theirs(spec: ModelSpec, case: Case, batch: Batch) -> Step:
-    """A step of the Hugging Face model with sdpa attention, its own loss, fused AdamW and clipping."""
-    model = _their_model(spec, case)
+def make_theirs(spec: ModelSpec, case: Case, batch: Batch, prepare: Callable[[Any], Any] = lambda model: model) -> Step:
+    """A step of the Hugging Face model (once `prepare` has seen it) with sdpa attention, fused AdamW and clipping."""
+    model = prepare(_their_model(spec, case))
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": SETTINGS.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -96,7 +98,8 @@ def _their_model(spec: ModelSpec, case: Case) -> Any:
     ours = _our_model(spec, case)
     config = config_from_spec(spec, dtype=str(case.dtype).removeprefix("torch."))
     hf_config = AutoConfig.for_model(**config)
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype).to(case.device)
+    with torch.device(case.device):
+        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype)
     missing = model.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}, missing
     model.tie_weights()
@@ -121,24 +124,29 @@ def _wait(case: Case) -> None:
         torch.cuda.synchronize()
 
 
-def run_case(name: str, folder: Path, commit: str | None) -> None:
-    """Measure both implementations and append their rows."""
-    case = CASES[name]
+MAKERS: dict[str, Maker] = {"huggingface": make_theirs, "tightfit": make_ours}
+
+
+def run_case(
+    name: str, folder: Path, commit: str | None, makers: dict[str, Maker] = MAKERS, rounds: int = 2,
+    table: str = "train_step", steps: int | None = None,
+) -> None:  # fmt: skip
+    """Measure the implementations, one after the other `rounds` times where they do not fit together; append rows."""
+    case = replace(CASES[name], steps=steps or CASES[name].steps)
     spec = resolve_spec(case.model)
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(0, spec.vocab_size, (case.batch, case.sequence_length + 1), generator=generator)
     batch = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:].contiguous()}
-    makers = {"tightfit": make_ours, "huggingface": make_theirs}
-    groups = [list(makers)] if case.together else [[n] for n in ("huggingface", "tightfit", "huggingface", "tightfit")]
+    groups = [list(makers)] if case.together else [[n] for n in makers] * rounds
     first_losses: dict[str, float] = {}
     for group in groups:
         if case.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        steps = {n: makers[n](spec, case, batch) for n in group}
-        first_losses |= {n: step() for n, step in steps.items()}
-        for n, values in measure(steps, case).items():
-            _report(name, case, n, values, first_losses[n], folder, commit)
-        del steps
+        made = {n: makers[n](spec, case, batch) for n in group}
+        first_losses |= {n: step() for n, step in made.items()}
+        for n, values in measure(made, case).items():
+            _report(table, name, case, n, values, first_losses[n], folder, commit)
+        del made
         gc.collect()
         if case.device == "cuda":
             torch.cuda.empty_cache()
@@ -147,7 +155,7 @@ def run_case(name: str, folder: Path, commit: str | None) -> None:
 
 
 def _report(
-    name: str, case: Case, who: str, seconds: list[float], loss: float, folder: Path, commit: str | None
+    table: str, name: str, case: Case, who: str, seconds: list[float], loss: float, folder: Path, commit: str | None
 ) -> None:
     low, median, high = (q * 1e3 for q in statistics.quantiles(seconds, n=10)[1:8:3])
     tokens = case.batch * case.sequence_length
@@ -159,7 +167,7 @@ def _report(
         "tokens_per_second": f"{tokens / median * 1e3:.0f}", "peak_gib": f"{peak:.2f}", "first_loss": f"{loss:.5f}",
     }  # fmt: skip
     print({k: row[k] for k in ("case", "implementation", "step_ms_p50", "tokens_per_second", "peak_gib", "first_loss")})
-    append_row("train_step", row, folder=folder, commit=commit)
+    append_row(table, row, folder=folder, commit=commit)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""Every family computes what transformers computes: loss, each gradient, logits, step by step; and undone, exactly."""
+
+import pytest
+import torch
+
+from tests.hf.models import FAMILIES, gradients, make_batch, make_model, make_twins
+from tightfit.hf import accelerate, undo
+
+STEPS = 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_are_the_unpatched_models(family: str) -> None:
+    twins = make_twins(family)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4) for model in twins]
+    for step in range(STEPS):
+        batch = make_batch(family, seed=step)
+        losses = [model(**batch).loss for model in twins]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+        for loss in losses:
+            loss.backward()
+        plain, ours = (gradients(model) for model in twins)
+        assert set(plain) == set(ours)
+        for name in plain:
+            torch.testing.assert_close(ours[name], plain[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "phi4-mini", "gpt2"])
+def test_a_step_through_the_triton_kernels(family: str) -> None:
+    """Triton's interpreter runs them here; tests/gpu/test_hf.py runs them for real."""
+    twins = make_twins(family, impl="triton")
+    batch = make_batch(family)
+    losses = [model(**batch).loss for model in twins]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*(gradients(model) for model in reversed(twins)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_without_labels_are_as_before(family: str) -> None:
+    plain, ours = make_twins(family)
+    batch = make_batch(family)
+    del batch["labels"]
+    for model in (plain, ours):
+        model.eval()
+    torch.testing.assert_close(ours(**batch).logits, plain(**batch).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_undo_leaves_nothing_behind(family: str) -> None:
+    model = make_model(family)
+    batch = make_batch(family)
+    loss, logits = model(**batch).loss, model(**batch).logits
+    before = [set(vars(module)) for module in model.modules()]
+    undo(accelerate(model))
+    assert [set(vars(module)) for module in model.modules()] == before
+    assert torch.equal(model(**batch).loss, loss)
+    assert torch.equal(model(**batch).logits, logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_norm_mlp_and_attention_is_accelerated(family: str) -> None:
+    """Guards against a release of transformers that renames what the table names."""
+    _, ours = make_twins(family)
+    kinds = ("RMSNorm", "LayerNorm", "MLP", "Experts", "Attention", "NewGELUActivation")
+    for module in ours.modules():
+        kind = type(module).__name__
+        if kind.endswith(kinds) and not kind.startswith(("Siglip", "GPT2")):  # those have no gate and no rotary
+            assert {"forward", "_apply_gate"} & set(vars(module)), kind
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "phi3"])
+def test_generation_gives_the_same_tokens(family: str) -> None:
+    plain, ours = (model.eval() for model in make_twins(family))
+    tokens = make_batch(family)["input_ids"]
+    for model in (plain, ours):
+        model.config.output_router_logits = False  # transformers 5.17 counts padding wrongly while it generates
+    texts = [model.generate(tokens, max_new_tokens=8, do_sample=False) for model in (plain, ours)]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "paligemma"])
+def test_gradient_checkpointing(family: str) -> None:
+    plain, ours = make_twins(family)
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = make_batch(family)
+    for model in (plain, ours):
+        model(**batch).loss.backward()
+    torch.testing.assert_close(gradients(ours), gradients(plain), rtol=1e-4, atol=1e-5)

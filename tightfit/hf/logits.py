@@ -1,0 +1,59 @@
+"""Logits that come into being when somebody reads them.
+
+An evaluation with labels mostly wants the loss alone, and sometimes the logits too (`compute_metrics` of the Trainer).
+Which, is only known afterwards. So the fused path returns this tensor, which knows its shape, dtype and device, and
+computes its values at the first operation that needs them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_sparse", "grad_fn")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.__repr__}
+
+
+class LogitsOnDemand(Tensor):
+    """A tensor of known shape whose values `make` computes on first use, without gradients."""
+
+    _make: Callable[[], Tensor]
+    _made: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> "LogitsOnDemand":
+        tensor: LogitsOnDemand = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        tensor._make, tensor._made = make, None
+        return tensor
+
+    def values(self) -> Tensor:
+        """The logits themselves."""
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._make().to(self.dtype)
+        return self._made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LogitsOnDemand(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.float:  # Accelerate does this to every output under mixed precision
+            (logits,) = args
+            return cls(lambda: logits.values().float(), tuple(logits.shape), torch.float32, logits.device)
+        args, kwargs = tree_map_only(LogitsOnDemand, LogitsOnDemand.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(LogitsOnDemand, LogitsOnDemand.values, (args, kwargs or {}))
+        return func(*args, **kwargs)

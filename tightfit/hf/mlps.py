@@ -1,0 +1,89 @@
+"""The feed-forward halves of Hugging Face models, through our kernels.
+
+Projections are called as the modules they are, so adapters, quantized layers and hooks on them keep working; what is
+fused lies between them: act(gate) · up.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import activations
+
+from tightfit.hf.replacement import Method, Replacement
+from tightfit.kernels.glu import glu
+from tightfit.kernels.triton_support import Impl
+from tightfit.models.spec import Activation
+
+ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    activations.SiLUActivation: "silu",
+    nn.SiLU: "silu",
+    activations.GELUActivation: "gelu",
+    activations.GELUTanh: "gelu_tanh",
+    activations.NewGELUActivation: "gelu_tanh",
+}
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down_proj(act(gate(x)) · up(x)); a single name in `projections` stands for gate and up stacked."""
+
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+    part: Literal["mlp"] = "mlp"
+
+    def replacements(self, module: nn.Module, impl: Impl) -> Iterator[Replacement]:
+        activation = ACTIVATIONS.get(type(module.get_submodule(self.activation)))
+        if activation is not None:
+            yield Replacement(module, "forward", _gated_mlp(self.projections, activation, impl))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """All experts of a layer: what transformers calls between their two grouped products.
+
+    With `experts_implementation="eager"` it calls nothing there, and those experts stay as they are.
+    """
+
+    part: Literal["mlp"] = "mlp"
+
+    def replacements(self, module: nn.Module, impl: Impl) -> Iterator[Replacement]:
+        activation = ACTIVATIONS.get(type(module.get_submodule("act_fn")))
+        if activation is not None:
+            yield Replacement(module, "_apply_gate", _expert_gate(activation, impl))
+
+
+@dataclass(frozen=True)
+class TanhGelu:
+    """transformers' `gelu_new`, eight elementwise passes, as torch's single one: the same formula."""
+
+    part: Literal["mlp"] = "mlp"
+
+    def replacements(self, module: nn.Module, impl: Impl) -> Iterator[Replacement]:
+        yield Replacement(module, "forward", _tanh_gelu)
+
+
+@cache
+def _gated_mlp(projections: tuple[str, ...], activation: Activation, impl: Impl) -> Method:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        made = [getattr(self, name)(x) for name in projections]
+        gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
+        return self.down_proj(glu(gate, up, activation, impl=impl))
+
+    return forward
+
+
+@cache
+def _expert_gate(activation: Activation, impl: Impl) -> Method:
+    def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return glu(gate, up, activation, impl=impl)
+
+    return _apply_gate
+
+
+def _tanh_gelu(self: Any, input: Tensor) -> Tensor:
+    return F.gelu(input, approximate="tanh")

@@ -1,0 +1,56 @@
+"""Rotary positions inside Hugging Face attention modules, without copying or patching their code.
+
+An attention module's forward calls `apply_rotary_pos_emb`, a global of its modeling file. Replacing that global would
+change every model in the process. Instead the forward's own code object is given other globals: a copy of the file's,
+in which that one name is ours. The function made this way is bound to the accelerated model's modules alone.
+The copy is taken once, so what somebody writes into the modeling file afterwards is not seen by it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Literal
+
+from torch import Tensor, nn
+
+from tightfit.hf.replacement import Method, Replacement
+from tightfit.kernels.rope import rope
+from tightfit.kernels.triton_support import Impl
+
+GLOBAL = "apply_rotary_pos_emb"
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """An attention module that turns its queries and keys by `apply_rotary_pos_emb(q, k, cos, sin)`."""
+
+    part: Literal["rope"] = "rope"
+
+    def replacements(self, module: nn.Module, impl: Impl) -> Iterator[Replacement]:
+        forward = type(module).forward
+        if isinstance(forward, FunctionType) and GLOBAL in forward.__code__.co_names:
+            yield Replacement(module, "forward", _rebound(forward, impl))
+
+
+@cache
+def _rebound(forward: FunctionType, impl: Impl) -> Method:
+    """The same code with `apply_rotary_pos_emb` as ours."""
+    names = {**forward.__globals__, GLOBAL: _apply_rotary(impl)}
+    del names["__name__"]  # torch.compile would look names up in the module of this name, and find the original
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    made.__module__, made.__qualname__, made.__doc__ = forward.__module__, forward.__qualname__, forward.__doc__
+    return made
+
+
+@cache
+def _apply_rotary(impl: Impl) -> Method:
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, heads, T, D]; cos and sin [B or 1, T, d] hold each of their d/2 angles twice."""
+        half = cos.shape[-1] // 2
+        return rope(q, k, cos[..., :half].unsqueeze(unsqueeze_dim), sin[..., :half].unsqueeze(unsqueeze_dim), impl=impl)
+
+    return apply_rotary_pos_emb
