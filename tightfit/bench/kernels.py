@@ -20,6 +20,7 @@ OPERATIONS = {
     "layer_norm": "tightfit.bench.norms:layer_norm_cases",
     "rope": "tightfit.bench.elementwise:rope_cases",
     "glu": "tightfit.bench.elementwise:glu_cases",
+    "cross_entropy": "tightfit.bench.losses:cross_entropy_cases",
 }
 """Operation → the function that yields its cases; imported when asked for."""
 ROUNDS = 25
@@ -110,6 +111,7 @@ class _Bench:
 
     def _numbers(self, peer: str, forward: Forward) -> Measurement:
         results: list[list[Tensor]] = []
+        self.given = []
         self._restore()
         first = first_call_s(lambda: results.append(self._step(forward)), self.device)
         difference = self._difference(results.pop())
@@ -125,15 +127,22 @@ class _Bench:
         made = forward(*self.inputs)
         made = (made,) if isinstance(made, Tensor) else made
         if not self.given:
-            self.given_pristine = [torch.randn_like(x) if x.ndim else torch.ones_like(x) for x in made]
-            self.given = [x.clone() for x in self.given_pristine]
+            self._give(made)
         return [*made, *torch.autograd.grad(made, self.leaves, self.given)]
+
+    @torch.no_grad()
+    def _give(self, made: tuple[Tensor, ...]) -> None:
+        """The same gradients for every peer, each in the memory order of its own results."""
+        if not self.given_pristine:
+            self.given_pristine = [torch.randn_like(x) if x.ndim else torch.ones_like(x) for x in made]
+        self.given = [torch.empty_like(x).copy_(values) for x, values in zip(made, self.given_pristine, strict=True)]
 
     @torch.no_grad()
     def _restore(self) -> None:
         """Peers may write over their inputs and over the gradients they are given."""
-        for tensor, before in zip(self.leaves + self.given, self.pristine + self.given_pristine, strict=True):
-            tensor.copy_(before)
+        for tensors, pristine in ((self.leaves, self.pristine), (self.given, self.given_pristine)):
+            for tensor, before in zip(tensors, pristine, strict=False):  # no gradients are given before the first step
+                tensor.copy_(before)
 
     def _difference(self, found: list[Tensor]) -> float:
         if not self.reference:

@@ -4,6 +4,7 @@ Launches are hidden the same way for every peer: a spinning kernel keeps the GPU
 and events around each round are read afterwards. What is timed is the GPU's work and the gaps between its kernels, not
 Python. (A peer that waits for the GPU in the middle of its step cannot be hidden, and is timed as slow as it is.)
 Before each round the inputs are restored, because some peers write over them; they are larger than the L2 cache.
+A copy writes as much as it reads, and writing is the slower half: an operation that mostly reads can exceed its rate.
 """
 
 import statistics

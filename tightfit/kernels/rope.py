@@ -183,12 +183,17 @@ def _out_of_place(
 
 
 def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
-    return _like(q), _like(k)
+    return _projected_like(q), _projected_like(k)
 
 
-def _like(x: Tensor) -> Tensor:
-    """Laid out as x is, which attention's kernels take as well as any other layout."""
-    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
+def _projected_like(x: Tensor) -> Tensor:
+    """[B, heads, T, D] in the memory order of projections, [B, T, heads, D], whatever the order of x.
+
+    Gradients arrive in the order that attention's backward pass likes; writing them in the projections' order spares
+    autograd a copy on the way back to them.
+    """
+    B, heads, T, D = x.shape
+    return x.new_empty((B, T, heads, D)).transpose(1, 2)
 
 
 def _in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:

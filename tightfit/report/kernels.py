@@ -1,5 +1,6 @@
 """Measurements of kernels as tables, rows and a picture."""
 
+import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tightfit.bench.kernels import Measurement
     from tightfit.bench.measure import Limits
 
+Row = dict[str, str]
 COLUMNS = ("peer", "ms (20 % to 80 %)", "of the limit", "extra memory", "first call", "difference")
 COLORS = {"tightfit": "#1f5fa8", "CUDA C++": "#4c9f70", "Liger": "#e0a458"}
 """Everything that is not ours or compared with by name is grey."""
@@ -66,10 +68,10 @@ def _table(title: str, case: list["Measurement"]) -> Table:
 
 
 def save_kernels(limits: "Limits", measurements: list["Measurement"], folder: Path, commit: str | None) -> Path:
-    """Append a row per measurement to `folder/kernels.csv` and draw `folder/kernels.png`."""
+    """Append a row per measurement to `folder/kernels.csv` and draw `folder/kernels.png` from all that it holds."""
     for m in measurements:
         append_row("kernels", _row(limits, m), folder=folder, commit=commit)
-    return draw_kernels(limits, measurements, folder / "kernels.png")
+    return draw_kernels(folder / "kernels.csv")
 
 
 def _row(limits: "Limits", m: "Measurement") -> dict[str, Any]:
@@ -89,43 +91,55 @@ def _row(limits: "Limits", m: "Measurement") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_kernels(limits: "Limits", measurements: list["Measurement"], path: Path) -> Path:
-    """One panel per case: how much of the limit each peer reaches, with its time."""
+def draw_kernels(results: Path) -> Path:
+    """A picture beside `results`: per case, how much of the limit each peer reaches, with its time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases = [(title, timed) for title, case in _by_case(measurements) if (timed := [m for m in case if m.timing])]
-    columns = 2 if len(cases) > 1 else 1
-    rows = -(-max(len(cases), 1) // columns)
+    cases, last = _newest(results)
+    columns = min(3, len(cases))
+    rows = -(-len(cases) // columns)
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(6.5 * columns, 0.8 + 2.1 * rows), squeeze=False, constrained_layout=True
+        rows, columns, figsize=(5.6 * columns, 0.9 + 1.9 * rows), squeeze=False, constrained_layout=True
     )
-    for panel, (title, case) in zip(axes.flat, cases, strict=False):
+    for panel, (title, case) in zip(axes.flat, cases.items(), strict=False):
         _draw_case(panel, title, case)
     for panel in axes.flat[len(cases) :]:
         panel.set_axis_off()
     figure.suptitle(
-        f"Forward and backward, share of what the machine's copy ({limits.copy_gb_s:,.0f} GB/s) "
-        f"or matrix product ({limits.gemm_tflop_s:,.0f} TFLOP/s) would allow"
+        f"{last['device']}, torch {last['torch']}: forward and backward, share of the time that its copy "
+        f"({float(last['copy_gb_s']):,.0f} GB/s)\nor matrix product ({float(last['gemm_tflop_s']):,.0f} TFLOP/s) "
+        "would need for the least possible work"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with durable_file(path) as file:
-        figure.savefig(file, format="png", dpi=130)
+    picture = results.with_suffix(".png")
+    with durable_file(picture) as file:
+        figure.savefig(file, format="png", dpi=110)
     pyplot.close(figure)
-    return path
+    return picture
 
 
-def _draw_case(panel: "Axes", title: str, case: list["Measurement"]) -> None:
-    shares = [100 * (m.share_of_limit or 0) for m in case]
-    colors = [next((c for name, c in COLORS.items() if m.peer.startswith(name)), "#b8b8b8") for m in case]
-    panel.barh([m.peer for m in case], shares, color=colors, height=0.7)
-    for index, (m, share) in enumerate(zip(case, shares, strict=True)):
-        assert m.timing is not None
-        panel.text(share + 1, index, f"{share:.0f} %  {m.timing.p50_ms:.3g} ms", va="center", fontsize=8)
+def _newest(results: Path) -> tuple[dict[str, dict[str, Row]], Row]:
+    """By case and peer, the newest row of the device measured last that has a time; and the last row."""
+    with results.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["device"] == rows[-1]["device"] and row["ms_p50"]:
+            title = f"{row['operation']}  {row['shape']}  {row['dtype']}"
+            cases.setdefault(title, {})[row["peer"]] = row
+    return cases, rows[-1]
+
+
+def _draw_case(panel: "Axes", title: str, case: dict[str, Row]) -> None:
+    shares = [100 * float(row["share_of_limit"]) for row in case.values()]
+    colors = [next((c for name, c in COLORS.items() if peer.startswith(name)), "#b8b8b8") for peer in case]
+    panel.barh(list(case), shares, color=colors, height=0.7)
+    for index, (row, share) in enumerate(zip(case.values(), shares, strict=True)):
+        panel.text(share + 1, index, f"{share:.0f} %  {float(row['ms_p50']):.3g} ms", va="center", fontsize=8)
     panel.axvline(100, color="#888888", linewidth=0.8, linestyle=":")
-    panel.set(xlim=(0, max(130, max(shares) + 30)), xticks=(0, 25, 50, 75, 100))
+    panel.set(xlim=(0, max(140, max(shares) + 40)), xticks=(0, 25, 50, 75, 100))
     panel.set_title(title, fontsize=9, loc="left")
     panel.invert_yaxis()
     panel.tick_params(labelsize=8)
