@@ -37,7 +37,7 @@ def layer_norm(
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y over the last dimension of x [..., W], of any strides; with `residual` [..., W], y and s = x + residual."""
-    if x.shape[-1] <= WIDEST and use_triton(impl, x):
+    if use_triton(impl, x) and x.shape[-1] <= WIDEST:
         y, s, _ = row_norm(x, weight, bias, residual, eps, 0.0, True)
         return y if residual is None else (y, s)
     s = x if residual is None else x + residual

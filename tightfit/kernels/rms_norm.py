@@ -39,7 +39,7 @@ def rms_norm(
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y over the last dimension of x [..., W], of any strides; with `residual` [..., W], y and s = x + residual."""
-    if x.shape[-1] <= WIDEST and use_triton(impl, x):
+    if use_triton(impl, x) and x.shape[-1] <= WIDEST:
         y, s, _ = row_norm(x, weight, None, residual, eps, offset, False)
         return y if residual is None else (y, s)
     if residual is None:

@@ -43,7 +43,7 @@ def rope(
     nothing else reads q and k afterwards; what had saved them for its own gradient raises in its backward pass.
     """
     _check(q, k, cos, sin)
-    if q.dtype != k.dtype or cos.requires_grad or not use_triton(impl, q):
+    if not use_triton(impl, q) or q.dtype != k.dtype or cos.requires_grad:
         return rope_eager(q, k, cos, sin, interleaved=interleaved)
     if inplace and not torch.compiler.is_compiling() and _is_writable(q) and _is_writable(k):
         return _RopeInPlace.apply(q, k, cos, sin, interleaved)
@@ -58,13 +58,14 @@ def rope_eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: b
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [B, heads, T, D] turned, in plain torch."""
     half = cos.shape[-1]
-    rest = [x[..., 2 * half :]] if 2 * half < x.shape[-1] else []
     if interleaved:
         a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        return torch.cat([pairs, *rest], dim=-1).to(x.dtype) if rest else pairs.to(x.dtype)
-    a, b = x[..., :half], x[..., half : 2 * half]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, *rest], dim=-1).to(x.dtype)
+        parts = [torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)]
+    else:
+        a, b = x[..., :half], x[..., half : 2 * half]
+        parts = [a * cos - b * sin, b * cos + a * sin]
+    made = torch.cat(parts if 2 * half == x.shape[-1] else [*parts, x[..., 2 * half :]], dim=-1)
+    return made if made.dtype == x.dtype else made.to(x.dtype)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
