@@ -1,0 +1,74 @@
+"""Compiles what our operators would launch, for a card that is not here: `python -m tests.kernels.launching 75 90`.
+
+The interpreter accepts much that Triton's compiler refuses. Each launch is caught and its kernel compiled for the given
+compute capabilities from the very arguments of that launch; a line per kernel says which, and the target of its PTX.
+Needs a process in which kernels are not interpreted.
+"""
+
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tightfit.kernels.glu
+import tightfit.kernels.rope
+import tightfit.kernels.row_norm
+from tightfit.kernels.triton_support import triton
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+
+
+def compile_launch(kernel: Any, arguments: dict[str, Any], warps: int, capability: int) -> Any:
+    """`kernel` as a launch with `arguments` would compile it."""
+    from triton.backends.compiler import GPUTarget
+
+    signature, constants, aligned = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+            continue
+        signature[parameter.name] = (
+            TYPES[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
+        )
+        if isinstance(value, Tensor) or (
+            isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+        ):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def catch_launches(capability: int) -> None:
+    """From now on launching a kernel compiles it and prints a line instead."""
+
+    def run(kernel: Any, *given: Any, grid: Any, warmup: bool, num_warps: int = 4, **constants: Any) -> None:
+        named = dict(zip(kernel.arg_names, given, strict=False)) | constants
+        made = compile_launch(kernel, named, num_warps, capability)
+        target = re.search(r"\.target (\w+)", made.asm["ptx"])
+        print(kernel.__module__, made.name, target and target[1])
+
+    triton.JITFunction.run = run
+
+
+def launch_everything(dtype: torch.dtype) -> None:
+    """Each operator, forward and backward, with and without its optional parts."""
+    ops = torch.ops.tightfit
+    x, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, dtype=dtype)
+    for bias, residual, centred in ((None, None, False), (weight, x, True)):
+        _, _, stats = ops.row_norm(x, weight, bias, residual, 1e-6, 0.0, centred)
+        ops.row_norm_backward(x, residual, x, weight, stats, 0.0, 2 if centred else 1)
+    for activation in tightfit.kernels.glu.ACTIVATIONS:
+        ops.glu_backward(x, x, x, activation)
+    ops.glu(x, None, "relu2", False)
+    q, k, table = torch.ones(2, 4, 8, 64, dtype=dtype), torch.ones(2, 2, 8, 64, dtype=dtype), torch.ones(1, 1, 8, 24)
+    for interleaved in (False, True):
+        ops.rope(q, k, table, table, interleaved, True)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        catch_launches(int(argument))
+        launch_everything(torch.float16 if int(argument) < 80 else torch.bfloat16)
