@@ -61,6 +61,11 @@ class Case:
     work: float
 
 
+def ready(function: Forward) -> MakePeer:
+    """A peer that needs no making."""
+    return lambda: function
+
+
 def compiled(function: Forward) -> MakePeer:
     """torch.compile of `function`, made anew, so that its first call compiles."""
 

@@ -21,6 +21,8 @@ OPERATIONS = {
     "rope": "tightfit.bench.elementwise:rope_cases",
     "glu": "tightfit.bench.elementwise:glu_cases",
     "cross_entropy": "tightfit.bench.losses:cross_entropy_cases",
+    "linear_cross_entropy": "tightfit.bench.projections:linear_cross_entropy_cases",
+    "attention": "tightfit.bench.attentions:attention_cases",
 }
 """Operation → the function that yields its cases; imported when asked for."""
 ROUNDS = 25
