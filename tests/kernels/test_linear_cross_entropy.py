@@ -325,14 +325,14 @@ def test_no_rows_at_all(impl):
     assert torch.autograd.grad(loss, weight)[0].abs().sum() == 0
 
 
-def test_chunks_fill_waves_of_tiles():
-    """132 processors, tiles of 128 × 256: 2 048 rows of 4 096 channels are 256 tiles, two waves all but full."""
-    assert chunk_rows(16384, 4096, 2339, 132, accumulates=True) == 2048
-    assert chunk_rows(16384, 4096, 4096, 132, accumulates=True) == 4096
-    assert chunk_rows(16384, 4096, 99999, 132, accumulates=True) == 16384
-    assert chunk_rows(16384, 4096, 100, 132, accumulates=True) == 100
-    assert chunk_rows(16384, 4096, 0, 132, accumulates=False) == 1
-    assert all(chunk_rows(n, 64, most, 8, accumulates=True) <= most for n in (300, 1000) for most in (128, 200, 299))
+def test_chunks_are_few_and_equal():
+    assert chunk_rows(16384, 6189) == 5632
+    assert chunk_rows(16384, 4096) == 4096
+    assert chunk_rows(16384, 2339) == 2048
+    assert chunk_rows(16384, 99999) == 16384
+    assert chunk_rows(16384, 100) == 100
+    assert chunk_rows(16384, 0) == 1
+    assert all(chunk_rows(n, most) <= most for n in (300, 1000, 5001) for most in (128, 256, 299, 700, 4999))
 
 
 def test_logits_may_stand_where_the_narrow_gradient_will():

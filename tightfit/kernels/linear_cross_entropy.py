@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.logit_chunks import Wanted, chunk_rows, padded, read_chunks
 from tightfit.kernels.logit_rows import IGNORED, LABEL, LARGEST, LOGSUMEXP, LossTerms, RowLabels
-from tightfit.kernels.operators import below_autograd, multiprocessors, on_device_of, operator
+from tightfit.kernels.operators import below_autograd, on_device_of, operator
 from tightfit.kernels.scaled_copy import scaled_copy
 from tightfit.kernels.sharded_weight import Projection, WeightShards, combiner, localize, sum_across
 from tightfit.kernels.triton_support import use_triton
@@ -27,7 +27,7 @@ from tightfit.kernels.triton_support import use_triton
 IGNORE = -100
 LinearCrossEntropyImpl = Literal["auto", "triton", "torch", "eager"]
 Reduction = Literal["sum", "mean", "none"]
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = 256 * 2**20
 """Logits held at a time, besides those that fit where the weight's gradient will be (see logit_chunks.py)."""
 FP16_LIFT = 256.0
 """Where float16 gradients of logits are held: p ≈ 1/V is subnormal in float16 from V = 16 384 on, 256 p is not."""
@@ -184,11 +184,7 @@ def rows_at_a_time(hidden: Tensor, weight: Tensor, chunk_bytes: int, *, weight_g
     narrow = weight.dtype != _wide(hidden)
     free_bytes = weight.numel() * weight.element_size() if weight_gradient and narrow and triton else 0
     most = (chunk_bytes + free_bytes) // (padded(weight.shape[0]) * logit_bytes)
-    if not hidden.is_cuda:
-        return max(1, most)
-    return chunk_rows(
-        hidden.shape[0], hidden.shape[1], most, multiprocessors(hidden.device), accumulates=weight_gradient
-    )
+    return chunk_rows(hidden.shape[0], most)
 
 
 def _lift(dtype: torch.dtype, row_gradient: Tensor) -> Tensor:

@@ -8,10 +8,8 @@ the weight's own dtype only in backward, and that tensor of V · H values, which
 Logits may take its place for free: H rows of them, besides the bytes a caller allows.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,10 +18,8 @@ from tightfit.kernels.logit_rows import Combine, LossTerms, RowLabels, read_rows
 
 ALIGNMENT = 64
 """Rows of logits start at multiples of 128 bytes (in bf16), whatever the vocabulary: GEMMs on odd strides crawl."""
-TILE_ROWS, TILE_COLUMNS = 128, 256
-ACCUMULATION_ROWS = 222
-"""A float32 accumulation takes as long as the three GEMMs of this many rows: 8 bytes per weight at 4.2 TB/s against
-6 operations per row and weight at 700 TFLOP/s (H200)."""
+TILE_ROWS = 256
+"""Chunks are whole tiles of the GEMMs; a ragged one costs as much as a whole one."""
 
 
 @dataclass(frozen=True)
@@ -59,27 +55,12 @@ def spans(total: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
 
 
-@lru_cache(maxsize=256)
-def chunk_rows(total: int, hidden_size: int, most: int, processors: int, *, accumulates: bool) -> int:
-    """Rows per chunk, at most `most`, for which GEMMs and accumulations of all `total` rows take least time.
-
-    The GEMM for ∂L/∂h has few tiles, rows/128 · H/256, each as long as the vocabulary. They run in waves of one per
-    processor, and a last wave of few tiles costs as much as a full one: at H = 4096 on 132 processors 2 048 rows fill
-    1.94 waves and take 2, 2 304 rows fill 2.18 and take 3.
-    """
+def chunk_rows(total: int, most: int) -> int:
+    """Rows per chunk, at most `most`, of as few chunks of one size as that allows."""
     if most >= total or most < TILE_ROWS:
         return max(1, min(most, total))
-    ideal = total / TILE_ROWS * hidden_size / TILE_COLUMNS / processors
-
-    def cost(rows: int) -> float:
-        tiles = [
-            math.ceil((s.stop - s.start) / TILE_ROWS) * math.ceil(hidden_size / TILE_COLUMNS)
-            for s in spans(total, rows)
-        ]
-        waves = sum(math.ceil(t / processors) for t in tiles)
-        return waves / ideal / 3 + (len(tiles) * ACCUMULATION_ROWS / total if accumulates else 0.0)
-
-    return min(range(most // TILE_ROWS * TILE_ROWS, 0, -TILE_ROWS), key=cost)
+    chunks = -(-total // (most // TILE_ROWS * TILE_ROWS))
+    return -(-total // (chunks * TILE_ROWS)) * TILE_ROWS
 
 
 def read_chunks(

@@ -26,7 +26,8 @@ LOGSUMEXP, LABEL, SUM, LARGEST = range(4)
 Combine = Callable[[Tensor], Tensor]
 """Statistics [4, rows] of this shard of the vocabulary → those of the whole vocabulary."""
 
-BLOCK, WARPS = 8192, 16
+BLOCK, WARPS = 4096, 8
+"""H200, 4 096 rows of 128 256: 0.78 ms; three passes over them at copy bandwidth are 0.74."""
 
 
 @dataclass(frozen=True)
