@@ -91,3 +91,17 @@ def test_gradient_checkpointing(family: str) -> None:
     for model in (plain, ours):
         model(**batch).loss.backward()
     torch.testing.assert_close(gradients(ours), gradients(plain), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("listened_to", [False, True])
+def test_what_an_mlp_keeps_for_backward(listened_to: bool) -> None:
+    """Gate and up; where somebody listens to a projection it is called, and then keeps its input too."""
+    _, ours = make_twins("llama")
+    mlp, heard, kept = ours.model.layers[0].mlp, [], []
+    if listened_to:
+        mlp.down_proj.register_forward_hook(lambda module, args, out: heard.append(out.shape))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        mlp(torch.randn(2, 5, 32))
+    assert len(heard) == listened_to
+    wide = [shape for shape in kept if shape[-1] == 48 and shape[:-1] != (32,)]
+    assert len(wide) == (4 if listened_to else 2)  # on a CPU act(gate) is kept as well

@@ -1,7 +1,8 @@
 """The feed-forward halves of Hugging Face models, through our kernels.
 
-Projections are called as the modules they are, so adapters, quantized layers and hooks on them keep working; what is
-fused lies between them: act(gate) · up.
+Where the three projections are plain linear layers that nobody listens to, they and what lies between them are one
+operation, which keeps less for backward. Otherwise they are called as the modules they are, so adapters, quantized
+layers and hooks on them keep working, and only act(gate) · up is fused.
 """
 
 from collections.abc import Iterator
@@ -9,11 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
 
 from tightfit.hf.replacement import Method, Replacement
+from tightfit.kernels.gated_mlp import gated_mlp
 from tightfit.kernels.glu import glu
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
@@ -69,11 +72,29 @@ class TanhGelu:
 @cache
 def _gated_mlp(projections: tuple[str, ...], activation: Activation, impl: Impl) -> Method:
     def forward(self: Any, x: Tensor) -> Tensor:
+        linears = [getattr(self, name) for name in (*projections, "down_proj")]
+        if len(linears) == 3 and _is_plain_training(x) and all(_is_bare(linear, x.dtype) for linear in linears):
+            gate, up, down = (linear.weight for linear in linears)
+            return gated_mlp(x, gate, up, down, activation, impl=impl)
         made = [getattr(self, name)(x) for name in projections]
         gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
         return self.down_proj(glu(gate, up, activation, impl=impl))
 
     return forward
+
+
+def _is_plain_training(x: Tensor) -> bool:
+    """Gradients will be wanted, nothing is traced (a compiler chooses itself what to keep) and no dtype is swapped."""
+    traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return torch.is_grad_enabled() and not traced
+
+
+def _is_bare(linear: Any, dtype: torch.dtype) -> bool:
+    """Whether calling this module does nothing but multiply by a weight of this dtype."""
+    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear) or linear.bias is not None:
+        return False
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    return not any(hooks) and type(linear.weight) is nn.Parameter and linear.weight.dtype == dtype
 
 
 @cache

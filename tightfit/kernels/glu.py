@@ -73,7 +73,7 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
 
 
 @triton.jit
-def _activated(g, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+def activated(g, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """act(g) and act'(g)."""
     if ACTIVATION == "silu":
         share = tl.sigmoid(g)
@@ -109,7 +109,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     row, block = _place(blocks)
     col = block * BLOCK + tl.arange(0, BLOCK)
     here = col < width
-    y, _ = _activated(tl.load(gate_ptr + row * gate_stride + col, mask=here).to(tl.float32), ACTIVATION)
+    y, _ = activated(tl.load(gate_ptr + row * gate_stride + col, mask=here).to(tl.float32), ACTIVATION)
     if HAS_UP:
         y *= tl.load(up_ptr + row * up_stride + col, mask=here).to(tl.float32)
     tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=here)
@@ -125,7 +125,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     col = block * BLOCK + tl.arange(0, BLOCK)
     here = col < width
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=here).to(tl.float32)
-    value, slope = _activated(tl.load(gate_ptr + row * gate_stride + col, mask=here).to(tl.float32), ACTIVATION)
+    value, slope = activated(tl.load(gate_ptr + row * gate_stride + col, mask=here).to(tl.float32), ACTIVATION)
     if HAS_UP:
         up = tl.load(up_ptr + row * up_stride + col, mask=here).to(tl.float32)
         tl.store(d_up_ptr + row * d_up_stride + col, (dy * value).to(d_up_ptr.dtype.element_ty), mask=here)

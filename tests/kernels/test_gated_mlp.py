@@ -1,0 +1,71 @@
+"""The gated MLP that does not keep its product, against float64 and plain torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
+from tightfit.errors import UserError
+from tightfit.kernels.gated_mlp import gated_mlp, gated_mlp_eager
+
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]
+
+
+def tensors(shape: tuple[int, ...], width: int, dtype: torch.dtype) -> list[Tensor]:
+    size = shape[-1]
+    sizes = [shape, (width, size), (width, size), (size, width)]
+    return [torch.randn(each, dtype=torch.float64, device=DEVICE).to(dtype) for each in sizes]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_worse_than_eager(dtype, activation, impl):
+    given = tensors((3, 7, 10), 701, dtype)
+    found = both_ways(lambda *t: gated_mlp(*t, activation, impl=impl), given, dtype)
+    eager, truth = (both_ways(lambda *t: gated_mlp_eager(*t, activation), given, to) for to in (dtype, torch.float64))
+    assert_no_worse(found, eager, truth)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (3,), (1, 2, 3)], ids=str)
+def test_only_the_gradients_that_are_asked_for(frozen):
+    given = tensors((5, 6), 9, torch.float32)
+    leaves = [t.clone().requires_grad_(i not in frozen) for i, t in enumerate(given)]
+    wanted = [t for i, t in enumerate(leaves) if i not in frozen]
+    found, eager = (
+        torch.autograd.grad(run(*leaves).sum(), wanted)
+        for run in (lambda *t: gated_mlp(*t, impl="triton"), gated_mlp_eager)
+    )
+    torch.testing.assert_close(found, eager)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_kept_graph_can_be_used_again(impl):
+    leaves = [t.requires_grad_() for t in tensors((5, 6), 9, torch.float32)]
+    y = gated_mlp(*leaves, impl=impl)
+    gradient = torch.randn_like(y)
+    first = torch.autograd.grad(y, leaves, gradient, retain_graph=True)
+    second = torch.autograd.grad(y, leaves, gradient)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_stays_for_backward():
+    """x, gate and up, and the weights themselves."""
+    leaves = [t.requires_grad_() for t in tensors((5, 6), 9, torch.float32)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        gated_mlp(*leaves, impl="triton").sum().backward()
+    assert sorted(kept) == sorted([(5, 6), (5, 9), (5, 9), (9, 6), (9, 6), (6, 9)])
+
+
+def test_empty():
+    leaves = [t.requires_grad_() for t in tensors((0, 6), 9, torch.float32)]
+    gated_mlp(*leaves, impl="triton").sum().backward()
+    assert all((leaf.grad == 0).all() for leaf in leaves)
+
+
+def test_shapes_and_dtypes_that_do_not_fit():
+    x, gate, up, down = tensors((5, 6), 9, torch.float32)
+    for bad in ((x, gate, up, gate), (x[:, 1:], gate, up, down), (x, gate, up.half(), down)):
+        with pytest.raises(UserError, match=r"gated_mlp got .*; give x \[\.\.\., H\] and weights"):
+            gated_mlp(*bad)
