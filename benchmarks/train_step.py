@@ -47,7 +47,7 @@ class Case:
 
 
 CASES = {
-    "cpu": Case("smollm2-135m", 1, 256, "cpu", torch.float32, 8, True),
+    "cpu": Case("nano-llama", 8, 256, "cpu", torch.float32, 30, True),
     "cpu-tiny": Case("tiny-llama", 2, 64, "cpu", torch.float32, 4, True),
     "h200-1b": Case("llama-3.2-1b", 2, 8192, "cuda", torch.bfloat16, 12, False),
     "h200-8b": Case("llama-3.1-8b", 1, 8192, "cuda", torch.bfloat16, 6, False),

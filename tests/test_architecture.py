@@ -73,15 +73,20 @@ def test_no_module_initialises_cuda() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("arguments", [["-c", "import tightfit"], ["-m", "tightfit", "--help"]])
-def test_starting_is_quick(arguments: list[str]) -> None:
-    """Under 0.3 s on an idle machine; the best of five, as this one is shared."""
+def seconds_to_run(*arguments: str) -> float:
+    """The best of seven, as the machine may be shared."""
     seconds = []
-    for _ in range(5):
+    for _ in range(7):
         began = time.perf_counter()
         subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
         seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.3
+    return min(seconds)
+
+
+@pytest.mark.parametrize("arguments", [["-c", "import tightfit"], ["-m", "tightfit", "--help"]])
+def test_starting_is_quick(arguments: list[str]) -> None:
+    """Under 0.3 s where a bare interpreter needs 0.035: counted in bare starts, which a busy machine slows as well."""
+    assert seconds_to_run(*arguments) < 0.3 / 0.035 * seconds_to_run("-c", "pass")
 
 
 def test_files_and_functions_stay_readable() -> None:

