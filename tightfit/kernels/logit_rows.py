@@ -104,24 +104,27 @@ def _read_rows_torch(
     z = z if not terms.softcap else torch.tanh(z.to(wide) / terms.softcap) * terms.softcap
     held = (labels.targets >= 0)[:, None]
     column = labels.targets.clamp(min=0)[:, None]
-    p = torch.softmax(z, -1, dtype=wide)
     largest, where = z.max(-1, keepdim=True)
-    own = largest.to(wide) - p.gather(-1, where).log()
     label = z.gather(-1, column).to(wide).masked_fill(~held, 0.0)
-    logits_sum = z.sum(-1, keepdim=True, dtype=wide) if terms.label_smoothing else torch.zeros_like(own)
+    logits_sum = z.sum(-1, keepdim=True, dtype=wide) if terms.label_smoothing else torch.zeros_like(label)
+    overwrites = with_gradient and z is logits and logits.dtype == wide  # fresh memory costs as much as the softmax
+    p = torch.softmax(z, -1, out=logits) if overwrites else torch.softmax(z, -1, dtype=wide)
+    own = largest.to(wide) - p.gather(-1, where).log()
     statistics = torch.cat([own, label, logits_sum, largest.to(wide)], dim=1).T
     statistics = statistics if combine is None else combine(statistics)
     if not with_gradient:
         return statistics
     total = statistics[LOGSUMEXP][:, None]
-    p *= (own - total).exp() * (1 + 2 * terms.z_loss * total)
-    p.scatter_add_(-1, column, held.to(wide) * (terms.label_smoothing - 1))
-    p -= terms.label_smoothing / labels.vocabulary
+    counted = (labels.targets != IGNORED)[:, None]
+    weight = torch.where(counted, labels.row_gradient.view(-1, 1).to(wide) * terms.scale, 0.0)
+    p *= (own - total).exp() * (1 + 2 * terms.z_loss * total) * weight
+    p.scatter_add_(-1, column, held.to(wide) * (terms.label_smoothing - 1) * weight)
+    if terms.label_smoothing:
+        p -= terms.label_smoothing / labels.vocabulary * weight
     if terms.softcap:
         p *= 1 - (z / terms.softcap) ** 2
-    counted = (labels.targets != IGNORED)[:, None]
-    p *= torch.where(counted, labels.row_gradient.view(-1, 1).to(wide) * terms.scale, 0.0)
-    logits.copy_(p)
+    if not overwrites:
+        logits.copy_(p)
     return statistics
 
 
