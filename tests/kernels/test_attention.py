@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.truth import HAS_GPU
 from tightfit.errors import UserError
@@ -84,7 +85,7 @@ def run(impl: str, shape: dict, setting: dict, heads: int = 4) -> tuple[Tensor, 
 def test_plain_implementations_follow_the_definition(shape, setting):
     query, key, value = (x.detach() for x in qkv(**shape))
     wanted = by_hand(query, key, value, 0.3, **setting)
-    for impl in ("sdpa", "eager", "auto"):
+    for impl in ("sdpa", "eager", "auto", "rule"):
         assert torch.allclose(run(impl, shape, setting)[0], wanted, atol=1e-5), impl
 
 
@@ -125,7 +126,7 @@ def test_fused_backends_refuse_what_they_would_get_wrong(impl, setting):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="attention is 'fast'; give one of auto, sdpa"):
+    with pytest.raises(UserError, match="attention is 'fast'; give one of auto, rule, sdpa"):
         run("fast", SHAPES["square"], {})
     with pytest.raises(UserError, match="key/value cache"):
         run("flex", SHAPES["few-of-many"], {})
@@ -135,7 +136,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str,
     """Pretend that tensors are on a GPU where candidates take as long as given; returns the names measured."""
     measured: list[str] = []
 
-    def timed(candidates, like, *, gradients, into):
+    def timed(candidates, like, *, gradients):
         measured.extend(name for name in candidates if name in milliseconds)
         return {name: milliseconds[name] for name in candidates if name in milliseconds}
 
@@ -190,6 +191,47 @@ def test_a_rule_decides_where_measuring_cannot(monkeypatch, tmp_path):
     assert attention_backend(query[:, :, :1], key, Visibility(1, 13, CPU)) == "sdpa"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert backend_of() == "triton"
+
+
+def test_the_rule_does_not_measure(monkeypatch, tmp_path):
+    measured = on_gpu(monkeypatch, tmp_path / "attention.json", {"triton": 1.0})
+    taken = []
+    monkeypatch.setattr(module, "flash_attention", lambda query, *_, **__: taken.append("triton") or query)
+    monkeypatch.setattr(module, "_sdpa", lambda query, *_: taken.append("sdpa") or query)
+    query, key, value = qkv(13, 13)
+    for documents in (None, packed(13)):
+        attention(query, key, value, Visibility(13, 13, CPU, documents), scale=1.0, impl="rule")
+    assert taken == ["sdpa", "triton"]
+    assert measured == []
+
+
+def test_measuring_inside_a_checkpoint_leaves_no_trace(monkeypatch, tmp_path):
+    """Hooks that keep what a layer saves must not see the measurement, which recomputing does not repeat."""
+    measure, measured = attention_choice.measure, []
+
+    def run_once(candidate, tensors, given):
+        torch.autograd.grad(candidate(*tensors), tensors, given)
+        measured.append(1)
+        return 1.0
+
+    on_gpu(monkeypatch, tmp_path / "attention.json", {})
+    monkeypatch.setattr(attention_choice, "measure", measure)
+    monkeypatch.setattr(attention_choice, "_median_ms", run_once)
+    query, key, value = (x.half().detach().requires_grad_() for x in qkv(13, 13, dim=16))
+    visible = Visibility(13, 13, CPU)
+    state = torch.get_rng_state()
+
+    def layer(impl: str) -> tuple[Tensor, ...]:
+        out = checkpoint(
+            lambda *x: attention(*x, visible, scale=0.3, impl=impl), query, key, value, use_reentrant=False
+        )
+        return torch.autograd.grad(out.float().square().sum(), (query, key, value))
+
+    found = layer("auto")
+    assert measured
+    assert torch.equal(torch.get_rng_state(), state)
+    wanted = layer(attention_backend(query, key, visible))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_cpus_take_sdpa():

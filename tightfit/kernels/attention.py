@@ -3,7 +3,8 @@
 No backend is the fastest everywhere, and few can do everything. PyTorch's fused ones (cuDNN, FlashAttention, the memory
 efficient one) do plain causal attention; FlexAttention and our own flash attention also do windows, documents and soft
 caps without a T × T mask. "auto" measures those that fit, once per card and class of shapes (attention_choice.py), and
-`attention_backend` says which it takes. Where nothing can be measured (CPUs, tracing, simulation) a rule chooses.
+`attention_backend` says which it takes. Where nothing can be measured (CPUs, tracing, simulation), and with "rule"
+everywhere, a rule chooses: PyTorch's own choice for plain attention, our kernel for the rest.
 """
 
 from functools import lru_cache
@@ -23,7 +24,7 @@ from tightfit.kernels.visibility import Visibility, documents_between
 __all__ = ["AttentionImpl", "Visibility", "attention", "attention_backend", "attention_eager", "documents_between"]
 
 Backend = Literal["sdpa", "cudnn", "flash", "efficient", "flex", "triton", "eager"]
-AttentionImpl = Literal["auto", "sdpa", "cudnn", "flash", "efficient", "flex", "triton", "eager"]
+AttentionImpl = Literal["auto", "rule", "sdpa", "cudnn", "flash", "efficient", "flex", "triton", "eager"]
 SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,7 +45,11 @@ def attention(
 ) -> Tensor:
     """softmax(cap(scale · QKᵀ) where `visible`) V for query [B, heads, Tq, D], key and value [B, kv_heads, Tk, D]."""
     window = visible.narrowing(window)
-    backend: Backend = _auto(query, key, visible, window, softcap) if impl == "auto" else impl
+    backend: Backend
+    if impl == "auto" or impl == "rule":
+        backend = _choose(query, key, visible, window, softcap, measuring=impl == "auto")
+    else:
+        backend = impl
     if backend == "eager" or (backend == "sdpa" and softcap is not None):
         return attention_eager(query, key, value, visible.mask(window, explicit=True), scale=scale, softcap=softcap)
     if backend == "triton":
@@ -68,7 +73,7 @@ def attention_backend(
     query: Tensor, key: Tensor, visible: Visibility, *, window: int | None = None, softcap: float | None = None
 ) -> Backend:
     """What impl="auto" takes for tensors like these; asking measures, where that has not been done yet."""
-    return _auto(query, key, visible, visible.narrowing(window), softcap)
+    return _choose(query, key, visible, visible.narrowing(window), softcap, measuring=True)
 
 
 def attention_eager(
@@ -124,16 +129,17 @@ def _flex_attention(
     )  # fmt: skip
 
 
-def _auto(query: Tensor, key: Tensor, visible: Visibility, window: int | None, softcap: float | None) -> Backend:
-    """A rule, and a measurement where there are several that the rule cannot rank."""
-    ours = use_triton("auto", query) and query.shape[3] <= LARGEST_HEAD
-    plain = softcap is None and visible.is_plain(window)
-    if not ours or visible.queries == 1:
+def _choose(
+    query: Tensor, key: Tensor, visible: Visibility, window: int | None, softcap: float | None, *, measuring: bool
+) -> Backend:
+    """A rule, and a measurement where there are several that it cannot rank."""
+    if not (use_triton("auto", query) and query.shape[3] <= LARGEST_HEAD) or visible.queries == 1:
         return "sdpa"
     if torch.are_deterministic_algorithms_enabled():
         return "triton"
+    plain = softcap is None and visible.is_plain(window)
     rule: Backend = "sdpa" if plain else "triton"
-    if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter) or not visible.is_square:
+    if not (measuring and visible.is_square and _is_measurable(query)):
         return rule
     asked = Asked.about(query, key, window is not None, softcap is not None, visible.documents is not None)
 
@@ -144,3 +150,9 @@ def _auto(query: Tensor, key: Tensor, visible: Visibility, window: int | None, s
 
     fitting: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "triton") if plain else ("triton", "flex")
     return chosen(asked, {name: candidate(name) for name in fitting}, (query, key), otherwise=rule)
+
+
+def _is_measurable(x: Tensor) -> bool:
+    """Whether work on `x` can be timed: not while tracing, simulating or capturing a graph."""
+    real = type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    return real and not (x.is_cuda and torch.cuda.is_current_stream_capturing())

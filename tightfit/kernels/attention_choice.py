@@ -5,13 +5,15 @@ there is a window, a cap, documents, and whether gradients are wanted. Each cand
 shapes at hand, with its backward pass where one will come; the fastest median wins, the first of equals. What was
 found is kept for the process and in a file for the next one, so that a choice, once made on a machine, stays.
 Measuring takes milliseconds, but FlexAttention, a candidate where there is a window, a cap or documents, is compiled
-first: some ten seconds, once per machine.
+first: some ten seconds, once per machine. It happens in a thread of its own with random numbers of its own: what is set
+for the caller's thread (hooks of activation checkpointing, autocast, gradient mode) neither sees nor touches it.
 """
 
 import contextlib
 import json
 import statistics
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tightfit.durable import durable_file
+from tightfit.kernels.operators import on_device_of
 
 CACHE = Path("~/.cache/tightfit/attention.json")
 WARM_UPS, ROUNDS = 3, 7
@@ -68,7 +71,10 @@ def chosen(asked: Asked, candidates: Mapping[Name, Candidate], like: tuple[Tenso
     if asked not in _known:
         kept = _read().get(asked.text)
         if kept is None or kept not in candidates:
-            kept = fastest(measure(candidates, like, gradients=asked.gradients, into=asked)) or otherwise
+            with ThreadPoolExecutor(1) as apart:
+                times = apart.submit(measure, candidates, like, gradients=asked.gradients).result()
+            _measured[asked] = times
+            kept = fastest(times) or otherwise
             _keep(asked, kept)
         _known[asked] = kept
     found: Any = _known[asked]
@@ -89,27 +95,24 @@ def fastest(times: Mapping[str, float]) -> str | None:
     return best
 
 
-def measure(
-    candidates: Mapping[Any, Candidate], like: tuple[Tensor, Tensor], *, gradients: bool, into: Asked | None = None
-) -> dict[str, float]:
+def measure(candidates: Mapping[Any, Candidate], like: tuple[Tensor, Tensor], *, gradients: bool) -> dict[str, float]:
     """Median milliseconds of each candidate that runs at all, on random tensors like query and key."""
     query, key = like
     times: dict[str, float] = {}
-    with torch.enable_grad() if gradients else torch.no_grad():
-        tensors = [_random_like(x, gradients) for x in (query, key, key)]
-        given = _random_like(query, False)
+    generator = torch.Generator(query.device).manual_seed(0)
+    with torch.enable_grad() if gradients else torch.no_grad(), on_device_of(query):
+        tensors = [_random_like(x, generator).requires_grad_(gradients) for x in (query, key, key)]
+        given = _random_like(query, generator) if gradients else None
         for name, candidate in candidates.items():
             # Unsupported shapes and cards raise RuntimeError, failed compilations all kinds of errors.
             with contextlib.suppress(Exception):
-                times[name] = _median_ms(candidate, tensors, given if gradients else None)
-    if into is not None:
-        _measured[into] = times
+                times[name] = _median_ms(candidate, tensors, given)
     return times
 
 
-def _random_like(x: Tensor, gradients: bool) -> Tensor:
+def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
     """Random numbers in the layout of x: [B, heads, T, D] is mostly a view of [B, T, heads, D]."""
-    return torch.empty_like(x, requires_grad=False).normal_().requires_grad_(gradients)
+    return torch.empty_like(x, requires_grad=False).normal_(generator=generator)
 
 
 def _median_ms(candidate: Candidate, tensors: list[Tensor], given: Tensor | None) -> float:
