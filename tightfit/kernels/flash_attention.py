@@ -18,7 +18,16 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.flash_attention_backward import attend_backward
-from tightfit.kernels.flash_blocks import Problem, capability, capped_scores, first_key, load_rows, passes, store_rows
+from tightfit.kernels.flash_blocks import (
+    Blocks,
+    Problem,
+    capability,
+    capped_scores,
+    first_key,
+    load_rows,
+    passes,
+    store_rows,
+)
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
 from tightfit.kernels.triton_support import tl, triton
 
@@ -60,7 +69,7 @@ def _with_contiguous_heads(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _like_rows(x: Tensor) -> Tensor:
+def like_rows(x: Tensor) -> Tensor:
     """Uninitialized [B, heads, T, D] in the layout [B, T, heads, D], as projections make and take it."""
     B, heads, T, D = x.shape
     return x.new_empty(B, T, heads, D).transpose(1, 2)
@@ -69,21 +78,25 @@ def _like_rows(x: Tensor) -> Tensor:
 def _run(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and log2 of each row's softmax denominator [B, heads, Tq]."""
     query, key, value = (_with_contiguous_heads(x) for x in (query, key, value))
-    problem = Problem(scale, window, softcap, bounds)
-    (B, heads, queries, D), keys = query.shape, key.shape[2]
-    out = _like_rows(query)
+    blocks = passes(query.shape[3], query.dtype, capability(query.device)).forward
+    with on_device_of(query):
+        return attend(query, key, value, Problem(scale, window, softcap, bounds), blocks)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, problem: Problem, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Attention, and log2 of each row's softmax denominator [B, heads, Tq]."""
+    (B, heads, queries, _), (kv_heads, keys) = query.shape, key.shape[1:3]
+    out = like_rows(query)
     logs = torch.empty(B, heads, queries, device=query.device, dtype=torch.float32)
-    blocks = passes(D, query.dtype, capability(query.device)).forward
     if out.numel():
-        with on_device_of(query):
-            forward_kernel[(B * heads, triton.cdiv(queries, blocks.queries))](
-                query, key, value, out, logs, logs if bounds is None else bounds,
-                *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
-                heads, heads // key.shape[1], queries, keys, window, *problem.factors(), **problem.constants(query),
-                BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
-            )  # fmt: skip
+        forward_kernel[(B * heads, triton.cdiv(queries, blocks.queries))](
+            query, key, value, out, logs, logs if problem.bounds is None else problem.bounds,
+            *(stride for x in (query, key, value, out) for stride in x.stride()[:3]),
+            heads, heads // kv_heads, queries, keys, problem.window, *problem.factors(),
+            **problem.constants(query), BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
     return out, logs
 
 
@@ -92,7 +105,7 @@ def _run_backward(
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     query, key, value, d_out = (_with_contiguous_heads(x) for x in (query, key, value, d_out))
-    made = (_like_rows(query), _like_rows(key), _like_rows(value))
+    made = (like_rows(query), like_rows(key), like_rows(value))
     if out.numel():
         with on_device_of(query):
             attend_backward(d_out, query, key, value, out, logs, Problem(scale, window, softcap, bounds), made)
@@ -100,11 +113,11 @@ def _run_backward(
 
 
 def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return like_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_rows(query), _like_rows(key), _like_rows(value)
+    return like_rows(query), like_rows(key), like_rows(value)
 
 
 class _Gradient(torch.autograd.Function):

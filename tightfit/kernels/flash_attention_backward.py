@@ -7,13 +7,50 @@ block of queries and walks over the keys they see. Seven products instead of the
 would have to be summed by atomic additions, in an order that differs from run to run.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tightfit.kernels.flash_blocks import Problem, capability, capped_scores, first_key, load_rows, passes, store_rows
+from tightfit.kernels.flash_blocks import (
+    Blocks,
+    Problem,
+    capability,
+    capped_scores,
+    first_key,
+    load_rows,
+    passes,
+    store_rows,
+)
 from tightfit.kernels.triton_support import tl, triton
 
 ROWS_OF_DELTAS = 64
+
+
+@dataclass(frozen=True)
+class Given:
+    """What both kernels read."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    d_out: Tensor
+    logs: Tensor
+    deltas: Tensor
+    problem: Problem
+
+    def launch(self, kernel: Any, grid: tuple[int, int], made: tuple[Tensor, ...], blocks: Blocks) -> None:
+        """Run `kernel` to write gradients into `made`."""
+        read, problem = (self.query, self.key, self.value, self.d_out), self.problem
+        (_, heads, queries, _), (kv_heads, keys) = self.query.shape, self.key.shape[1:3]
+        kernel[grid](
+            *read, self.logs, self.deltas, self.logs if problem.bounds is None else problem.bounds, *made,
+            *(stride for x in (*read, *made) for stride in x.stride()[:3]),
+            heads, heads // kv_heads, queries, keys, problem.window, problem.scale, *problem.factors(),
+            **problem.constants(self.query), BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
 
 
 def attend_backward(
@@ -21,29 +58,33 @@ def attend_backward(
     made: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Write the gradients of query, key and value into `made`."""
-    (B, heads, queries, D), (kv_heads, keys) = query.shape, key.shape[1:3]
     d_query, d_key, d_value = made
-    blocks = passes(D, query.dtype, capability(query.device))
-    constants, sizes = problem.constants(query), (heads, heads // kv_heads, queries, keys, problem.window)
-    deltas = torch.empty_like(logs)
+    blocks = passes(query.shape[3], query.dtype, capability(query.device))
+    given = Given(query, key, value, d_out, logs, _deltas(out, d_out), problem)
+    write_key_gradients(given, d_key, d_value, blocks.key_gradients)
+    write_query_gradients(given, d_query, blocks.query_gradients)
+
+
+def write_key_gradients(given: Given, d_key: Tensor, d_value: Tensor, blocks: Blocks) -> None:
+    """∂K and ∂V."""
+    B, kv_heads, keys, _ = d_key.shape
+    given.launch(key_gradient_kernel, (B * kv_heads, triton.cdiv(keys, blocks.keys)), (d_key, d_value), blocks)
+
+
+def write_query_gradients(given: Given, d_query: Tensor, blocks: Blocks) -> None:
+    """∂Q."""
+    B, heads, queries, _ = d_query.shape
+    given.launch(query_gradient_kernel, (B * heads, triton.cdiv(queries, blocks.queries)), (d_query,), blocks)
+
+
+def _deltas(out: Tensor, d_out: Tensor) -> Tensor:
+    B, heads, queries, D = out.shape
+    deltas = torch.empty(B, heads, queries, device=out.device, dtype=torch.float32)
     delta_kernel[(B * heads, triton.cdiv(queries, ROWS_OF_DELTAS))](
         out, d_out, deltas, *out.stride()[:3], *d_out.stride()[:3], heads, queries,
-        D=D, BLOCK_D=constants["BLOCK_D"], BLOCK_Q=ROWS_OF_DELTAS,
+        D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_Q=ROWS_OF_DELTAS,
     )  # fmt: skip
-    shared = (query, key, value, d_out, logs, deltas, logs if problem.bounds is None else problem.bounds)
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3])
-    held = blocks.key_gradients
-    key_gradient_kernel[(B * kv_heads, triton.cdiv(keys, held.keys))](
-        *shared, d_key, d_value, *strides, *d_key.stride()[:3], *d_value.stride()[:3],
-        *sizes, problem.scale, *problem.factors(), **constants,
-        BLOCK_Q=held.queries, BLOCK_K=held.keys, num_warps=held.warps, num_stages=held.stages,
-    )  # fmt: skip
-    held = blocks.query_gradients
-    query_gradient_kernel[(B * heads, triton.cdiv(queries, held.queries))](
-        *shared, d_query, *strides, *d_query.stride()[:3],
-        *sizes, problem.scale, *problem.factors(), **constants,
-        BLOCK_Q=held.queries, BLOCK_K=held.keys, num_warps=held.warps, num_stages=held.stages,
-    )  # fmt: skip
+    return deltas
 
 
 @triton.jit(do_not_specialize=["heads", "queries"])

@@ -1,8 +1,11 @@
 """What forward and backward of flash attention share: the problem's description, block sizes, and a block's scores.
 
 Block sizes are rows of queries × rows of keys. They are a table, not a search: searching costs seconds of compiling at
-the first call of every shape and may choose differently every time. Hopper's entries were chosen by
-`benchmarks/flash_blocks.py` on an H200.
+the first call of every shape and may choose differently every time. Hopper's entries for heads of 64 and 128 are the
+fastest that `benchmarks/flash_blocks.py` found on an H200 (rows in benchmarks/results); the others compile without
+spilling registers and fit the shared memory, but have not been timed. What the times taught: two programs of four warps
+on a processor beat one of eight, as one multiplies while the other takes exponentials; two stages are one buffer, which
+overlaps nothing, so three pay where shared memory still allows two programs.
 """
 
 from dataclasses import dataclass
@@ -36,9 +39,9 @@ class Passes:
 
 
 HOPPER = {
-    64: Passes(Blocks(128, 128, 8, 2), Blocks(64, 128, 8, 3), Blocks(128, 64, 8, 3)),
-    128: Passes(Blocks(128, 128, 8, 2), Blocks(64, 128, 8, 2), Blocks(128, 64, 8, 3)),
-    256: Passes(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
+    64: Passes(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
+    128: Passes(Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 3)),
+    256: Passes(Blocks(128, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(128, 32, 8, 2)),
 }
 AMPERE = {
     64: Passes(Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
