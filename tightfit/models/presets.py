@@ -152,7 +152,7 @@ PRESETS: dict[str, Row] = {
     "smollm2-360m": _row(_SMOLLM2, 960, 2560, 32, 15, 5),
     "smollm2-1.7b": _row(_SMOLLM2, 2048, 8192, 24, 32, 32, rope_theta=130_000.0),
     "nano-llama": _row(
-        _TINY, 96, 288, 4, 3, 3, model_type="llama", vocab_size=4096, max_position_embeddings=1024,
+        _TINY, 96, 288, 3, 3, 3, model_type="llama", vocab_size=4096, max_position_embeddings=1024,
         tie_word_embeddings=True,
     ),
     "tiny-llama": _row(_TINY, 64, 128, 3, 4, 2, model_type="llama"),
