@@ -26,7 +26,7 @@ from tightfit.models.spec import ModelSpec, Rope
 class Implementations:
     """Which implementation of each operation the decoder calls."""
 
-    attention: AttentionImpl = "rule"
+    attention: AttentionImpl = "sdpa"
     linear_cross_entropy: LinearCrossEntropyImpl = "auto"
     norm: Impl = "auto"
     rope: Impl = "auto"
