@@ -42,9 +42,11 @@ def job_fields() -> str:
 
 
 def train_step() -> str:
-    """The newest measurement of each case of benchmarks/train_step.py and implementation."""
-    with (RESULTS / "train_step.csv").open(encoding="utf-8", newline="") as file:
-        newest = {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
+    """The newest measurement of each case and implementation of benchmarks/train_step.py and hf_step.py."""
+    newest: dict[tuple[str, str], dict[str, str]] = {}
+    for name in ("train_step.csv", "hf_step.csv"):
+        with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+            newest |= {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
     rows = []
     for (case, who), row in sorted(newest.items(), key=lambda item: (item[0][0], item[0][1] == "tightfit")):
         baseline = newest[case, "huggingface"]
