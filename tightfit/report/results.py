@@ -5,6 +5,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def _conditions(commit: str | None) -> dict[str, str]:
     }
 
 
+@cache  # before the first row changes the checkout
 def current_commit() -> str:
     """The short commit of the checkout this package runs from, marked when it has changes; else the version."""
     here = Path(__file__)
