@@ -48,7 +48,7 @@ MISTAKES = [
     (["optimizer.betas=[0.9,1.0]"], ["betas", "1.0", "below 1"]),
     (["epochs=1"], ["steps is 10", "epochs is 1", "exactly one"]),
     (["steps="], ["exactly one"]),
-    (["global_batch=10", "micro_batch=4"], ["global_batch 10", "micro_batch 4"]),
+    (["global_batch=10", "layout.micro_batch=4"], ["global_batch 10", "layout.micro_batch 4"]),
     (["schedule.warmup_steps=11"], ["warmup_steps", "11", "10 steps"]),
     (["precision=int3"], ["precision", "'int3'", "'bf16'"]),
     (["data.held_out=0.9"], ["held_out", "0.9"]),

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
-from tightfit.kernels.gated_mlp import gated_mlp, gated_mlp_eager
+from tightfit.kernels.gated_mlp import can_be_one, gated_mlp, gated_mlp_eager
+from tightfit.models.mlp import Mlp
+from tightfit.models.presets import preset
 
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]
 
@@ -69,3 +71,34 @@ def test_shapes_and_dtypes_that_do_not_fit():
     for bad in ((x, gate, up, gate), (x[:, 1:], gate, up, down), (x, gate, up.half(), down)):
         with pytest.raises(UserError, match=r"gated_mlp got .*; give x \[\.\.\., H\] and weights"):
             gated_mlp(*bad)
+
+
+def kept_of_size(count, run):
+    """How many tensors of `count` elements `run` leaves for its backward pass."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        run()
+    return kept.count(count)
+
+
+def test_the_decoders_mlp_is_one_operation_where_kernels_run():
+    spec = preset("tiny-llama")
+    ours, plain = (Mlp(spec, 24, impl).to(DEVICE) for impl in ("triton", "torch"))
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, spec.hidden_size, device=DEVICE)
+    assert kept_of_size(2 * 5 * 24, lambda: ours(x)) == 2
+    assert kept_of_size(2 * 5 * 24, lambda: plain(x)) > 2
+    found, wanted = (torch.autograd.grad(m(x)[0].square().sum(), list(m.parameters())) for m in (ours, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_modules_that_do_more_than_multiply_are_called():
+    x, plain = torch.randn(3, 4), torch.nn.Linear(4, 4, bias=False)
+    hooked, replaced = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    hooked.register_forward_hook(lambda *_: None)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    assert can_be_one(x, plain, plain)
+    for other in (hooked, replaced, torch.nn.Linear(4, 4), plain.__class__(4, 4, bias=False).half(), torch.nn.ReLU()):
+        assert not can_be_one(x, plain, other)
+    with torch.no_grad():
+        assert not can_be_one(x, plain)

@@ -15,7 +15,7 @@ def tiny_job(output: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
         "output": str(output),
         "steps": 5,
         "global_batch": 4,
-        "micro_batch": 2,
+        "layout": {"micro_batch": 2},
         "precision": "fp32",
         "optimizer": {"lr": 5e-3},
         "schedule": {"kind": "cosine", "warmup_steps": 1},

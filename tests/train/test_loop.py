@@ -62,7 +62,7 @@ def test_training_learns_and_leaves_a_whole_run(make: Make) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "pure-bf16"])
 def test_three_and_two_steps_equal_five(make: Make, precision: str) -> None:
-    small = {"precision": precision, "global_batch": 2, "micro_batch": 1, "evaluation": {"max_rows": 1}}
+    small = {"precision": precision, "global_batch": 2, "layout": {"micro_batch": 1}, "evaluation": {"max_rows": 1}}
     whole, parts = make("whole", **small), make("parts", **small)
     straight = run_job(whole, quiet=True)
     first = run_job(parts, stop_after=3, quiet=True)
@@ -105,8 +105,8 @@ def test_fine_tuning_learns_the_answers_and_only_them(make: Make, tmp_path: Path
 
 
 def test_accumulation_and_checkpointing_give_the_same_training(make: Make) -> None:
-    big = run_job(make("big", micro_batch=4), quiet=True)
-    cut = run_job(make("cut", micro_batch=1, levers={"checkpoint_every": 1}), quiet=True)
+    big = run_job(make("big", layout={"micro_batch": 4}), quiet=True)
+    cut = run_job(make("cut", layout={"micro_batch": 1}, levers={"checkpoint_every": 1}), quiet=True)
     a, b = (load_file(result.checkpoint / "model.safetensors") for result in (big, cut))
     for name, tensor in a.items():
         assert torch.allclose(tensor, b[name], rtol=1e-3, atol=2e-5), name
@@ -229,7 +229,7 @@ def test_changed_data_is_refused_on_resume(make: Make, tmp_path: Path, token_cac
 
 def test_more_steps_and_another_rate_may_be_asked_of_a_resume(make: Make) -> None:
     run_job(make(steps=2), quiet=True)
-    result = run_job(make(steps=4, optimizer={"lr": 1e-3}, micro_batch=1), resume=True, quiet=True)
+    result = run_job(make(steps=4, optimizer={"lr": 1e-3}, layout={"micro_batch": 1}), resume=True, quiet=True)
     assert result.step == 4
 
 

@@ -24,7 +24,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tightfit.errors import UserError
 from tightfit.hf.logits import LogitsOnDemand
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, IGNORE, capped, linear_cross_entropy
+from tightfit.kernels.cross_entropy import capped
+from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, IGNORE, linear_cross_entropy
 from tightfit.kernels.triton_support import Impl
 
 TAKES_LOSS = "_takes_loss"

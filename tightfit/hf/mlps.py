@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
 
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.gated_mlp import gated_mlp
+from tightfit.kernels.gated_mlp import can_be_one, gated_mlp
 from tightfit.kernels.glu import glu
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
@@ -73,7 +72,7 @@ class TanhGelu:
 def _gated_mlp(projections: tuple[str, ...], activation: Activation, impl: Impl) -> Method:
     def forward(self: Any, x: Tensor) -> Tensor:
         linears = [getattr(self, name) for name in (*projections, "down_proj")]
-        if len(linears) == 3 and _is_plain_training(x) and all(_is_bare(linear, x.dtype) for linear in linears):
+        if len(linears) == 3 and can_be_one(x, *linears):
             gate, up, down = (linear.weight for linear in linears)
             return gated_mlp(x, gate, up, down, activation, impl=impl)
         made = [getattr(self, name)(x) for name in projections]
@@ -81,20 +80,6 @@ def _gated_mlp(projections: tuple[str, ...], activation: Activation, impl: Impl)
         return self.down_proj(glu(gate, up, activation, impl=impl))
 
     return forward
-
-
-def _is_plain_training(x: Tensor) -> bool:
-    """Gradients will be wanted, nothing is traced (a compiler chooses itself what to keep) and no dtype is swapped."""
-    traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    return torch.is_grad_enabled() and not traced
-
-
-def _is_bare(linear: Any, dtype: torch.dtype) -> bool:
-    """Whether calling this module does nothing but multiply by a weight of this dtype."""
-    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear) or linear.bias is not None:
-        return False
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    return not any(hooks) and type(linear.weight) is nn.Parameter and linear.weight.dtype == dtype
 
 
 @cache

@@ -8,15 +8,14 @@ Nothing in this module imports torch: a job can be checked and planned on a lapt
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.section import Section
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "pure-bf16"]
 Precision = Literal["auto", "fp32", "bf16", "fp16", "pure-bf16"]
-
-
-class Section(BaseModel):
-    """Common rules: frozen, unknown fields refused, attribute docstrings are the documentation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelChoice(Section):
@@ -96,11 +95,6 @@ class Schedule(Section):
     """Share of all steps spent decaying under wsd."""
 
 
-class Levers(Section):
-    checkpoint_every: int = Field(default=0, ge=0)
-    """Recompute the activations of every n-th layer in backward: 1 for all layers, 0 for none."""
-
-
 class Evaluation(Section):
     every: int = Field(default=0, ge=0)
     """Steps between held-out evaluations; 0 for start and end only."""
@@ -157,8 +151,6 @@ class Job(Section):
     """Passes over the data; give this or `steps`."""
     global_batch: int = Field(default=8, ge=1)
     """Rows per optimizer step, over all ranks and accumulation steps."""
-    micro_batch: int = Field(default=8, ge=1)
-    """Rows per forward pass; global_batch / micro_batch forward passes make a step."""
     precision: Precision = "auto"
     """bf16 and fp16 keep float32 master weights (fp16 scales the loss); pure-bf16 keeps none; auto suits the device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -169,6 +161,8 @@ class Job(Section):
     """AdamW."""
     schedule: Schedule = Schedule()
     """The learning rate over time."""
+    layout: Layout = Layout()
+    """How it is spread over ranks; more than one needs torchrun."""
     levers: Levers = Levers()
     """What is spent less of, at what price."""
     evaluation: Evaluation = Evaluation()
@@ -182,9 +176,11 @@ class Job(Section):
     def _consistent(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give exactly one of the two")
-        if self.global_batch % self.micro_batch:
+        rows = self.layout.micro_batch * self.layout.data
+        if self.global_batch % rows:
             raise ValueError(
-                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}; change one"
+                f"global_batch {self.global_batch} is not a multiple of layout.micro_batch {self.layout.micro_batch} "
+                f"× layout.data {self.layout.data}; change one"
             )
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
             raise ValueError(
@@ -196,5 +192,5 @@ class Job(Section):
 
     @property
     def accumulation(self) -> int:
-        """Forward passes per optimizer step."""
-        return self.global_batch // self.micro_batch
+        """Forward passes of a data rank per optimizer step."""
+        return self.global_batch // (self.layout.micro_batch * self.layout.data)

@@ -9,7 +9,7 @@ nothing is done where no gradient is wanted. Where the logits need not exist eit
 kernel is its row kernel (`logit_rows.py`). Vocabularies that are no multiple of 16 are read element by element.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
 from tightfit.kernels.logit_rows import IGNORED, LossTerms, RowLabels, read_rows, replace_rows
+from tightfit.kernels.loss_reduction import Reduction, check_reduction, divisor_of, wide
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
 from tightfit.kernels.triton_support import Impl, use_triton
-
-Reduction = Literal["sum", "mean", "none"]
 
 
 def cross_entropy(
@@ -44,7 +43,8 @@ def cross_entropy(
     kernel's backward pass writes the gradient over the logits, unless they are a leaf: use them before, not after.
     """
     terms = LossTerms(label_smoothing, softcap or 0.0, scale, z_loss)
-    _check(logits, labels, terms, reduction, divisor)
+    _check(logits, labels)
+    check_reduction(reduction, divisor)
     rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if use_triton(impl, logits):
         targets = flat.masked_fill(flat < 0, logits.shape[-1]).masked_fill(flat == ignore_index, IGNORED)
@@ -54,9 +54,7 @@ def cross_entropy(
         losses = cross_entropy_eager(rows, flat, ignore_index=ignore_index, terms=terms)
     if reduction == "none":
         return losses.view(labels.shape)
-    if reduction == "mean":
-        return losses.sum() / (flat != ignore_index).sum().clamp(min=1)
-    return losses.sum() if divisor is None else losses.sum() / divisor
+    return losses.sum() / divisor_of(flat, ignore_index, reduction, divisor, logits)
 
 
 def cross_entropy_eager(
@@ -67,8 +65,7 @@ def cross_entropy_eager(
     terms: LossTerms = LossTerms(),  # noqa: B008  (frozen)
 ) -> Tensor:
     """The reference, in plain torch: the loss of every row of logits [N, V]."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * terms.scale
-    z = torch.tanh(z / terms.softcap) * terms.softcap if terms.softcap else z
+    z = capped(logits.to(wide(logits)) * terms.scale, terms.softcap)
     smoothing = terms.label_smoothing
     losses = F.cross_entropy(z, labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none")
     if not terms.z_loss:
@@ -76,17 +73,14 @@ def cross_entropy_eager(
     return losses + terms.z_loss * z.logsumexp(-1).square().masked_fill(labels == ignore_index, 0.0)
 
 
-def _check(logits: Tensor, labels: Tensor, terms: LossTerms, reduction: str, divisor: float | Tensor | None) -> None:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """cap · tanh(logits / cap)."""
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
+def _check(logits: Tensor, labels: Tensor) -> None:
     if logits.shape[:-1] != labels.shape:
         raise UserError(f"labels have shape {tuple(labels.shape)} and logits {tuple(logits.shape)}; give one per row")
-    if reduction not in ("sum", "mean", "none"):
-        raise UserError(f"reduction is {reduction!r}; give sum, mean or none")
-    if divisor is not None and reduction != "sum":
-        raise UserError(f"divisor divides the sum; it does not go with reduction={reduction!r}")
-    if not 0.0 <= terms.label_smoothing <= 1.0:
-        raise UserError(f"label_smoothing is {terms.label_smoothing}; give a share between 0 and 1")
-    if terms.softcap < 0.0:
-        raise UserError(f"softcap is {terms.softcap}; give a positive number, or None for no cap")
 
 
 def _forward_fake(

@@ -7,13 +7,14 @@ Here p is computed again, by the kernel that computes the gradients of g and u a
 writes p where dp was, one pass more than those six it makes already. What is saved is a third of an MLP's activations,
 4.3 GB for Llama-3.2-1B on 16 384 tokens. The gradients of g and u take the place of g and u (unless the graph is
 kept), and the two parts of x's gradient are added inside the second product instead of by a pass of their own.
+It is for modules whose three projections are plain linear layers (`can_be_one`), as it does not call them.
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
@@ -42,6 +43,24 @@ def gated_mlp_eager(
 ) -> Tensor:
     """The reference: five operations."""
     return F.linear(glu_eager(F.linear(x, gate_weight), F.linear(x, up_weight), activation), down_weight)
+
+
+def can_be_one(x: Tensor, *projections: nn.Module) -> bool:
+    """Whether calling these modules on `x` is what `gated_mlp` does with their weights, and is worth doing so.
+
+    It is where gradients will be wanted, nothing is traced (a compiler chooses itself what to keep), no dtype is
+    swapped, and the modules do nothing but multiply: no biases, adapters, hooks, quantized or sharded weights.
+    """
+    traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return torch.is_grad_enabled() and not traced and all(_is_bare(module, x.dtype) for module in projections)
+
+
+def _is_bare(linear: Any, dtype: torch.dtype) -> bool:
+    """Whether calling this module does nothing but multiply by a weight of this dtype."""
+    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear) or linear.bias is not None:
+        return False
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    return not any(hooks) and type(linear.weight) is nn.Parameter and linear.weight.dtype == dtype
 
 
 def _check(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.cross_entropy import cross_entropy_eager
 from tightfit.kernels.logit_chunks import Wanted, chunk_rows, padded, read_chunks
 from tightfit.kernels.logit_rows import IGNORED, LABEL, LARGEST, LOGSUMEXP, LossTerms, RowLabels
+from tightfit.kernels.loss_reduction import Reduction, check_reduction, divisor_of, wide
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
 from tightfit.kernels.scaled_copy import scaled_copy
 from tightfit.kernels.sharded_weight import Projection, WeightShards, combiner, localize, sum_across
@@ -26,7 +28,6 @@ from tightfit.kernels.triton_support import use_triton
 
 IGNORE = -100
 LinearCrossEntropyImpl = Literal["auto", "triton", "torch", "eager"]
-Reduction = Literal["sum", "mean", "none"]
 CHUNK_BYTES = 256 * 2**20
 """Logits held at a time, besides those that fit where the weight's gradient will be (see logit_chunks.py)."""
 FP16_LIFT = 256.0
@@ -67,11 +68,12 @@ def linear_cross_entropy(
     all micro-batches and processes. `weight_shards` says what a sharded weight means (see sharded_weight.py).
     """
     terms = LossTerms(label_smoothing, softcap or 0.0, scale, z_loss)
-    _check(hidden, weight, labels, terms, reduction, divisor)
+    _check(hidden, weight, labels)
+    check_reduction(reduction, divisor)
     at = localize(hidden, weight, bias, weight_shards)
     flat, shape = labels.reshape(-1), labels.shape
     projected = _autocast(at.hidden.reshape(-1, at.hidden.shape[-1])).contiguous()
-    divided_by = _divisor(flat, ignore_index, reduction, divisor, projected)
+    divided_by = divisor_of(flat, ignore_index, reduction, divisor, projected)
     if impl == "eager":
         if at.group:
             raise UserError("impl is 'eager', which does not split the vocabulary; use impl='torch'")
@@ -97,61 +99,22 @@ def linear_cross_entropy_eager(
 ) -> Tensor:
     """The reference: all logits at once; the loss of every row."""
     logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-    logits = capped(logits.to(_wide(logits)) * terms.scale, terms.softcap)
-    losses = F.cross_entropy(
-        logits, labels, ignore_index=ignore_index, label_smoothing=terms.label_smoothing, reduction="none"
-    )
-    if not terms.z_loss:
-        return losses
-    return losses + terms.z_loss * logits.logsumexp(-1).square().masked_fill(labels == ignore_index, 0.0)
+    return cross_entropy_eager(logits, labels, ignore_index=ignore_index, terms=terms)
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """cap · tanh(logits / cap)."""
-    return torch.tanh(logits / softcap) * softcap if softcap else logits
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """What losses and weight gradients are summed in: float32, or float64 where the model is."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _check(
-    hidden: Tensor, weight: Tensor, labels: Tensor, terms: LossTerms, reduction: str, divisor: float | Tensor | None
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if hidden.shape[-1] != weight.shape[-1] or weight.ndim != 2:
         raise UserError(
             f"hidden states {list(hidden.shape)} and weight {list(weight.shape)} must share their last size"
         )
     if hidden.shape[:-1] != labels.shape:
         raise UserError(f"labels are {list(labels.shape)}, one per hidden state of {list(hidden.shape)} is needed")
-    if reduction not in ("sum", "mean", "none"):
-        raise UserError(f"reduction is {reduction!r}; give sum, mean or none")
-    if divisor is not None and reduction != "sum":
-        raise UserError(f"divisor divides the sum; it does not go with reduction={reduction!r}")
-    if isinstance(divisor, int | float) and divisor <= 0:
-        raise UserError(f"divisor is {divisor}; give a positive number")
-    if not 0.0 <= terms.label_smoothing <= 1.0:
-        raise UserError(f"label_smoothing is {terms.label_smoothing}; give a share between 0 and 1")
-    if terms.softcap < 0.0:
-        raise UserError(f"softcap is {terms.softcap}; give a positive number, or None for no cap")
 
 
 def _autocast(hidden: Tensor) -> Tensor:
     """Hidden states in the dtype autocast multiplies in, where it is on."""
     kind = hidden.device.type
     return hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
-
-
-def _divisor(
-    labels: Tensor, ignore_index: int, reduction: Reduction, divisor: float | Tensor | None, like: Tensor
-) -> Tensor:
-    """What the sum is divided by, on the device. A mean over no label at all is 0, where torch says NaN."""
-    if reduction == "mean":
-        return (labels != ignore_index).sum().clamp(min=1).to(_wide(like))
-    if isinstance(divisor, Tensor):
-        return divisor.detach().to(like.device, _wide(like), non_blocking=True).reshape(())
-    return torch.full((), 1.0 if divisor is None else divisor, device=like.device, dtype=_wide(like))
 
 
 def _fill(details: LossDetails, losses: Tensor, statistics: Tensor, counted: Tensor) -> None:
@@ -180,8 +143,8 @@ def _dispatch(
 
 def rows_at_a_time(hidden: Tensor, weight: Tensor, chunk_bytes: int, *, weight_gradient: bool, triton: bool) -> int:
     """Rows whose logits fit into `chunk_bytes`, and beside them into the place of the weight's narrow gradient."""
-    logit_bytes = hidden.element_size() if triton else hidden.element_size() + _wide(hidden).itemsize
-    narrow = weight.dtype != _wide(hidden)
+    logit_bytes = hidden.element_size() if triton else hidden.element_size() + wide(hidden).itemsize
+    narrow = weight.dtype != wide(hidden)
     free_bytes = weight.numel() * weight.element_size() if weight_gradient and narrow and triton else 0
     most = (chunk_bytes + free_bytes) // (padded(weight.shape[0]) * logit_bytes)
     return chunk_rows(hidden.shape[0], most)
@@ -220,14 +183,14 @@ def _run(
 
 def _fake(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     wants_hidden, wants_weight, wants_bias = others[10:13]
-    wide, (N, V) = _wide(hidden), (hidden.shape[0], weight.shape[0])
+    sums, (N, V) = wide(hidden), (hidden.shape[0], weight.shape[0])
     return (
-        hidden.new_empty((), dtype=wide),
-        hidden.new_empty(N, dtype=wide),
-        hidden.new_empty(4, N, dtype=wide),
+        hidden.new_empty((), dtype=sums),
+        hidden.new_empty(N, dtype=sums),
+        hidden.new_empty(4, N, dtype=sums),
         torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
-        hidden.new_empty(weight.shape, dtype=wide) if wants_weight else hidden.new_empty(0),
-        hidden.new_empty(V, dtype=wide) if wants_bias else hidden.new_empty(0),
+        hidden.new_empty(weight.shape, dtype=sums) if wants_weight else hidden.new_empty(0),
+        hidden.new_empty(V, dtype=sums) if wants_bias else hidden.new_empty(0),
     )
 
 

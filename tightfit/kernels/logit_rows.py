@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightfit.errors import UserError
 from tightfit.kernels.triton_support import tl, triton
 
 IGNORED, ELSEWHERE = -2, -1
@@ -38,6 +39,12 @@ class LossTerms:
     softcap: float = 0.0
     scale: float = 1.0
     z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise UserError(f"label_smoothing is {self.label_smoothing}; give a share between 0 and 1")
+        if self.softcap < 0.0:
+            raise UserError(f"softcap is {self.softcap}; give a positive number, or None for no cap")
 
     def losses(self, statistics: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
         """The loss of every row from its statistics [4, N]; 0 where the row does not count."""

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.kernels.attention import AttentionImpl, Visibility, attention
-from tightfit.kernels.linear_cross_entropy import LinearCrossEntropyImpl, capped, linear_cross_entropy
+from tightfit.kernels.cross_entropy import capped
+from tightfit.kernels.linear_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
 from tightfit.kernels.rope import rope
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.cache import KeyValueCache
@@ -26,7 +27,7 @@ from tightfit.models.spec import ModelSpec, Rope
 class Implementations:
     """Which implementation of each operation the decoder calls."""
 
-    attention: AttentionImpl = "sdpa"
+    attention: AttentionImpl = "rule"
     linear_cross_entropy: LinearCrossEntropyImpl = "auto"
     norm: Impl = "auto"
     rope: Impl = "auto"
@@ -127,8 +128,12 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
         last_only: bool = False,
+        divisor: float | Tensor | None = None,
     ) -> DecoderOutput:
         """Logits of tokens [B, T] (of the last one with `last_only`), or with `labels` [B, T] their summed loss.
+
+        `divisor` divides the sum, such as by the labels of all micro-batches of a step; dividing the result instead
+        rounds the gradient of the hidden states once more.
 
         `labels[b, t]` is the token that should follow `tokens[b, t]`, −100 where it does not count. `documents[b, t]`
         numbers the packed document a token belongs to: attention stays inside it and positions restart with it.
@@ -148,8 +153,9 @@ class Decoder(nn.Module):
         if labels is None:
             return DecoderOutput(capped(self.head(x), self.spec.logit_softcap), None, balance)
         loss = linear_cross_entropy(
-            x, self.head.weight, labels, softcap=self.spec.logit_softcap, impl=self.impl.linear_cross_entropy
-        )
+            x, self.head.weight, labels,
+            softcap=self.spec.logit_softcap, divisor=divisor, impl=self.impl.linear_cross_entropy,
+        )  # fmt: skip
         return DecoderOutput(None, loss, balance)
 
     def _positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:

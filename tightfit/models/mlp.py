@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.kernels.gated_mlp import can_be_one, gated_mlp
 from tightfit.kernels.glu import ACTIVATIONS, glu, relu2
-from tightfit.kernels.triton_support import Impl
+from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.models.spec import ModelSpec
 
 
@@ -26,10 +27,13 @@ class Mlp(nn.Module):
         self.down = nn.Linear(width, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        if self.gate is not None:
-            # Nobody else keeps what the projections return, so their gradients may take its place.
-            return self.down(glu(self.gate(x), self.up(x), self.activation, overwrite=True, impl=self.impl)), None
-        return self.down(self._activated(self.up(x))), None
+        if self.gate is None:
+            return self.down(self._activated(self.up(x))), None
+        if use_triton(self.impl, x) and can_be_one(x, self.gate, self.up, self.down):
+            weights = self.gate.weight, self.up.weight, self.down.weight
+            return gated_mlp(x, *weights, self.activation, impl=self.impl), None
+        # Nobody else keeps what the projections return, so their gradients may take its place.
+        return self.down(glu(self.gate(x), self.up(x), self.activation, overwrite=True, impl=self.impl)), None
 
     def _activated(self, x: Tensor) -> Tensor:
         return relu2(x, impl=self.impl) if self.activation == "relu2" else ACTIVATIONS[self.activation](x)

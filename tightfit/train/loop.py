@@ -131,7 +131,7 @@ class _Run:
             ) from None
         except torch.OutOfMemoryError:
             raise UserError(
-                f"step {self.step + 1}: the GPU ran out of memory; lower micro_batch (now {self.job.micro_batch}), "
+                f"step {self.step + 1}: the GPU ran out of memory; lower layout.micro_batch (now {self.job.layout.micro_batch}), "
                 f"shorten data.sequence_length or set levers.checkpoint_every=1; {what_is_safe(self.job.output)}"
             ) from None
 
@@ -151,7 +151,7 @@ class _Run:
             self._save()
 
     def _evaluate(self) -> Evaluation | None:
-        p, rows = self.p, self.job.micro_batch
+        p, rows = self.p, self.job.layout.micro_batch
         if p.held_out is None:
             return None
         found = evaluate(p.model, evaluation_batches(p.held_out, rows), p.device)

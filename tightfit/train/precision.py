@@ -11,9 +11,8 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
-from tightfit.jobs.job import Precision
+from tightfit.jobs.job import Precision, PrecisionName
 
-PrecisionName = Literal["fp32", "bf16", "fp16", "pure-bf16"]
 COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,

@@ -265,7 +265,7 @@ def _optimizer(job: Job, model: Decoder, precision: PrecisionName) -> MasterAdam
 
 
 def _position(job: Job, rows: Rows, precision: PrecisionName, position: Position | None) -> tuple[Loader, LossScale]:
-    loader = make_loader(rows, micro_batch=job.micro_batch, seed=job.seed)
+    loader = make_loader(rows, micro_batch=job.layout.micro_batch, seed=job.seed)
     if position is None:
         return loader, LossScale.for_precision(precision)
     loader.load_state_dict(position.loader)

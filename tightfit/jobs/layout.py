@@ -1,0 +1,59 @@
+"""Layout: how a run is spread over ranks, one degree per way of splitting.
+
+Ranks = data × tensor × pipeline × context; experts are split over the data and context ranks they share. It is part of
+the job (the trainer obeys it), of a plan (the search fills it in) and of the memory formulas (which count with it).
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tightfit.jobs.section import Section
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
+class Layout(Section):
+    data: int = Field(default=1, ge=1)
+    """Ranks that each train on their own share of the batch."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What data ranks split: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 weights too (FSDP)."""
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that split every matrix product between them."""
+    sequence_parallel: bool = True
+    """Tensor ranks also split norms and residuals, along the sequence."""
+    pipeline: int = Field(default=1, ge=1)
+    """Ranks that hold consecutive layers each."""
+    schedule: PipelineSchedule = "1f1b"
+    """Order in which a pipeline's stages work through the micro-batches."""
+    stages_per_rank: int = Field(default=1, ge=1)
+    """Pieces of the model a pipeline rank holds under the interleaved schedule."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that split each sequence between them."""
+    expert: int = Field(default=1, ge=1)
+    """Data and context ranks that split the experts of a routed model between them."""
+    micro_batch: int = Field(default=8, ge=1)
+    """Rows per forward pass of one data rank; a step is global_batch / (micro_batch × data) forward passes."""
+
+    @property
+    def ranks(self) -> int:
+        """All processes of the run."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.zero and self.data == 1 and self.context == 1:
+            raise ValueError(
+                f"layout.zero is {self.zero}, but one data rank has nobody to split with; raise layout.data"
+            )
+        if (self.data * self.context) % self.expert:
+            raise ValueError(
+                f"layout.expert is {self.expert}, which does not divide the {self.data * self.context} "
+                "data × context ranks; change one"
+            )
+        if (self.stages_per_rank > 1) != (self.schedule == "interleaved" and self.pipeline > 1):
+            raise ValueError(
+                f"layout.stages_per_rank is {self.stages_per_rank} under schedule {self.schedule} on {self.pipeline} "
+                "pipeline ranks; more than one is what the interleaved schedule of a pipeline has"
+            )
+        return self

@@ -1,0 +1,54 @@
+"""Workload: the part of a job that decides memory and time, without its data and its output."""
+
+from dataclasses import dataclass
+
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job, PrecisionName
+from tightfit.models.spec import ModelSpec
+
+STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One optimizer step: `global_batch` rows of `sequence_length` tokens through `spec` in `precision`."""
+
+    spec: ModelSpec
+    sequence_length: int
+    global_batch: int
+    precision: PrecisionName = "bf16"
+
+    def __post_init__(self) -> None:
+        for name, least in (("sequence_length", 2), ("global_batch", 1)):
+            if (value := getattr(self, name)) < least:
+                raise UserError(f"{name} is {value}; give at least {least}")
+        if self.sequence_length > self.spec.max_positions:
+            raise UserError(
+                f"sequence_length is {self.sequence_length}, but the model has {self.spec.max_positions} positions; "
+                "shorten it or choose a model with more"
+            )
+
+    @classmethod
+    def of_job(cls, job: Job, spec: ModelSpec, precision: PrecisionName) -> "Workload":
+        """What `job` asks for, on a device that computes in `precision`."""
+        return cls(
+            spec=spec,
+            sequence_length=job.data.sequence_length,
+            global_batch=job.global_batch,
+            precision=precision,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.global_batch * self.sequence_length
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight, an activation or a gradient."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether float32 copies of the weights are what the optimizer updates."""
+        return self.precision in ("bf16", "fp16")

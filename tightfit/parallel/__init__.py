@@ -1,0 +1,1 @@
+"""The mesh, and one file per way of splitting work over ranks."""
