@@ -131,3 +131,11 @@ def test_routed_layers_add_their_balance_loss_to_the_gradient() -> None:
     (output.loss / tokens + 0.01 * output.balance).backward()
     for name, gradient in gradients(without).items():
         assert distance(gradients(with_balance)[name], gradient) < 1e-5, name
+
+
+def test_a_step_tells_where_it_is() -> None:
+    seen: list[str] = []
+    model = tiny_model()
+    batches = split_rows(ragged_batch(4), 2)
+    train_step(model, MasterAdamW(model, Optimizer()), batches, CPU, 1e-3, LossScale(), on_phase=seen.append)
+    assert seen == ["forward", "backward", "forward", "backward", "optimizer"]

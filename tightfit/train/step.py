@@ -5,18 +5,25 @@ forward. (A mean of per-micro-batch means weighs tokens of short rows more, the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
 from tightfit.train.optimizer import MasterAdamW, clip_factor, global_norm
 from tightfit.train.precision import LossScale
 
 Batch = dict[str, Tensor]
+OnPhase = Callable[[Phase], None]
+"""Told where a step is, just before it gets there."""
+
+
+def ignore(phase: Phase) -> None:
+    """Nobody asked."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def accumulate(
-    model: Decoder, batches: Sequence[Batch], device: torch.device, scale: float = 1.0
+    model: Decoder, batches: Sequence[Batch], device: torch.device, scale: float = 1.0, on_phase: OnPhase = ignore
 ) -> tuple[Tensor, int]:
     """Backward through every micro-batch; returns the step's mean loss (on the device) and its counted tokens."""
     counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
@@ -42,12 +49,14 @@ def accumulate(
     experts = model.spec.experts
     mean = torch.zeros((), device=device)
     for batch, count in zip(batches, counted, strict=True):
+        on_phase("forward")
         output = model(**inputs(batch, device))
         assert output.loss is not None
         loss = output.loss / total
         mean += loss.detach()
         if experts is not None and output.balance is not None:
             loss = loss + experts.balance_weight * output.balance * (count / total)
+        on_phase("backward")
         (loss * scale).backward()
     return mean, sum(counted)
 
@@ -68,9 +77,11 @@ def train_step(
     device: torch.device,
     lr: float,
     scale: LossScale,
+    on_phase: OnPhase = ignore,
 ) -> StepResult:
     """Forward and backward over `batches`, then one update. Raises NotFiniteError before touching the weights."""
-    mean, tokens = accumulate(model, batches, device, scale.value)
+    mean, tokens = accumulate(model, batches, device, scale.value, on_phase)
+    on_phase("optimizer")
     norm = global_norm(optimizer.gradients) / scale.value
     loss_value, norm_value = torch.stack([mean, norm]).tolist()  # the step's only wait for the GPU
     if not math.isfinite(loss_value):
