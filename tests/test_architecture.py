@@ -20,7 +20,8 @@ FLOORS = [
     ["cli", "__main__"],
 ]
 TORCH_FREE = ["hardware.cpu", "models.spec", "models.presets", "models.huggingface.config", "models.resolve",
-              "jobs.job", "jobs.load", "jobs.fields", "jobs.workload", "memory.ledger", "durable", "cli.main", "report.tables"]  # fmt: skip
+              "jobs.job", "jobs.load", "jobs.fields", "jobs.workload", "memory.ledger", "durable", "cli.main",
+              "report.tables"]  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
