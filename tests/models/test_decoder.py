@@ -106,3 +106,12 @@ def test_initialised_model_predicts_nothing_in_particular(name):
     uniform = torch.tensor(float(spec.vocab_size)).log().item()
     # Logits of variance one cost half a nat; Gemma's large tied embeddings at first favour the token they stand for.
     assert uniform < loss < uniform + 1.5
+
+
+def test_a_divisor_divides_the_loss_and_its_gradients():
+    both, labels = pair("llama"), pair("llama").tokens.roll(-1, 1)
+    weights = list(both.ours.parameters())
+    summed, divided = (both.ours(both.tokens, labels, divisor=divisor).loss for divisor in (None, 7.0))
+    assert torch.allclose(divided, summed / 7)
+    wanted, found = torch.autograd.grad(summed / 7, weights), torch.autograd.grad(divided, weights)
+    assert all(distance(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
