@@ -194,6 +194,13 @@ def _fake(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     )
 
 
+def _scratch_bytes(hidden: Tensor, weight: Tensor, *others: Any) -> int:
+    """The logits of a chunk, and without the kernel their float32 copy."""
+    rows, triton = others[9], others[14]
+    each = hidden.element_size() + (0 if triton else wide(hidden).itemsize)
+    return min(rows, hidden.shape[0]) * padded(weight.shape[0]) * each
+
+
 class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -256,4 +263,5 @@ _operator = operator(
     _run,
     _fake,
     _Gradient,
+    _scratch_bytes,
 )

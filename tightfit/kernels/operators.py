@@ -21,22 +21,29 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 """Inside `with below_autograd():` an operator's own implementation is called, not its gradient's wrapper again."""
 
 
+SCRATCH: dict[Any, Callable[..., int]] = {}
+"""What an operator holds in memory only while it runs, from its arguments; what tracing cannot see by itself."""
+
+
 def operator(
     schema: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],
     gradient: type[torch.autograd.Function] | None = None,
+    scratch_bytes: Callable[..., int] | None = None,
 ) -> Any:
     """Register `tightfit::schema`, and return what calls it.
 
     `gradient` is an autograd.Function over the operator's own arguments; its forward calls the operator again inside
-    `below_autograd()`. Without one the operator is not differentiable.
+    `below_autograd()`. Without one the operator is not differentiable. `scratch_bytes` is entered in SCRATCH.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tightfit::{name}", fake, lib=LIBRARY)
     call = getattr(torch.ops.tightfit, name).default
+    if scratch_bytes is not None:
+        SCRATCH[call] = scratch_bytes
     if gradient is not None:
         LIBRARY.impl(name, _with_gradient(call, gradient), "Autograd")
     return call
