@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tightfit.kernels.attention import AttentionImpl, Visibility, attention
 from tightfit.kernels.cross_entropy import capped
-from tightfit.kernels.linear_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
+from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
 from tightfit.kernels.rope import rope
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.cache import KeyValueCache
@@ -29,6 +29,7 @@ class Implementations:
 
     attention: AttentionImpl = "rule"
     linear_cross_entropy: LinearCrossEntropyImpl = "auto"
+    loss_chunk_bytes: int = CHUNK_BYTES
     norm: Impl = "auto"
     rope: Impl = "auto"
     glu: Impl = "auto"
@@ -154,7 +155,8 @@ class Decoder(nn.Module):
             return DecoderOutput(capped(self.head(x), self.spec.logit_softcap), None, balance)
         loss = linear_cross_entropy(
             x, self.head.weight, labels,
-            softcap=self.spec.logit_softcap, divisor=divisor, impl=self.impl.linear_cross_entropy,
+            softcap=self.spec.logit_softcap, divisor=divisor,
+            chunk_bytes=self.impl.loss_chunk_bytes, impl=self.impl.linear_cross_entropy,
         )  # fmt: skip
         return DecoderOutput(None, loss, balance)
 

@@ -7,20 +7,35 @@ norms are the identity, biases zero.
 """
 
 import torch
+from torch import Tensor
 
 from tightfit.models.decoder import Decoder
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.shards import copy_whole, is_shard, local
 
 INTO_RESIDUAL = ("attention.o.weight", "down.weight", "experts.down")
 
 
 @torch.no_grad()
 def init_weights(model: Decoder, gain: float = 1.0) -> None:
-    """Draw all weights from torch's global generator; `gain` multiplies every standard deviation."""
+    """Draw all weights from torch's global generator; `gain` multiplies every standard deviation.
+
+    The same seed gives the same weights however they are split: a rank draws every parameter whole and keeps its rows.
+    """
     for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.fill_(0.0 if name.endswith("bias") or model.spec.norm == "rms_plus_one" else 1.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
+        if is_shard(parameter):
+            whole = torch.empty(parameter.shape, device=local(parameter).device)
+            _draw(name, whole, model.spec, gain)
+            copy_whole(parameter, whole)
         else:
-            shrink = (2 * model.spec.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else 1.0
-            parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5 / shrink)
+            _draw(name, parameter, model.spec, gain)
+
+
+def _draw(name: str, parameter: Tensor, spec: ModelSpec, gain: float) -> None:
+    if "norm" in name:
+        parameter.fill_(0.0 if name.endswith("bias") or spec.norm == "rms_plus_one" else 1.0)
+    elif name.endswith("bias"):
+        parameter.zero_()
+    else:
+        shrink = (2 * spec.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else 1.0
+        parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5 / shrink)

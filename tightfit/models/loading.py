@@ -16,6 +16,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path
+from tightfit.models.gguf.weights import fill
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
 from tightfit.models.presets import PRESETS
 from tightfit.models.resolve import resolve_spec
@@ -47,6 +48,15 @@ def load_model(source: str, *, device: str | torch.device = "cpu", dtype: torch.
     model = blank_decoder(spec, device, dtype)
     load_weights(model, path)
     return LoadedModel(model, tokenizer, source)
+
+
+def load_into(model: Decoder, source: str) -> None:
+    """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards take their rows."""
+    path = _weights_path(source)
+    if path.is_file():
+        fill(model, GgufFile(path))
+    else:
+        load_weights(model, path)
 
 
 def has_weights(source: str) -> bool:

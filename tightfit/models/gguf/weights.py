@@ -19,6 +19,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import architecture_of
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.spec import ModelSpec
+from tightfit.parallel.shards import copy_whole
 
 OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}
 INSIDE = {
@@ -77,7 +78,7 @@ def fill(model: Decoder, file: GgufFile) -> None:
             source = sources[name]
             stored = file.read(source.tensor, source.start, source.stop)
             values = _from_gguf(torch.from_numpy(stored), name, model.spec, interleaved)
-            parameter.copy_(values.view_as(parameter))
+            copy_whole(parameter, values.view(parameter.shape))
 
 
 def _source(name: str, state: Mapping[str, Tensor], file: GgufFile) -> Source:

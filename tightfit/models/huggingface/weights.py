@@ -24,6 +24,7 @@ from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.huggingface.weight_names import Link, links
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
+from tightfit.parallel.shards import copy_whole
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -149,7 +150,7 @@ def _pieces(link: Link, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Te
 
 def _place(link: Link, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
     for name, part in zip(link.ours, _pieces(link, tensor, state), strict=True):
-        (state[name] if link.expert is None else state[name][link.expert]).copy_(part)
+        copy_whole(state[name], part, link.expert)
 
 
 def _check_shape(shape: Iterable[int], link: Link, name: str, state: Mapping[str, Tensor], source: str) -> None:
