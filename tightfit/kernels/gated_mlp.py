@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
@@ -60,7 +61,7 @@ def _is_bare(linear: Any, dtype: torch.dtype) -> bool:
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear) or linear.bias is not None:
         return False
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    return not any(hooks) and type(linear.weight) is nn.Parameter and linear.weight.dtype == dtype
+    return not any(hooks) and type(linear.weight) in (nn.Parameter, FakeTensor) and linear.weight.dtype == dtype
 
 
 def _check(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:

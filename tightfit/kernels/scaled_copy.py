@@ -7,6 +7,7 @@ would make the host wait for the GPU.
 import torch
 from torch import Tensor
 
+from tightfit.kernels.operators import empty_like, operator
 from tightfit.kernels.triton_support import DTYPES, HAS_TRITON, tl, triton
 
 BLOCK = 4096
@@ -14,12 +15,23 @@ BLOCK = 4096
 
 def scaled_copy(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of contiguous `x`, multiplied by the one-element tensor `factor` and rounded to `dtype` once."""
-    if not (type(x) is Tensor and x.is_cuda and HAS_TRITON and x.dtype in DTYPES and dtype in DTYPES):
+    return _scaled_copy(x, factor, dtype)
+
+
+def _fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return empty_like(x, dtype)
+
+
+def _run(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not (x.is_cuda and HAS_TRITON and x.dtype in DTYPES and dtype in DTYPES):
         return (x * factor.view(())).to(dtype)
-    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    out = _fake(x, factor, dtype)
     if x.numel():
         scaled_copy_kernel[(triton.cdiv(x.numel(), BLOCK),)](x.contiguous(), factor, out, x.numel(), BLOCK=BLOCK)
     return out
+
+
+_scaled_copy = operator("scaled_copy(Tensor x, Tensor factor, ScalarType dtype) -> Tensor", _run, _fake)
 
 
 @triton.jit

@@ -1,0 +1,161 @@
+"""PyTorch's CUDA caching allocator, modelled: which segments it would take from the device for a row of requests.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp without expandable segments: requests are rounded to 512 bytes;
+those up to 1 MiB come from segments of 2 MiB, others below 10 MiB from segments of 20 MiB, the rest from segments of
+their own rounded to 2 MiB; the smallest free block that is large enough is taken, and split if what is left over is
+worth keeping; freed blocks join their free neighbours; each stream has pools of its own. With a capacity, segments
+that are wholly free are given back when the device is full, and a request that still does not fit is an error.
+Limits: no garbage-collection threshold, no maximal split size, no events that delay a free.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = 2**20
+SMALL_SEGMENT_BYTES = 2 * 2**20
+LARGE_SEGMENT_BYTES = 20 * 2**20
+OWN_SEGMENT_BYTES = 10 * 2**20
+SEGMENT_ROUND_BYTES = 2 * 2**20
+Key = tuple[int, int]
+
+
+class OutOfMemoryError(Exception):
+    """The request does not fit beside what is allocated."""
+
+    def __init__(self, wanted_bytes: int, missing_bytes: int) -> None:
+        super().__init__(f"{wanted_bytes} bytes do not fit, {missing_bytes} are missing")
+        self.wanted_bytes, self.missing_bytes = wanted_bytes, missing_bytes
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a segment, in use or free, between its neighbours."""
+
+    address: int
+    size: int
+    pool: "Pool"
+    segment: int
+    in_use: bool = False
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+@dataclass(eq=False)
+class Pool:
+    """The free blocks of one stream and size class, smallest first."""
+
+    small: bool
+    free: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[Key, Block] = field(default_factory=dict)
+
+    def put(self, block: Block) -> None:
+        """Keep a free block."""
+        key = (block.size, block.address)
+        insort(self.free, key)
+        self.blocks[key] = block
+
+    def drop(self, block: Block) -> None:
+        """Forget a free block that is taken or joined to another."""
+        key = (block.size, block.address)
+        del self.free[bisect_left(self.free, key)]
+        del self.blocks[key]
+
+    def best(self, size: int) -> Block | None:
+        """The smallest free block of at least `size`."""
+        at = bisect_left(self.free, (size, -1))
+        return self.blocks[self.free[at]] if at < len(self.free) else None
+
+
+class CachingAllocator:
+    """Counts what is allocated and reserved, now and at most."""
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._segments: dict[int, int] = {}
+        self._next_address = 0
+
+    def allocate(self, wanted_bytes: int, stream: int = 0) -> Block:
+        """A block of at least `wanted_bytes`."""
+        size = rounded(wanted_bytes)
+        pool = self._pools.setdefault((stream, size <= SMALL_BYTES), Pool(size <= SMALL_BYTES))
+        block = pool.best(size)
+        if block is None:
+            block = self._new_segment(size, pool)
+        else:
+            pool.drop(block)
+        self._split(block, size)
+        block.in_use = True
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Give a block back; it joins its free neighbours."""
+        self.allocated_bytes -= block.size
+        block.in_use = False
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and not neighbour.in_use:
+                block.pool.drop(neighbour)
+                _join(block, neighbour)
+        block.pool.put(block)
+
+    def give_back_free_segments(self) -> None:
+        """What `torch.cuda.empty_cache` does."""
+        for pool in self._pools.values():
+            for block in [b for b in pool.blocks.values() if b.size == self._segments[b.segment]]:
+                pool.drop(block)
+                self.reserved_bytes -= self._segments.pop(block.segment)
+
+    def _new_segment(self, size: int, pool: Pool) -> Block:
+        segment = segment_bytes(size)
+        if self.capacity_bytes is not None and self.reserved_bytes + segment > self.capacity_bytes:
+            self.give_back_free_segments()
+            missing = self.reserved_bytes + segment - self.capacity_bytes
+            if missing > 0:
+                raise OutOfMemoryError(size, missing)
+        self.reserved_bytes += segment
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        address, self._next_address = self._next_address, self._next_address + segment
+        self._segments[address] = segment
+        return Block(address, segment, pool, address)
+
+    def _split(self, block: Block, size: int) -> None:
+        left_over = block.size - size
+        if left_over < MIN_BLOCK_BYTES or (not block.pool.small and left_over <= SMALL_BYTES):
+            return
+        rest = Block(block.address + size, left_over, block.pool, block.segment, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        block.pool.put(rest)
+
+
+def rounded(wanted_bytes: int) -> int:
+    """The size of the block a request gets before splitting."""
+    return max(MIN_BLOCK_BYTES, -(-wanted_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+
+
+def segment_bytes(size: int) -> int:
+    """What is taken from the device for a block of `size`."""
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < OWN_SEGMENT_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+
+
+def _join(block: Block, neighbour: Block) -> None:
+    """`block` swallows a free neighbour."""
+    if neighbour is block.before:
+        block.address, block.before = neighbour.address, neighbour.before
+        if block.before is not None:
+            block.before.after = block
+    else:
+        block.after = neighbour.after
+        if block.after is not None:
+            block.after.before = block
+    block.size += neighbour.size

@@ -1,0 +1,58 @@
+"""What CUDA's kernels hold while they run, where it matters and a trace on fake tensors cannot see it.
+
+Our own operators declare theirs (kernels/operators.py). Of torch's, attention is replaced by an operation that keeps
+what its fused kernels keep (query, key, value, output and one float32 per query and head), since on the CPU it would
+be another one; sorting kernels keep a second copy of keys and values.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.kernels.flash_attention import flash_attention
+from tightfit.kernels.operators import SCRATCH
+
+aten = torch.ops.aten
+INDEX_BYTES = 8
+
+
+def _embedding_scratch(grad: Any, indices: Any, *others: Any) -> int:
+    """Indices are sorted with their positions: both, sorted, and twice in the sort's own buffers."""
+    return 4 * INDEX_BYTES * int(indices.numel())
+
+
+def _sort_scratch(x: Any, *others: Any, **options: Any) -> int:
+    return int(x.numel()) * (x.element_size() + INDEX_BYTES)
+
+
+TORCH_SCRATCH = {aten.embedding_dense_backward.default: _embedding_scratch, aten.sort.stable: _sort_scratch}
+
+
+def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """Bytes `operation` holds on a GPU only while it runs."""
+    rule = SCRATCH.get(operation) or TORCH_SCRATCH.get(operation)
+    return 0 if rule is None else rule(*arguments, **options)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Plain causal attention is one operation, as on a GPU, whatever this machine would do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
+            query, key, value = args[:3]
+            return flash_attention(query, key, value, scale=kwargs.get("scale") or query.shape[-1] ** -0.5)
+        return func(*args, **kwargs)
+
+
+class ReadsAsOne(TorchDispatchMode):
+    """Whatever a program reads off a fake tensor is one: counts, norms and flags have no values here."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))

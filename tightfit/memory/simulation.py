@@ -1,0 +1,80 @@
+"""Simulation: run a program on fake tensors, as one rank of a world that does not exist, on a device this is not.
+
+Fake tensors have shapes and storages but no bytes, and a fake process group answers for all other ranks, so the real
+training code runs as it is, in seconds and in no memory, for any model and world size. They stand on the CPU (torch
+without CUDA cannot hold fake CUDA tensors through autograd); `cuda_rules` replaces what would differ there.
+Limits: ranks are alike (rank 0 is traced); values are unknown, so routed tokens are taken to be balanced; streams of
+the communication are not modelled apart.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tightfit.errors import UserError
+from tightfit.memory.cuda_rules import FusedAttention, ReadsAsOne, cuda_scratch
+from tightfit.memory.tracing import Tracer
+
+
+@contextmanager
+def simulated() -> Iterator[Tracer]:
+    """Inside the block tensors are fake, kernels are a GPU's, and the tracer follows what is allocated."""
+    tracer = Tracer(cuda_scratch)
+    with FakeTensorMode(), ReadsAsOne(), FusedAttention(), tracer, dtensor_planning_unseen(tracer):
+        yield tracer
+
+
+@contextmanager
+def fake_world(ranks: int) -> Iterator[None]:
+    """A process group in which this process is rank 0 of `ranks` and the others always agree."""
+    if dist.is_initialized():
+        raise UserError("a simulated world cannot be made inside a running process group; simulate in another process")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def dtensor_planning_unseen(tracer: Tracer) -> Iterator[None]:
+    """DTensor works out shapes with tensors of the whole size that exist nowhere; the tracer must not count them."""
+    from torch.distributed.tensor import DTensor
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    original = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(*arguments: object, **options: object) -> object:
+        before, tracer.paused = tracer.paused, True
+        try:
+            return original(*arguments, **options)
+        finally:
+            tracer.paused = before
+
+    propagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        del propagator._propagate_tensor_meta_non_cached
+
+
+def dtype_of_construction(dtype: torch.dtype) -> "_DefaultDtype":
+    """Modules made inside are of `dtype`; converting them afterwards is what fake tensors cannot do."""
+    return _DefaultDtype(dtype)
+
+
+class _DefaultDtype:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self.before)

@@ -1,0 +1,203 @@
+"""Tracing: follow every tensor's memory through a program, on fake tensors or real ones.
+
+A dispatch mode sees each operation's results; a weak reference on each new storage tells when it dies. FSDP2 empties
+and refills storages without an operation, so `UntypedStorage.resize_` is followed too (as torch's own MemTracker does).
+What an operation holds only while it runs is invisible to any dispatch mode; `scratch` says it (cuda_rules.py).
+
+Who a piece of memory belongs to: parameters, master weights, states and gradients are claimed by whoever knows them;
+the rest follows from when it was made and inside which module.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from tightfit.memory.ledger import Component, Phase
+from tightfit.memory.trace import Allocation, Trace
+
+Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
+KINDS = (("attention", "attention"), ("mlp", "mlp"), ("norm", "norms"), ("embed", "embedding"))
+COMMUNICATION = ("fsdp", "c10d", "_c10d_functional")
+SKIPPED = torch.ops.prim.device.default
+
+
+def no_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """For devices on which operations are taken to need nothing beside their results."""
+    return 0
+
+
+class Tracer(TorchDispatchMode):
+    """Fills `trace` while active. `scratch` says what an operation holds while it runs."""
+
+    def __init__(self, scratch: Scratch = no_scratch) -> None:
+        super().__init__()
+        self.trace, self.scratch = Trace(), scratch
+        self.phase: Phase = "load"
+        self.modules: list[str] = []
+        self.paused = False
+        self._known: dict[int, tuple[int, Any]] = {}
+        self._stack = ExitStack()
+        self.trace.begin(self.phase)
+
+    def __enter__(self) -> "Tracer":
+        self._stack.enter_context(_followed_resizes(self))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def begin(self, phase: Phase) -> None:
+        """The program enters `phase`."""
+        self.phase = phase
+        self.trace.begin(phase)
+
+    def begin_step(self) -> None:
+        """From here on the events are those of one training step."""
+        self.trace.step_start = len(self.trace.events)
+
+    def claim(self, tensors: Iterable[Tensor], component: Component, detail: str = "") -> None:
+        """These tensors' memory, already seen or not, is `component`."""
+        for tensor in tensors:
+            for part in _parts(tensor):
+                self._see(part, "")
+                number, _ = self._known.get(part.untyped_storage()._cdata, (None, None))
+                if number is not None:
+                    allocation = self.trace.allocations[number]
+                    allocation.component, allocation.detail = component, detail
+
+    def claim_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The memory of these parameters' gradients is `gradients`, from the moment backward has made them."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(self._claim_gradient)
+                self._stack.callback(hook.remove)
+
+    def _claim_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.claim([parameter.grad], "gradients")
+
+    def name_modules(self, model: nn.Module) -> None:
+        """Know inside which module memory is made (linear layers count with the module they are part of)."""
+        handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):  # hooks on them would keep them out of fused operations
+                continue
+            handles.append(module.register_forward_pre_hook(_entering(self.modules, name)))
+            handles.append(module.register_forward_hook(_leaving(self.modules), always_call=True))
+        self._stack.callback(lambda: [handle.remove() for handle in handles])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is SKIPPED or self.paused:
+            return func(*args, **kwargs)
+        if any(issubclass(kind, _dtensor()) for kind in types):
+            return NotImplemented  # its own local operations come back here
+        held = self.scratch(func, args, kwargs)
+        number = self.trace.allocate(self._scratch(held, func)) if held else None
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor):
+            self._see(made, func)
+        elif isinstance(made, (tuple, list)):
+            for part in made:
+                if isinstance(part, Tensor):
+                    self._see(part, func)
+        if number is not None:
+            self.trace.free(number)
+        return made
+
+    def _scratch(self, held: int, func: Any) -> Allocation:
+        return Allocation(held, "workspace", "kernels", self._module(), str(func))
+
+    def _see(self, tensor: Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or not storage.nbytes():
+            return
+        number = self.trace.allocate(self._described(storage.nbytes(), func))
+        self._known[key] = (number, weakref.ref(storage, lambda _: self._forget(key)))
+
+    def _forget(self, key: int) -> None:
+        number, _ = self._known.pop(key, (None, None))
+        if number is not None:
+            self.trace.free(number)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has been emptied or refilled in place."""
+        self._forget(storage._cdata)
+        if storage.nbytes() and not self.paused:
+            key = storage._cdata
+            number = self.trace.allocate(Allocation(storage.nbytes(), "weights", "gathered", self._module(), "resize"))
+            self._known[key] = (number, weakref.ref(storage, lambda _: self._forget(key)))
+
+    def _module(self) -> str:
+        return self.modules[-1] if self.modules else ""
+
+    def _described(self, size: int, func: Any) -> Allocation:
+        operation, module = str(func), self._module()
+        if operation.startswith(COMMUNICATION):
+            return Allocation(size, "communication", "", module, operation)
+        component, detail = _belongs(self.phase, module)
+        return Allocation(size, component, detail, module, operation)
+
+
+def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
+    """What memory made in `phase` inside `module` is, unless somebody claims it."""
+    kind = next((kind for part, kind in KINDS if part in module), "residual stream and tables")
+    match phase:
+        case "forward" | "evaluation" | "first step":
+            return "activations", kind
+        case "loss":
+            return "logits and loss", ""
+        case "backward":
+            return "activations", f"recomputed {kind}" if module else "gradients of activations"
+        case "optimizer":
+            return "gradients", "widened for the update"
+    return "weights", ""
+
+
+def _entering(stack: list[str], name: str) -> Callable[..., None]:
+    return lambda module, arguments: stack.append(name)
+
+
+def _leaving(stack: list[str]) -> Callable[..., None]:
+    def leave(module: nn.Module, arguments: Any, result: Any) -> None:
+        if stack:
+            stack.pop()
+
+    return leave
+
+
+def _dtensor() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors whose storages a tensor stands for."""
+    yield tensor.to_local() if isinstance(tensor, _dtensor()) else tensor
+
+
+@contextmanager
+def _followed_resizes(tracer: Tracer) -> Iterator[None]:
+    """Tell `tracer` of every storage that is resized in place while it is active."""
+    original: Any = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        made = original(storage, size)
+        tracer.resized(storage)
+        return made
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
