@@ -10,6 +10,7 @@ Limits: no garbage-collection threshold, no maximal split size, no events that d
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 MIN_BLOCK_BYTES = 512
 SMALL_BYTES = 2**20
@@ -26,6 +27,45 @@ class OutOfMemoryError(Exception):
     def __init__(self, wanted_bytes: int, missing_bytes: int) -> None:
         super().__init__(f"{wanted_bytes} bytes do not fit, {missing_bytes} are missing")
         self.wanted_bytes, self.missing_bytes = wanted_bytes, missing_bytes
+
+
+class Allocator(Protocol):
+    """What a trace can be replayed through."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What is handed out."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What is held from the device."""
+
+    def allocate(self, wanted_bytes: int, stream: int = 0) -> Any:
+        """A block of at least `wanted_bytes`."""
+
+    def release(self, block: Any) -> None:
+        """Give a block back."""
+
+
+class PlainAllocator:
+    """Takes what is asked for and gives it back at once, as the CPU's does as far as tensors can tell."""
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Nothing is kept in reserve."""
+        return self.allocated_bytes
+
+    def allocate(self, wanted_bytes: int, stream: int = 0) -> int:
+        """The size itself stands for the block."""
+        self.allocated_bytes += wanted_bytes
+        return wanted_bytes
+
+    def release(self, block: int) -> None:
+        """Give it back."""
+        self.allocated_bytes -= block
 
 
 @dataclass(eq=False)

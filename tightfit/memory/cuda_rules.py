@@ -5,11 +5,13 @@ what its fused kernels keep (query, key, value, output and one float32 per query
 be another one; sorting kernels keep a second copy of keys and values.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.kernels.flash_attention import flash_attention
@@ -28,24 +30,33 @@ def _sort_scratch(x: Any, *others: Any, **options: Any) -> int:
     return int(x.numel()) * (x.element_size() + INDEX_BYTES)
 
 
-TORCH_SCRATCH = {aten.embedding_dense_backward.default: _embedding_scratch, aten.sort.stable: _sort_scratch}
+TORCH_SCRATCH: dict[Any, Callable[..., int]] = {
+    aten.embedding_dense_backward.default: _embedding_scratch,
+    aten.sort.stable: _sort_scratch,
+}
 
 
 def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
     """Bytes `operation` holds on a GPU only while it runs."""
-    rule = SCRATCH.get(operation) or TORCH_SCRATCH.get(operation)
+    rule: Callable[..., int] | None = SCRATCH.get(operation) or TORCH_SCRATCH.get(operation)
     return 0 if rule is None else rule(*arguments, **options)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Plain causal attention is one operation, as on a GPU, whatever this machine would do."""
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside the block plain causal attention is one operation, as on a GPU, whatever this machine would do."""
+    original = F.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
-            query, key, value = args[:3]
-            return flash_attention(query, key, value, scale=kwargs.get("scale") or query.shape[-1] ** -0.5)
-        return func(*args, **kwargs)
+    def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        if attn_mask is not None:
+            return original(query, key, value, attn_mask, **options)
+        return flash_attention(query, key, value, scale=options.get("scale") or query.shape[-1] ** -0.5)
+
+    F.scaled_dot_product_attention = fused  # a function mode would not reach layers recomputed inside backward
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
 
 
 class ReadsAsOne(TorchDispatchMode):

@@ -71,7 +71,7 @@ class Ledger:
         moments = self.moments(place)
         if not moments:
             raise UserError(f"the ledger has no line for the {place}")
-        return max(moments, key=lambda moment: self.allocated_bytes(*moment, place))
+        return max(moments, key=lambda moment: self.allocated_bytes(moment[0], moment[1], place))
 
     def peak_allocated_bytes(self, place: Place = "gpu") -> int:
         """The most that was allocated at once on any rank."""

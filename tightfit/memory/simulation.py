@@ -9,13 +9,13 @@ the communication are not modelled apart.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.errors import UserError
-from tightfit.memory.cuda_rules import FusedAttention, ReadsAsOne, cuda_scratch
+from tightfit.memory.cuda_rules import ReadsAsOne, cuda_scratch, fused_attention
 from tightfit.memory.tracing import Tracer
 
 
@@ -23,7 +23,7 @@ from tightfit.memory.tracing import Tracer
 def simulated() -> Iterator[Tracer]:
     """Inside the block tensors are fake, kernels are a GPU's, and the tracer follows what is allocated."""
     tracer = Tracer(cuda_scratch)
-    with FakeTensorMode(), ReadsAsOne(), FusedAttention(), tracer, dtensor_planning_unseen(tracer):
+    with FakeTensorMode(), ReadsAsOne(), fused_attention(), tracer, dtensor_planning_unseen(tracer):
         yield tracer
 
 
@@ -46,7 +46,7 @@ def dtensor_planning_unseen(tracer: Tracer) -> Iterator[None]:
     """DTensor works out shapes with tensors of the whole size that exist nowhere; the tracer must not count them."""
     from torch.distributed.tensor import DTensor
 
-    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
     original = propagator._propagate_tensor_meta_non_cached
 
     def unseen(*arguments: object, **options: object) -> object:
@@ -61,20 +61,3 @@ def dtensor_planning_unseen(tracer: Tracer) -> Iterator[None]:
         yield
     finally:
         del propagator._propagate_tensor_meta_non_cached
-
-
-def dtype_of_construction(dtype: torch.dtype) -> "_DefaultDtype":
-    """Modules made inside are of `dtype`; converting them afterwards is what fake tensors cannot do."""
-    return _DefaultDtype(dtype)
-
-
-class _DefaultDtype:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self.before)

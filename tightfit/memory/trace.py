@@ -6,11 +6,12 @@ list, added up by component, is the ledger.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from tightfit.memory.allocator import Block, CachingAllocator, rounded
-from tightfit.memory.ledger import Component, Ledger, Line, Phase, Source
+from tightfit.memory.allocator import Allocator, CachingAllocator
+from tightfit.memory.ledger import Component, Ledger, Line, Phase, Place, Source
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class Trace:
         """Record the end of allocation `number`."""
         self.events.append(~number)
 
-    def replay(self, allocator: CachingAllocator | None = None, *, steps: int = 2) -> Replay:
+    def replay(self, allocator: Allocator | None = None, *, steps: int = 2) -> Replay:
         """Run the events through `allocator`, the step `steps` times."""
         player = _Player(self, CachingAllocator() if allocator is None else allocator)
         player.play(0, len(self.events))
@@ -116,9 +117,9 @@ class Trace:
 class _Player:
     """Replays events, repeated stretches included, and can say what was alive after any of them."""
 
-    def __init__(self, trace: Trace, allocator: CachingAllocator) -> None:
+    def __init__(self, trace: Trace, allocator: Allocator) -> None:
         self.trace, self.allocator = trace, allocator
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, Any] = {}
         self.played: list[int] = []
         self.allocated: list[int] = []
         self.reserved: list[int] = []
@@ -154,25 +155,24 @@ class _Player:
         return [self.trace.allocations[number] for number in alive]
 
 
-def ledger_of(replay: Replay, source: Source, *, context_bytes: int = 0, rank: int = 0) -> Ledger:
-    """The replay's moments as lines; what rounding to blocks adds belongs to the largest line of the moment."""
-    lines = [line for moment in replay.moments.values() for line in _lines(moment, context_bytes, rank)]
-    return Ledger(source, tuple(lines))
+def ledger_of(moments: Iterable[Moment], source: Source, *, context_bytes: int = 0, place: Place = "gpu") -> Ledger:
+    """Moments as lines; what rounding to blocks adds belongs to the largest line of its moment."""
+    return Ledger(source, tuple(line for moment in moments for line in _lines(moment, context_bytes, place)))
 
 
-def _lines(moment: Moment, context_bytes: int, rank: int) -> Iterator[Line]:
+def _lines(moment: Moment, context_bytes: int, place: Place) -> Iterator[Line]:
     held: Counter[tuple[Component, str]] = Counter()
     for allocation in moment.alive:
-        held[allocation.component, allocation.detail] += rounded(allocation.bytes)
+        held[allocation.component, allocation.detail] += allocation.bytes
     if held:
         largest = max(held, key=lambda key: held[key])
         held[largest] += moment.allocated_bytes - held.total()
-    for (component, detail), count in held.items():
-        yield Line(component=component, detail=detail, phase=moment.phase, bytes=count, rank=rank)
-    slack = moment.reserved_bytes - moment.allocated_bytes
-    yield Line(component="allocator slack", phase=moment.phase, bytes=slack, rank=rank)
+    if slack := moment.reserved_bytes - moment.allocated_bytes:
+        held["allocator slack", ""] = slack
     if context_bytes:
-        yield Line(component="cuda context", phase=moment.phase, bytes=context_bytes, rank=rank)
+        held["cuda context", ""] = context_bytes
+    for (component, detail), count in held.items():
+        yield Line(component=component, detail=detail, phase=moment.phase, bytes=count, place=place)
 
 
 def largest_alive(moment: Moment, count: int = 20) -> Sequence[tuple[Allocation, int]]:

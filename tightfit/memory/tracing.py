@@ -92,7 +92,13 @@ class Tracer(TorchDispatchMode):
                 continue
             handles.append(module.register_forward_pre_hook(_entering(self.modules, name)))
             handles.append(module.register_forward_hook(_leaving(self.modules), always_call=True))
-        self._stack.callback(lambda: [handle.remove() for handle in handles])
+        for handle in handles:
+            self._stack.callback(handle.remove)
+
+    def loss_follows(self, module: nn.Module) -> None:
+        """The loss begins where a forward pass leaves `module`, the last before the output projection."""
+        hook = module.register_forward_hook(lambda *_: self.begin("loss") if self.phase == "forward" else None)
+        self._stack.callback(hook.remove)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,8 +127,15 @@ class Tracer(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or not storage.nbytes():
             return
-        number = self.trace.allocate(self._described(storage.nbytes(), func))
+        self._follow(storage, self._described(storage.nbytes(), func))
+
+    def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
+        number, key = self.trace.allocate(allocation), storage._cdata
         self._known[key] = (number, weakref.ref(storage, lambda _: self._forget(key)))
+        self.remember(number, storage)
+
+    def remember(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Allocation `number` is this storage; for those who need to know where it is."""
 
     def _forget(self, key: int) -> None:
         number, _ = self._known.pop(key, (None, None))
@@ -133,9 +146,7 @@ class Tracer(TorchDispatchMode):
         """A storage has been emptied or refilled in place."""
         self._forget(storage._cdata)
         if storage.nbytes() and not self.paused:
-            key = storage._cdata
-            number = self.trace.allocate(Allocation(storage.nbytes(), "weights", "gathered", self._module(), "resize"))
-            self._known[key] = (number, weakref.ref(storage, lambda _: self._forget(key)))
+            self._follow(storage, Allocation(storage.nbytes(), "weights", "gathered", self._module(), "resize"))
 
     def _module(self) -> str:
         return self.modules[-1] if self.modules else ""
@@ -175,7 +186,7 @@ def _leaving(stack: list[str]) -> Callable[..., None]:
     return leave
 
 
-def _dtensor() -> type:
+def _dtensor() -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor
@@ -196,7 +207,7 @@ def _followed_resizes(tracer: Tracer) -> Iterator[None]:
         tracer.resized(storage)
         return made
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
