@@ -26,12 +26,14 @@ def is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 def local(tensor: Tensor) -> Tensor:
     """The part of `tensor` that is here, sharing its memory; all of a plain tensor."""
-    return tensor.detach().to_local() if is_shard(tensor) else tensor
+    with torch.no_grad():
+        return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All rows of `tensor`. For a shard every rank must call this, and every rank gets them."""
-    return tensor.detach().full_tensor() if is_shard(tensor) else tensor
+    with torch.no_grad():
+        return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def like_shard(part: Tensor, shard: "DTensor") -> "DTensor":

@@ -131,8 +131,9 @@ class _Run:
             ) from None
         except torch.OutOfMemoryError:
             raise UserError(
-                f"step {self.step + 1}: the GPU ran out of memory; lower layout.micro_batch (now {self.job.layout.micro_batch}), "
-                f"shorten data.sequence_length or set levers.checkpoint_every=1; {what_is_safe(self.job.output)}"
+                f"step {self.step + 1}: the GPU ran out of memory; lower layout.micro_batch "
+                f"(now {self.job.layout.micro_batch}), shorten data.sequence_length or set "
+                f"levers.checkpoint_every=1; {what_is_safe(self.job.output)}"
             ) from None
 
     def _after_step(self, result: StepResult, lr: float, rate: float) -> None:

@@ -4,9 +4,11 @@ Mixed precision costs 16 bytes a parameter: 2 weights + 2 gradients + 4 master +
 gradients would add 4 more for the length of the step, so parameters are updated in buckets: a bucket's gradients are
 widened, torch's own fused AdamW updates its masters, the result is narrowed back, and the copies are freed.
 States exist from the start (not from the first step), so the first step needs no more memory than the others.
+Where ranks hold shards of the parameters (FSDP2), AdamW updates the rows that are here. Shards of a run in mixed
+precision are float32 and are the masters themselves; the engine narrows what it gathers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
+from tightfit.parallel.shards import copy_whole, is_shard, like_shard, local
 
 BUCKET_BYTES = 256 * 2**20
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,33 +24,45 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class Bucket:
-    """Parameters updated together: names, model parameters, and what AdamW updates (the same without masters)."""
+    """Parameters updated together: names, model parameters, and what AdamW updates.
+
+    Those are float32 copies of narrow parameters, the rows of shards that are here, or the parameters themselves.
+    """
 
     names: list[str]
     parameters: list[Tensor]
     masters: list[Tensor]
     adamw: torch.optim.AdamW
 
+    @property
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters and what is updated for them."""
+        return zip(self.parameters, self.masters, strict=True)
+
 
 class MasterAdamW:
-    """AdamW over a model's parameters; with `compute_dtype` the model is narrowed to it over float32 masters."""
+    """AdamW over a model's parameters; with `compute_dtype` the model is narrowed to it over float32 masters.
+
+    Shards are not narrowed: they must be float32 then, and count as masters.
+    """
 
     def __init__(self, model: nn.Module, settings: Optimizer, compute_dtype: torch.dtype | None = None) -> None:
         self.settings, self.has_masters = settings, compute_dtype is not None
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.is_sharded = any(is_shard(p) for _, p in named)
         groups = [[(n, p) for n, p in named if decays(n, p) is decayed] for decayed in (True, False)]
         self.buckets = [
             self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
             for decayed, group in zip((True, False), groups, strict=True)
-            for part in _split(group, BUCKET_BYTES if self.has_masters else None)
+            for part in _split(group, BUCKET_BYTES if self.widens else None)
         ]
 
     def _bucket(
         self, named: list[tuple[str, nn.Parameter]], weight_decay: float, compute_dtype: torch.dtype | None
     ) -> Bucket:
         parameters: list[Tensor] = [p for _, p in named]
-        masters = list(parameters)
-        if compute_dtype is not None:
+        masters = [local(p) for p in parameters]
+        if self.widens:
             masters = [p.data.float() for p in parameters]  # the very storage of a float32 model: no second copy
             for p in parameters:
                 p.data = p.data.to(compute_dtype)
@@ -59,32 +74,37 @@ class MasterAdamW:
         return Bucket([n for n, _ in named], parameters, masters, adamw)
 
     @property
+    def widens(self) -> bool:
+        """Whether masters are copies in another dtype than the parameters'."""
+        return self.has_masters and not self.is_sharded
+
+    @property
     def gradients(self) -> list[Tensor]:
-        """The model's gradients as backward left them."""
-        return [p.grad for bucket in self.buckets for p in bucket.parameters if p.grad is not None]
+        """The model's gradients as backward left them; of shards, the rows that are here."""
+        return [local(p.grad) for bucket in self.buckets for p in bucket.parameters if p.grad is not None]
 
     @torch.no_grad()
     def step(self, lr: float, gradient_factor: Tensor | None = None) -> None:
         """Update with gradients multiplied by `gradient_factor` (clipping and unscaling), then drop them."""
         for bucket in self.buckets:
-            self._widen_gradients(bucket, gradient_factor)
+            self._hand_over_gradients(bucket, gradient_factor)
             for group in bucket.adamw.param_groups:
                 group["lr"] = lr
             bucket.adamw.step()
-            if self.has_masters:
+            if self.widens:
                 torch._foreach_copy_(bucket.parameters, bucket.masters)
             for tensor in (*bucket.parameters, *bucket.masters):
                 tensor.grad = None
 
-    def _widen_gradients(self, bucket: Bucket, factor: Tensor | None) -> None:
-        if self.has_masters:
-            for parameter, master in zip(bucket.parameters, bucket.masters, strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
+    def _hand_over_gradients(self, bucket: Bucket, factor: Tensor | None) -> None:
+        for parameter, master in bucket.pairs:
+            if master is not parameter:
+                gradient = None if parameter.grad is None else local(parameter.grad)
+                master.grad = None if gradient is None else gradient.to(master.dtype)
                 parameter.grad = None
-        if factor is not None:
-            gradients = [m.grad for m in bucket.masters if m.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
+        gradients = [m.grad for m in bucket.masters if m.grad is not None]
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that must not be taken."""
@@ -93,30 +113,32 @@ class MasterAdamW:
                 parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Every state tensor by `kind/parameter name`; masters included where they exist."""
+        """Every state tensor by `kind/parameter name`; masters included where they exist. Of shards, shards."""
         return dict(self._state_tensors())
 
     def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
-            for name, master in zip(bucket.names, bucket.masters, strict=True):
-                for kind in ("step", *MOMENTS):
-                    yield f"{kind}/{name}", bucket.adamw.state[master][kind]
-                if self.has_masters:
-                    yield f"master/{name}", master
+            for name, (parameter, master) in zip(bucket.names, bucket.pairs, strict=True):
+                states = bucket.adamw.state[master]
+                yield f"step/{name}", states["step"]
+                kinds = {kind: states[kind] for kind in MOMENTS} | ({"master": master} if self.has_masters else {})
+                for kind, tensor in kinds.items():
+                    yield f"{kind}/{name}", like_shard(tensor, parameter) if is_shard(parameter) else tensor
 
     @torch.no_grad()
-    def load_state(self, saved: dict[str, Tensor], source: str) -> None:
+    def load_state(self, saved: Mapping[str, Tensor], source: str) -> None:
         """Copy saved states in; anything missing, left over or of another shape is an error."""
         own = self.state()
         if odd := sorted(own.keys() ^ saved.keys()):
             raise UserError(f"{source} does not fit this model: optimizer state {odd[0]} is on one side only")
         for name, tensor in own.items():
-            if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+            stored = saved[name]
+            if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
                 raise UserError(
-                    f"{source}: {name} is {saved[name].dtype} {list(saved[name].shape)}, "
+                    f"{source}: {name} is {stored.dtype} {list(stored.shape)}, "
                     f"this run needs {tensor.dtype} {list(tensor.shape)}"
                 )
-            tensor.copy_(saved[name])
+            copy_whole(tensor, stored)
 
 
 def decays(name: str, parameter: Tensor) -> bool:

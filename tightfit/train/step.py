@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
+from tightfit.parallel.data import micro_batch
+from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.optimizer import MasterAdamW, clip_factor, global_norm
 from tightfit.train.precision import LossScale
 
@@ -41,24 +43,41 @@ class NotFiniteError(ArithmeticError):
 
 
 def accumulate(
-    model: Decoder, batches: Sequence[Batch], device: torch.device, scale: float = 1.0, on_phase: OnPhase = ignore
-) -> tuple[Tensor, int]:
-    """Backward through every micro-batch; returns the step's mean loss (on the device) and its counted tokens."""
+    model: nn.Module,
+    batches: Sequence[Batch],
+    device: torch.device,
+    scale: float = 1.0,
+    on_phase: OnPhase = ignore,
+    ranks: Ranks = ALONE,
+) -> tuple[Tensor, int | Tensor]:
+    """Backward through every micro-batch of this rank; returns its part of the step's mean loss (on the device).
+
+    Also returned are the counted tokens of the step, over all ranks: on the device where there are several.
+    """
     counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
-    total = max(sum(counted), 1)
-    experts = model.spec.experts
+    tokens = sum(counted) if ranks.world == 1 else ranks.sum(torch.tensor(sum(counted), device=device))
+    total = max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1)
+    experts = decoder_of(model).spec.experts
     mean = torch.zeros((), device=device)
-    for batch, count in zip(batches, counted, strict=True):
-        on_phase("forward")
-        output = model(**inputs(batch, device))
-        assert output.loss is not None
-        loss = output.loss / total
-        mean += loss.detach()
-        if experts is not None and output.balance is not None:
-            loss = loss + experts.balance_weight * output.balance * (count / total)
-        on_phase("backward")
-        (loss * scale).backward()
-    return mean, sum(counted)
+    for number, (batch, count) in enumerate(zip(batches, counted, strict=True), 1):
+        with micro_batch(model, last=number == len(batches)):
+            on_phase("forward")
+            output = model(**inputs(batch, device))
+            assert output.loss is not None
+            loss = output.loss / total
+            mean += loss.detach()
+            if experts is not None and output.balance is not None:
+                loss = loss + experts.balance_weight * output.balance * (count / total)
+            on_phase("backward")
+            (loss * scale).backward()
+    return mean, tokens
+
+
+def decoder_of(model: nn.Module) -> Decoder:
+    """The decoder inside DDP, or the model itself."""
+    decoder = getattr(model, "module", model)
+    assert isinstance(decoder, Decoder)
+    return decoder
 
 
 def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
@@ -71,19 +90,25 @@ def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
 
 
 def train_step(
-    model: Decoder,
+    model: nn.Module,
     optimizer: MasterAdamW,
     batches: Sequence[Batch],
     device: torch.device,
     lr: float,
     scale: LossScale,
     on_phase: OnPhase = ignore,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
-    """Forward and backward over `batches`, then one update. Raises NotFiniteError before touching the weights."""
-    mean, tokens = accumulate(model, batches, device, scale.value, on_phase)
+    """Forward and backward over this rank's `batches`, then one update of all ranks' weights.
+
+    Raises NotFiniteError, on all ranks alike, before touching the weights.
+    """
+    part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks)
     on_phase("optimizer")
-    norm = global_norm(optimizer.gradients) / scale.value
-    loss_value, norm_value = torch.stack([mean, norm]).tolist()  # the step's only wait for the GPU
+    mean, norm = _over_all_ranks(part, optimizer, ranks)
+    norm = norm / scale.value
+    known = [mean, norm] if isinstance(tokens, int) else [mean, norm, tokens]
+    loss_value, norm_value, *counted = torch.stack([x.double() for x in known]).tolist()  # the only wait for the GPU
     if not math.isfinite(loss_value):
         raise NotFiniteError(f"the loss is {loss_value}")
     overflowed = not math.isfinite(norm_value)
@@ -94,7 +119,18 @@ def train_step(
     else:
         optimizer.step(lr, _factor(norm, optimizer.settings.clip_norm, scale.value))
     scale.update(overflowed=overflowed)
-    return StepResult(loss_value, norm_value, tokens, skipped=overflowed)
+    return StepResult(loss_value, norm_value, int(counted[0]) if counted else int(tokens), skipped=overflowed)
+
+
+def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The step's loss and gradient norm. Replicas all have the summed gradients; shards have only their rows'."""
+    norm = global_norm(optimizer.gradients)
+    if ranks.world == 1:
+        assert not optimizer.is_sharded, "shards of the parameters, but nobody to hold the others: pass `ranks`"
+        return part, norm
+    squares = norm.double().square() if optimizer.is_sharded else torch.zeros_like(norm, dtype=torch.float64)
+    mean, total = ranks.sum(torch.stack([part.double(), squares])).unbind()
+    return mean.float(), total.sqrt().float() if optimizer.is_sharded else norm
 
 
 def _factor(norm: Tensor, clip_norm: float, scale: float) -> Tensor | None:

@@ -1,0 +1,67 @@
+"""Real processes that talk over gloo, started once and given many functions to run."""
+
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+Function = Callable[..., Any]
+
+
+class Group:
+    """`world` processes of one process group; `run` has each of them call a function and returns what they returned."""
+
+    def __init__(self, world: int, meeting: Path) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world, str(meeting)), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Function, *arguments: Any) -> list[Any]:
+        """What `function(*arguments)` returns on every rank, in their order; a failure of any of them fails here."""
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((function, arguments)))
+        answers = [pickle.loads(pipe.recv_bytes()) if pipe.poll(120) else (False, "no answer") for pipe in self.pipes]
+        failed = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        assert not failed, "\n".join(failed)
+        return [answer for _, answer in answers]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    while True:
+        try:
+            function, arguments = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))

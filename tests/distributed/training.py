@@ -1,0 +1,109 @@
+"""A few training steps of a tiny model, on one process or as a rank of several, with everything to compare."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.train.models import TINY, ragged_batch
+from tightfit.jobs.job import Optimizer, PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.ranks import Ranks
+from tightfit.parallel.shards import whole
+from tightfit.train.assembly import assemble, unfilled
+from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.precision import LossScale
+from tightfit.train.step import Batch, train_step
+
+CPU = torch.device("cpu")
+PLAIN, SETTINGS = Levers(), Optimizer(lr=1e-3)
+TIED = replace(TINY, tied=True)
+UNEVEN = replace(TINY, vocab_size=97, hidden_size=36, head_dim=6, mlp_size=66, layers=3, qk_norm=True, qkv_bias=True)
+"""No size of it is a multiple of four, and four ranks have six numbers of a head's norm between them: one has none."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    spec: ModelSpec = TINY
+    rows: int = 8
+    steps: int = 3
+    data: int = 1
+    zero: int = 0
+    micro_batch: int = 8
+    precision: PrecisionName = "fp32"
+    scale: float | None = None
+    levers: Levers = PLAIN
+    settings: Optimizer = SETTINGS
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(data=self.data, zero=self.zero, micro_batch=self.micro_batch)  # type: ignore[arg-type]
+
+    def alone(self) -> "Case":
+        """The same on one process that takes all rows at once."""
+        return replace(self, data=1, zero=0, micro_batch=self.rows, levers=PLAIN)
+
+
+@dataclass
+class Trace:
+    """Per step: loss, gradient norm, tokens, gradients (whole, as the optimizer finds them); weights at the end."""
+
+    results: list[Any] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    first: dict[str, Tensor] = field(default_factory=dict)
+    last: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(case: Case) -> Trace:
+    """Train as `case` says, as a rank of the running group if there is one."""
+    mesh = make_mesh(case.layout, "cpu") if case.data > 1 else None
+    ranks = Ranks.of(mesh)
+    decoder, module, optimizer = build(case, mesh)
+    trace = Trace(first=wholes(decoder))
+
+    def look(phase: str) -> None:
+        if phase == "optimizer":
+            trace.gradients.append(
+                {n: whole(p.grad).clone() for n, p in decoder.named_parameters() if p.grad is not None}
+            )
+
+    scale = LossScale.for_precision(case.precision)
+    scale.value = case.scale or scale.value
+    for step in range(case.steps):
+        batches = micro_batches(case, step, ranks.rank)
+        lr = case.settings.lr
+        trace.results.append(train_step(module, optimizer, batches, CPU, lr, scale, look, ranks))
+    trace.last = wholes(decoder)
+    trace.states = {name: whole(state).clone() for name, state in optimizer.state().items()}
+    return trace if ranks.first else Trace(results=trace.results)
+
+
+def build(case: Case, mesh: Any) -> tuple[Decoder, torch.nn.Module, MasterAdamW]:
+    decoder = unfilled(case.spec, case.layout, case.precision, CPU)
+
+    def fill(model: Decoder) -> None:
+        torch.manual_seed(5)
+        init_weights(model)
+
+    module, optimizer = assemble(decoder, mesh, case.layout, case.levers, case.precision, case.settings, CPU, fill)
+    return decoder, module, optimizer
+
+
+def wholes(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: whole(p).detach().clone() for name, p in decoder.named_parameters()}
+
+
+def micro_batches(case: Case, step: int, rank: int) -> list[Batch]:
+    """The rows of this rank, in the loader's order: micro-batch i of rank r follows micro-batch i of rank r − 1."""
+    batch = ragged_batch(case.rows, seed=step)
+    pieces = list(zip(*(value.split(case.micro_batch) for value in batch.values()), strict=True))
+    return [dict(zip(batch, piece, strict=True)) for piece in pieces[rank :: case.data]]

@@ -1,0 +1,51 @@
+"""Levers and splits put on a decoder, in one order: loss, then checkpointing, then data parallelism.
+
+Checkpointing changes what a layer's forward is, and data parallelism hooks itself around that forward: recomputing
+inside the hooks finds the weights that backward has gathered anyway. Tensor, context and pipeline splits will come
+between the two. Weights of a model that is sharded are given values afterwards (each rank fills its rows); a model that
+is replicated must have its values and its dtype before. `train/assembly.py` does both, with the optimizer.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tightfit.errors import UserError
+from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.levers.loss import choose_loss
+from tightfit.models.decoder import Decoder
+from tightfit.parallel.data import replicate, shard
+
+RUNNABLE = {
+    "layout": ("data", "zero", "micro_batch"),
+    "levers": ("checkpoint_every", "loss", "loss_chunk_bytes"),
+}
+
+
+def apply(
+    model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName
+) -> nn.Module:
+    """What to call for forward and backward: the decoder itself, sharded in place or not, or DDP around it."""
+    refuse_what_cannot_run(layout, levers)
+    choose_loss(model, levers)
+    checkpoint_layers(model, levers.checkpoint_every)
+    if mesh is None:
+        return model
+    if layout.zero == 0:
+        return replicate(model, mesh["data"])
+    return shard(model, mesh["data"], layout.zero, precision)
+
+
+def refuse_what_cannot_run(layout: Layout, levers: Levers) -> None:
+    """A sentence for what can be planned but not yet trained."""
+    for section, chosen in (("layout", layout), ("levers", levers)):
+        for name, value in chosen:
+            default = type(chosen).model_fields[name].default
+            if name not in RUNNABLE[section] and value != default:
+                runs = ", ".join(f"{section}.{other}" for other in RUNNABLE[section])
+                raise UserError(
+                    f"{section}.{name} is {value}, which can be planned but not trained yet; "
+                    f"set it to {default} and use {runs}"
+                )

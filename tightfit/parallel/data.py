@@ -1,0 +1,124 @@
+"""Data parallelism: every rank trains on its own rows, and gradients are summed over ranks.
+
+Summed, not averaged: the loss is already divided by the counted tokens of the whole step, over all ranks. The engines
+are torch's, DDP for `zero: 0` and FSDP2 for the others, with one group per layer, one for an untied embedding, and the
+root, which has the final norm, the head and a tied embedding (whose fused loss reads the head's weight: it is whole
+there, because the root is gathered for all of forward and backward).
+
+What a rank of N holds per parameter in mixed precision (bf16 or fp16 with float32 masters), M micro-batches a step:
+
+| zero | weights | gradients | masters and moments | gathered meanwhile |
+|---|---|---|---|---|
+| 0 | 2 | 2, in DDP's buckets, which stay between steps | 12 | – |
+| 1 | – | 4/N; with M > 1 also 4 from the first micro-batch to the last | 12/N | 2, forward to the end of the step |
+| 2 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, forward to the end of the step |
+| 3 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, root and about two layers at a time |
+
+FSDP2's float32 shards are the master weights; a 16-bit copy exists only while gathered. It reduces in float32, so what
+is kept of gradients is float32 as well. With fp32 nothing is narrowed, and with pure-bf16 all of it is bf16.
+
+What a rank sends per parameter and step, in elements (all-reduce is reduce-scatter and all-gather):
+
+| zero | all-gather of weights | reduction of gradients |
+|---|---|---|
+| 0 | – | 2 (N−1)/N, 16 bits each, after the last micro-batch, overlapping its backward |
+| 1 | (N−1)/N | (N−1)/N in float32, at the last micro-batch |
+| 2 | (N−1)/N | M (N−1)/N in float32 |
+| 3 | 2 M (N−1)/N; the root's once per micro-batch | M (N−1)/N in float32 |
+
+Zero 1 and 2 keep weights gathered until the step's last backward: gathering them again for each micro-batch would free
+nothing at the peak. Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+from tightfit.jobs.job import PrecisionName
+from tightfit.models.decoder import Decoder, DecoderOutput
+
+COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What FSDP2 gathers float32 masters as; other precisions are gathered as they are."""
+
+
+def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
+    """Zero 0. `model` must already have the dtype it trains in; every rank gets the first rank's weights."""
+    replica = DistributedDataParallel(model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True)
+    replica.register_comm_hook(mesh.get_group("data"), _summed)
+    return replica
+
+
+def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """DDP's own reduction divides by the number of ranks, and multiplying it back would round."""
+    gradients: Tensor = bucket.buffer()
+    work = dist.all_reduce(gradients, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda _: gradients)  # a fake group's future has no value of its own
+
+
+def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName) -> Decoder:
+    """Zero 1, 2 or 3, in place. `model` may be on the meta device; `materialise` gives it memory afterwards."""
+    _show_outputs_to_hooks()
+    policy = _policy(precision)
+    parts: list[nn.Module] = [*model.layers, *([] if model.spec.tied else [model.embed])]
+    for part in parts:
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # else the factor becomes an operation that gloo lacks
+    vars(model)["zero"] = zero  # what `micro_batch` goes by
+    return model
+
+
+def _policy(precision: PrecisionName) -> MixedPrecisionPolicy:
+    """Inputs are not cast: tokens are integers, and layers are given what the embedding made."""
+    if precision not in COMPUTE_DTYPES:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(COMPUTE_DTYPES[precision], torch.float32, cast_forward_inputs=False)
+
+
+def _show_outputs_to_hooks() -> None:
+    """FSDP2 finds tensors to hook backward to by flattening outputs; before torch 2.13 not inside dataclasses."""
+    if DecoderOutput not in _pytree.SUPPORTED_NODES:
+        _pytree.register_dataclass(DecoderOutput)
+
+
+def materialise(model: Decoder, device: torch.device) -> None:
+    """Memory for the shards of a model made on the meta device; values are still to come."""
+    model.to_empty(device=device)
+    if model.spec.tied:
+        model.head.weight = model.embed.weight
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextmanager
+def micro_batch(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Around forward and backward of a micro-batch: when ranks meet over gradients, and let go of gathered weights."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        root: Any = model
+        root.set_requires_gradient_sync(last or root.zero > 1)
+        root.set_reshard_after_backward(last or root.zero == 3)
+    yield
+
+
+def rest(model: nn.Module) -> None:
+    """Let go of weights that a forward without backward has left gathered."""
+    for module in _sharded(model):
+        module.reshard()

@@ -1,0 +1,68 @@
+"""The mesh: the ranks of a run as a grid with one named axis per way of splitting.
+
+The axes, outermost first, are those of `AXES`: neighbours on the innermost axis are neighbouring ranks, which share the
+fastest links. Only axes of more than one rank exist, except `data`, which always does. The mesh is made once and handed
+to who needs it; nothing is kept in a global. Processes are torchrun's, and its variables (RANK, WORLD_SIZE, LOCAL_RANK
+and the meeting place) are read by torch.distributed alone. `make_mesh` takes any initialised group, a fake one too.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+
+AXES = ("pipeline", "data", "context", "tensor")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The grid of `layout` over the processes of the initialised group."""
+    check_world(layout, dist.get_world_size())
+    degrees = {axis: getattr(layout, axis) for axis in AXES}
+    used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
+    return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def check_world(layout: Layout, processes: int) -> None:
+    """As many processes as the layout has ranks, or a sentence."""
+    if processes != layout.ranks:
+        line = f"torchrun --nproc-per-node={layout.ranks} -m tightfit train …"
+        fix = (
+            f"start it with `{line}`"
+            if layout.ranks > 1
+            else f"start it without torchrun or set layout.data={processes}"
+        )
+        raise UserError(f"the layout has {layout.ranks} rank(s), but {processes} process(es) are running; {fix}")
+
+
+@contextmanager
+def joined(layout: Layout, device: torch.device) -> Iterator[tuple[DeviceMesh | None, torch.device]]:
+    """The mesh of this run (None for a single process) and this rank's device; the group ends with a clean exit."""
+    running = dist.is_available() and dist.is_initialized()
+    check_world(layout, dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", "1")))
+    if layout.ranks == 1:
+        yield None, device
+        return
+    own = _own_device(device)
+    if not running:
+        dist.init_process_group(BACKENDS[own.type])
+    yield make_mesh(layout, own.type), own
+    if not running:
+        dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
+
+
+def _own_device(device: torch.device) -> torch.device:
+    """The GPU that torchrun gave this rank of the node; the CPU is everybody's."""
+    if device.type != "cuda":
+        return device
+    rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= found:
+        raise UserError(f"process {rank} of this machine has no GPU, as there are {found}; start one process per GPU")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)

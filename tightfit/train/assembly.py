@@ -1,0 +1,52 @@
+"""A decoder with its levers, its split and its optimizer, put together in the order that each way of splitting needs.
+
+Replicas need their values and 16-bit weights first: DDP lays its buckets out for the gradients it will find, and the
+float32 masters are what the weights were before. Shards come first themselves, so that no rank ever holds the whole
+model in float32: values are then filled in row by row, and the optimizer works on what is there.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tightfit.jobs.job import Optimizer, PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.models.blank import blank_decoder
+from tightfit.models.decoder import Decoder
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.apply import apply
+from tightfit.parallel.data import materialise
+from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
+
+Fill = Callable[[Decoder], None]
+"""Gives a decoder, or a rank's shards of it, their values."""
+
+
+def unfilled(spec: ModelSpec, layout: Layout, precision: PrecisionName, device: torch.device) -> Decoder:
+    """A decoder for `assemble` to fill: without memory where it will be sharded, float32 where it is not."""
+    if layout.zero == 0:
+        return blank_decoder(spec, device, torch.float32)
+    return blank_decoder(spec, "meta", torch.float32 if keeps_master_weights(precision) else COMPUTE_DTYPES[precision])
+
+
+def assemble(
+    model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName,
+    settings: Optimizer, device: torch.device, fill: Fill,
+) -> tuple[nn.Module, MasterAdamW]:  # fmt: skip
+    """What to call for forward and backward, and the optimizer of its parameters (which are those of `model`)."""
+    dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)
+    if layout.zero:
+        module = apply(model, mesh, layout, levers, precision)
+        if model.embed.weight.is_meta:
+            materialise(model, device)
+        fill(model)
+        return module, MasterAdamW(model, settings, dtype if masters else None)
+    fill(model)
+    if not masters and model.embed.weight.dtype != dtype:
+        model = model.to(dtype)
+    optimizer = MasterAdamW(model, settings, dtype if masters else None)
+    return apply(model, mesh, layout, levers, precision), optimizer
