@@ -1,1 +1,1 @@
-"""Layouts, levers, costs, the search over them, and what a plan can be exported to."""
+"""Plans: how a run is spread and what it saves on, found by counting memory and time; nothing here imports torch."""

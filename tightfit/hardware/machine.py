@@ -1,0 +1,136 @@
+"""Machine: nodes × accelerators and what connects them, as a user writes it.
+
+    H100-80GB               one card
+    8xV100-32GB             one node of eight, with the links of the vendor's own system (SXM where there is one)
+    4xA100-40GB:pcie        PCIe cards
+    2x8xH100-80GB           two nodes of eight; between them what the vendor's reference system has (NDR, one per card)
+    4x8xL4:ethernet-100     between nodes: edr, hdr, ndr, xdr (per card), ethernet-10 … -400 (per node)
+    2xRTX3090:nvlink        a pair of cards with their bridge
+    local                   what nvidia-smi finds in this machine
+
+Cards that no vendor sells as a cluster are taken to share one 100 Gb/s Ethernet port per node unless the text says
+otherwise; a plan prints the link it counted with.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.hardware.accelerator import Accelerator
+from tightfit.hardware.catalog import FORMS, find_accelerator
+from tightfit.hardware.links import LINKS, NETWORKS, Link
+from tightfit.hardware.sizes import parse_bytes
+
+LARGEST = 1_000_000
+DEFAULT_NETWORK = "ethernet-100"
+_PATTERN = re.compile(r"(?:(-?\d+)x)?(?:(-?\d+)x)?([A-Za-z][\w .-]*)((?::[\w.-]+)*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`nodes` × `per_node` accelerators. `host_bytes` is the memory of one node; None where nobody said."""
+
+    nodes: int
+    per_node: int
+    accelerator: Accelerator
+    intra: Link
+    inter: Link
+    host_bytes: int | None = None
+    text: str
+
+    @property
+    def ranks(self) -> int:
+        """All accelerators."""
+        return self.nodes * self.per_node
+
+    def with_counts(self, nodes: int, per_node: int) -> "Machine":
+        """The same parts in another number."""
+        tail = self.text.partition(":")
+        plain = re.sub(r"^(\d+x){0,2}", "", tail[0])
+        counts = f"{nodes}x{per_node}x" if nodes > 1 else f"{per_node}x"
+        return replace(self, nodes=nodes, per_node=per_node, text=f"{counts}{plain}{tail[1]}{tail[2]}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; `parse_machine` reads `text` and `host_bytes` back."""
+        return {
+            "text": self.text,
+            "nodes": self.nodes,
+            "per_node": self.per_node,
+            "accelerator": self.accelerator.name,
+            "accelerator_bytes": self.accelerator.memory_bytes,
+            "intra": self.intra.name,
+            "inter": self.inter.name,
+            "host_bytes": self.host_bytes,
+        }
+
+
+def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
+    """The machine that `text` names; `host_memory` (`512GB`, or bytes) is that of one node."""
+    if text.strip() == "local":
+        from tightfit.hardware.local import local_machine
+
+        return local_machine(host_memory)
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise UserError(f"machine {text!r} is not of the form 8xV100-32GB, 2x8xH100-80GB or H100-80GB:pcie")
+    first, second, name, tail = match.groups()
+    nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
+    _check_counts(text, nodes, per_node)
+    form, intra, inter = _options(text, tail.split(":")[1:], per_node)
+    accelerator = find_accelerator(name, form)
+    return Machine(
+        nodes=nodes,
+        per_node=per_node,
+        accelerator=accelerator,
+        intra=_bridge(text, accelerator, per_node) if intra else accelerator.peer,
+        inter=LINKS[inter or accelerator.network or DEFAULT_NETWORK],
+        host_bytes=_host_bytes(host_memory),
+        text=text.strip(),
+    )
+
+
+def _check_counts(text: str, nodes: int, per_node: int) -> None:
+    for count, what in ((nodes, "nodes"), (per_node, "GPUs")):
+        if count < 1:
+            raise UserError(f"machine {text!r} has {count} {what}; give at least 1")
+    if nodes * per_node > LARGEST:
+        raise UserError(f"machine {text!r} has {nodes * per_node} GPUs; give at most {LARGEST:,}")
+
+
+def _options(text: str, words: list[str], per_node: int) -> tuple[str | None, bool, str | None]:
+    """The form, whether cards are bridged, and the network that the words after the colons ask for."""
+    form: str | None = None
+    network: str | None = None
+    bridged = False
+    for word in (each.lower() for each in words):
+        if word in FORMS:
+            form = word
+        elif word in NETWORKS:
+            network = word
+        elif word == "nvlink":
+            bridged = True
+        else:
+            known = ", ".join((*FORMS, "nvlink", *NETWORKS))
+            raise UserError(f"machine {text!r} asks for {word!r}; after a colon stands one of {known}")
+    return form, bridged, network
+
+
+def _bridge(text: str, accelerator: Accelerator, per_node: int) -> Link:
+    if accelerator.peer.kind == "fabric":
+        return accelerator.peer
+    if accelerator.bridge is None or per_node != 2:
+        raise UserError(
+            f"machine {text!r} asks for nvlink, but {accelerator.name} ({accelerator.form}) has "
+            f"{'bridges for pairs only' if accelerator.bridge else 'none'}; leave it out"
+        )
+    return LINKS[accelerator.bridge]
+
+
+def _host_bytes(host_memory: str | int | None) -> int | None:
+    if host_memory is None or isinstance(host_memory, int):
+        return host_memory
+    found = parse_bytes(host_memory, "--host-memory")
+    if found < 1:
+        raise UserError(f"--host-memory is {host_memory!r}; give what one node has, such as 512GB")
+    return found

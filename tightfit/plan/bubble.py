@@ -1,0 +1,24 @@
+"""Bubble: the time pipeline ranks wait for each other, by schedule.
+
+K ranks, M micro-batches, F and B seconds forward and backward (recompute R belongs to B) of one micro-batch:
+
+    gpipe, 1f1b     (K−1)(F+B)        a share (K−1)/(K+M−1) of the step; one micro-batch is the naive pipeline, (K−1)/K
+    interleaved     (K−1)(F+B)/v      v pieces of the model per rank (Narayanan et al. 2021)
+    zero-bubble     (K−1)(F+R)        weight gradients fill the rest: T_F + T_B − T_W with T_B = T_W + R (Qi et al. 2023,
+                                      ZB-H1, the variant that needs no more memory than 1f1b)
+"""
+
+from tightfit.jobs.layout import PipelineSchedule
+
+
+def bubble_s(schedule: PipelineSchedule, ranks: int, pieces: int, forward_s: float, backward_s: float,
+             recompute_s: float) -> float:  # fmt: skip
+    """Seconds a rank idles in one step; `backward_s` does not include `recompute_s`."""
+    if schedule == "zero-bubble":
+        return (ranks - 1) * (forward_s + recompute_s)
+    return (ranks - 1) * (forward_s + backward_s + recompute_s) / (pieces if schedule == "interleaved" else 1)
+
+
+def bubble_share(ranks: int, micro_batches: int, pieces: int = 1) -> float:
+    """Share of a step that is bubble: (K−1)/(K−1+vM), which is (K−1)/(K+M−1) for v=1."""
+    return (ranks - 1) / (ranks - 1 + pieces * micro_batches)

@@ -1,0 +1,234 @@
+"""Cost: how long one optimizer step takes, for a layout and levers on a machine.
+
+    step = M × (forward + backward + recompute + traffic that compute does not hide) + bubble + gradients + optimizer
+
+M micro-batches run through the slowest pipeline rank. Compute is matrix products, attention and memory-bound kernels
+at the measured shares of the card's rates (hardware/efficiency.py), never less than the host needs to launch it. Tensor
+and expert collectives wait in line; the ring of context parallelism hides behind attention, gathered weights and
+reduced gradients behind the layers (all but one layer's), copies to the host behind both. What ZeRO stages send is
+parallel/data.py's table. Not modelled: stragglers, data loading, traffic that slows the compute it hides behind.
+
+`Costs` belongs to one workload and machine and does what depends on the layout once (`frame`), so that a search can
+try many levers on it (`Frame.step`).
+"""
+
+import math
+from dataclasses import dataclass
+
+from tightfit.hardware.efficiency import MEASURED, Efficiency
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import STATE_BYTES, Workload
+from tightfit.plan.bubble import bubble_s
+from tightfit.plan.communication import Group, make_group
+from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
+from tightfit.plan.steptime import StepTime
+from tightfit.plan.work import layer_work, sharded_params
+
+
+class Costs:
+    """Step times of one workload on one machine."""
+
+    def __init__(self, workload: Workload, machine: Machine, efficiency: Efficiency = MEASURED) -> None:
+        self.workload, self.machine, self.efficiency = workload, machine, efficiency
+        self.rates = card_rates(workload, machine, efficiency)
+        self._groups: dict[tuple[int, int], Group] = {}
+        self._layers: dict[tuple[int, int, int, bool], LayerTime] = {}
+
+    def group(self, stride: int, size: int) -> Group:
+        """The ranks `stride` apart."""
+        key = (stride, size)
+        if key not in self._groups:
+            self._groups[key] = make_group(self.machine, stride, size)
+        return self._groups[key]
+
+    def layer(self, layout: Layout) -> LayerTime:
+        """One layer under `layout`."""
+        key = (layout.micro_batch, layout.tensor, layout.context, layout.sequence_parallel)
+        if key not in self._layers:
+            self._layers[key] = layer_time(self.workload, self.rates, *key)
+        return self._layers[key]
+
+    def step(self, layout: Layout, levers: Levers) -> StepTime:
+        """One optimizer step."""
+        return self.frame(layout).step(levers)
+
+    def frame(self, layout: Layout) -> "Frame":
+        """What a step of `layout` costs before levers."""
+        return Frame(self, layout)
+
+
+@dataclass(frozen=True)
+class _Sync:
+    """Data ranks' traffic of one whole pass over a rank's parameters, and the share that nothing can hide."""
+
+    gather_s: float
+    reduce_s: float
+    all_reduce_s: float
+
+
+class Frame:
+    """The parts of a step that depend on the layout alone; `step` adds what levers change."""
+
+    def __init__(self, costs: Costs, layout: Layout) -> None:
+        self.costs, self.layout = costs, layout
+        workload, spec = costs.workload, costs.workload.spec
+        self.micro_batches = workload.global_batch // (layout.micro_batch * layout.data)
+        self.layers = math.ceil(spec.layers / layout.pipeline)
+        self.time = costs.layer(layout)
+        self._count_params()
+        self._count_compute()
+        self._count_collectives()
+        self.sync = self._sync()
+
+    def _count_params(self) -> None:
+        """Parameters of the fullest rank, dense ones and experts, and what is left of them after sharding."""
+        layout, spec = self.layout, self.costs.workload.spec
+        dense, experts, ends = sharded_params(spec)
+        if layout.pipeline > 1:
+            ends = max(spec.embedding_params, spec.vocab_size * spec.hidden_size)
+        self.dense = (dense * self.layers + ends) / layout.tensor
+        self.experts = experts * self.layers / layout.tensor / layout.expert
+        shards = layout.data * layout.context if layout.zero else 1
+        self.own_params = self.dense / shards + self.experts / (max(1, shards // layout.expert) if layout.zero else 1)
+
+    def _count_compute(self) -> None:
+        """Forward and backward of one micro-batch on the slowest pipeline rank."""
+        time, spec, pipeline = self.time, self.costs.workload.spec, self.layout.pipeline
+        last = max(0, spec.layers - (pipeline - 1) * self.layers)
+        self.forward_s = max(self.layers * time.forward_s, last * time.forward_s + time.head_forward_s)
+        self.backward_s = max(self.layers * time.backward_s, last * time.backward_s + time.head_backward_s)
+        launch = self.layers * self.costs.efficiency.layer_launch_s
+        self.forward_launch_s = launch * self.costs.efficiency.forward_launch_share
+        self.backward_launch_s = launch - self.forward_launch_s
+
+    def _count_collectives(self) -> None:
+        """What tensor, context, expert and pipeline ranks exchange for one micro-batch, one way."""
+        layout, workload, costs = self.layout, self.costs.workload, self.costs
+        spec, width = workload.spec, workload.weight_bytes
+        tokens = layout.micro_batch * workload.sequence_length / layout.context
+        hidden_bytes = tokens * spec.hidden_size * width
+        outer = layout.tensor if layout.sequence_parallel else 1
+        sums = 2 * self.layers + 1
+        self.tensor_s = sums * costs.group(1, layout.tensor).all_reduce_s(hidden_bytes)
+        ring = costs.group(layout.tensor, layout.context)
+        hand_on = (layout.context - 1) * ring.send_s(2 * tokens * spec.kv_size / layout.tensor * width)
+        self.context_forward_s = self.layers * max(0.0, hand_on - self.time.attention_forward_s)
+        self.context_backward_s = self.layers * max(0.0, 2 * hand_on - self.time.attention_backward_s)
+        self.expert_s = 0.0
+        if spec.experts is not None and layout.expert > 1:
+            away = costs.group(layout.tensor, layout.expert).all_to_all_s(hidden_bytes / outer * spec.experts.per_token)
+            self.expert_s = 2 * self.layers * layer_work(spec).routed_share * away
+        stages = costs.group(layout.tensor * layout.context * layout.data, layout.pipeline)
+        self.send_s = layout.stages_per_rank * stages.send_s(hidden_bytes / outer)
+        self.checkpoint_bytes = hidden_bytes / outer
+
+    def _sync(self) -> _Sync:
+        """Weights and gradients over data and context ranks, in one collective per layer."""
+        layout, workload = self.layout, self.costs.workload
+        ranks = layout.data * layout.context
+        group = self.costs.group(layout.tensor, ranks)
+        expert_group = self.costs.group(layout.tensor * layout.expert, max(1, ranks // layout.expert))
+        calls = self.layers + 1
+        width = workload.weight_bytes
+        reduced = 4 if workload.has_masters else width
+
+        def all_layers(bytes_each: int) -> float:
+            dense = group.all_gather_s(self.dense * bytes_each / calls)
+            routed = expert_group.all_gather_s(self.experts * bytes_each / calls) if self.experts else 0.0
+            return calls * (dense + routed)
+
+        summed = group.all_reduce_s(self.dense * width / calls)
+        summed += expert_group.all_reduce_s(self.experts * width / calls) if self.experts else 0.0
+        return _Sync(all_layers(width), all_layers(reduced), calls * summed)
+
+    def step(self, levers: Levers) -> StepTime:
+        """One optimizer step with `levers`."""
+        layout, micro = self.layout, self.micro_batches
+        recompute, again = self._recompute(levers)
+        plain = self.time.plain_loss_s if levers.loss == "plain" else 0.0
+        forward = max(self.forward_s, self.forward_launch_s)
+        backward = max(self.backward_s + plain, self.backward_launch_s)
+        collectives = self.tensor_s + self.expert_s
+        whole_forward = forward + collectives + self.context_forward_s
+        whole_backward = backward + collectives + self.context_backward_s
+        sends = 2 * self.send_s
+        idle = bubble_s(
+            layout.schedule, layout.pipeline, layout.stages_per_rank, whole_forward + sends, whole_backward, recompute
+        )
+        return StepTime(
+            compute_s=micro * (forward + backward),
+            recompute_s=micro * recompute,
+            tensor_s=micro * (2 + again) * self.tensor_s,
+            context_s=micro * ((1 + again) * self.context_forward_s + self.context_backward_s),
+            expert_s=micro * (2 + again) * self.expert_s,
+            data_s=self._data_s(levers, whole_forward, whole_backward + recompute),
+            pipeline_s=micro * sends,
+            bubble_s=idle,
+            offload_s=self._offload_s(levers, whole_forward, whole_backward + recompute),
+            optimizer_s=self._optimizer_s(levers),
+        )
+
+    def _recompute(self, levers: Levers) -> tuple[float, float]:
+        """Seconds of forward computed again per micro-batch, and the share of layers that is."""
+        share = math.ceil(self.layers / levers.checkpoint_every) / self.layers if levers.checkpoint_every else 0.0
+        again = share * self.layers * self.time.forward_s
+        if levers.tiles > 1:
+            again += (1 - share) * self.layers * self.time.mlp_forward_s
+        return max(again, share * self.forward_launch_s), share
+
+    def _data_s(self, levers: Levers, forward_s: float, backward_s: float) -> float:
+        """Exposed traffic of a step; parallel/data.py says what each stage gathers and reduces, and when."""
+        layout, sync, calls = self.layout, self.sync, self.layers + 1
+        if layout.data * layout.context == 1:
+            return 0.0
+        gathered = _exposed(sync.gather_s, forward_s, calls)
+        reduced = _exposed(sync.reduce_s, backward_s, calls)
+        match layout.zero:
+            case 0:
+                return _exposed(sync.all_reduce_s, backward_s, calls)
+            case 1:
+                return gathered + reduced
+            case 2:
+                return gathered + self.micro_batches * reduced
+        both = _exposed(sync.gather_s + sync.reduce_s, backward_s, calls)
+        return self.micro_batches * (gathered + both)
+
+    def _offload_s(self, levers: Levers, forward_s: float, backward_s: float) -> float:
+        """Copies over the host link that compute does not hide, and Adam on the host (all ranks of a node share it)."""
+        if levers.offload == "none" and not levers.offload_checkpoints:
+            return 0.0
+        machine, width = self.costs.machine, self.costs.workload.weight_bytes
+        link = machine.accelerator.host.copy_bytes_s
+        down_forward = up_forward = up_backward = once = 0.0
+        if levers.offload_checkpoints:
+            kept = self.checkpoint_bytes * math.ceil(self.layers / levers.checkpoint_every) / link
+            down_forward, up_backward = kept, kept
+        if levers.offload != "none":
+            grads = self.own_params * (4 if self.costs.workload.has_masters else width) / link
+            adam = self.own_params * min(machine.per_node, self.layout.ranks) / self.costs.efficiency.host_adam_params_s
+            once = max(0.0, grads - backward_s) + adam + self.own_params * width / link
+        if levers.offload == "weights":
+            fetched = self.own_params * width / link
+            up_forward, up_backward = fetched, up_backward + fetched
+        hidden = max(0.0, max(down_forward, up_forward) - forward_s) + max(0.0, up_backward - backward_s)
+        return self.micro_batches * hidden + once
+
+    def _optimizer_s(self, levers: Levers) -> float:
+        """Bytes that AdamW and the adding of gradients move, at the card's bandwidth."""
+        workload, width = self.costs.workload, self.costs.workload.weight_bytes
+        kept = 4 if workload.has_masters and self.layout.zero else width
+        held = self.dense + self.experts
+        added = (self.micro_batches - 1) * held * 3 * kept
+        if levers.offload != "none":
+            return added / self.costs.rates.bytes_s
+        states = levers.optimizer_states
+        moment = (4 if workload.has_masters else width) if states == "auto" else STATE_BYTES[states]
+        weights = 8 + width if workload.has_masters else 2 * width
+        return (added + self.own_params * (2 * kept + 4 * moment + weights)) / self.costs.rates.bytes_s
+
+
+def _exposed(traffic_s: float, compute_s: float, calls: int) -> float:
+    """What compute does not hide, never less than one of the `calls`: nothing runs beside the first or the last."""
+    return max(traffic_s - compute_s, traffic_s / calls)

@@ -1,0 +1,65 @@
+"""Pins: fields of the layout and the levers that the user has decided; the search fills in the rest."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.section import Section
+
+SECTIONS: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Decided fields, by name."""
+
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    levers: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.layout or self.levers)
+
+    def __str__(self) -> str:
+        named = (("layout", self.layout), ("levers", self.levers))
+        return ", ".join(f"{section}.{name}={value}" for section, pins in named for name, value in pins.items())
+
+    def without(self, section: str, name: str) -> "Pins":
+        """The same pins but one."""
+        kept = {key: value for key, value in getattr(self, section).items() if key != name}
+        return Pins(kept, self.levers) if section == "layout" else Pins(self.layout, kept)
+
+
+def parse_pins(texts: Sequence[str]) -> Pins:
+    """From `layout.zero=3`, `levers.offload=none`; every mistake is one sentence."""
+    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        section, dot, name = path.strip().partition(".")
+        if not equals or not dot or section not in SECTIONS:
+            raise UserError(f"pin {text!r} is not of the form layout.FIELD=value or levers.FIELD=value")
+        found[section][name] = _value(section, name, value)
+    return Pins(found["layout"], found["levers"])
+
+
+def _value(section: str, name: str, text: str) -> Any:
+    schema = SECTIONS[section]
+    info = schema.model_fields.get(name)
+    if info is None:
+        near = difflib.get_close_matches(name, schema.model_fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(schema.model_fields)}"
+        raise UserError(f"there is no field {section}.{name} to pin; {hint}")
+    try:
+        return TypeAdapter(Annotated[info.annotation, info]).validate_python(yaml.safe_load(text))
+    except (ValidationError, yaml.YAMLError) as error:
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "not a value"
+        meaning = " ".join((info.description or "").split())
+        raise UserError(
+            f"pin {section}.{name} is {text!r}, but {problem[0].lower() + problem[1:]}; it means: {meaning}"
+        ) from None

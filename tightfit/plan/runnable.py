@@ -1,0 +1,23 @@
+"""What of a plan can be run today: the planner knows more ways of splitting and saving than the trainer does yet."""
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+
+RUNNABLE = {
+    "layout": ("data", "zero", "micro_batch"),
+    "levers": ("checkpoint_every", "loss", "loss_chunk_bytes"),
+}
+
+
+def not_yet(layout: Layout, levers: Levers) -> str | None:
+    """One sentence about the first choice that can be planned but not trained yet; None when all of it runs."""
+    for section, chosen in (("layout", layout), ("levers", levers)):
+        for name, value in chosen:
+            default = type(chosen).model_fields[name].default
+            if name not in RUNNABLE[section] and value != default:
+                runs = ", ".join(f"{section}.{other}" for other in RUNNABLE[section])
+                return (
+                    f"{section}.{name} is {value}, which can be planned but not trained yet; "
+                    f"set it to {default} and use {runs}"
+                )
+    return None

@@ -1,0 +1,155 @@
+"""The space of plans: every layout of a machine's ranks, and every set of levers worth trying.
+
+A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide the
+heads, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each, expert ranks divide the
+experts, and data ranks divide the batch. Left out because never better on both counts: gpipe (1f1b's time, more memory)
+and the plain loss (slower, more memory); a pin brings them back. Micro-batches are divisors up to 64 rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.plan.pins import Pins
+
+LEAST_CONTEXT_TOKENS = 512
+LARGEST_MICRO_BATCH = 64
+TILES = (1, 8)
+PIECES = (2, 4)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in ascending order."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where to look: a workload on a machine, with pins; `lossy` lets optimizer states be narrowed."""
+
+    workload: Workload
+    machine: Machine
+    pins: Pins = Pins()
+    lossy: bool = False
+
+    def layouts(self) -> Iterator[Layout]:
+        """Every layout; none where the pins leave none."""
+        for tensor, pipeline, context in product(self._tensor(), self._pipeline(), self._context()):
+            data, rest = divmod(self.machine.ranks, tensor * pipeline * context)
+            if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
+                continue
+            for expert, zero in product(self._expert(data * context), self._zero(data * context)):
+                degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                yield from self._schedules(degrees | {"expert": expert, "zero": zero})
+
+    def _allows(self, name: str, value: Any) -> bool:
+        return bool(self.pins.layout.get(name, value) == value)
+
+    def _pinned(self, name: str, values: list[int]) -> list[int]:
+        return [value for value in values if self._allows(name, value)]
+
+    def _tensor(self) -> list[int]:
+        spec = self.workload.spec
+        return self._pinned("tensor", [t for t in divisors(self.machine.ranks) if _splits_heads(t, spec.heads)])
+
+    def _pipeline(self) -> list[int]:
+        return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= self.workload.spec.layers])
+
+    def _context(self) -> list[int]:
+        length = self.workload.sequence_length
+        usable = (c for c in divisors(self.machine.ranks) if c == 1 or _splits_rows(c, length))
+        return self._pinned("context", list(usable))
+
+    def _expert(self, ranks: int) -> list[int]:
+        experts = self.workload.spec.experts
+        count = experts.count if experts else 1
+        return self._pinned("expert", [e for e in divisors(ranks) if count % e == 0])
+
+    def _zero(self, ranks: int) -> list[int]:
+        return self._pinned("zero", [0, 1, 2, 3] if ranks > 1 else [0])
+
+    def _schedules(self, degrees: dict[str, Any]) -> Iterator[Layout]:
+        rows = self.workload.global_batch // degrees["data"]
+        micros = [m for m in divisors(rows) if m <= LARGEST_MICRO_BATCH]
+        if "micro_batch" in self.pins.layout:
+            micros = [m for m in [self.pins.layout["micro_batch"]] if rows % m == 0]
+        sequence_parallel = self.pins.layout.get("sequence_parallel", True)
+        for micro, (schedule, pieces) in product(micros, self._orders(degrees["pipeline"])):
+            if pieces > 1 and rows // micro % degrees["pipeline"]:
+                continue
+            yield Layout(
+                **degrees, micro_batch=micro, schedule=schedule, stages_per_rank=pieces,
+                sequence_parallel=sequence_parallel,
+            )  # fmt: skip
+
+    def _orders(self, pipeline: int) -> list[tuple[str, int]]:
+        """Schedules and pieces per rank of a pipeline."""
+        orders = [("1f1b", 1)]
+        if pipeline > 1:
+            fit = [v for v in PIECES if self.workload.spec.layers >= pipeline * v]
+            orders += [("zero-bubble", 1), ("gpipe", 1), *(("interleaved", v) for v in fit)]
+        wanted = self.pins.layout.get("schedule", None if pipeline > 1 else "1f1b")
+        orders = [order for order in orders if (order[0] == wanted if wanted else order[0] != "gpipe")]
+        return [order for order in orders if self._allows("stages_per_rank", order[1])]
+
+    def levers(self) -> list[Levers]:
+        """Every set of levers, the simplest first."""
+        choices: dict[str, tuple[Any, ...]] = {
+            "offload": ("none", "optimizer", "weights"),
+            "optimizer_states": ("auto", "bf16", "8bit") if self.lossy else ("auto",),
+            "checkpoint_every": (0, 4, 2, 1),
+            "offload_checkpoints": (False, True),
+            "tiles": TILES,
+            "loss_chunk_bytes": (Levers().loss_chunk_bytes, 0),
+            "loss": ("fused",),
+        }
+        choices |= {name: (value,) for name, value in self.pins.levers.items()}
+        sets = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+        return [Levers(**each) for each in sets if each["checkpoint_every"] == 1 or not each["offload_checkpoints"]]
+
+    def check(self) -> None:
+        """A sentence where pins or the batch leave no layout at all."""
+        if next(self.layouts(), None) is None:
+            raise UserError(self._why_none())
+        if not self.levers():
+            raise UserError(f"no set of levers agrees with {self.pins}; offload_checkpoints needs checkpoint_every=1")
+
+    def _why_none(self) -> str:
+        ranks, spec, pins = self.machine.ranks, self.workload.spec, self.pins.layout
+        degrees = {name: pins[name] for name in ("data", "tensor", "pipeline", "context") if name in pins}
+        for name, value in degrees.items():
+            if ranks % value:
+                return f"layout.{name} is {value}, which does not divide the {ranks} GPUs of {self.machine.text}; change one"
+        if not _splits_heads(pins.get("tensor", 1), spec.heads):
+            return f"layout.tensor is {pins['tensor']}, which does not divide the model's {spec.heads} heads; change it"
+        if pins.get("pipeline", 1) > spec.layers:
+            return (
+                f"layout.pipeline is {pins['pipeline']}, but the model has {spec.layers} layers; give at most that many"
+            )
+        if (micro := pins.get("micro_batch", 1) * pins.get("data", 1)) and self.workload.global_batch % micro:
+            return (
+                f"global batch {self.workload.global_batch} is not a multiple of the pinned micro-batch × data ranks "
+                f"({micro}); change one"
+            )
+        if self.pins:
+            return f"no layout of {self.machine.text} agrees with all of {self.pins}; drop one"
+        return (
+            f"global batch {self.workload.global_batch} cannot be split over the {ranks} GPUs of {self.machine.text}; "
+            f"take a multiple of {ranks} rows"
+        )
+
+
+def _splits_heads(tensor: int, heads: int) -> bool:
+    return heads % tensor == 0
+
+
+def _splits_rows(context: int, length: int) -> bool:
+    """Each context rank takes a piece from both ends of a row, so that causal work is even."""
+    return length % (2 * context) == 0 and length // context >= LEAST_CONTEXT_TOKENS

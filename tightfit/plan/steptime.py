@@ -1,0 +1,47 @@
+"""StepTime: where the seconds of one optimizer step go; the parts add up to the step."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the slowest rank. Traffic counts only as far as compute does not hide it."""
+
+    compute_s: float
+    """Forward and backward of all micro-batches."""
+    recompute_s: float
+    """Forward again, for what checkpointing and tiling did not keep."""
+    tensor_s: float
+    """Sums over tensor ranks."""
+    context_s: float
+    """Keys and values that went round the ring of context ranks."""
+    expert_s: float
+    """Tokens on their way to experts and back."""
+    data_s: float
+    """Gathered weights and reduced gradients of data ranks."""
+    pipeline_s: float
+    """Activations handed from stage to stage."""
+    bubble_s: float
+    """Waiting for other stages."""
+    offload_s: float
+    """Copies from and to the host, and the optimizer running there."""
+    optimizer_s: float
+    """The update on the GPU, and the adding up of gradients over micro-batches."""
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        return (
+            self.compute_s + self.recompute_s + self.tensor_s + self.context_s + self.expert_s + self.data_s
+            + self.pipeline_s + self.bubble_s + self.offload_s + self.optimizer_s
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def parts(self) -> list[tuple[str, float]]:
+        """Name and seconds of each part that takes any time, the longest first."""
+        found = [(field.name.removesuffix("_s"), float(getattr(self, field.name))) for field in fields(self)]
+        return sorted((part for part in found if part[1] > 0), key=lambda part: -part[1])
