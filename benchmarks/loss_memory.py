@@ -1,13 +1,18 @@
 """Memory over one training step with all logits at once and with the fused loss: the picture of what the loss costs.
 
 Llama-3.1-8B's shape, one sequence of 32 768 tokens, every layer checkpointed, bf16 weights, gradients and Adam states.
+The allocator notes when Python asks for memory, which is long before the GPU gets there: so that the time axis is the
+GPU's, every launch waits for its kernel (CUDA_LAUNCH_BLOCKING). That costs a few per cent of the step time shown.
 
     python benchmarks/loss_memory.py --results DIR         (an 80 GB GPU or more; --model and --seq for smaller ones)
 """
 
 import argparse
 import gc
+import os
 from pathlib import Path
+
+os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 
 import torch
 from results import RESULTS, append_row

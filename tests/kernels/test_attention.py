@@ -132,7 +132,7 @@ def test_mistakes_are_named():
         run("flex", SHAPES["few-of-many"], {})
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str, float]) -> list[str]:
+def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str, float], major: int = 9) -> list[str]:
     """Pretend that tensors are on a GPU where candidates take as long as given; returns the names measured."""
     measured: list[str] = []
 
@@ -141,6 +141,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str,
         return {name: milliseconds[name] for name in candidates if name in milliseconds}
 
     monkeypatch.setattr(module, "use_triton", lambda impl, tensor: True)
+    monkeypatch.setattr(module, "capability", lambda device: major)
     monkeypatch.setattr(attention_choice, "measure", timed)
     monkeypatch.setattr(attention_choice, "CACHE", cache)
     monkeypatch.setattr(attention_choice, "_known", {})
@@ -148,9 +149,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str,
     return measured
 
 
-def backend_of(length: int = 13, documents: Tensor | None = None, **limits) -> str:
-    query, key, _ = qkv(length, length)
-    return attention_backend(query, key, Visibility(length, length, CPU, documents), **limits)
+def backend_of(length: int = 13, documents: Tensor | None = None, dtype=torch.bfloat16, kv_heads=2, **limits) -> str:
+    query, key, _ = qkv(length, length, kv_heads=kv_heads)
+    return attention_backend(query.to(dtype), key.to(dtype), Visibility(length, length, CPU, documents), **limits)
 
 
 def test_the_fastest_is_chosen_once_and_remembered(monkeypatch, tmp_path):
@@ -193,12 +194,19 @@ def test_a_rule_decides_where_measuring_cannot(monkeypatch, tmp_path):
     assert backend_of() == "triton"
 
 
+@pytest.mark.parametrize(("major", "dtype"), [(9, torch.float32), (7, torch.float16), (7, torch.float32)], ids=str)
+def test_where_torch_has_no_fused_kernel_for_grouped_heads_ours_is_taken(major, dtype, monkeypatch, tmp_path):
+    on_gpu(monkeypatch, tmp_path / "attention.json", {}, major)
+    assert backend_of(dtype=dtype) == "triton"
+    assert backend_of(dtype=dtype, kv_heads=4) == "sdpa"
+
+
 def test_the_rule_does_not_measure(monkeypatch, tmp_path):
     measured = on_gpu(monkeypatch, tmp_path / "attention.json", {"triton": 1.0})
     taken = []
     monkeypatch.setattr(module, "flash_attention", lambda query, *_, **__: taken.append("triton") or query)
     monkeypatch.setattr(module, "_sdpa", lambda query, *_: taken.append("sdpa") or query)
-    query, key, value = qkv(13, 13)
+    query, key, value = (x.bfloat16() for x in qkv(13, 13))
     for documents in (None, packed(13)):
         attention(query, key, value, Visibility(13, 13, CPU, documents), scale=1.0, impl="rule")
     assert taken == ["sdpa", "triton"]

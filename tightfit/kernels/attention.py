@@ -4,7 +4,8 @@ No backend is the fastest everywhere, and few can do everything. PyTorch's fused
 efficient one) do plain causal attention; FlexAttention and our own flash attention also do windows, documents and soft
 caps without a T × T mask. "auto" measures those that fit, once per card and class of shapes (attention_choice.py), and
 `attention_backend` says which it takes. Where nothing can be measured (CPUs, tracing, simulation), and with "rule"
-everywhere, a rule chooses: PyTorch's own choice for plain attention, our kernel for the rest.
+everywhere, a rule chooses: PyTorch's own choice for plain attention where it has a fused kernel for it, else ours.
+(It has none for grouped heads in float32 or on cards before Ampere, where it would hold all T × T scores.)
 """
 
 from functools import lru_cache
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tightfit.errors import UserError
 from tightfit.kernels.attention_choice import Asked, chosen
 from tightfit.kernels.flash_attention import LARGEST_HEAD, flash_attention
+from tightfit.kernels.flash_blocks import capability
 from tightfit.kernels.triton_support import use_triton
 from tightfit.kernels.visibility import Visibility, documents_between
 
@@ -65,6 +67,8 @@ def attention(
         raise UserError(
             f"attention is {backend!r}, which does plain causal attention only; use 'triton', 'flex' or 'auto'"
         )
+    if backend == "efficient":  # which does not group heads itself
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     with sdpa_kernel(SDPA_BACKENDS[backend]):
         return _sdpa(query, key, value, visible, scale, window)
 
@@ -138,7 +142,7 @@ def _choose(
     if torch.are_deterministic_algorithms_enabled():
         return "triton"
     plain = softcap is None and visible.is_plain(window)
-    rule: Backend = "sdpa" if plain else "triton"
+    rule: Backend = "sdpa" if plain and _torch_has_a_fused_kernel(query, key) else "triton"
     if not (measuring and visible.is_square and _is_measurable(query)):
         return rule
     asked = Asked.about(query, key, window is not None, softcap is not None, visible.documents is not None)
@@ -150,6 +154,11 @@ def _choose(
 
     fitting: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "triton") if plain else ("triton", "flex")
     return chosen(asked, {name: candidate(name) for name in fitting}, (query, key), otherwise=rule)
+
+
+def _torch_has_a_fused_kernel(query: Tensor, key: Tensor) -> bool:
+    """Whether SDPA does plain attention without all scores: FlashAttention's cards and dtypes, or ungrouped heads."""
+    return query.shape[1] == key.shape[1] or (query.dtype != torch.float32 and capability(query.device) >= 8)
 
 
 def _is_measurable(x: Tensor) -> bool:
