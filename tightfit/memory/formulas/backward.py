@@ -1,0 +1,148 @@
+"""Backward: the fullest of its moments, with what each way of holding weights and gradients adds to it.
+
+Weights' gradients, while backward is at layer k (parallel/data.py, train/step.py):
+
+- one GPU, one micro-batch: they grow from the head down, `element` bytes each.
+- accumulation and DDP: all are there already; those of the operation at work exist twice until they are added.
+- FSDP2: the layer at work has whole ones; layers done have shards. The buffer that a layer's gradients were reduced
+  from (float32 where masters are) stays until the next layer's are reduced. The root's and the embedding's gradients
+  stay whole until the end. ZeRO-3 gathers the next layer's weights meanwhile.
+- offload: those of the layer at work, and of the layer before on their way to the host.
+
+The embedding's gradient is summed by torch's embedding_dense_backward, which for more than 3072 tokens holds a float32
+row per token and tenth token (EmbeddingBackwardKernel.cu) and sorts the indices (four int64 each).
+"""
+
+from collections.abc import Iterator
+
+from tightfit.memory.formulas.labels import Label
+from tightfit.memory.formulas.rank import KINDS, Place, RankMemory
+
+SMALL_EMBEDDING_TOKENS = 3072
+ROWS_PER_PARTIAL = 10
+WIDE, INDEX = 4, 8
+
+ACTIVATION_LABELS: tuple[Label, ...] = (
+    *(Label("activations", kind, "kept for backward, see formulas/layer.py") for kind in KINDS),
+    Label("activations", "of other micro-batches", "in flight in the pipeline"),
+    Label("activations", "outside the layers", "final norm, rope tables"),
+)
+BACKWARD_LABELS: tuple[Label, ...] = (
+    Label("weights", "gathered", "FSDP2: the layer at work and the root, or what is not let go of yet"),
+    Label("gradients", "from before", "DDP's buckets, or sums over earlier micro-batches"),
+    *ACTIVATION_LABELS,
+    Label("activations", "the layer at work", "what it kept, or computed again"),
+    Label("activations", "gradients", "of activations, see formulas/layer.py"),
+    Label("gradients", "of layers done", "as they stay"),
+    Label("gradients", "of the layer at work", "as backward makes them"),
+    Label("gradients", "of the vocabulary", "output projection and embedding"),
+    Label("logits and loss", "logits and their gradients", "kernels/linear_cross_entropy.py"),
+    Label("workspace", "attention or embedding", "float32 sums of the backward kernels"),
+    Label("communication", "all-gather and reduce-scatter", "FSDP2's buffers; gradients and checkpoints to the host"),
+)
+
+
+def backward(at: RankMemory) -> tuple[int, ...]:
+    """The fullest moment."""
+    return max(_moments(at), key=sum)
+
+
+def _moments(at: RankMemory) -> Iterator[tuple[int, ...]]:
+    if at.cost.stage.has_head:
+        yield _at_loss(at)
+    for place in at.cost.places:
+        yield _at_layer(at, place)
+        if at.is_sharded:
+            yield _at_reduction(at, place)
+    if at.cost.stage.has_embedding:
+        yield _at_embedding(at)
+
+
+def _at_loss(at: RankMemory) -> tuple[int, ...]:
+    """The fused loss's float32 sums become the output projection's gradient."""
+    cost, loss, e = at.cost, at.cost.loss, at.element
+    narrow = e * cost.vocabulary if loss.weight_gradient_copies and e < WIDE else 0
+    gathered = e * (cost.root if at.layout.zero == 3 else cost.params.all) if at.is_sharded else 0
+    prefetched = e * cost.widest.all if at.layout.zero == 3 else 0
+    return (
+        gathered, at.states.gradients, *cost.kinds, at.others, cost.outside, 0, 0, 0, 0,
+        narrow + loss.weight_gradient_copies, loss.backward - loss.weight_gradient_copies, 0, prefetched,
+    )  # fmt: skip
+
+
+def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
+    held, cost, e = at.states, at.cost, at.element
+    there = held.gradients and not at.is_sharded
+    moment = place.added if there else place.growing
+    made = e * ((moment.made_weights if there else moment.weights) + moment.weight_copies)
+    gathered = moving = 0
+    if at.is_sharded:
+        gathered = e * _gathered(at, place)
+        moving = _prefetched(at, place) + (0 if place.is_last else held.reduced * cost.widest.all)
+    elif held.host and not place.is_last:
+        moving = e * cost.widest.all
+    return (
+        gathered, held.gradients, *place.before, at.others, cost.tables, moment.held, moment.gradients,
+        round(held.growing * place.after), made, _waiting(at), 0, moment.workspace, moving + checkpoints_moving(at),
+    )  # fmt: skip
+
+
+def _at_reduction(at: RankMemory, place: Place) -> tuple[int, ...]:
+    """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone."""
+    held, cost, e = at.states, at.cost, at.element
+    gone = place.own if at.layout.zero == 3 or at.accumulation == 1 else 0
+    return (
+        e * (_gathered(at, place) - gone), held.gradients, *place.before, at.others, cost.tables, 0, cost.stream,
+        round(held.growing * place.after), e * place.own, _waiting(at), 0, 0,
+        _prefetched(at, place) + held.reduced * place.own,
+    )  # fmt: skip
+
+
+def _gathered(at: RankMemory, place: Place) -> int:
+    """Weights that are whole at a layer."""
+    if at.layout.zero == 3:
+        return at.cost.root + place.own
+    return at.cost.params.all if at.accumulation > 1 else at.cost.params.all - place.after
+
+
+def _prefetched(at: RankMemory, place: Place) -> int:
+    """The next layer's weights, on their way."""
+    return at.element * place.own if at.layout.zero == 3 and not place.is_first else 0
+
+
+def _waiting(at: RankMemory) -> int:
+    """The output projection's gradient, until the embedding's joins it or FSDP2 reduces it with the root."""
+    held = at.states
+    if not at.cost.stage.has_head or held.host or (held.gradients and not at.is_sharded):
+        return 0
+    return at.element * at.cost.vocabulary
+
+
+def checkpoints_moving(at: RankMemory) -> int:
+    """Inputs of recomputed layers on their way to or from the host: one is used while the next moves."""
+    return 2 * at.cost.stream if at.levers.offload_checkpoints else 0
+
+
+def _at_embedding(at: RankMemory) -> tuple[int, ...]:
+    """Everything else is done: the embedding's gradient, its kernel's sums, and what has waited for the end."""
+    held, cost, e = at.states, at.cost, at.element
+    done = round(held.growing * (cost.params.all - cost.root - cost.embedding))
+    gathered = moving = 0
+    if at.is_sharded:
+        everything = at.accumulation > 1 and at.layout.zero < 3
+        gathered = e * (cost.params.all if everything else cost.root + cost.embedding)
+        moving = held.reduced * max(cost.root, cost.embedding, cost.widest.all)
+    elif held.host:
+        moving = e * cost.widest.all
+    return (
+        gathered, held.gradients, *(0,) * len(KINDS), at.others, cost.tables, 0, cost.stream, done, 0,
+        _waiting(at) + e * cost.vocabulary, 0, _embedding_sums(at), moving,
+    )  # fmt: skip
+
+
+def _embedding_sums(at: RankMemory) -> int:
+    tokens = at.share.tokens
+    if tokens <= SMALL_EMBEDDING_TOKENS:
+        return 0
+    rows = min(tokens, at.spec.vocab_size) + tokens // ROWS_PER_PARTIAL
+    return WIDE * rows * at.spec.hidden_size + 4 * INDEX * tokens

@@ -1,0 +1,56 @@
+"""The classic layer: GPT in half precision with dropout and attention scores in memory, row by row.
+
+Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4.1): attention keeps
+13bsh + 5bs²a bytes and the MLP 21bsh, layer norms included, for b rows of s tokens, hidden size h and a heads. It is
+what people quote; layers of today keep other things (see layer.py). The paper's 34bsh + 5bs²a a layer is their sum.
+"""
+
+from typing import Literal, NamedTuple
+
+Part = Literal["attention", "mlp"]
+
+
+class Row(NamedTuple):
+    """One kept tensor: `bsh` and `bssa` multiply b·s·h and b·s²·a."""
+
+    part: Part
+    name: str
+    bsh: int
+    bssa: int
+
+    def bytes(self, b: int, s: int, h: int, a: int) -> int:
+        """Its size for these shapes."""
+        return self.bsh * b * s * h + self.bssa * b * s * s * a
+
+
+ROWS = (
+    Row("attention", "input of the projections", 2, 0),
+    Row("attention", "queries and keys", 4, 0),
+    Row("attention", "scores (softmax output)", 0, 2),
+    Row("attention", "softmax dropout mask", 0, 1),
+    Row("attention", "dropped scores", 0, 2),
+    Row("attention", "values", 2, 0),
+    Row("attention", "output projection input", 2, 0),
+    Row("attention", "output dropout mask", 1, 0),
+    Row("attention", "layer norm input", 2, 0),
+    Row("mlp", "first linear input", 2, 0),
+    Row("mlp", "GELU input", 8, 0),
+    Row("mlp", "second linear input", 8, 0),
+    Row("mlp", "output dropout mask", 1, 0),
+    Row("mlp", "layer norm input", 2, 0),
+)
+
+
+def layer_bytes(b: int, s: int, h: int, a: int, part: Part | None = None) -> int:
+    """Activations of one layer, or of one `part` of it."""
+    return sum(row.bytes(b, s, h, a) for row in ROWS if part in (None, row.part))
+
+
+def score_bytes(b: int, s: int, a: int) -> int:
+    """5bs²a: what flash attention does not keep."""
+    return sum(row.bssa for row in ROWS) * b * s * s * a
+
+
+def model_bytes(b: int, s: int, h: int, a: int, layers: int) -> int:
+    """Activations of all layers."""
+    return layers * layer_bytes(b, s, h, a)

@@ -1,0 +1,282 @@
+"""Our layer: every tensor it keeps for backward, and what is alive besides at its fullest moments.
+
+Derived from what the code saves on a GPU (models/decoder.py, models/mlp.py, kernels/), not from a general rule: norms
+keep their input and one or two float32 per row; rope keeps its tables only; flash attention keeps q, k, v, its output
+(which is the output projection's input) and a float32 per row and head; the gated MLP keeps gate and up and computes
+their product again. A test compares each layer's bytes with what autograd really keeps.
+
+Moments are those of the backward pass, in its order, and of a forward pass through the layer. They count gradients of
+activations; the gradients of weights are the business of training.py. Limits: tensor, context and tiles follow the
+papers (Megatron; Arctic Long Sequence Training for tiles), as their code is not here yet.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from tightfit.memory.formulas.share import Share, ceil
+from tightfit.models.spec import ModelSpec
+
+Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
+AttentionKind = Literal["fused", "own", "scores"]
+STATISTIC, INDEX = 4, 8
+"""Bytes of a float32 per row, and of an index."""
+
+
+class Kept(NamedTuple):
+    """One tensor kept for backward."""
+
+    kind: Kind
+    name: str
+    bytes: int
+    why: str
+
+
+class Moment(NamedTuple):
+    """One moment of backward through a layer: what is `held` of the kept, what is alive besides.
+
+    `weights` counts the layer's weights that have a gradient by then, `made_weights` those whose gradient is not yet
+    added to what was there, `weight_copies` further copies: all of what this rank holds of the layer.
+    """
+
+    name: str
+    held: int
+    gradients: int
+    workspace: int
+    weights: int
+    made_weights: int
+    weight_copies: int = 0
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """A layer's bytes: kept, its input alone, in forward beyond what is kept, in a forward that keeps nothing."""
+
+    kept: int
+    entry: int
+    forward_extra: int
+    forward_working: int
+    backward: tuple[Moment, ...]
+    recompute: Moment
+
+
+def attention_kind(spec: ModelSpec, layer: int, share: Share) -> AttentionKind:
+    """Who computes attention on a GPU (kernels/attention.py, rule): torch's fused kernels where causality says it all,
+    ours for windows and caps. Torch has no fused kernel for float32 with grouped heads and holds the scores there."""
+    window = spec.window_of(layer)
+    if spec.attention_softcap is not None or (window is not None and window < share.length * share.context):
+        return "own"
+    return "scores" if share.element_bytes == 4 and spec.kv_heads != spec.heads else "fused"
+
+
+def layer_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
+    """Everything layer `layer` keeps for backward."""
+    return (*attention_kept(spec, layer, share), *mlp_kept(spec, layer, share))
+
+
+def attention_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
+    """Of the first half: from the residual stream to the attention's output before it is added."""
+    stream, statistics = _stream(spec, share), _statistics(spec, share.outer_tokens)
+    found = [
+        Kept("residual", "layer input", stream, "row_norm keeps its input"),
+        Kept("norms", "attention norm statistics", statistics, "row_norm keeps float32 per row"),
+        Kept("attention", "projections' input", stream, "the q, k and v projections share the norm's output"),
+    ]
+    if spec.qk_norm:
+        width = (share.heads(spec) + share.kv_heads(spec)) * spec.head_dim
+        heads = share.heads(spec) + share.kv_heads(spec)
+        found += [
+            Kept("norms", "queries and keys before their norms", share.tokens * width * share.element_bytes,
+                 "row_norm keeps its input"),
+            Kept("norms", "query and key norm statistics", _statistics(spec, share.tokens * heads),
+                 "row_norm keeps float32 per row"),
+        ]  # fmt: skip
+    found += _attended(spec, layer, share)
+    if spec.sandwich_norms:
+        found += [
+            Kept("norms", "attention output before its norm", stream, "row_norm keeps its input"),
+            Kept("norms", "attention output norm statistics", statistics, "row_norm keeps float32 per row"),
+        ]
+    return tuple(found)
+
+
+def _attended(spec: ModelSpec, layer: int, share: Share) -> list[Kept]:
+    n, e, heads = share.tokens, share.element_bytes, share.heads(spec)
+    queries, keys = n * heads * spec.head_dim * e, n * share.kv_heads(spec) * spec.head_dim * e
+    output = Kept("attention", "output", queries, "attention and the output projection share it")
+    if attention_kind(spec, layer, share) == "scores":
+        length = share.length * share.context
+        return [
+            Kept("attention", "queries, keys and values for every head", 3 * queries, "torch's math attention"),
+            Kept(
+                "attention", "probabilities", STATISTIC * n * heads * length, "torch's math attention: softmax output"
+            ),
+            output,
+        ]
+    return [
+        Kept("attention", "queries", queries, "flash attention keeps what rope wrote"),
+        Kept("attention", "keys and values", 2 * keys, "flash attention keeps them once per key head"),
+        output,
+        Kept("attention", "logsumexp", STATISTIC * n * heads, "flash attention keeps float32 per row and head"),
+    ]
+
+
+def mlp_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
+    """Of the second half: from the sum with the attention's output to the MLP's output before it is added."""
+    stream, statistics = _stream(spec, share), _statistics(spec, share.outer_tokens)
+    found = [
+        Kept("residual", "sum after attention", stream, "row_norm keeps the sum it norms"),
+        Kept("norms", "MLP norm statistics", statistics, "row_norm keeps float32 per row"),
+        Kept("mlp", "input", stream, "gate and up projections (or router) share the norm's output"),
+    ]
+    if share.tiles == 1:
+        found += _routed(spec, share) if spec.is_routed(layer) else _projected(spec, spec.mlp_size, share)
+    if spec.sandwich_norms:
+        found += [
+            Kept("norms", "MLP output before its norm", stream, "row_norm keeps its input"),
+            Kept("norms", "MLP output norm statistics", statistics, "row_norm keeps float32 per row"),
+        ]
+    return tuple(found)
+
+
+def _projected(spec: ModelSpec, width: int, share: Share) -> list[Kept]:
+    inner = share.tokens * ceil(width, share.tensor) * share.element_bytes
+    if not spec.gated:
+        return [
+            Kept("mlp", "up", inner, "the activation keeps its input"),
+            Kept("mlp", "activated", inner, "the down projection keeps its input"),
+        ]
+    found = [Kept("mlp", "gate and up", 2 * inner, "gated_mlp keeps both and computes their product again")]
+    if spec.mlp_bias:
+        found.append(Kept("mlp", "product", inner, "projections with biases are modules, and down keeps its input"))
+    return found
+
+
+def _routed(spec: ModelSpec, share: Share) -> list[Kept]:
+    """Token copies sorted by expert; balanced, where experts are on several ranks."""
+    experts = spec.experts
+    assert experts is not None
+    n, e, k = share.tokens, share.element_bytes, experts.per_token
+    copies = n * k * spec.hidden_size * e
+    normalised = STATISTIC * n * (k + 1) if experts.normalise else 0
+    found = [
+        Kept("routing", "router probabilities", STATISTIC * (n + 1) * experts.count, "softmax output, balance shares"),
+        Kept("routing", "chosen experts and order", 3 * INDEX * n * k, "top-k, gather and scatter keep their indices"),
+        Kept("routing", "weights", normalised + n * k * e, "normalising keeps both sides, scaling its factor"),
+        Kept("routing", "tokens sorted by expert", copies, "the experts' projections share their input"),
+        Kept("routing", "expert outputs before and after scaling", 2 * copies, "mul and index_add keep their inputs"),
+        Kept("mlp", "experts' gate, up and product", 3 * n * k * ceil(experts.mlp_size, share.tensor) * e,
+             "glu keeps gate and up, the down projection its input"),
+    ]  # fmt: skip
+    if experts.shared_size:
+        found += _projected(spec, experts.shared_size, share)
+        found.append(
+            Kept("mlp", "shared expert's output and gate", n * (spec.hidden_size + 1) * e, "mul keeps both sides")
+        )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def layer_cost(spec: ModelSpec, layer: int, share: Share) -> LayerCost:
+    """All of layer `layer`'s numbers on one rank."""
+    first = sum(kept.bytes for kept in attention_kept(spec, layer, share))
+    second = sum(kept.bytes for kept in mlp_kept(spec, layer, share))
+    extra = _mlp_forward_extra(spec, layer, share)
+    mlp = _routed_moments(spec, first + second, share) if spec.is_routed(layer) else _mlp_moments(
+        spec, first + second, share)  # fmt: skip
+    stream = _stream(spec, share)
+    return LayerCost(
+        kept=first + second,
+        entry=stream,
+        forward_extra=extra,
+        forward_working=max(_working(spec, layer, share), first),
+        backward=(*mlp, *_attention_moments(spec, layer, share, first, mlp[-1].weights)),
+        recompute=Moment("recomputed forward", first + second, stream + extra, 0, 0, 0),
+    )
+
+
+def _mlp_moments(spec: ModelSpec, kept: int, share: Share) -> tuple[Moment, ...]:
+    """The product's gradient beside the kept gate and up (whose gradients replace them), then the input's gradient."""
+    stream, full = _stream(spec, share), share.tokens * spec.hidden_size * share.element_bytes
+    width = ceil(spec.mlp_size, share.tensor)
+    inner, matrix = share.tokens * width * share.element_bytes, spec.hidden_size * width
+    matrices = (3 if spec.gated else 2) * matrix
+    if share.tiles > 1:
+        tile = 3 * ceil(inner, share.tiles)
+        return (Moment("MLP, tile by tile", kept, stream + full + tile, 0, matrices, matrices, matrices),)
+    return (
+        Moment("gradient of the MLP's product", kept, stream + inner, 0, matrix, matrix),
+        Moment("gradient of the MLP's input", kept, stream + full, 0, matrices, matrices),
+    )
+
+
+def _routed_moments(spec: ModelSpec, kept: int, share: Share) -> tuple[Moment, ...]:
+    """Scaling back holds three gradients of token copies, less what index_add kept; then experts' weights, stacked."""
+    experts = spec.experts
+    assert experts is not None
+    n, e, k = share.tokens, share.element_bytes, experts.per_token
+    stream, copies = _stream(spec, share), n * k * spec.hidden_size * e
+    width = ceil(experts.mlp_size, share.tensor)
+    matrix = ceil(experts.count, share.expert) * spec.hidden_size * width
+    shared = spec.mlp_params(experts.shared_size) // share.tensor if experts.shared_size else 0
+    used = kept - 3 * n * k * width * e - 2 * copies
+    return (
+        Moment("gradients of the experts' outputs", kept, stream + 2 * copies, 0, shared, 0),
+        Moment("experts' weights stacked", used, stream + 2 * copies, 0, shared + 3 * matrix, 3 * matrix, matrix),
+    )
+
+
+def _attention_moments(spec: ModelSpec, layer: int, share: Share, held: int, mlp_weights: int) -> tuple[Moment, ...]:
+    n, e, heads = share.tokens, share.element_bytes, share.heads(spec)
+    stream, queries = _stream(spec, share), n * heads * spec.head_dim * e
+    keys = n * share.kv_heads(spec) * spec.head_dim * e
+    output = heads * spec.head_dim * spec.hidden_size
+    others = spec.hidden_size * (heads + 2 * share.kv_heads(spec)) * spec.head_dim
+    grouped = heads != share.kv_heads(spec)
+    work = {
+        "own": STATISTIC * n * heads,  # flash_attention_backward: a float32 per row and head
+        # dQ summed in float32, a float32 per row and head, dK and dV of every query head before groups are summed:
+        # FlashAttention-2's mha_bwd and cuDNN's sdpa_backward alike.
+        "fused": STATISTIC * n * heads * (spec.head_dim + 1) + 2 * queries * grouped,
+        "scores": 2 * STATISTIC * n * heads * share.length * share.context,  # of probabilities and of scores
+    }[attention_kind(spec, layer, share)]
+    ring = 4 * keys if share.context > 1 else 0  # the neighbours' keys and values, arriving while others are used
+    arrived = stream + 2 * queries + 2 * keys  # of the residual stream, the output, q, k and v
+    projections = stream + queries + 2 * keys + 2 * n * spec.hidden_size * e
+    every = mlp_weights + output + others
+    return (
+        Moment("attention", held, arrived, work + ring, mlp_weights + output, output),
+        Moment("gradient of the projections' input", 2 * stream, projections, 0, every, others),
+    )
+
+
+def _mlp_forward_extra(spec: ModelSpec, layer: int, share: Share) -> int:
+    """In a forward pass that keeps what it must: what is alive besides, when the MLP ends."""
+    full = share.tokens * spec.hidden_size * share.element_bytes
+    if spec.is_routed(layer):
+        assert spec.experts is not None
+        return spec.experts.per_token * full + 2 * full  # pieces before they are joined, the sum and its zeros
+    inner = share.tokens * ceil(spec.mlp_size, share.tensor) * share.element_bytes
+    alive = inner if spec.gated and not spec.mlp_bias else 0
+    if share.tiles > 1:
+        alive = (3 if spec.gated else 2) * ceil(inner, share.tiles)
+    return alive + full
+
+
+def _working(spec: ModelSpec, layer: int, share: Share) -> int:
+    """In a forward pass that keeps nothing: the sum, its norm and the MLP's own, when the MLP ends."""
+    stream, full = _stream(spec, share), share.tokens * spec.hidden_size * share.element_bytes
+    if spec.is_routed(layer):
+        assert spec.experts is not None
+        return 2 * stream + (4 * spec.experts.per_token + 2) * full
+    inner = ceil(share.tokens * ceil(spec.mlp_size, share.tensor) * share.element_bytes, share.tiles)
+    return 2 * stream + full + (3 if spec.gated else 2) * inner
+
+
+def _stream(spec: ModelSpec, share: Share) -> int:
+    """The residual stream between two layers."""
+    return share.outer_tokens * spec.hidden_size * share.element_bytes
+
+
+def _statistics(spec: ModelSpec, rows: int) -> int:
+    return STATISTIC * rows * (2 if spec.norm == "layer" else 1)

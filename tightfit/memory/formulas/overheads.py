@@ -1,0 +1,34 @@
+"""Overheads: what a card holds besides tensors. Stated, not fitted; give your own where you have measured them.
+
+- The CUDA context: driver and kernels of torch and its libraries on the card, 500 MiB on an H200 with CUDA 13 (what
+  `nvidia-smi` shows for a process beyond what torch has reserved); 300 to 600 MiB on others.
+- cuBLAS takes a workspace per thread that calls it, 32 MiB on Hopper (8.1 MiB before): the thread that runs forward,
+  and autograd's. Torch's allocator counts them as allocated.
+- What the allocator reserves beyond what is allocated is fragmentation and depends on the order of requests. It has no
+  closed form: the simulation replays it. Here it is a flat share, a margin for planning.
+
+Not counted: NCCL's own buffers, which it takes from the driver when several ranks talk.
+"""
+
+from dataclasses import dataclass
+
+from tightfit.errors import UserError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Bytes of the context and of cuBLAS, and the allocator's slack as a share of what is allocated."""
+
+    context_bytes: int = 500 * MIB
+    workspace_bytes: int = 2 * 32 * MIB
+    slack_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("context_bytes", "workspace_bytes", "slack_share"):
+            if (value := getattr(self, name)) < 0:
+                raise UserError(f"{name} is {value}; give 0 or more")
+
+
+DEFAULT = Overheads()

@@ -1,0 +1,197 @@
+"""RankMemory: the sizes that all phases of one pipeline rank share.
+
+What depends on shapes alone (`StageCost`) is found once and remembered: a search tries many ways of holding weights for
+each. The rest is a handful of numbers per layout.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.layer import STATISTIC, LayerCost, Moment, layer_cost, layer_kept
+from tightfit.memory.formulas.logits import LossCost, loss_cost
+from tightfit.memory.formulas.params import NOTHING, Params, embedding_params, layer_params, vocabulary_params
+from tightfit.memory.formulas.pipeline import Candidate, Classes, Stage, candidates, pieces_in_flight, stage, totals
+from tightfit.memory.formulas.share import Share, share_of
+from tightfit.memory.formulas.states import States, states
+from tightfit.models.spec import ModelSpec
+
+KINDS = ("residual", "norms", "attention", "mlp", "routing")
+INDEX = 8
+
+
+class Place(NamedTuple):
+    """A layer at which backward may be fullest."""
+
+    before: tuple[int, ...]
+    """Activations of the layers before it, by kind."""
+    own: int
+    """Its weights."""
+    after: int
+    """Weights of the layers after it."""
+    growing: Moment
+    """Its fullest moment where gradients of weights come into being,"""
+    added: Moment
+    """and where they are added to what is there."""
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What shapes say about one pipeline rank and one micro-batch, in bytes and numbers of weights."""
+
+    stage: Stage
+    params: Params
+    widest: Params
+    """Of the stage's layers, the one with most weights."""
+    vocabulary: int
+    """Weights of the embedding or the output projection on this rank."""
+    root: int
+    """Weights FSDP2 gathers with the root: final norm, output projection, tied embedding, learned positions."""
+    embedding: int
+    """Weights of an untied embedding, a group of its own under FSDP2; 0 on other stages."""
+    kinds: tuple[int, ...]
+    """Activations of one micro-batch that stay on the GPU, by kind."""
+    kept: int
+    outside: int
+    """Kept outside the layers: the final norm's input, rope tables."""
+    tables: int
+    """Of those, what is there while layers run backward."""
+    checkpoints: int
+    """Inputs of recomputed layers that are offloaded."""
+    forward_extra: int
+    """Alive besides when forward ends its last layer."""
+    working: int
+    """Alive in a forward that keeps nothing."""
+    places: tuple[Place, ...]
+    loss: LossCost
+    stream: int
+    """The residual stream between two layers."""
+
+
+@dataclass(slots=True)
+class RankMemory:
+    """One rank: its shapes, and how it holds what."""
+
+    spec: ModelSpec
+    layout: Layout
+    levers: Levers
+    share: Share
+    cost: StageCost
+    states: States
+    accumulation: int
+    element: int
+    ranks: int
+    """Data and context ranks, which split states."""
+    others: int
+    """Activations of the other micro-batches in flight."""
+    inputs: int
+    host_checkpoints: int
+    is_sharded: bool
+    """Whether FSDP2 splits this rank's weights."""
+
+
+def rank_memory(workload: Workload, layout: Layout, levers: Levers, rank: int) -> RankMemory:
+    """Everything about pipeline rank `rank`."""
+    share = share_of(workload, layout, levers)
+    cost = stage_cost(
+        workload.spec, layout.pipeline, rank, share, levers.checkpoint_every, levers.offload_checkpoints,
+        levers.loss == "fused", levers.loss_chunk_bytes,
+    )  # fmt: skip
+    accumulation = max(1, workload.global_batch // (layout.micro_batch * layout.data))
+    pieces, chunks = pieces_in_flight(layout, rank, accumulation), layout.stages_per_rank
+    return RankMemory(
+        workload.spec, layout, levers, share, cost, states(workload, layout, levers, cost.params, accumulation),
+        accumulation, workload.weight_bytes, layout.data * layout.context,
+        max(0, (cost.kept + cost.outside) * (pieces - chunks) // chunks), 2 * INDEX * share.tokens,
+        cost.checkpoints * max(pieces, chunks) // chunks, layout.zero > 0,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
+def stage_cost(
+    spec: ModelSpec, pipeline: int, rank: int, share: Share, every: int, offload: bool, fused: bool, chunk_bytes: int
+) -> StageCost:
+    """All that shapes say, remembered."""
+    own = stage(spec.layers, pipeline, rank)
+    classes = totals(spec, own.first, own.last, every)
+    kinds = kept_by_kind(spec, classes, share, offload)
+    last = layer_cost(spec, own.last - 1, share)
+    ends_recomputed = every > 0 and (own.last - 1) % every == 0
+    tables, outside = _outside(spec, share, own)
+    return StageCost(
+        own, *_weights(spec, own, share, pipeline), kinds, sum(kinds), outside, tables,
+        _checkpoints(spec, classes, share) if offload else 0,
+        last.forward_working if ends_recomputed else last.forward_extra,
+        max(layer_cost(spec, layer, share).forward_working for layer, _, _ in classes),
+        tuple(_place(spec, one, share, offload) for one in candidates(spec, own.first, own.last, every)),
+        loss_cost(spec, share, fused=fused, allowed_bytes=chunk_bytes),
+        last.entry,
+    )  # fmt: skip
+
+
+def _place(spec: ModelSpec, candidate: Candidate, share: Share, offload: bool) -> Place:
+    cost = layer_cost(spec, candidate.layer, share)
+    after = sum(count * _params(spec, layer, share).all for layer, _, count in candidate.after)
+    return Place(
+        kept_by_kind(spec, candidate.before, share, offload), _params(spec, candidate.layer, share).all, after,
+        _fullest(cost, candidate.recomputed, share, added=False), _fullest(cost, candidate.recomputed, share, added=True),
+        candidate.is_first, candidate.is_last,
+    )  # fmt: skip
+
+
+def _fullest(cost: LayerCost, recomputed: bool, share: Share, *, added: bool) -> Moment:
+    def size(moment: Moment) -> int:
+        weights = (moment.made_weights if added else moment.weights) + moment.weight_copies
+        return moment.held + moment.gradients + moment.workspace + share.element_bytes * weights
+
+    return max((*cost.backward, *((cost.recompute,) if recomputed else ())), key=size)
+
+
+def _params(spec: ModelSpec, layer: int, share: Share) -> Params:
+    return layer_params(spec, layer, share.tensor, share.expert)
+
+
+def _weights(spec: ModelSpec, own: Stage, share: Share, pipeline: int) -> tuple[Params, Params, int, int, int]:
+    """All weights of a stage, its widest layer, the vocabulary's, and those outside layers by FSDP2's groups."""
+    total, widest = NOTHING, NOTHING
+    for index in range(own.first, own.last):
+        one = _params(spec, index, share)
+        total, widest = total.plus(one), max(widest, one, key=lambda params: params.all)
+    vocabulary = vocabulary_params(spec, share.tensor)
+    tied = spec.tied and pipeline == 1
+    before = embedding_params(spec, share.tensor) if own.has_embedding else 0
+    after = spec.norm_params + (0 if tied else vocabulary) if own.has_head else 0
+    embedding = vocabulary if own.has_embedding and not tied else 0
+    return total.plus(Params(before + after, 0)), widest, vocabulary, before + after - embedding, embedding
+
+
+def kept_by_kind(spec: ModelSpec, classes: Classes, share: Share, offload: bool) -> tuple[int, ...]:
+    """What layers keep on the GPU until backward; of recomputed ones the input, or nothing where that is offloaded."""
+    found = [0] * len(KINDS)
+    for layer, recomputed, count in classes:
+        if recomputed:
+            found[0] += 0 if offload else count * layer_cost(spec, layer, share).entry
+            continue
+        for one in layer_kept(spec, layer, share):
+            found[KINDS.index(one.kind)] += count * one.bytes
+    return tuple(found)
+
+
+def _checkpoints(spec: ModelSpec, classes: Classes, share: Share) -> int:
+    return sum(count * layer_cost(spec, layer, share).entry for layer, recomputed, count in classes if recomputed)
+
+
+def _outside(spec: ModelSpec, share: Share, own: Stage) -> tuple[int, int]:
+    """Rope keeps cosines and sines, one row for all, learned positions their numbers; and these with the final norm's
+    input and statistics."""
+    ropes = {rope for index in range(own.first, own.last) if (rope := spec.rope_of(index)) is not None}
+    pairs = sum(int(spec.head_dim * rope.rotated_share) // 2 for rope in ropes)
+    numbers = INDEX * share.length if spec.rope is None and own.has_embedding else 0
+    tables = 2 * share.length * pairs * share.element_bytes + numbers
+    row = spec.hidden_size * share.element_bytes + STATISTIC * (2 if spec.norm == "layer" else 1)
+    return tables, tables + (share.outer_tokens * row if own.has_head else 0)
