@@ -178,12 +178,12 @@ def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(
     job = make(steps=10, saving={"every": 2, "keep": 3})
     real, calls = loop.train_step, []
 
-    def poisoned(model: Any, *rest: Any) -> Any:
+    def poisoned(model: Any, *rest: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 6:
             with torch.no_grad():
                 model.norm.weight.fill_(float("nan"))
-        return real(model, *rest)
+        return real(model, *rest, **named)
 
     monkeypatch.setattr(loop, "train_step", poisoned)
     with pytest.raises(UserError) as caught:

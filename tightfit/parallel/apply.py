@@ -17,11 +17,7 @@ from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.loss import choose_loss
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
-
-RUNNABLE = {
-    "layout": ("data", "zero", "micro_batch"),
-    "levers": ("checkpoint_every", "loss", "loss_chunk_bytes"),
-}
+from tightfit.plan.runnable import not_yet
 
 
 def apply(
@@ -40,12 +36,5 @@ def apply(
 
 def refuse_what_cannot_run(layout: Layout, levers: Levers) -> None:
     """A sentence for what can be planned but not yet trained."""
-    for section, chosen in (("layout", layout), ("levers", levers)):
-        for name, value in chosen:
-            default = type(chosen).model_fields[name].default
-            if name not in RUNNABLE[section] and value != default:
-                runs = ", ".join(f"{section}.{other}" for other in RUNNABLE[section])
-                raise UserError(
-                    f"{section}.{name} is {value}, which can be planned but not trained yet; "
-                    f"set it to {default} and use {runs}"
-                )
+    if sentence := not_yet(layout, levers):
+        raise UserError(sentence)

@@ -6,10 +6,14 @@
         training/state.json                                  step, loader position, loss scale, the job
 
 Each is written whole or not at all (`durable.py`); the newest `keep` stay. No pickle anywhere.
+
+Of several ranks the first one writes: shards are gathered a tensor at a time, on the device, and kept in host memory.
+So the files are those of a single process, and any number of ranks, in any layout, can go on from them. The price is
+host memory on the first rank's machine, as much as the checkpoint is large, and that the others wait.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +31,12 @@ from tightfit.models.loading import checkpoints_of
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.parallel.ranks import ALONE, Ranks
+from tightfit.parallel.shards import whole
 from tightfit.train.optimizer import MasterAdamW
 
 FORMAT = 1
+STATE_PREFIX = "optimizer/"
 
 
 @dataclass(frozen=True)
@@ -44,17 +51,51 @@ class Position:
     """What the run found out and a resume must find again: precision, data fingerprint, total steps."""
 
 
-def save_checkpoint(
-    run: Path, model: Decoder, tokenizer: Tokenizer, optimizer: MasterAdamW, position: Position, keep: int
-) -> Path:
+@dataclass(frozen=True)
+class Content:
+    """The tensors of a checkpoint, whole; `dtype` is what weights are written as."""
+
+    model: Decoder
+    states: dict[str, Tensor]
+    dtype: torch.dtype | None = None
+
+
+def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: Ranks = ALONE) -> Content:
+    """What a checkpoint holds of a model that computes in `dtype`. All ranks call this; the first has all of it."""
+    if not optimizer.is_sharded:
+        return Content(model, optimizer.state())
+    with torch.device("meta"):
+        complete = Decoder(model.spec)
+    weights, states = _wholes(model.state_dict(), ranks), _wholes(optimizer.state(), ranks)
+    if ranks.first:
+        complete.load_state_dict(weights, assign=True)
+    return Content(complete, states, dtype)
+
+
+def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """All of every tensor in host memory on the first rank; nothing on the others."""
+    found = {}
+    for name, tensor in tensors.items():
+        complete = whole(tensor)
+        if ranks.first:
+            found[name] = complete.cpu()
+    return found
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or will be."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def save_checkpoint(run: Path, content: Content, tokenizer: Tokenizer, position: Position, keep: int) -> Path:
     """Write the checkpoint of `position.step`, then let go of all but the newest `keep`."""
-    target = run / "checkpoints" / f"step-{position.step:08d}"
+    target = checkpoint_path(run, position.step)
     try:
         if target.exists():
             discard_directory(target)
         with durable_directory(target) as folder:
-            write_model(folder, model, tokenizer)
-            _write_training_state(folder / "training", optimizer, position)
+            write_model(folder, content.model, tokenizer, content.dtype)
+            _write_training_state(folder / "training", content.states, position)
         for old in checkpoints_of(run)[:-keep]:
             discard_directory(old)
     except (OSError, SafetensorError) as error:
@@ -71,9 +112,9 @@ def what_is_safe(run: Path) -> str:
     return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
 
 
-def _write_training_state(folder: Path, optimizer: MasterAdamW, position: Position) -> None:
+def _write_training_state(folder: Path, states: Mapping[str, Tensor], position: Position) -> None:
     folder.mkdir()
-    tensors = {f"optimizer/{name}": tensor for name, tensor in optimizer.state().items()}
+    tensors = {f"{STATE_PREFIX}{name}": tensor for name, tensor in states.items()}
     tensors["rng/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -107,23 +148,35 @@ def restore_weights(checkpoint: Path, model: Decoder) -> None:
 
 
 def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
-    """Load optimizer states, master weights and RNG."""
+    """Load optimizer states, master weights and RNG, a tensor at a time."""
     path = checkpoint / "training" / "state.safetensors"
-    tensors = _read_tensors(path)
-    states = {n.removeprefix("optimizer/"): t for n, t in tensors.items() if n.startswith("optimizer/")}
-    optimizer.load_state(states, str(path))
-    if "rng/cpu" in tensors:
-        torch.set_rng_state(tensors["rng/cpu"])
-    if "rng/cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["rng/cuda"])
-
-
-def _read_tensors(path: Path) -> Mapping[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            optimizer.load_state(_States(file), str(path))
+            names = set(file.keys())
+            if "rng/cpu" in names:
+                torch.set_rng_state(file.get_tensor("rng/cpu"))
+            if "rng/cuda" in names and torch.cuda.is_available():
+                torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is missing or damaged ({error}); resume from an older checkpoint") from None
+
+
+class _States(Mapping[str, Tensor]):
+    """The optimizer's tensors in an open safetensors file, each read when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.file.get_tensor(f"{STATE_PREFIX}{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        names: list[str] = self.file.keys()
+        return (name.removeprefix(STATE_PREFIX) for name in names if name.startswith(STATE_PREFIX))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def latest_checkpoint(run: Path) -> Path | None:

@@ -12,6 +12,8 @@ from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
+from tightfit.parallel.data import rest
+from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.data.shards import prepare_text
@@ -35,8 +37,8 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, batches: Iterable[Batch], device: torch.device) -> Evaluation:
-    """The loss of `model` over all `batches`."""
+def evaluate(model: Decoder, batches: Iterable[Batch], device: torch.device, ranks: Ranks = ALONE) -> Evaluation:
+    """The loss of `model` over all `batches` of all ranks, each of which must have equally many."""
     total = torch.zeros((), device=device, dtype=torch.float64)
     tokens = 0
     for batch in batches:
@@ -44,7 +46,9 @@ def evaluate(model: Decoder, batches: Iterable[Batch], device: torch.device) -> 
         assert output.loss is not None
         total += output.loss
         tokens += int((batch["labels"] != IGNORE).sum())
-    return Evaluation(float(total) / max(tokens, 1), tokens)
+    rest(model)
+    loss, counted = ranks.sum(torch.stack([total, torch.full_like(total, tokens)])).tolist()
+    return Evaluation(loss / max(counted, 1), int(counted))
 
 
 def evaluate_source(

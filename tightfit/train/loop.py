@@ -2,16 +2,19 @@
 
 A kill leaves the last checkpoint; SIGINT or SIGTERM finishes the step, saves and stops. A loss that is not finite stops
 the run before the weights are touched. The loop decides when; `step.py`, `evaluation.py`, `checkpoint.py` know how.
+Of several ranks all run this loop in step; the first one alone prints, logs and writes, and a request to stop that any
+of them gets stops all of them after the same step.
 """
 
 import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,11 +22,22 @@ from tightfit.errors import UserError
 from tightfit.hardware.cpu import peak_resident_bytes
 from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, continue_text
-from tightfit.models.loading import LoadedModel
-from tightfit.train.checkpoint import Position, latest_checkpoint, save_checkpoint, what_is_safe
+from tightfit.models.loading import LoadedModel, load_model
+from tightfit.parallel.apply import refuse_what_cannot_run
+from tightfit.parallel.mesh import joined
+from tightfit.parallel.ranks import Ranks
+from tightfit.train.checkpoint import (
+    Position,
+    checkpoint_path,
+    gathered,
+    latest_checkpoint,
+    save_checkpoint,
+    what_is_safe,
+)
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.metrics import MetricsLog, read_metrics
+from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, claim_output, prepare
 from tightfit.train.progress import RunProgress
 from tightfit.train.schedule import lr_ratio
@@ -46,6 +60,8 @@ class RunResult:
     tokens_per_second: float
     train_seconds: float
     peak_bytes: int
+    rank: int = 0
+    """The first rank's result is the run's; the others' is for themselves."""
     samples: list[tuple[str, str]] = field(default_factory=list)
     stopped_by: int | None = None
     """The signal that asked the run to stop early."""
@@ -72,13 +88,20 @@ class Pace:
 def run_job(
     job: Job, *, resume: bool = False, overwrite: bool = False, stop_after: int | None = None, quiet: bool = False
 ) -> RunResult:
-    """Train as `job` says and return how it went."""
-    checkpoint = latest_checkpoint(job.output) if resume else None
-    claim_output(job, resuming=checkpoint is not None, overwrite=overwrite)
-    with RunProgress(0, 0, quiet) as notes:
-        prepared = prepare(job, checkpoint, notes.say, show_bars=not quiet)
-    last_step = min(prepared.total_steps, stop_after or prepared.total_steps)
-    return _Run(prepared, last_step, quiet).go()
+    """Train as `job` says, as one of its ranks, and return how it went."""
+    refuse_what_cannot_run(job.layout, job.levers)
+    with joined(job.layout, choose_device(job.device)) as (mesh, device):
+        ranks = Ranks.of(mesh)
+        quiet = quiet or not ranks.first
+        with ranks.first_goes_first():
+            checkpoint = latest_checkpoint(job.output) if resume and ranks.first else None
+            if ranks.first:
+                claim_output(job, resuming=checkpoint is not None, overwrite=overwrite)
+        checkpoint = ranks.share(checkpoint)
+        with RunProgress(0, 0, quiet) as notes:
+            prepared = prepare(job, checkpoint, notes.say, show_bars=not quiet, device=device, mesh=mesh)
+        last_step = min(prepared.total_steps, stop_after or prepared.total_steps)
+        return _Run(prepared, last_step, quiet).go()
 
 
 class _Run:
@@ -86,6 +109,7 @@ class _Run:
 
     def __init__(self, prepared: Prepared, last_step: int, quiet: bool) -> None:
         self.p, self.job, self.last_step = prepared, prepared.job, last_step
+        self.ranks = prepared.ranks
         self.step, self.pace = prepared.position_step, Pace()
         self.start = _evaluation_at_start(self.job.output) if self.step else None
         self.end: Evaluation | None = None
@@ -95,9 +119,9 @@ class _Run:
 
     def go(self) -> RunResult:
         """Evaluate, train to the last step, evaluate again, save, sample."""
-        job, p = self.job, self.p
+        p = self.p
         with (
-            MetricsLog(job.output, self.step, job.logging.tensorboard) as self.metrics,
+            self._metrics_log() as self.metrics,
             RunProgress(p.total_steps, self.step, self.quiet) as self.progress,
             _stop_signals(self),
         ):
@@ -109,21 +133,35 @@ class _Run:
                 self._save()
         return self._result()
 
+    def _metrics_log(self) -> AbstractContextManager[MetricsLog | None]:
+        if not self.ranks.first:
+            return nullcontext()
+        return MetricsLog(self.job.output, self.step, self.job.logging.tensorboard)
+
+    def _log(self, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.add(self.step, **values)
+
     def _train(self) -> None:
         batches = iter(self.p.loader)
-        while self.step < self.last_step and self.stopped_by is None:
+        while self.step < self.last_step and not self._asked_to_stop():
             began = time.perf_counter()
             micro_batches = list(islice(batches, self.job.accumulation))
             lr = self.job.optimizer.lr * lr_ratio(self.job.schedule, self.step, self.p.total_steps)
             result = self._take_step(micro_batches, lr)
             self.step += 1
-            rate = self.pace.add(sum(b["tokens"].numel() for b in micro_batches), time.perf_counter() - began)
-            self._after_step(result, lr, rate)
+            tokens = sum(b["tokens"].numel() for b in micro_batches) * self.ranks.world
+            self._after_step(result, lr, self.pace.add(tokens, time.perf_counter() - began))
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was; all of them then say so before the same step."""
+        self.stopped_by = self.ranks.largest(self.stopped_by or 0) or None
+        return self.stopped_by is not None
 
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         p = self.p
         try:
-            return train_step(p.model, p.optimizer, micro_batches, p.device, lr, p.scale)
+            return train_step(p.module, p.optimizer, micro_batches, p.device, lr, p.scale, ranks=self.ranks)
         except NotFiniteError as error:
             raise UserError(
                 f"step {self.step + 1}: {error}; training stopped before the weights changed and "
@@ -140,8 +178,8 @@ class _Run:
         job, ends = self.job, self.step >= self.last_step
         memory = peak_memory_bytes(self.p.device)
         if self.step % job.logging.every == 0 or ends:
-            self.metrics.add(
-                self.step, loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
+            self._log(
+                loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
                 tokens_per_second=rate, peak_bytes=memory, skipped=result.skipped,
             )  # fmt: skip
         self.progress.update(self.step, result.loss, rate, memory)
@@ -155,8 +193,9 @@ class _Run:
         p, rows = self.p, self.job.layout.micro_batch
         if p.held_out is None:
             return None
-        found = evaluate(p.model, evaluation_batches(p.held_out, rows), p.device)
-        self.metrics.add(self.step, held_out_loss=found.loss, held_out_perplexity=found.perplexity)
+        batches = evaluation_batches(p.held_out, rows, rank=self.ranks.rank, world=self.ranks.world)
+        found = evaluate(p.model, batches, p.device, self.ranks)
+        self._log(held_out_loss=found.loss, held_out_perplexity=found.perplexity)
         self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
         return found
 
@@ -166,7 +205,11 @@ class _Run:
             step=self.step, loader=p.loader.state_dict(), loss_scale=asdict(p.scale),
             job=self.job.model_dump(mode="json"), facts=p.facts,
         )  # fmt: skip
-        self.saved = save_checkpoint(self.job.output, p.model, p.tokenizer, p.optimizer, position, self.job.saving.keep)
+        content = gathered(p.model, p.optimizer, COMPUTE_DTYPES[p.precision], self.ranks)
+        if self.ranks.first:
+            save_checkpoint(self.job.output, content, p.tokenizer, position, self.job.saving.keep)
+        self.ranks.wait()
+        self.saved = checkpoint_path(self.job.output, self.step)
 
     def _result(self) -> RunResult:
         p = self.p
@@ -176,13 +219,18 @@ class _Run:
             params=p.model.spec.params(), device=device_name(p.device), precision=p.precision,
             start=self.start, end=self.end,
             tokens_per_second=self.pace.tokens_per_second, train_seconds=self.pace.seconds,
-            peak_bytes=peak_memory_bytes(p.device), samples=self._samples(), stopped_by=self.stopped_by,
+            peak_bytes=peak_memory_bytes(p.device), rank=self.ranks.rank,
+            samples=self._samples(), stopped_by=self.stopped_by,
         )  # fmt: skip
 
     def _samples(self) -> list[tuple[str, str]]:
-        settings, loaded = self.job.evaluation, LoadedModel(self.p.model, self.p.tokenizer, str(self.job.output))
-        if self.stopped_by is not None:
+        """What the model says to the job's prompts; shards are read back from the checkpoint, whole."""
+        p, settings = self.p, self.job.evaluation
+        if self.stopped_by is not None or not self.ranks.first or not settings.prompts:
             return []
+        loaded = LoadedModel(p.model, p.tokenizer, str(self.job.output))
+        if p.optimizer.is_sharded:
+            loaded = load_model(str(self.saved), device=p.device, dtype=COMPUTE_DTYPES[p.precision])
         sampling = Sampling(max_tokens=settings.sample_tokens, temperature=settings.temperature, seed=self.job.seed)
         return [(prompt, "".join(next(iter(continue_text(loaded, prompt, sampling))))) for prompt in settings.prompts]
 

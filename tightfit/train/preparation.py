@@ -14,19 +14,21 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, Subset
 
 from tightfit.durable import discard_directory, durable_directory, durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.job import Job
-from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.models.loading import has_weights, load_model, load_source_tokenizer, source_spec
+from tightfit.models.loading import has_weights, load_into, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.parallel.ranks import Ranks
+from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.checkpoint import Position, read_position, restore_training_state, restore_weights
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.dataset import PackedChats, PackedText
@@ -37,14 +39,7 @@ from tightfit.train.data.sources import Source, find_sources
 from tightfit.train.data.texts import read_texts
 from tightfit.train.data.token_store import TokenStore
 from tightfit.train.optimizer import MasterAdamW
-from tightfit.train.precision import (
-    COMPUTE_DTYPES,
-    LossScale,
-    PrecisionName,
-    choose_device,
-    choose_precision,
-    keeps_master_weights,
-)
+from tightfit.train.precision import LossScale, PrecisionName, choose_precision
 
 Rows = Dataset[dict[str, Tensor]]
 Say = Callable[[str], None]
@@ -59,7 +54,11 @@ class Prepared:
     job: Job
     device: torch.device
     precision: PrecisionName
+    ranks: Ranks
     model: Decoder
+    """The decoder: this rank's copy of it, or its shards."""
+    module: nn.Module
+    """What a training step calls: the decoder, or DDP around it."""
     tokenizer: Tokenizer
     optimizer: MasterAdamW
     scale: LossScale
@@ -86,19 +85,26 @@ def claim_output(job: Job, *, resuming: bool, overwrite: bool) -> None:
         raise UserError(f"cannot write output {job.output}: {error.strerror}; choose a writable directory") from error
 
 
-def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> Prepared:
-    """Everything `job` needs, restored to where `checkpoint` was taken if there is one."""
+def prepare(
+    job: Job,
+    checkpoint: Path | None,
+    say: Say,
+    *,
+    show_bars: bool,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+) -> Prepared:
+    """Everything this rank needs for `job`, restored to where `checkpoint` was taken if there is one."""
     position = None if checkpoint is None else read_position(checkpoint)
-    device = choose_device(job.device)
-    precision = choose_precision(job.precision, device)
+    ranks, precision = Ranks.of(mesh), choose_precision(job.precision, device)
     if position is not None:
         _refuse_contradictions(job, precision, position, checkpoint)
     spec = _spec(job)
-    tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else _tokenizer(job, say, show_bars)
-    spec = _with_vocabulary(job, spec, tokenizer)
-    store, train_rows, kept_aside = _datasets(job, spec, tokenizer, show_bars)
+    with ranks.first_goes_first():  # the others then find tokenizer and tokens in the cache
+        tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else _tokenizer(job, say, show_bars)
+        spec = _with_vocabulary(job, spec, tokenizer)
+        store, train_rows, kept_aside = _datasets(job, spec, tokenizer, show_bars)
     say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
-    total_steps = job.steps or math.ceil((job.epochs or 0) * len(train_rows) / job.global_batch)
     facts = {"precision": precision, "data": store.fingerprint, "rows": len(train_rows)}
     if position is not None and position.facts != facts:
         name = next(key for key in facts if position.facts.get(key) != facts[key])
@@ -106,33 +112,25 @@ def prepare(job: Job, checkpoint: Path | None, say: Say, *, show_bars: bool) -> 
             f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
             "resume with the data it was started with"
         )
-    held_out = None if kept_aside is None else evenly(kept_aside, job.evaluation.max_rows)
-    model = _model(job, spec, device, checkpoint)
-    say(f"model: {spec.params():,} parameters, {precision} on {device.type}")
+    say(f"model: {spec.params():,} parameters, {precision} on {_place(device, ranks)}")
     if device.type == "cpu" and "bf16" in precision and not has_native_bf16():
         say("this CPU has no bf16 instructions: expect some 200 times fp32's time, or set precision=fp32")
-    optimizer = _optimizer(job, model, precision)
-    loader, scale = _position(job, train_rows, precision, position)
+    model, module, optimizer = _assembled(job, spec, device, precision, checkpoint, mesh)
+    loader, scale = _position(job, train_rows, precision, position, ranks)
     if checkpoint is not None:
         restore_training_state(checkpoint, optimizer)
         say(f"resumed from {checkpoint}")
-    checkpoint_layers(model, job.levers.checkpoint_every)
-    step = position.step if position is not None else 0
     return Prepared(
-        job,
-        device,
-        precision,
-        model,
-        tokenizer,
-        optimizer,
-        scale,
-        loader,
-        held_out,
-        total_steps,
-        facts,
-        checkpoint,
-        step,
-    )
+        job=job, device=device, precision=precision, ranks=ranks, model=model, module=module, tokenizer=tokenizer,
+        optimizer=optimizer, scale=scale, loader=loader,
+        held_out=None if kept_aside is None else evenly(kept_aside, job.evaluation.max_rows),
+        total_steps=job.steps or math.ceil((job.epochs or 0) * len(train_rows) / job.global_batch),
+        facts=facts, checkpoint=checkpoint, position_step=position.step if position is not None else 0,
+    )  # fmt: skip
+
+
+def _place(device: torch.device, ranks: Ranks) -> str:
+    return device.type if ranks.world == 1 else f"{ranks.world} × {device.type}"
 
 
 def _spec(job: Job) -> ModelSpec:
@@ -243,29 +241,31 @@ def evenly(rows: PackedText | PackedChats, count: int) -> Rows:
     return Subset(rows, range(0, len(rows), math.ceil(len(rows) / count)))
 
 
-def _model(job: Job, spec: ModelSpec, device: torch.device, checkpoint: Path | None) -> Decoder:
-    """Weights in float32, from the checkpoint, the source or the seed."""
-    if checkpoint is None and _wants_weights(job):
-        return load_model(job.model.source, device=device).model.train()
-    torch.manual_seed(job.seed)
-    with torch.device(device):
-        model = Decoder(spec)
-    if checkpoint is None:
-        init_weights(model)
-    else:
-        restore_weights(checkpoint, model)
-    return model
+def _assembled(
+    job: Job, spec: ModelSpec, device: torch.device, precision: PrecisionName, checkpoint: Path | None,
+    mesh: DeviceMesh | None,
+) -> tuple[Decoder, nn.Module, MasterAdamW]:  # fmt: skip
+    """Weights from the checkpoint, the source or the seed, split and optimized as the job says."""
+
+    def fill(model: Decoder) -> None:
+        torch.manual_seed(job.seed)
+        if checkpoint is not None:
+            restore_weights(checkpoint, model)
+        elif _wants_weights(job):
+            load_into(model, job.model.source)
+        else:
+            init_weights(model)
+
+    model = unfilled(spec, job.layout, precision, device)
+    module, optimizer = assemble(model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill)
+    return model, module, optimizer
 
 
-def _optimizer(job: Job, model: Decoder, precision: PrecisionName) -> MasterAdamW:
-    dtype = COMPUTE_DTYPES[precision]
-    if keeps_master_weights(precision):
-        return MasterAdamW(model, job.optimizer, dtype)
-    return MasterAdamW(model.to(dtype), job.optimizer)
-
-
-def _position(job: Job, rows: Rows, precision: PrecisionName, position: Position | None) -> tuple[Loader, LossScale]:
-    loader = make_loader(rows, micro_batch=job.layout.micro_batch, seed=job.seed)
+def _position(
+    job: Job, rows: Rows, precision: PrecisionName, position: Position | None, ranks: Ranks
+) -> tuple[Loader, LossScale]:
+    micro_batch = job.layout.micro_batch
+    loader = make_loader(rows, micro_batch=micro_batch, seed=job.seed, rank=ranks.rank, world=ranks.world)
     if position is None:
         return loader, LossScale.for_precision(precision)
     loader.load_state_dict(position.loader)

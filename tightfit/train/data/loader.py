@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tightfit.errors import UserError
+from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.train.data.shuffling import shuffled
 
 Batch = dict[str, Tensor]
@@ -92,8 +93,17 @@ def make_loader(dataset: Dataset[Batch], *, micro_batch: int, seed: int, rank: i
     return Loader(dataset, EndlessRows(rows, micro_batch, seed, rank, world))
 
 
-def evaluation_batches(dataset: Dataset[Batch], batch: int) -> Iterator[Batch]:
-    """All rows once, in order; the last batch may be short."""
+def evaluation_batches(dataset: Dataset[Batch], batch: int, *, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+    """All rows once, in order; the last batch may be short. Of several ranks, each takes every `world`-th batch.
+
+    All ranks get equally many, as their forward passes go together; a rank that lacks one gets a row that does not count.
+    """
     rows = len(dataset)  # type: ignore[arg-type]
-    for start in range(0, rows, batch):
-        yield default_collate([dataset[i] for i in range(start, min(start + batch, rows))])
+    for round_start in range(0, rows, batch * world):
+        start = round_start + rank * batch
+        found = [dataset[i] for i in range(start, min(start + batch, rows))]
+        yield default_collate(found) if found else _uncounted(default_collate([dataset[0]]))
+
+
+def _uncounted(batch: Batch) -> Batch:
+    return batch | {"labels": torch.full_like(batch["labels"], IGNORE)}
