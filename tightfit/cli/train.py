@@ -50,6 +50,7 @@ def train(
     from tightfit.train.loop import run_job
 
     result = run_job(loaded, resume=resume, overwrite=overwrite, stop_after=stop_after, quiet=as_json)
-    print_result(result, as_json=as_json)
+    if result.rank == 0:
+        print_result(result, as_json=as_json)
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)

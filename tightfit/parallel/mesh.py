@@ -32,13 +32,9 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 def check_world(layout: Layout, processes: int) -> None:
     """As many processes as the layout has ranks, or a sentence."""
     if processes != layout.ranks:
-        line = f"torchrun --nproc-per-node={layout.ranks} -m tightfit train …"
-        fix = (
-            f"start it with `{line}`"
-            if layout.ranks > 1
-            else f"start it without torchrun or set layout.data={processes}"
-        )
-        raise UserError(f"the layout has {layout.ranks} rank(s), but {processes} process(es) are running; {fix}")
+        many = f"start it with torchrun --nproc-per-node={layout.ranks} -m tightfit train JOB"
+        fix = many if layout.ranks > 1 else f"start it without torchrun or set layout.data={processes}"
+        raise UserError(f"the job's layout has {layout.ranks} rank(s), but {processes} process(es) run; {fix}")
 
 
 @contextmanager

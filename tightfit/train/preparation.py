@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Subset
 from tightfit.durable import discard_directory, durable_directory, durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
-from tightfit.jobs.job import Job
+from tightfit.jobs.job import Job, PrecisionName
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_weights, load_into, load_source_tokenizer, source_spec
@@ -39,7 +39,7 @@ from tightfit.train.data.sources import Source, find_sources
 from tightfit.train.data.texts import read_texts
 from tightfit.train.data.token_store import TokenStore
 from tightfit.train.optimizer import MasterAdamW
-from tightfit.train.precision import LossScale, PrecisionName, choose_precision
+from tightfit.train.precision import LossScale, choose_precision
 
 Rows = Dataset[dict[str, Tensor]]
 Say = Callable[[str], None]
@@ -92,7 +92,7 @@ def prepare(
     *,
     show_bars: bool,
     device: torch.device,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None,
 ) -> Prepared:
     """Everything this rank needs for `job`, restored to where `checkpoint` was taken if there is one."""
     position = None if checkpoint is None else read_position(checkpoint)

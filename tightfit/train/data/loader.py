@@ -96,7 +96,7 @@ def make_loader(dataset: Dataset[Batch], *, micro_batch: int, seed: int, rank: i
 def evaluation_batches(dataset: Dataset[Batch], batch: int, *, rank: int = 0, world: int = 1) -> Iterator[Batch]:
     """All rows once, in order; the last batch may be short. Of several ranks, each takes every `world`-th batch.
 
-    All ranks get equally many, as their forward passes go together; a rank that lacks one gets a row that does not count.
+    All ranks get equally many, as their forward passes go together; for what a rank lacks it gets uncounted rows.
     """
     rows = len(dataset)  # type: ignore[arg-type]
     for round_start in range(0, rows, batch * world):
