@@ -4,8 +4,8 @@ K ranks, M micro-batches, F and B seconds forward and backward (recompute R belo
 
     gpipe, 1f1b     (K−1)(F+B)        a share (K−1)/(K+M−1) of the step; one micro-batch is the naive pipeline, (K−1)/K
     interleaved     (K−1)(F+B)/v      v pieces of the model per rank (Narayanan et al. 2021)
-    zero-bubble     (K−1)(F+R)        weight gradients fill the rest: T_F + T_B − T_W with T_B = T_W + R (Qi et al. 2023,
-                                      ZB-H1, the variant that needs no more memory than 1f1b)
+    zero-bubble     (K−1)(F+R)        weights' gradients fill the rest: T_F + T_B − T_W where T_B = T_W + R (ZB-H1,
+                                      Qi et al. 2023)
 """
 
 from tightfit.jobs.layout import PipelineSchedule

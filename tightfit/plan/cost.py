@@ -6,7 +6,7 @@ M micro-batches run through the slowest pipeline rank. Compute is matrix product
 at the measured shares of the card's rates (hardware/efficiency.py), never less than the host needs to launch it. Tensor
 and expert collectives wait in line; the ring of context parallelism hides behind attention, gathered weights and
 reduced gradients behind the layers (all but one layer's), copies to the host behind both. What ZeRO stages send is
-parallel/data.py's table. Not modelled: stragglers, data loading, traffic that slows the compute it hides behind.
+parallel/data.py's table. Not modelled: stragglers, data loading.
 
 `Costs` belongs to one workload and machine and does what depends on the layout once (`frame`), so that a search can
 try many levers on it (`Frame.step`).
@@ -25,6 +25,10 @@ from tightfit.plan.communication import Group, make_group
 from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
 from tightfit.plan.steptime import StepTime
 from tightfit.plan.work import layer_work, sharded_params
+
+
+CONTENTION = 16 / 132
+"""Of an H100's multiprocessors, those that NCCL's kernels run on (one per channel) beside the compute they hide behind."""
 
 
 class Costs:
@@ -96,7 +100,7 @@ class Frame:
     def _count_compute(self) -> None:
         """Forward and backward of one micro-batch on the slowest pipeline rank."""
         time, spec, pipeline = self.time, self.costs.workload.spec, self.layout.pipeline
-        last = max(0, spec.layers - (pipeline - 1) * self.layers)
+        last = spec.layers // pipeline  # ranks take one layer more from the front where they do not divide
         self.forward_s = max(self.layers * time.forward_s, last * time.forward_s + time.head_forward_s)
         self.backward_s = max(self.layers * time.backward_s, last * time.backward_s + time.head_backward_s)
         launch = self.layers * self.costs.efficiency.layer_launch_s
@@ -219,8 +223,8 @@ class Frame:
         """Bytes that AdamW and the adding of gradients move, at the card's bandwidth."""
         workload, width = self.costs.workload, self.costs.workload.weight_bytes
         kept = 4 if workload.has_masters and self.layout.zero else width
-        held = self.dense + self.experts
-        added = (self.micro_batches - 1) * held * 3 * kept
+        summed = self.own_params if self.layout.zero >= 2 else self.dense + self.experts
+        added = (self.micro_batches - 1) * summed * (width + 2 * kept)
         if levers.offload != "none":
             return added / self.costs.rates.bytes_s
         states = levers.optimizer_states
@@ -230,5 +234,9 @@ class Frame:
 
 
 def _exposed(traffic_s: float, compute_s: float, calls: int) -> float:
-    """What compute does not hide, never less than one of the `calls`: nothing runs beside the first or the last."""
-    return max(traffic_s - compute_s, traffic_s / calls)
+    """What compute does not hide, never less than one of the `calls`: nothing runs beside the first or the last.
+
+    What it does hide slows it: NCCL's kernels take their share of the card.
+    """
+    exposed = max(traffic_s - compute_s, traffic_s / calls)
+    return exposed + CONTENTION * (traffic_s - exposed)

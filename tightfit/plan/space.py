@@ -3,12 +3,15 @@
 A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide the
 heads, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each, expert ranks divide the
 experts, and data ranks divide the batch. Left out because never better on both counts: gpipe (1f1b's time, more memory)
-and the plain loss (slower, more memory); a pin brings them back. Micro-batches are divisors up to 64 rows.
+and the plain loss (slower, more memory); a pin brings them back. Micro-batches are divisors up to 64 rows. Context ranks
+and a micro-batch that share a factor are left out too: more data ranks with smaller micro-batches are the same, without
+the ring.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from tightfit.errors import UserError
@@ -22,6 +25,7 @@ LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64
 TILES = (1, 8)
 PIECES = (2, 4)
+NO_PINS = Pins()
 
 
 def divisors(number: int) -> list[int]:
@@ -36,18 +40,23 @@ class Space:
 
     workload: Workload
     machine: Machine
-    pins: Pins = Pins()
+    pins: Pins = NO_PINS
     lossy: bool = False
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout; none where the pins leave none."""
+        return chain.from_iterable(self.families())
+
+    def families(self) -> Iterator[list[Layout]]:
+        """Layouts that differ in micro-batch and schedule only; the first of each needs the least memory."""
         for tensor, pipeline, context in product(self._tensor(), self._pipeline(), self._context()):
             data, rest = divmod(self.machine.ranks, tensor * pipeline * context)
             if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
             for expert, zero in product(self._expert(data * context), self._zero(data * context)):
                 degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
-                yield from self._schedules(degrees | {"expert": expert, "zero": zero})
+                if family := list(self._schedules(degrees | {"expert": expert, "zero": zero})):
+                    yield family
 
     def _allows(self, name: str, value: Any) -> bool:
         return bool(self.pins.layout.get(name, value) == value)
@@ -80,6 +89,8 @@ class Space:
         micros = [m for m in divisors(rows) if m <= LARGEST_MICRO_BATCH]
         if "micro_batch" in self.pins.layout:
             micros = [m for m in [self.pins.layout["micro_batch"]] if rows % m == 0]
+        elif not {"data", "context"} & set(self.pins.layout):
+            micros = [m for m in micros if math.gcd(m, degrees["context"]) == 1]
         sequence_parallel = self.pins.layout.get("sequence_parallel", True)
         for micro, (schedule, pieces) in product(micros, self._orders(degrees["pipeline"])):
             if pieces > 1 and rows // micro % degrees["pipeline"]:
@@ -99,13 +110,13 @@ class Space:
         orders = [order for order in orders if (order[0] == wanted if wanted else order[0] != "gpipe")]
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
 
-    def levers(self) -> list[Levers]:
-        """Every set of levers, the simplest first."""
+    def levers(self, *, offload: bool = True) -> list[Levers]:
+        """Every set of levers, the simplest first and the strongest last; without offload where that is not wanted."""
         choices: dict[str, tuple[Any, ...]] = {
-            "offload": ("none", "optimizer", "weights"),
+            "offload": ("none", "optimizer", "weights") if offload else ("none",),
             "optimizer_states": ("auto", "bf16", "8bit") if self.lossy else ("auto",),
             "checkpoint_every": (0, 4, 2, 1),
-            "offload_checkpoints": (False, True),
+            "offload_checkpoints": (False, True) if offload else (False,),
             "tiles": TILES,
             "loss_chunk_bytes": (Levers().loss_chunk_bytes, 0),
             "loss": ("fused",),
@@ -126,7 +137,7 @@ class Space:
         degrees = {name: pins[name] for name in ("data", "tensor", "pipeline", "context") if name in pins}
         for name, value in degrees.items():
             if ranks % value:
-                return f"layout.{name} is {value}, which does not divide the {ranks} GPUs of {self.machine.text}; change one"
+                return f"layout.{name} is {value}, which does not divide the machine's {ranks} GPUs; change one"
         if not _splits_heads(pins.get("tensor", 1), spec.heads):
             return f"layout.tensor is {pins['tensor']}, which does not divide the model's {spec.heads} heads; change it"
         if pins.get("pipeline", 1) > spec.layers:

@@ -1,0 +1,164 @@
+"""From a question to an answer: the plan to take, what else would do, or what would have to change.
+
+Where the user leaves something open, the default is said in the answer: rows of 4096 tokens (or the model's length),
+about 4 million tokens a step in whole rows per GPU, and bf16 where the card has it, else fp16.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.workload import Workload
+from tightfit.models.spec import ModelSpec
+from tightfit.plan.batch import batch_of, rows_of_tokens, warning
+from tightfit.plan.changes import Change, changes
+from tightfit.plan.pins import Pins
+from tightfit.plan.plan import Plan
+from tightfit.plan.runnable import not_yet
+from tightfit.plan.search import Candidate, search
+from tightfit.plan.space import Space
+
+DEFAULT_LENGTH = 4096
+DEFAULT_STEP_TOKENS = 2**22
+MOST_ALTERNATIVES = 5
+TIGHT = 0.95
+MEASURED_CARD = "H200"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be planned. `job` holds the fields of a job file, where the plan is made from one."""
+
+    model: str
+    workload: Workload
+    machine: Machine
+    pins: Pins = field(default_factory=Pins)
+    lossy: bool = False
+    steps: int | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def space(self) -> Space:
+        """Where to look for plans."""
+        return Space(self.workload, self.machine, self.pins, self.lossy)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """`candidate` as a plan for this question."""
+        return Plan.of(
+            candidate, model=self.model, workload=self.workload, machine=self.machine, steps=self.steps, job=self.job
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """`plan` fits, or is the nearest to fitting; then `changes` say what would fit."""
+
+    plan: Plan
+    alternatives: tuple[Candidate, ...]
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    layouts: int
+
+    def to_json(self) -> dict[str, Any]:
+        """One object; the ledger is its lines."""
+        plan = self.plan.to_json()
+        return {
+            **plan,
+            "ledger": plan["ledger"]["lines"],
+            "missing_bytes": max(0, self.plan.missing_gpu_bytes),
+            "batch": str(batch_of(self.plan.workload, self.plan.layout)),
+            "job_seconds": self.plan.steps * self.plan.step_seconds if self.plan.steps else None,
+            "alternatives": [_alternative(each, self.plan) for each in self.alternatives],
+            "changes": [str(change) for change in self.changes],
+            "notes": list(self.notes),
+            "layouts_considered": self.layouts,
+        }
+
+
+def _alternative(candidate: Candidate, plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": candidate.layout.model_dump(),
+        "levers": candidate.levers.model_dump(),
+        "gpu_peak_bytes": candidate.gpu_bytes,
+        "host_peak_bytes": candidate.host_bytes,
+        "step_seconds": candidate.step_s,
+        "tokens_per_second": plan.workload.tokens / candidate.step_s,
+        "slower": candidate.step_s / plan.step_seconds - 1,
+    }
+
+
+def answer(question: Question) -> Answer:
+    """Search, and say what there is to say about the result."""
+    found = search(question.space)
+    best = found.best or found.nearest
+    plan = question.plan(best)
+    others = tuple(each for each in found.plans if each is not best)[:MOST_ALTERNATIVES]
+    needed = () if plan.fits else tuple(changes(question.space))
+    return Answer(
+        plan=plan, alternatives=others, changes=needed, notes=tuple(_notes(question, plan)), layouts=found.layouts
+    )
+
+
+def make_workload(
+    spec: ModelSpec,
+    machine: Machine,
+    *,
+    sequence_length: int | None = None,
+    rows: int | None = None,
+    tokens: int | None = None,
+    precision: PrecisionName | None = None,
+) -> Workload:
+    """The workload a user means, with the defaults above for what was not said."""
+    if rows is not None and tokens is not None:
+        raise UserError(f"the batch is given as {rows} rows and as {tokens} tokens; give one of the two")
+    length = min(DEFAULT_LENGTH, spec.max_positions) if sequence_length is None else sequence_length
+    if length < 2:
+        raise UserError(f"sequence_length is {length}; give at least 2")
+    if tokens is not None:
+        rows = rows_of_tokens(tokens, length)
+    if rows is None:
+        rows = max(1, DEFAULT_STEP_TOKENS // length // machine.ranks) * machine.ranks
+    if precision is None:
+        precision = "bf16" if machine.accelerator.rates.bf16 else "fp16"
+    return Workload(spec=spec, sequence_length=length, global_batch=rows, precision=precision)
+
+
+def steps_of(workload: Workload, steps: int | None, tokens: int | None) -> int | None:
+    """Steps of the whole job, given as such or in tokens."""
+    if steps is not None and tokens is not None:
+        raise UserError(f"the job is given as {steps} steps and as {tokens} tokens; give one of the two")
+    found = math.ceil(tokens / workload.tokens) if tokens is not None else steps
+    if found is not None and found < 1:
+        raise UserError(f"the job has {found} steps; give at least 1")
+    return found
+
+
+def _notes(question: Question, plan: Plan) -> list[str]:
+    machine, workload = question.machine, question.workload
+    room = machine.accelerator.memory_bytes
+    said = [
+        warning(workload.tokens, machine.ranks),
+        not_yet(plan.layout, plan.levers),
+        None
+        if workload.global_batch % machine.ranks == 0
+        else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so they cannot "
+        "all be data ranks",
+        f"nodes are connected by {machine.inter.name}; name another link after the machine, such as "
+        f"{machine.text.partition(':')[0]}:ndr"
+        if machine.nodes > 1 and machine.inter.name not in machine.text
+        else None,
+        f"this uses {plan.host_peak_bytes / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
+        if plan.host_peak_bytes > 2**30 and machine.host_bytes is None
+        else None,
+        f"tight: {plan.gpu_peak_bytes / room:.0%} of the card"
+        if plan.fits and plan.gpu_peak_bytes > TIGHT * room
+        else None,
+        f"times assume the shares of peak that were measured on an {MEASURED_CARD}"
+        if machine.accelerator.family != MEASURED_CARD
+        else None,
+    ]
+    return [sentence for sentence in said if sentence]

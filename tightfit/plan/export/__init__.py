@@ -1,0 +1,1 @@
+"""A plan in other programs' words: DeepSpeed, accelerate, torchrun, Slurm."""

@@ -1,0 +1,70 @@
+"""A plan as a DeepSpeed configuration, for `deepspeed.initialize(config=…)` or the Hugging Face Trainer.
+
+DeepSpeed splits over data ranks only; a plan with other degrees has no such file. It has no checkpointing switch of its
+own for Hugging Face models (`gradient_checkpointing=True` in the Trainer) and no fused loss (`tightfit.hf.accelerate`).
+"""
+
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.plan.batch import batch_of
+from tightfit.plan.plan import Plan
+
+CLIP_NORM = 1.0
+
+
+def data_only(plan: Plan, program: str) -> None:
+    """A sentence where `program` cannot run the plan's layout."""
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if (degree := getattr(plan.layout, axis)) > 1:
+            raise UserError(
+                f"{program} splits over data ranks only, but the plan has layout.{axis}={degree}; "
+                f"plan with -o layout.{axis}=1"
+            )
+
+
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """The configuration as plain data."""
+    data_only(plan, "a DeepSpeed file")
+    batch = batch_of(plan.workload, plan.layout)
+    optimizer = plan.job.get("optimizer", {})
+    return {
+        "train_batch_size": batch.rows,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "gradient_clipping": optimizer.get("clip_norm", CLIP_NORM),
+        **_precision(plan),
+        "optimizer": {"type": "AdamW", "params": _adamw(optimizer)},
+        "zero_optimization": _zero(plan.layout, plan.levers.offload),
+    }
+
+
+def _adamw(optimizer: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    return {name: optimizer.get(name, value) for name, value in defaults.items()}
+
+
+def _precision(plan: Plan) -> dict[str, Any]:
+    match plan.workload.precision:
+        case "bf16":
+            return {"bf16": {"enabled": True}}
+        case "fp16":
+            return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}}
+        case "pure-bf16":
+            raise UserError("DeepSpeed keeps float32 master weights beside bf16; plan with --precision bf16")
+    return {}
+
+
+def _zero(layout: Layout, offload: str) -> dict[str, Any]:
+    """Offload needs a stage that splits what is offloaded, on one GPU too."""
+    stage = max(layout.zero, {"none": 0, "optimizer": 2, "weights": 3}[offload])
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    host = {"device": "cpu", "pin_memory": True}
+    if offload != "none":
+        zero["offload_optimizer"] = host
+    if offload == "weights":
+        zero["offload_param"] = host
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    return zero

@@ -1,0 +1,174 @@
+"""Plan: a job on a machine, how it is spread, what it saves on, and what that is predicted to take.
+
+Saved as one JSON file that needs nothing else: the model's shape is in it. `Plan.load` reads it back, and `job_fields`
+are the fields of a job file that runs exactly this plan (data and output are the user's to add where the plan was made
+from a model's name alone).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.ledger import Ledger
+from tightfit.models.spec import Experts, ModelSpec, Rope
+from tightfit.plan.search import Candidate
+from tightfit.plan.steptime import StepTime
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One answer of the planner; `host_peak_bytes` is one node's."""
+
+    model: str
+    workload: Workload
+    machine: Machine
+    layout: Layout
+    levers: Levers
+    ledger: Ledger
+    time: StepTime
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+    steps: int | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, candidate: Candidate, *, model: str, workload: Workload, machine: Machine, steps: int | None = None,
+           job: Mapping[str, Any] | None = None) -> "Plan":  # fmt: skip
+        """The plan that follows `candidate`, with its ledger."""
+        return cls(
+            model=model,
+            workload=workload,
+            machine=machine,
+            layout=candidate.layout,
+            levers=candidate.levers,
+            ledger=training_ledger(workload, candidate.layout, candidate.levers),
+            time=candidate.time,
+            gpu_peak_bytes=candidate.gpu_bytes,
+            host_peak_bytes=candidate.host_bytes,
+            steps=steps,
+            job=job or {},
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card and, where its size is known, the host hold it."""
+        host = self.machine.host_bytes
+        return self.missing_gpu_bytes <= 0 and (host is None or self.host_peak_bytes <= host)
+
+    @property
+    def missing_gpu_bytes(self) -> int:
+        """What the card is short of; negative where there is room."""
+        return self.gpu_peak_bytes - self.machine.accelerator.memory_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one optimizer step."""
+        return self.time.step_s
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted, over all GPUs."""
+        return self.workload.tokens / self.time.step_s
+
+    def job_fields(self) -> dict[str, Any]:
+        """What a job file says that runs this plan."""
+        steps = {"steps": self.steps} if self.steps else {}
+        decided: dict[str, Any] = {
+            "model": self.job.get("model", {"source": self.model}),
+            "global_batch": self.workload.global_batch,
+            "precision": self.workload.precision,
+            "layout": self.layout.model_dump(),
+            "levers": self.levers.model_dump(),
+        }
+        data = {**self.job.get("data", {}), "sequence_length": self.workload.sequence_length}
+        return {**self.job, **steps, **decided, "data": data}
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "fits": self.fits,
+            "gpu_peak_bytes": self.gpu_peak_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "steps": self.steps,
+            "workload": asdict(self.workload),
+            "machine": self.machine.to_json(),
+            "layout": self.layout.model_dump(),
+            "levers": self.levers.model_dump(),
+            "time": self.time.to_json(),
+            "ledger": self.ledger.to_json(),
+            "job": dict(self.job),
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the plan to `path`."""
+        try:
+            path.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write plan {path}: {error.strerror}; choose another place") from None
+
+    @classmethod
+    def load(cls, path: Path) -> "Plan":
+        """What `save` wrote; anything else is one sentence."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot read plan {path}: {error.strerror}; make it with `tightfit plan --save`") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path} is not JSON; make a plan with `tightfit plan --save`") from None
+        return cls.from_json(data, str(path))
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> "Plan":
+        """What `to_json` made; an error names `where` it came from."""
+        try:
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r} instead of {FORMAT}")
+            return cls(
+                model=str(data["model"]),
+                workload=Workload(**{**data["workload"], "spec": spec_from_json(data["workload"]["spec"])}),
+                machine=parse_machine(data["machine"]["text"], data["machine"]["host_bytes"]),
+                layout=Layout.model_validate(data["layout"]),
+                levers=Levers.model_validate(data["levers"]),
+                ledger=Ledger.from_json(data["ledger"], where),
+                time=StepTime(**{name: float(value) for name, value in data["time"].items()}),
+                gpu_peak_bytes=int(data["gpu_peak_bytes"]),
+                host_peak_bytes=int(data["host_peak_bytes"]),
+                steps=data["steps"],
+                job=dict(data["job"]),
+            )
+        except UserError as error:
+            raise UserError(f"{where} is not a plan that can be used: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise UserError(f"{where} is not a plan ({reason}); make one with `tightfit plan --save`") from None
+
+
+def spec_from_json(data: Mapping[str, Any]) -> ModelSpec:
+    """A ModelSpec from `asdict` of one that went through JSON."""
+    fields = dict(data)
+    for name in ("rope", "local_rope"):
+        if fields.get(name) is not None:
+            fields[name] = Rope(**{key: _frozen(value) for key, value in fields[name].items()})
+    if fields.get("experts") is not None:
+        fields["experts"] = Experts(**{key: _frozen(value) for key, value in fields["experts"].items()})
+    return ModelSpec(**{key: _frozen(value) for key, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value

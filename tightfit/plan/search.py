@@ -1,0 +1,168 @@
+"""Search: the fastest layout and levers that fit, and the best of each other kind.
+
+Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
+of them too. A family of layouts (same degrees) is out when its leanest member does not fit with every lever pulled.
+Layouts of the rest are taken by their lower bound. One that fits as it is needs no levers; otherwise levers are tried
+in the order of their cost, skipping those weaker than a set that failed. Layouts fall into kinds (which degrees are
+above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped.
+
+Where nobody said how much memory the host has, offload is tried only if nothing fits without. The winner is the
+simplest of the plans within 2 % of the fastest: the model of time is not better than that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.memory.formulas.training import peak
+from tightfit.plan.cost import Costs, Frame
+from tightfit.plan.space import Space
+from tightfit.plan.steptime import StepTime
+from tightfit.plan.strength import weaker
+
+SAME = 1.02
+HOPELESS = 3.0
+"""Layouts this many times slower than the best are not looked at: nobody would take them."""
+DEFAULT = Levers()
+Kind = tuple[bool, bool, bool, bool, int]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with levers, its time and its memory; `host_bytes` is one node's."""
+
+    layout: Layout
+    levers: Levers
+    time: StepTime
+    gpu_bytes: int
+    host_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.step_s
+
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
+        layout, levers = self.layout, self.levers
+        degrees = sum(degree > 1 for degree in (layout.tensor, layout.pipeline, layout.context, layout.expert))
+        pulled = sum(getattr(levers, name) != getattr(DEFAULT, name) for name in Levers.model_fields)
+        return degrees, pulled, layout.zero
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search came back with: plans that fit, best first, and the one that is nearest to fitting."""
+
+    plans: tuple[Candidate, ...]
+    nearest: Candidate
+    layouts: int
+
+    @property
+    def best(self) -> Candidate | None:
+        """The recommendation."""
+        return self.plans[0] if self.plans else None
+
+
+def search(space: Space) -> Found:
+    """The best plan of each kind."""
+    space.check()
+    costs = Costs(space.workload, space.machine)
+    if space.machine.host_bytes is None and "offload" not in space.pins.levers:
+        found = _Search(space, costs, space.levers(offload=False)).run()
+        if found.plans:
+            return found
+    return _Search(space, costs, space.levers()).run()
+
+
+class _Search:
+    """One pass over a space with given levers."""
+
+    def __init__(self, space: Space, costs: Costs, levers: Sequence[Levers]) -> None:
+        self.space, self.costs, self.levers = space, costs, list(levers)
+        self.layouts = 0
+        self.nearest: Candidate | None = None
+        self.best: dict[Kind, Candidate] = {}
+        self.strongest = [self.levers[-1]]
+        if space.machine.host_bytes is not None:  # too small a host: the strongest levers that leave it alone
+            self.strongest += [each for each in self.levers if each.offload == "none"][-1:]
+
+    def run(self) -> Found:
+        frames = [self.costs.frame(layout) for layout in self._feasible()]
+        for bound_s, frame in sorted(((f.step(self.levers[0]).step_s, f) for f in frames), key=lambda pair: pair[0]):
+            if self.best and bound_s > HOPELESS * min(each.step_s for each in self.best.values()):
+                break
+            self._try(frame, bound_s)
+        plans = _ranked(list(self.best.values()))
+        nearest = self.nearest or plans[0]
+        return Found(tuple(plans), nearest, self.layouts)
+
+    def _feasible(self) -> list[Layout]:
+        """The layouts of families whose leanest member fits with all levers pulled."""
+        kept: list[Layout] = []
+        for family in self.space.families():
+            self.layouts += len(family)
+            leanest = [self._measure(self.costs.frame(family[0]), each) for each in self.strongest]
+            best = min(leanest, key=lambda each: _excess(self.space.machine, each))
+            if fits(self.space.machine, best):
+                kept += family
+            elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
+                self.nearest = best
+        return kept
+
+    def _try(self, frame: Frame, bound_s: float) -> None:
+        """Keep the cheapest levers of this layout that fit, if that is better than what its kind has."""
+        kind = kind_of(frame.layout)
+        limit = self.best[kind].step_s if kind in self.best else float("inf")
+        if bound_s >= limit:
+            return
+        failed: list[Levers] = []
+        for step_s, levers in sorted(((frame.step(each).step_s, each) for each in self.levers), key=lambda pair: pair[0]):
+            if step_s >= limit:
+                return
+            if any(weaker(levers, other) for other in failed):
+                continue
+            candidate = self._measure(frame, levers)
+            if fits(self.space.machine, candidate):
+                self.best[kind] = candidate
+                return
+            if self.space.machine.host_bytes is None or candidate.host_bytes <= self.space.machine.host_bytes:
+                failed.append(levers)
+
+    def _measure(self, frame: Frame, levers: Levers) -> Candidate:
+        """Memory and time of one choice."""
+        gpu, host = peak(self.space.workload, frame.layout, levers)
+        ranks = min(self.space.machine.per_node, frame.layout.ranks)
+        return Candidate(frame.layout, levers, frame.step(levers), gpu, host * ranks)
+
+    def _excess(self, candidate: Candidate) -> int:
+        return _excess(self.space.machine, candidate)
+
+
+def fits(machine: Machine, candidate: Candidate) -> bool:
+    """Whether card and host hold it; a host of unknown size holds anything."""
+    return _excess(machine, candidate) <= 0
+
+
+def _excess(machine: Machine, candidate: Candidate) -> int:
+    """Bytes beyond the card, or beyond the host where that is what is short."""
+    card = candidate.gpu_bytes - machine.accelerator.memory_bytes
+    return card if machine.host_bytes is None else max(card, candidate.host_bytes - machine.host_bytes)
+
+
+def kind_of(layout: Layout) -> Kind:
+    """What is split, and how the data ranks share."""
+    return (layout.tensor > 1, layout.pipeline > 1, layout.context > 1, layout.expert > 1, layout.zero)
+
+
+def _ranked(plans: list[Candidate]) -> list[Candidate]:
+    """Fastest first, but the simplest of those that are as good as the fastest before them."""
+    if not plans:
+        return []
+    fastest = min(each.step_s for each in plans)
+    same = [each for each in plans if each.step_s <= SAME * fastest]
+    winner = min(same, key=lambda each: (each.complexity, each.step_s))
+    return [winner, *sorted((each for each in plans if each is not winner), key=lambda each: each.step_s)]

@@ -1,0 +1,27 @@
+"""Strength: which of two sets of levers can only need more memory, without counting it."""
+
+from functools import lru_cache
+
+from tightfit.jobs.levers import Levers
+
+OFFLOAD = {"none": 0, "optimizer": 1, "weights": 2}
+STATES = {"auto": 0, "fp32": 0, "bf16": 1, "8bit": 2}
+
+
+@lru_cache(maxsize=4096)
+def strengths(levers: Levers) -> tuple[float, ...]:
+    """One number per lever, larger for less memory."""
+    return (
+        OFFLOAD[levers.offload],
+        STATES[levers.optimizer_states],
+        1 / levers.checkpoint_every if levers.checkpoint_every else 0,
+        levers.offload_checkpoints,
+        levers.tiles,
+        -levers.loss_chunk_bytes,
+        levers.loss == "fused",
+    )
+
+
+def weaker(levers: Levers, other: Levers) -> bool:
+    """Whether `levers` pulls no lever harder than `other` does."""
+    return all(mine <= theirs for mine, theirs in zip(strengths(levers), strengths(other), strict=True))
