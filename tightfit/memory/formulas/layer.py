@@ -18,7 +18,7 @@ from tightfit.memory.formulas.share import Share, ceil
 from tightfit.models.spec import ModelSpec
 
 Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
-AttentionKind = Literal["fused", "own", "scores"]
+AttentionKind = Literal["fused", "own"]
 STATISTIC, INDEX = 4, 8
 """Bytes of a float32 per row, and of an index."""
 
@@ -61,20 +61,20 @@ class LayerCost:
 
 
 def attention_kind(spec: ModelSpec, layer: int, share: Share) -> AttentionKind:
-    """Who computes attention on a GPU (kernels/attention.py, rule): torch's fused kernels where causality says it all,
-    ours for windows and caps. Torch has no fused kernel for float32 with grouped heads and holds the scores there."""
+    """Who computes attention (kernels/attention.py, rule, on Ampere and later): torch's fused kernels where causality
+    says it all and they can, ours for windows, caps, and grouped heads in float32."""
     window = spec.window_of(layer)
     if spec.attention_softcap is not None or (window is not None and window < share.length * share.context):
         return "own"
-    return "scores" if share.element_bytes == 4 and spec.kv_heads != spec.heads else "fused"
+    return "own" if share.element_bytes == 4 and spec.kv_heads != spec.heads else "fused"
 
 
 def layer_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
     """Everything layer `layer` keeps for backward."""
-    return (*attention_kept(spec, layer, share), *mlp_kept(spec, layer, share))
+    return (*attention_kept(spec, share), *mlp_kept(spec, layer, share))
 
 
-def attention_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
+def attention_kept(spec: ModelSpec, share: Share) -> tuple[Kept, ...]:
     """Of the first half: from the residual stream to the attention's output before it is added."""
     stream, statistics = _stream(spec, share), _statistics(spec, share.outer_tokens)
     found = [
@@ -91,7 +91,7 @@ def attention_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...
             Kept("norms", "query and key norm statistics", _statistics(spec, share.tokens * heads),
                  "row_norm keeps float32 per row"),
         ]  # fmt: skip
-    found += _attended(spec, layer, share)
+    found += _attended(spec, share)
     if spec.sandwich_norms:
         found += [
             Kept("norms", "attention output before its norm", stream, "row_norm keeps its input"),
@@ -100,23 +100,13 @@ def attention_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...
     return tuple(found)
 
 
-def _attended(spec: ModelSpec, layer: int, share: Share) -> list[Kept]:
+def _attended(spec: ModelSpec, share: Share) -> list[Kept]:
     n, e, heads = share.tokens, share.element_bytes, share.heads(spec)
     queries, keys = n * heads * spec.head_dim * e, n * share.kv_heads(spec) * spec.head_dim * e
-    output = Kept("attention", "output", queries, "attention and the output projection share it")
-    if attention_kind(spec, layer, share) == "scores":
-        length = share.length * share.context
-        return [
-            Kept("attention", "queries, keys and values for every head", 3 * queries, "torch's math attention"),
-            Kept(
-                "attention", "probabilities", STATISTIC * n * heads * length, "torch's math attention: softmax output"
-            ),
-            output,
-        ]
     return [
         Kept("attention", "queries", queries, "flash attention keeps what rope wrote"),
         Kept("attention", "keys and values", 2 * keys, "flash attention keeps them once per key head"),
-        output,
+        Kept("attention", "output", queries, "attention and the output projection share it"),
         Kept("attention", "logsumexp", STATISTIC * n * heads, "flash attention keeps float32 per row and head"),
     ]
 
@@ -179,7 +169,7 @@ def _routed(spec: ModelSpec, share: Share) -> list[Kept]:
 @lru_cache(maxsize=4096)
 def layer_cost(spec: ModelSpec, layer: int, share: Share) -> LayerCost:
     """All of layer `layer`'s numbers on one rank."""
-    first = sum(kept.bytes for kept in attention_kept(spec, layer, share))
+    first = sum(kept.bytes for kept in attention_kept(spec, share))
     second = sum(kept.bytes for kept in mlp_kept(spec, layer, share))
     extra = _mlp_forward_extra(spec, layer, share)
     mlp = _routed_moments(spec, first + second, share) if spec.is_routed(layer) else _mlp_moments(
@@ -233,13 +223,11 @@ def _attention_moments(spec: ModelSpec, layer: int, share: Share, held: int, mlp
     output = heads * spec.head_dim * spec.hidden_size
     others = spec.hidden_size * (heads + 2 * share.kv_heads(spec)) * spec.head_dim
     grouped = heads != share.kv_heads(spec)
-    work = {
-        "own": STATISTIC * n * heads,  # flash_attention_backward: a float32 per row and head
-        # dQ summed in float32, a float32 per row and head, dK and dV of every query head before groups are summed:
-        # FlashAttention-2's mha_bwd and cuDNN's sdpa_backward alike.
-        "fused": STATISTIC * n * heads * (spec.head_dim + 1) + 2 * queries * grouped,
-        "scores": 2 * STATISTIC * n * heads * share.length * share.context,  # of probabilities and of scores
-    }[attention_kind(spec, layer, share)]
+    work = STATISTIC * n * heads  # a float32 per row and head (flash_attention_backward.py)
+    if attention_kind(spec, layer, share) == "fused":
+        # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd
+        # and cuDNN's sdpa_backward alike.
+        work += (queries // e * STATISTIC if e < STATISTIC else 0) + 2 * queries * grouped
     ring = 4 * keys if share.context > 1 else 0  # the neighbours' keys and values, arriving while others are used
     arrived = stream + 2 * queries + 2 * keys  # of the residual stream, the output, q, k and v
     projections = stream + queries + 2 * keys + 2 * n * spec.hidden_size * e

@@ -139,7 +139,8 @@ def _place(spec: ModelSpec, candidate: Candidate, share: Share, offload: bool) -
     after = sum(count * _params(spec, layer, share).all for layer, _, count in candidate.after)
     return Place(
         kept_by_kind(spec, candidate.before, share, offload), _params(spec, candidate.layer, share).all, after,
-        _fullest(cost, candidate.recomputed, share, added=False), _fullest(cost, candidate.recomputed, share, added=True),
+        _fullest(cost, candidate.recomputed, share, added=False),
+        _fullest(cost, candidate.recomputed, share, added=True),
         candidate.is_first, candidate.is_last,
     )  # fmt: skip
 

@@ -80,13 +80,20 @@ HOST_LABELS: tuple[Label, ...] = (
 def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:
     """The most bytes a training step needs on one card, slack and context included, and of the host's per rank."""
     gpu = host = 0
-    for rank in {0, min(1, layout.pipeline - 1), layout.pipeline - 1}:
+    for rank in _telling_ranks(workload, layout):
         at = rank_memory(workload, layout, levers, rank)
         resident = sum(_resident(at, overheads))
         for _, numbers, _ in _phases(at):
             gpu = max(gpu, resident + sum(numbers))
         host = max(host, sum(_host(at)))
     return gpu + _slack(gpu, overheads) + overheads.context_bytes, host
+
+
+def _telling_ranks(workload: Workload, layout: Layout) -> set[int]:
+    """Pipeline ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
+    The second counts where the first layers are smaller than the others."""
+    experts, last = workload.spec.experts, layout.pipeline - 1
+    return {0, last, min(1, last)} if experts and experts.dense_layers else {0, last}
 
 
 def training_ledger(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:

@@ -1,0 +1,129 @@
+"""What the formulas say a layer keeps against what autograd keeps: to the byte, on the operators a GPU runs.
+
+Hooks see every tensor saved for backward; each storage counts once, weights and tokens not at all. Numbers of a few
+bytes (divisors, scales) are left out on both sides.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.memory.formulas.layer import attention_kind, layer_kept
+from tightfit.memory.formulas.rank import rank_memory
+from tightfit.memory.formulas.share import Share
+from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.initialisation import init_weights
+from tightfit.models.presets import preset, preset_names
+from tightfit.models.spec import ModelSpec
+
+ROWS, LENGTH = 2, 32
+SCALAR_BYTES = 8
+TINY = [name for name in preset_names() if name.startswith("tiny-")]
+
+
+class Saved:
+    """Bytes of distinct storages that autograd has been given to keep."""
+
+    def __init__(self, model: Decoder, tokens: Tensor) -> None:
+        self.known = {x.untyped_storage()._cdata for x in (*model.parameters(), tokens)}
+        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known and storage.nbytes() > SCALAR_BYTES:
+            self.storages[storage._cdata] = storage
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+    @contextmanager
+    def watching(self) -> Iterator["Saved"]:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
+            yield self
+
+
+def decoder(spec: ModelSpec, dtype: torch.dtype, loss: str = "triton") -> Decoder:
+    """The decoder with the implementations a GPU takes: torch's attention where causality says it all, else ours."""
+    torch.manual_seed(0)
+    share = Share(ROWS, LENGTH, 2)
+    plain = all(attention_kind(spec, layer, share) == "fused" for layer in range(spec.layers))
+    model = Decoder(
+        spec,
+        Implementations(
+            attention="sdpa" if plain else "triton",
+            linear_cross_entropy=loss,  # type: ignore[arg-type]
+            norm="triton",
+            rope="triton",
+            glu="triton",
+        ),
+    )
+    init_weights(model)
+    return model.to(dtype)
+
+
+def saved_bytes(model: Decoder) -> int:
+    tokens = torch.randint(0, model.spec.vocab_size, (ROWS, LENGTH))
+    with Saved(model, tokens).watching() as saved:
+        output = model(tokens, tokens)
+    assert output.loss is not None
+    return saved.bytes
+
+
+def rank_of(spec: ModelSpec, precision: str, **levers: object):  # type: ignore[no-untyped-def]
+    workload = Workload(spec=spec, sequence_length=LENGTH, global_batch=ROWS, precision=precision)  # type: ignore[arg-type]
+    return rank_memory(workload, Layout(micro_batch=ROWS), Levers.model_validate(levers), 0)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
+    """fp16, whose kernels the interpreter runs exactly, so that float32 and 16-bit tensors are told apart."""
+    spec = preset(name)
+    share = Share(ROWS, LENGTH, 2)
+    model = decoder(spec, torch.float16)
+    x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
+    around = model._surroundings(x, torch.arange(LENGTH)[None], None, None)
+    tables = {table.untyped_storage()._cdata for pair in around.ropes.values() for table in pair}
+    for index in {0, spec.layers - 1}:
+        saved = Saved(model, torch.zeros(1))
+        saved.known |= tables
+        with saved.watching():
+            made, _ = model.layers[index](x * 1.0, around)
+        assert made.shape == x.shape
+        assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, index, share))
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3", "tiny-gpt2", "tiny-mixtral"])
+def test_a_model_keeps_what_autograd_keeps(name: str, every: int) -> None:
+    spec = preset(name)
+    model = decoder(spec, torch.float16)
+    checkpoint_layers(model, every)
+    at = rank_of(spec, "fp16", checkpoint_every=every)
+    expected = at.cost.kept + at.cost.outside + at.cost.loss.kept
+    assert saved_bytes(model) == expected - table_bytes_of_recomputed(spec, every)
+
+
+def table_bytes_of_recomputed(spec: ModelSpec, every: int) -> int:
+    """Rope tables that only recomputed layers use: alive because those hold on to them, but not saved by autograd."""
+    saved = {spec.rope_of(layer) for layer in range(spec.layers) if not every or layer % every}
+    ropes = {rope for layer in range(spec.layers) if (rope := spec.rope_of(layer)) is not None} - saved
+    return sum(2 * 2 * LENGTH * int(spec.head_dim * rope.rotated_share) // 2 for rope in ropes)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2"])
+@pytest.mark.parametrize("loss", ["fused", "plain"])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
+def test_the_loss_keeps_what_autograd_keeps(name: str, loss: str, precision: str, dtype: torch.dtype) -> None:
+    spec = preset(name)
+    model = decoder(spec, dtype, "triton" if loss == "fused" else "eager")
+    at = rank_of(spec, precision, loss=loss)
+    assert saved_bytes(model) == at.cost.kept + at.cost.outside + at.cost.loss.kept

@@ -1,0 +1,94 @@
+"""Serving: weights in their format, keys and values of the requests, and the work of one forward pass.
+
+Quantized formats are those of GGUF files (ggml's blocks of 32 weights: Q8_0 holds a 16-bit scale and 32 bytes, Q4_0 a
+scale and 16, Q4_1 a scale, a minimum and 16). Matrices are quantized; norms, biases and learned positions stay float32
+there. The cache holds what every layer can still see: all tokens, or the last `window` of them.
+Limits: no pages, whose last one per request is half empty on average; the engine is not here yet.
+"""
+
+from typing import Literal, NamedTuple
+
+from tightfit.memory.formulas.layer import layer_cost
+from tightfit.memory.formulas.overheads import DEFAULT, Overheads
+from tightfit.memory.formulas.share import Share, ceil
+from tightfit.memory.ledger import Component, Ledger, Line, Phase
+from tightfit.models.spec import ModelSpec
+
+WeightFormat = Literal["fp32", "fp16", "bf16", "q8_0", "q4_1", "q4_0"]
+WIDE = 4
+
+
+class Block(NamedTuple):
+    """`bytes` that hold `weights` weights."""
+
+    bytes: int
+    weights: int
+
+
+BLOCKS: dict[WeightFormat, Block] = {
+    "fp32": Block(4, 1),
+    "fp16": Block(2, 1),
+    "bf16": Block(2, 1),
+    "q8_0": Block(34, 32),
+    "q4_1": Block(20, 32),
+    "q4_0": Block(18, 32),
+}
+
+
+def weight_bytes(spec: ModelSpec, form: WeightFormat) -> int:
+    """All weights in `form`."""
+    block = BLOCKS[form]
+    small = 0 if block.weights == 1 else small_params(spec)
+    return ceil((spec.params() - small) * block.bytes, block.weights) + WIDE * small
+
+
+def small_params(spec: ModelSpec) -> int:
+    """Weights that are no matrix: norms, biases, learned positions."""
+    norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + 2 * spec.head_dim * spec.qk_norm
+    attention = (spec.query_size + 2 * spec.kv_size) * spec.qkv_bias + spec.hidden_size * spec.output_bias
+    mlp = ((2 if spec.gated else 1) * spec.mlp_size + spec.hidden_size) * spec.mlp_bias
+    positions = spec.max_positions * spec.hidden_size if spec.rope is None else 0
+    return spec.layers * (norms + attention + mlp) + spec.norm_params + positions
+
+
+def cache_bytes(spec: ModelSpec, requests: int, length: int, element_bytes: int = 2) -> int:
+    """Keys and values of `requests` requests of `length` tokens each."""
+    seen = (min(length, spec.window_of(layer) or length) for layer in range(spec.layers))
+    return 2 * spec.kv_size * element_bytes * requests * sum(seen)
+
+
+def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> int:
+    """Of one token in all layers, before any window is full."""
+    return 2 * spec.kv_size * element_bytes * spec.layers
+
+
+def serving_ledger(
+    spec: ModelSpec,
+    *,
+    form: WeightFormat = "bf16",
+    requests: int = 1,
+    length: int = 2048,
+    prefill_tokens: int = 2048,
+    overheads: Overheads = DEFAULT,
+) -> Ledger:
+    """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time."""
+    work = layer_cost(spec, spec.layers - 1, Share(1, min(prefill_tokens, length), 2)).forward_working
+    weights = weight_bytes(spec, form)
+    held: list[tuple[Component, str, int, str]] = [
+        ("weights", form, weights, "bytes per block of weights, norms in float32"),
+        ("activations", "keys and values", cache_bytes(spec, requests, length), "two vectors a token and layer"),
+        ("activations", "prefill", work, "a forward pass that keeps nothing"),
+        ("logits and loss", "last token's logits", WIDE * spec.vocab_size * requests, "float32, one row a request"),
+        ("workspace", "cuBLAS", overheads.workspace_bytes // 2, "one thread"),
+    ]  # fmt: skip
+    return Ledger("formulas", (*_lines("load", held[:1], overheads), *_lines("forward", held, overheads)))
+
+
+def _lines(phase: Phase, held: list[tuple[Component, str, int, str]], overheads: Overheads) -> list[Line]:
+    found = [Line(component=c, phase=phase, detail=d, bytes=b, why=why) for c, d, b, why in held]
+    slack = int(sum(line.bytes for line in found) * overheads.slack_share)
+    return [
+        *found,
+        Line(component="allocator slack", phase=phase, bytes=slack, why="a flat share of what is allocated"),
+        Line(component="cuda context", phase=phase, bytes=overheads.context_bytes, why="driver and kernels"),
+    ]
