@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.train.models import TINY, ragged_batch
 from tightfit.jobs.job import Optimizer, PrecisionName
@@ -51,6 +52,16 @@ class Case:
         """The same on one process that takes all rows at once."""
         return replace(self, data=1, zero=0, micro_batch=self.rows, levers=PLAIN)
 
+    def alone_in(self, precision: PrecisionName) -> "Case":
+        """The same on one process, in another precision."""
+        return replace(self.alone(), precision=precision)
+
+
+def run(case: Case) -> "Trace":
+    """Train as `case` says, as a rank of the running group if it has several ranks."""
+    mesh = make_mesh(case.layout, "cpu") if case.data > 1 else None
+    return train(case, mesh, Ranks.of(mesh))
+
 
 @dataclass
 class Trace:
@@ -63,10 +74,8 @@ class Trace:
     states: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train(case: Case) -> Trace:
-    """Train as `case` says, as a rank of the running group if there is one."""
-    mesh = make_mesh(case.layout, "cpu") if case.data > 1 else None
-    ranks = Ranks.of(mesh)
+def train(case: Case, mesh: DeviceMesh | None, ranks: Ranks) -> Trace:
+    """The steps of one rank; the first one tells all, the others what each step gave."""
     decoder, module, optimizer = build(case, mesh)
     trace = Trace(first=wholes(decoder))
 
@@ -87,7 +96,7 @@ def train(case: Case) -> Trace:
     return trace if ranks.first else Trace(results=trace.results)
 
 
-def build(case: Case, mesh: Any) -> tuple[Decoder, torch.nn.Module, MasterAdamW]:
+def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module, MasterAdamW]:
     decoder = unfilled(case.spec, case.layout, case.precision, CPU)
 
     def fill(model: Decoder) -> None:

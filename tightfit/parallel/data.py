@@ -14,6 +14,8 @@ What a rank of N holds per parameter in mixed precision (bf16 or fp16 with float
 | 2 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, forward to the end of the step |
 | 3 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, root and about two layers at a time |
 
+DDP's buckets are where its gradients lie; they are zeroed after a step, not freed. (The first step, before they lie
+there, and the second, when DDP puts its buckets in the order of backward, hold them twice where M > 1.)
 FSDP2's float32 shards are the master weights; a 16-bit copy exists only while gathered. It reduces in float32, so what
 is kept of gradients is float32 as well. With fp32 nothing is narrowed, and with pure-bf16 all of it is bf16.
 
@@ -24,7 +26,7 @@ What a rank sends per parameter and step, in elements (all-reduce is reduce-scat
 | 0 | – | 2 (N−1)/N, 16 bits each, after the last micro-batch, overlapping its backward |
 | 1 | (N−1)/N | (N−1)/N in float32, at the last micro-batch |
 | 2 | (N−1)/N | M (N−1)/N in float32 |
-| 3 | 2 M (N−1)/N; the root's once per micro-batch | M (N−1)/N in float32 |
+| 3 | 2 M (N−1)/N; embedding and root M (N−1)/N | M (N−1)/N in float32 |
 
 Zero 1 and 2 keep weights gathered until the step's last backward: gathering them again for each micro-batch would free
 nothing at the peak. Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP).
@@ -72,6 +74,8 @@ def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName)
     parts: list[nn.Module] = [*model.layers, *([] if model.spec.tied else [model.embed])]
     for part in parts:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    if isinstance(model.embed, FSDPModule):
+        model.embed.set_unshard_in_backward(False)  # its gradient does not depend on its weight
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)

@@ -49,4 +49,5 @@ def assemble(
     if not masters and model.embed.weight.dtype != dtype:
         model = model.to(dtype)
     optimizer = MasterAdamW(model, settings, dtype if masters else None)
+    optimizer.gradients_stay = mesh is not None
     return apply(model, mesh, layout, levers, precision), optimizer

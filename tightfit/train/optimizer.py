@@ -50,6 +50,8 @@ class MasterAdamW:
         self.settings, self.has_masters = settings, compute_dtype is not None
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.is_sharded = any(is_shard(p) for _, p in named)
+        self.gradients_stay = False
+        """Zero gradients where they lie instead of freeing them: set where they lie in an engine's buckets."""
         groups = [[(n, p) for n, p in named if decays(n, p) is decayed] for decayed in (True, False)]
         self.buckets = [
             self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
@@ -93,15 +95,18 @@ class MasterAdamW:
             bucket.adamw.step()
             if self.widens:
                 torch._foreach_copy_(bucket.parameters, bucket.masters)
-            for tensor in (*bucket.parameters, *bucket.masters):
-                tensor.grad = None
+            for parameter, master in bucket.pairs:
+                if master is parameter:
+                    self._let_go(parameter)
+                else:
+                    master.grad = None
 
     def _hand_over_gradients(self, bucket: Bucket, factor: Tensor | None) -> None:
         for parameter, master in bucket.pairs:
             if master is not parameter:
                 gradient = None if parameter.grad is None else local(parameter.grad)
                 master.grad = None if gradient is None else gradient.to(master.dtype)
-                parameter.grad = None
+                self._let_go(parameter)
         gradients = [m.grad for m in bucket.masters if m.grad is not None]
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor)
@@ -110,7 +115,13 @@ class MasterAdamW:
         """Forget the gradients of a step that must not be taken."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.grad = None
+                self._let_go(parameter)
+
+    def _let_go(self, parameter: Tensor) -> None:
+        if self.gradients_stay and parameter.grad is not None:
+            parameter.grad.zero_()
+        else:
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor by `kind/parameter name`; masters included where they exist. Of shards, shards."""
