@@ -1,0 +1,69 @@
+"""What `apply` makes of a decoder, and what it refuses."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.training import Case, run
+from tests.parallel.fake import fake_group
+from tests.train.models import ragged_batch, tiny_model
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.parallel.apply import apply
+from tightfit.parallel.mesh import make_mesh
+
+
+def test_one_process_gets_its_own_decoder_back() -> None:
+    model = tiny_model()
+    assert apply(model, None, Layout(), Levers(checkpoint_every=1), "fp32") is model
+
+
+def test_stages_have_their_engines() -> None:
+    with fake_group(8):
+        layout = Layout(data=8)
+        model = tiny_model()
+        made = apply(model, make_mesh(layout, "cpu"), layout, Levers(), "fp32")
+        assert isinstance(made, DistributedDataParallel)
+        assert made.module is model
+        for zero in (1, 2, 3):
+            model, layout = tiny_model(), Layout(data=8, zero=zero)  # type: ignore[arg-type]
+            assert apply(model, make_mesh(layout, "cpu"), layout, Levers(), "fp32") is model
+            assert isinstance(model, FSDPModule)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_rank_of_a_fake_world_takes_steps(zero: int) -> None:
+    """One process stands for the first of eight ranks, as it does where memory is measured on a single GPU."""
+    with fake_group(8):
+        trace = run(Case(data=8, zero=zero, micro_batch=1, rows=16, steps=2))
+    assert len(trace.results) == 2
+    assert all(torch.isfinite(torch.tensor(result.loss)) for result in trace.results)
+
+
+def test_the_loss_is_chosen_from_outside() -> None:
+    batch = ragged_batch(2)
+    fused, plain, small = tiny_model(), tiny_model(), tiny_model()
+    apply(plain, None, Layout(), Levers(loss="plain"), "fp32")
+    apply(small, None, Layout(), Levers(loss_chunk_bytes=1), "fp32")
+    assert plain.impl.linear_cross_entropy == "eager"
+    assert small.impl.loss_chunk_bytes == 1
+    losses = [model(batch["tokens"], batch["labels"]).loss.item() for model in (fused, plain, small)]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "levers", "words"),
+    [
+        (Layout(tensor=2), Levers(), ["layout.tensor is 2", "layout.data"]),
+        (Layout(pipeline=2), Levers(), ["layout.pipeline is 2", "layout.zero"]),
+        (Layout(), Levers(tiles=4), ["levers.tiles is 4", "levers.checkpoint_every"]),
+        (Layout(), Levers(offload="optimizer"), ["levers.offload is optimizer", "set it to none"]),
+        (Layout(), Levers(optimizer_states="8bit"), ["levers.optimizer_states is 8bit"]),
+    ],
+)
+def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        apply(tiny_model(), None, layout, levers, "fp32")
+    assert all(word in str(caught.value) for word in words)

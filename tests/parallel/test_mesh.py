@@ -1,0 +1,58 @@
+"""The grid of ranks, and a sentence where the processes are not those of the layout."""
+
+import pytest
+import torch
+
+from tests.parallel.fake import fake_group
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.parallel.mesh import joined, make_mesh
+from tightfit.parallel.ranks import ALONE, Ranks
+
+CPU = torch.device("cpu")
+
+
+def test_axes_are_named_and_ordered() -> None:
+    with fake_group(16):
+        mesh = make_mesh(Layout(data=4, tensor=2, pipeline=2), "cpu")
+        assert mesh.mesh_dim_names == ("pipeline", "data", "tensor")
+        assert tuple(mesh.shape) == (2, 4, 2)
+        assert mesh["tensor"].mesh.tolist() == [0, 1]  # neighbours share the fastest links
+        assert mesh["data"].mesh.tolist() == [0, 2, 4, 6]
+        ranks = Ranks.of(mesh)
+        assert (ranks.rank, ranks.world) == (0, 4)
+
+
+def test_one_process_needs_no_group() -> None:
+    with joined(Layout(), CPU) as (mesh, device):
+        assert mesh is None
+        assert device == CPU
+        assert Ranks.of(mesh) is ALONE
+        assert not torch.distributed.is_initialized()
+
+
+def test_too_few_processes_are_told_how_to_start() -> None:
+    with pytest.raises(UserError) as caught, joined(Layout(data=4), CPU):
+        pass
+    assert "has 4 rank(s), but 1 process(es) run" in str(caught.value)
+    assert "torchrun --nproc-per-node=4 -m tightfit train" in str(caught.value)
+
+
+def test_too_many_processes_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"has 1 rank\(s\), but 2 process\(es\) run; .* or set layout.data=2"):
+        joined(Layout(), CPU).__enter__()
+
+
+def test_a_group_of_another_size_is_refused() -> None:
+    with fake_group(8), pytest.raises(UserError, match=r"has 4 rank\(s\), but 8 process\(es\) run"):
+        make_mesh(Layout(data=4, zero=3), "cpu")
+
+
+def test_alone_nothing_is_said_and_nothing_copied() -> None:
+    tensor = torch.ones(3)
+    assert ALONE.sum(tensor) is tensor
+    assert ALONE.largest(3) == 3
+    assert ALONE.share("word") == "word"
+    with ALONE.first_goes_first():
+        assert ALONE.first
