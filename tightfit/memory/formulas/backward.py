@@ -6,7 +6,7 @@ Weights' gradients, while backward is at layer k (parallel/data.py, train/step.p
 - accumulation and DDP: all are there already; those of the operation at work exist twice until they are added.
 - FSDP2: the layer at work has whole ones; layers done have shards. The buffer that a layer's gradients were reduced
   from (float32 where masters are) stays until the next layer's are reduced. The root's and the embedding's gradients
-  stay whole until the end. ZeRO-3 gathers the next layer's weights meanwhile.
+  stay whole until its last callback. ZeRO-3 gathers the next layer's weights meanwhile; the embedding's are not needed.
 - offload: those of the layer at work, and of the layer before on their way to the host.
 
 The embedding's gradient is summed by torch's embedding_dense_backward, which for more than 3072 tokens holds a float32
@@ -56,6 +56,8 @@ def _moments(at: RankMemory) -> Iterator[tuple[int, ...]]:
             yield _at_reduction(at, place)
     if at.cost.stage.has_embedding:
         yield _at_embedding(at)
+    if at.is_sharded and at.cost.root:
+        yield _at_last_reduction(at)
 
 
 def _at_loss(at: RankMemory) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
 def _at_reduction(at: RankMemory, place: Place) -> tuple[int, ...]:
     """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone."""
     held, cost, e = at.states, at.cost, at.element
-    gone = place.own if at.layout.zero == 3 or at.accumulation == 1 else 0
+    gone = 0 if _stays_gathered(at) else place.own
     return (
         e * (_gathered(at, place) - gone), held.gradients, *place.before, at.others, cost.tables, 0, cost.stream,
         round(held.growing * place.after), e * place.own, _waiting(at), 0, 0,
@@ -102,7 +104,7 @@ def _gathered(at: RankMemory, place: Place) -> int:
     """Weights that are whole at a layer."""
     if at.layout.zero == 3:
         return at.cost.root + place.own
-    return at.cost.params.all if at.accumulation > 1 else at.cost.params.all - place.after
+    return at.cost.params.all if _stays_gathered(at) else at.cost.params.all - place.after
 
 
 def _prefetched(at: RankMemory, place: Place) -> int:
@@ -126,18 +128,38 @@ def checkpoints_moving(at: RankMemory) -> int:
 def _at_embedding(at: RankMemory) -> tuple[int, ...]:
     """Everything else is done: the embedding's gradient, its kernel's sums, and what has waited for the end."""
     held, cost, e = at.states, at.cost, at.element
-    done = round(held.growing * (cost.params.all - cost.root - cost.embedding))
     gathered = moving = 0
     if at.is_sharded:
-        everything = at.accumulation > 1 and at.layout.zero < 3
-        gathered = e * (cost.params.all if everything else cost.root + cost.embedding)
-        moving = held.reduced * max(cost.root, cost.embedding, cost.widest.all)
+        gathered = e * (cost.params.all if _stays_gathered(at) else cost.root)
+        moving = held.reduced * cost.widest.all
     elif held.host:
         moving = e * cost.widest.all
     return (
-        gathered, held.gradients, *(0,) * len(KINDS), at.others, cost.tables, 0, cost.stream, done, 0,
+        gathered, held.gradients, *(0,) * len(KINDS), at.others, cost.tables, 0, cost.stream, _layers_done(at), 0,
         _waiting(at) + e * cost.vocabulary, 0, _embedding_sums(at), moving,
     )  # fmt: skip
+
+
+def _at_last_reduction(at: RankMemory) -> tuple[int, ...]:
+    """FSDP2's last callback: the root's and the embedding's whole gradients, and the buffer one is reduced from."""
+    held, cost, e = at.states, at.cost, at.element
+    gathered = e * cost.params.all if _stays_gathered(at) else 0
+    largest = max(cost.root, cost.embedding)
+    done = _layers_done(at) + round(held.growing * largest)
+    return (
+        gathered, held.gradients, *(0,) * len(KINDS), at.others, cost.tables, 0, 0, done, 0,
+        e * (cost.root + cost.embedding), 0, 0, held.reduced * largest,
+    )  # fmt: skip
+
+
+def _stays_gathered(at: RankMemory) -> bool:
+    """Whether weights stay whole from one micro-batch to the next."""
+    return at.accumulation > 1 and at.layout.zero < 3
+
+
+def _layers_done(at: RankMemory) -> int:
+    """Gradients of all layers, as they stay."""
+    return round(at.states.growing * (at.cost.params.all - at.cost.root - at.cost.embedding))
 
 
 def _embedding_sums(at: RankMemory) -> int:

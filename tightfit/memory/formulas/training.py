@@ -24,7 +24,7 @@ from tightfit.memory.formulas.labels import Label
 from tightfit.memory.formulas.logits import chunk_bytes
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.params import largest_in_layer
-from tightfit.memory.formulas.rank import RankMemory, rank_memory
+from tightfit.memory.formulas.rank import KINDS, RankMemory, rank_memory
 from tightfit.memory.formulas.share import ceil
 from tightfit.memory.ledger import Ledger, Line, Phase
 
@@ -131,7 +131,14 @@ def _resident(at: RankMemory, overheads: Overheads) -> tuple[int, ...]:
 
 
 def _forward(at: RankMemory) -> tuple[int, ...]:
-    return (*_kept(at, _gathered_in_forward(at)), at.cost.forward_extra, _all_gather(at), checkpoints_moving(at))
+    end = (*_kept(at, _gathered_in_forward(at)), at.cost.forward_extra, _all_gather(at), checkpoints_moving(at))
+    return max(end, _at_first_gathering(at), key=sum) if at.layout.zero == 3 else end
+
+
+def _at_first_gathering(at: RankMemory) -> tuple[int, ...]:
+    """FSDP2 lets go of the root's all-gather buffer only when the first group after it is whole as well."""
+    whole = at.element * (at.cost.root + (at.cost.embedding or at.cost.widest.all))
+    return whole, at.states.gradients, *(0,) * len(KINDS), at.others, at.cost.tables, 0, whole, 0
 
 
 def _kept(at: RankMemory, gathered: int) -> tuple[int, ...]:
@@ -148,7 +155,11 @@ def _gathered_in_forward(at: RankMemory) -> int:
 
 
 def _all_gather(at: RankMemory) -> int:
-    return at.element * at.cost.widest.all if at.is_sharded else 0
+    """One layer's buffer; where weights stay gathered it is the first micro-batch's, which has no sums of gradients."""
+    if not at.is_sharded:
+        return 0
+    stays = at.layout.zero < 3 and at.accumulation > 1
+    return max(0, at.element * at.cost.widest.all - (at.states.gradients if stays else 0))
 
 
 def _loss(at: RankMemory) -> tuple[int, ...]:
