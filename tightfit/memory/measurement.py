@@ -46,7 +46,7 @@ def measured(device: torch.device) -> Iterator[Measuring]:
     if device.type != "cuda":
         with measuring.tracer:
             yield measuring
-        measuring.moments = list(measuring.tracer.trace.replay(PlainAllocator(), steps=1).moments.values())
+        measuring.moments = measuring.tracer.trace.replay(PlainAllocator(), steps=1).moments
         return
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(

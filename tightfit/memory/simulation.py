@@ -50,11 +50,8 @@ def dtensor_planning_unseen(tracer: Tracer) -> Iterator[None]:
     original = propagator._propagate_tensor_meta_non_cached
 
     def unseen(*arguments: object, **options: object) -> object:
-        before, tracer.paused = tracer.paused, True
-        try:
+        with tracer.pause():
             return original(*arguments, **options)
-        finally:
-            tracer.paused = before
 
     propagator._propagate_tensor_meta_non_cached = unseen
     try:

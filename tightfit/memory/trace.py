@@ -7,7 +7,7 @@ list, added up by component, is the ledger.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tightfit.memory.allocator import Allocator, CachingAllocator
@@ -37,14 +37,29 @@ class Moment:
     alive: list[Allocation] = field(default_factory=list)
 
 
+def fullest_of_each_phase(moments: Iterable[Moment]) -> list[Moment]:
+    """Of each phase that occurs several times, the fullest occurrence, with all that was ever reserved during it."""
+    best: dict[Phase, Moment] = {}
+    for moment in moments:
+        held = best.setdefault(moment.phase, moment)
+        fuller = moment if moment.allocated_bytes > held.allocated_bytes else held
+        best[moment.phase] = replace(fuller, reserved_bytes=max(held.reserved_bytes, moment.reserved_bytes))
+    return list(best.values())
+
+
 @dataclass
 class Replay:
-    """Allocated and reserved bytes after each event, where the phases began, and each phase's fullest moment."""
+    """Allocated and reserved bytes after each event, where the phases began, and every phase's fullest moment."""
 
     allocated_bytes: list[int]
     reserved_bytes: list[int]
     starts: list[tuple[int, Phase]]
-    moments: dict[Phase, Moment]
+    occurrences: list[Moment]
+
+    @property
+    def moments(self) -> list[Moment]:
+        """One moment a phase."""
+        return fullest_of_each_phase(self.occurrences)
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -59,7 +74,7 @@ class Replay:
     @property
     def fullest(self) -> Moment:
         """The moment of the run's peak."""
-        return max(self.moments.values(), key=lambda moment: moment.allocated_bytes)
+        return max(self.occurrences, key=lambda moment: moment.allocated_bytes)
 
 
 @dataclass
@@ -95,23 +110,7 @@ class Trace:
         if self.step_start is not None:
             for _ in range(steps - 1):
                 player.play(self.step_start, len(self.events))
-        return Replay(player.allocated, player.reserved, player.starts, self._moments(player))
-
-    def _moments(self, player: "_Player") -> dict[Phase, Moment]:
-        """Of each phase that occurs several times, the fullest occurrence."""
-        moments: dict[Phase, Moment] = {}
-        ends = [start for start, _ in player.starts[1:]] + [len(player.allocated)]
-        for (start, phase), end in zip(player.starts, ends, strict=True):
-            if start == end:
-                continue
-            at = max(range(start, end), key=player.allocated.__getitem__)
-            best = moments.setdefault(phase, Moment(phase, event=at))
-            best.reserved_bytes = max(best.reserved_bytes, player.reserved[end - 1])
-            if player.allocated[at] > best.allocated_bytes:
-                best.allocated_bytes, best.event = player.allocated[at], at
-        for moment in moments.values():
-            moment.alive = player.alive_after(moment.event)
-        return moments
+        return Replay(player.allocated, player.reserved, player.starts, player.occurrences())
 
 
 class _Player:
@@ -145,14 +144,27 @@ class _Player:
         self.allocated.append(self.allocator.allocated_bytes)
         self.reserved.append(self.allocator.reserved_bytes)
 
-    def alive_after(self, event: int) -> list[Allocation]:
+    def occurrences(self) -> list[Moment]:
+        """The fullest moment of every stretch that belongs to one phase."""
+        moments = []
+        ends = [start for start, _ in self.starts[1:]] + [len(self.allocated)]
+        for (start, phase), end in zip(self.starts, ends, strict=True):
+            if start < end:
+                at = max(range(start, end), key=self.allocated.__getitem__)
+                moments.append(Moment(phase, self.allocated[at], self.reserved[end - 1], at))
+        self._list_alive(moments)
+        return moments
+
+    def _list_alive(self, moments: list[Moment]) -> None:
+        wanted = {moment.event: moment for moment in moments}
         alive: dict[int, None] = {}
-        for played in self.played[: event + 1]:
-            if played >= 0:
-                alive[played] = None
+        for at, event in enumerate(self.played):
+            if event >= 0:
+                alive[event] = None
             else:
-                alive.pop(~played, None)
-        return [self.trace.allocations[number] for number in alive]
+                alive.pop(~event, None)
+            if at in wanted:
+                wanted[at].alive = [self.trace.allocations[number] for number in alive]
 
 
 def ledger_of(moments: Iterable[Moment], source: Source, *, context_bytes: int = 0, place: Place = "gpu") -> Ledger:

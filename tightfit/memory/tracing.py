@@ -8,6 +8,7 @@ Who a piece of memory belongs to: parameters, master weights, states and gradien
 the rest follows from when it was made and inside which module.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from tightfit.memory.trace import Allocation, Trace
 Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 KINDS = (("attention", "attention"), ("mlp", "mlp"), ("norm", "norms"), ("embed", "embedding"))
 COMMUNICATION = ("fsdp", "c10d", "_c10d_functional")
+OWNER_DEPTH = 12
 SKIPPED = torch.ops.prim.device.default
 
 
@@ -58,6 +60,15 @@ class Tracer(TorchDispatchMode):
         """The program enters `phase`."""
         self.phase = phase
         self.trace.begin(phase)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What is made inside is not seen, unless it is claimed later."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def begin_step(self) -> None:
         """From here on the events are those of one training step."""
@@ -99,6 +110,16 @@ class Tracer(TorchDispatchMode):
         """The loss begins where a forward pass leaves `module`, the last before the output projection."""
         hook = module.register_forward_hook(lambda *_: self.begin("loss") if self.phase == "forward" else None)
         self._stack.callback(hook.remove)
+
+    def halve_backward(self, module: nn.Module) -> None:
+        """Note where backward reaches `module`, as memory may be fullest at either end of it."""
+
+        def watch(layer: nn.Module, arguments: Any, made: Any) -> None:
+            first = made[0] if isinstance(made, tuple) else made
+            if self.phase == "forward" and first.requires_grad:
+                first.register_hook(lambda gradient: self.begin("backward"))
+
+        self._stack.callback(module.register_forward_hook(watch).remove)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -155,6 +176,8 @@ class Tracer(TorchDispatchMode):
         operation, module = str(func), self._module()
         if operation.startswith(COMMUNICATION):
             return Allocation(size, "communication", "", module, operation)
+        if operation.startswith("aten.empty") and (owner := _sharding_owner()):
+            return Allocation(size, *owner, module, operation)
         component, detail = _belongs(self.phase, module)
         return Allocation(size, component, detail, module, operation)
 
@@ -172,6 +195,21 @@ def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
         case "optimizer":
             return "gradients", "widened for the update"
     return "weights", ""
+
+
+def _sharding_owner() -> tuple[Component, str] | None:
+    """What FSDP2 makes empty memory for, by the file that asks for it: gathered weights, or a collective's buffer."""
+    frame = sys._getframe(3)
+    for _ in range(OWNER_DEPTH):
+        file = frame.f_code.co_filename
+        if file.endswith("_fsdp_collectives.py"):
+            return "communication", "collectives' buffers"
+        if file.endswith("_fsdp_param.py"):
+            return "weights", "gathered"
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _entering(stack: list[str], name: str) -> Callable[..., None]:

@@ -7,43 +7,77 @@ device, which is how predictions are compared with what happens.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.simulation import fake_world, simulated
-from tightfit.memory.trace import Trace, ledger_of
+from tightfit.memory.trace import Moment, Trace, fullest_of_each_phase, ledger_of
 from tightfit.memory.tracing import Tracer
 from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.ranks import Ranks
+from tightfit.train.assembly import assemble
 from tightfit.train.optimizer import MOMENTS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.step import Batch, OnPhase, train_step
 
+DIRECT_LAYERS_TIMES_RANKS = 512
+"""Up to this the whole model is traced: sharding a layer over many ranks is what takes time."""
 GPU_KERNELS = Implementations(norm="triton", rope="triton", glu="triton", linear_cross_entropy="triton")
 CPU = torch.device("cpu")
 Step = Callable[[OnPhase], object]
-MakeStep = Callable[[Tracer | None], Step]
+MakeStep = Callable[[DeviceMesh | None, Tracer | None], Step]
 
 
 def rehearse(workload: Workload, layout: Layout, levers: Levers) -> Ledger:
     """The ledger of a training step that is never run, for rank 0 of `layout`."""
-    trace = rehearsed(lambda tracer: make_step(workload, layout, levers, CPU, GPU_KERNELS, tracer), layout.ranks)
-    return ledger_of(trace.replay().moments.values(), "simulation")
+    return ledger_of(fullest_of_each_phase(_moments(workload, layout, levers)), "simulation")
 
 
-def rehearsed(make: MakeStep, ranks: int = 1) -> Trace:
-    """Everything allocated and freed from building the model to the end of one step, on rank 0 of `ranks`."""
+def _moments(workload: Workload, layout: Layout, levers: Levers) -> list[Moment]:
+    """The whole model where that is quick, else from two shallow ones."""
+    layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
+    few, more = depths(layers, period)
+    if layers * layout.ranks <= DIRECT_LAYERS_TIMES_RANKS or more >= layers or _differs_by_layer(workload.spec):
+        return rehearsed_step(workload, layout, levers).replay().occurrences
+    made = [rehearsed_step(_of_depth(workload, depth), layout, levers).replay().occurrences for depth in (few, more)]
+    return extrapolated(made[0], made[1], (layers - more) // period)
+
+
+def _differs_by_layer(spec: ModelSpec) -> bool:
+    return spec.experts is not None and bool(spec.experts.dense_layers)
+
+
+def _of_depth(workload: Workload, layers: int) -> Workload:
+    windowed = tuple(layer for layer in workload.spec.window_layers if layer < layers)
+    return replace(workload, spec=replace(workload.spec, layers=layers, window_layers=windowed))
+
+
+def rehearsed_step(workload: Workload, layout: Layout, levers: Levers) -> Trace:
+    """The trace behind that ledger."""
+    return rehearsed(partial(make_step, workload, layout, levers, CPU, GPU_KERNELS), layout)
+
+
+def rehearsed(make: MakeStep, layout: Layout) -> Trace:
+    """Everything allocated and freed from building the model to the end of one step, on rank 0 of `layout`."""
     with ExitStack() as stack:
-        if ranks > 1:
-            stack.enter_context(fake_world(ranks))
+        mesh = None
+        if layout.ranks > 1:
+            stack.enter_context(fake_world(layout.ranks))
+            mesh = make_mesh(layout, "cpu")
         tracer = stack.enter_context(simulated())
-        step = make(tracer)
+        step = make(mesh, tracer)
         tracer.begin_step()
         step(tracer.begin)
     return tracer.trace
@@ -55,38 +89,41 @@ def make_step(
     levers: Levers,
     device: torch.device,
     impl: Implementations,
+    mesh: DeviceMesh | None = None,
     tracer: Tracer | None = None,
 ) -> Step:
     """A training step on tokens of no meaning; the tracer, if there is one, is told what is what."""
-    model, optimizer = _built(workload, layout, levers, device, impl, tracer)
-    batches = _batches(workload, layout)
-    scale = LossScale.for_precision(workload.precision)
-    if tracer is not None:
-        introduce(tracer, model, optimizer)
-    return partial(train_step, model, optimizer, batches, device, 1e-5, scale)
-
-
-def _built(
-    workload: Workload,
-    layout: Layout,
-    levers: Levers,
-    device: torch.device,
-    impl: Implementations,
-    tracer: Tracer | None,
-) -> tuple[Decoder, MasterAdamW]:
-    dtype = COMPUTE_DTYPES[workload.precision]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if workload.has_masters else dtype)
-    try:
-        with torch.device(device):
-            model = Decoder(workload.spec, impl)
-    finally:
-        torch.set_default_dtype(before)
+    decoder = _unfilled(workload, layout, device, impl, tracer)
     if tracer is not None:
         tracer.begin("init")
-    optimizer = MasterAdamW(model, Optimizer(), dtype if workload.has_masters else None)
-    checkpoint_layers(model, levers.checkpoint_every)
-    return model, optimizer
+    module, optimizer = assemble(
+        decoder, mesh, layout, levers, workload.precision, Optimizer(), device, lambda model: None
+    )
+    if tracer is not None:
+        introduce(tracer, decoder, optimizer)
+    scale = LossScale.for_precision(workload.precision)
+    step = partial(train_step, module, optimizer, _batches(workload, layout), device, 1e-5, scale)
+    return partial(step, ranks=Ranks.of(mesh))
+
+
+def _unfilled(
+    workload: Workload, layout: Layout, device: torch.device, impl: Implementations, tracer: Tracer | None
+) -> Decoder:
+    """A decoder of the dtype it is built in; converting it afterwards is what fake tensors cannot do.
+
+    One that will be sharded has no memory before: it is made on the meta device, or where that is fake too, unseen.
+    """
+    faking = isinstance(torch.empty(0), FakeTensor)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision])
+    try:
+        with torch.device("meta" if layout.zero and not faking else device):
+            if tracer is not None and layout.zero:
+                with tracer.pause():
+                    return Decoder(workload.spec, impl)
+            return Decoder(workload.spec, impl)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW) -> None:
@@ -100,6 +137,7 @@ def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW) -> None:
         for master in bucket.masters:
             tracer.claim((bucket.adamw.state[master][moment] for moment in MOMENTS), "optimizer states")
     tracer.loss_follows(model.norm)
+    tracer.halve_backward(model.layers[len(model.layers) // 2])
 
 
 def _batches(workload: Workload, layout: Layout) -> list[Batch]:
