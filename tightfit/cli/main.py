@@ -12,7 +12,9 @@ import tightfit
 from tightfit.cli.bench import bench
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
+from tightfit.cli.hardware import hardware
 from tightfit.cli.models import models
+from tightfit.cli.plan import plan
 from tightfit.cli.sample import sample
 from tightfit.cli.train import train
 from tightfit.errors import UserError
@@ -27,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, sample, evaluate, models, export):
+for verb in (train, sample, evaluate, models, plan, hardware, export):
     app.command()(verb)
 app.add_typer(bench)
 

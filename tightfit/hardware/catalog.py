@@ -173,9 +173,9 @@ def _same(name: str, row: Accelerator) -> bool:
 
 
 def _near(name: str) -> str:
-    names = list(dict.fromkeys(row.name for row in CATALOG))
-    by_plain = {_plain(each): each for each in names}
-    near = difflib.get_close_matches(_plain(name), by_plain, n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(by_plain[each] for each in near)}?"
-    return f"it has {', '.join(names)}"
+    """Names of the families that are spelled like `name`, its size aside."""
+    families = {_plain(row.family): row.family for row in CATALOG}
+    asked = _plain(re.sub(r"[-_ ]\d+ ?gi?b$", "", name, flags=re.IGNORECASE))
+    near = [families[each] for each in difflib.get_close_matches(asked, families, n=2, cutoff=0.5)]
+    names = list(dict.fromkeys(row.name for row in CATALOG if not near or row.family in near))
+    return f"did you mean {' or '.join(names)}?" if near else f"it has {', '.join(names)}"

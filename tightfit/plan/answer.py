@@ -142,7 +142,7 @@ def _notes(question: Question, plan: Plan) -> list[str]:
     room = machine.accelerator.memory_bytes
     said = [
         warning(workload.tokens, machine.ranks),
-        not_yet(plan.layout, plan.levers),
+        f"{missing} (--runnable plans with those alone)" if (missing := not_yet(plan.layout, plan.levers)) else None,
         None
         if workload.global_batch % machine.ranks == 0
         else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so they cannot "

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.links import LINKS
 from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
 from tightfit.plan.space import Space
@@ -52,19 +54,26 @@ def _changes(space: Space) -> Iterator[Change]:
 
 
 def some_fit(space: Space) -> bool:
-    """Whether any layout fits with all levers pulled; rows one at a time, as more never fit better."""
+    """Whether any layout fits with all levers pulled."""
+    return any(_fits(space, layout, levers) for layout, levers in _leanest(space))
+
+
+def _leanest(space: Space) -> Iterator[tuple[Layout, Levers]]:
+    """The leanest layouts with the strongest levers, and with the strongest that leave a small host alone."""
     pulled = space.levers()
-    room, host_room = space.machine.accelerator.memory_bytes, space.machine.host_bytes
-    options = pulled[-1:] if host_room is None else [pulled[-1], *[each for each in pulled if each.offload == "none"][-1:]]
-    for layout in space.layouts():
-        if layout.micro_batch > 1 and "micro_batch" not in space.pins.layout:
-            continue
-        for levers in options:
-            gpu, host = peak(space.workload, layout, levers)
-            node_host = host * min(space.machine.per_node, layout.ranks)
-            if gpu <= room and (host_room is None or node_host <= host_room):
-                return True
-    return False
+    options = pulled[-1:]
+    if space.machine.host_bytes is not None:
+        options += [each for each in pulled if each.offload == "none"][-1:]
+    for family in space.families():
+        for layout in space.leanest(family):
+            yield from ((layout, levers) for levers in options)
+
+
+def _fits(space: Space, layout: Layout, levers: Levers) -> bool:
+    gpu, host = peak(space.workload, layout, levers)
+    node_host = host * min(space.machine.per_node, layout.ranks)
+    room = space.machine.host_bytes
+    return gpu <= space.machine.accelerator.memory_bytes and (room is None or node_host <= room)
 
 
 def _any_host(machine: Machine) -> Machine:

@@ -12,6 +12,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.section import Section
+from tightfit.plan.runnable import runnable_only
 
 SECTIONS: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
 
@@ -36,9 +37,12 @@ class Pins:
         return Pins(kept, self.levers) if section == "layout" else Pins(self.layout, kept)
 
 
-def parse_pins(texts: Sequence[str]) -> Pins:
-    """From `layout.zero=3`, `levers.offload=none`; every mistake is one sentence."""
-    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+def parse_pins(texts: Sequence[str], *, runnable: bool = False) -> Pins:
+    """From `layout.zero=3`, `levers.offload=none`; every mistake is one sentence.
+
+    `runnable` also pins what the trainer cannot run yet to its default, unless a text says otherwise.
+    """
+    found: dict[str, dict[str, Any]] = runnable_only() if runnable else {section: {} for section in SECTIONS}
     for text in texts:
         path, equals, value = text.partition("=")
         section, dot, name = path.strip().partition(".")

@@ -1,5 +1,7 @@
 """What of a plan can be run today: the planner knows more ways of splitting and saving than the trainer does yet."""
 
+from typing import Any
+
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 
@@ -21,3 +23,12 @@ def not_yet(layout: Layout, levers: Levers) -> str | None:
                     f"set it to {default} and use {runs}"
                 )
     return None
+
+
+def runnable_only() -> dict[str, dict[str, Any]]:
+    """Every field that must stay at its default for the trainer to run a plan, by section."""
+    sections = {"layout": Layout, "levers": Levers}
+    return {
+        section: {name: info.default for name, info in schema.model_fields.items() if name not in RUNNABLE[section]}
+        for section, schema in sections.items()
+    }

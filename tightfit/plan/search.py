@@ -2,7 +2,7 @@
 
 Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
 of them too. A family of layouts (same degrees) is out when its leanest member does not fit with every lever pulled.
-Layouts of the rest are taken by their lower bound. One that fits as it is needs no levers; otherwise levers are tried
+The layouts of the rest are taken by their lower bound. One that fits as it is needs no levers; otherwise levers are tried
 in the order of their cost, skipping those weaker than a set that failed. Layouts fall into kinds (which degrees are
 above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped.
 
@@ -86,6 +86,7 @@ class _Search:
         self.layouts = 0
         self.nearest: Candidate | None = None
         self.best: dict[Kind, Candidate] = {}
+        self.too_large: dict[tuple[int | str, ...], int] = {}
         self.strongest = [self.levers[-1]]
         if space.machine.host_bytes is not None:  # too small a host: the strongest levers that leave it alone
             self.strongest += [each for each in self.levers if each.offload == "none"][-1:]
@@ -105,8 +106,8 @@ class _Search:
         kept: list[Layout] = []
         for family in self.space.families():
             self.layouts += len(family)
-            leanest = [self._measure(self.costs.frame(family[0]), each) for each in self.strongest]
-            best = min(leanest, key=lambda each: _excess(self.space.machine, each))
+            frames = [self.costs.frame(layout) for layout in self.space.leanest(family)]
+            best = min((self._measure(f, each) for f in frames for each in self.strongest), key=self._excess)
             if fits(self.space.machine, best):
                 kept += family
             elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
@@ -117,10 +118,12 @@ class _Search:
         """Keep the cheapest levers of this layout that fit, if that is better than what its kind has."""
         kind = kind_of(frame.layout)
         limit = self.best[kind].step_s if kind in self.best else float("inf")
-        if bound_s >= limit:
+        if bound_s >= limit or self._is_too_large(frame):
             return
         failed: list[Levers] = []
-        for step_s, levers in sorted(((frame.step(each).step_s, each) for each in self.levers), key=lambda pair: pair[0]):
+        for step_s, levers in sorted(
+            ((frame.step(each).step_s, each) for each in self.levers), key=lambda pair: pair[0]
+        ):
             if step_s >= limit:
                 return
             if any(weaker(levers, other) for other in failed):
@@ -131,6 +134,20 @@ class _Search:
                 return
             if self.space.machine.host_bytes is None or candidate.host_bytes <= self.space.machine.host_bytes:
                 failed.append(levers)
+
+    def _is_too_large(self, frame: Frame) -> bool:
+        """Whether even the strongest levers do not make this layout fit; larger micro-batches then need no look."""
+        layout = frame.layout
+        siblings = (
+            layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert, layout.zero, layout.schedule,
+            layout.stages_per_rank, self.space.accumulates(layout),
+        )  # fmt: skip
+        if layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
+            return True
+        if any(fits(self.space.machine, self._measure(frame, each)) for each in self.strongest):
+            return False
+        self.too_large[siblings] = layout.micro_batch
+        return True
 
     def _measure(self, frame: Frame, levers: Levers) -> Candidate:
         """Memory and time of one choice."""

@@ -48,7 +48,7 @@ class Space:
         return chain.from_iterable(self.families())
 
     def families(self) -> Iterator[list[Layout]]:
-        """Layouts that differ in micro-batch and schedule only; the first of each needs the least memory."""
+        """Layouts that differ in micro-batch and schedule only, smallest micro-batch first."""
         for tensor, pipeline, context in product(self._tensor(), self._pipeline(), self._context()):
             data, rest = divmod(self.machine.ranks, tensor * pipeline * context)
             if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
@@ -57,6 +57,15 @@ class Space:
                 degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
                 if family := list(self._schedules(degrees | {"expert": expert, "zero": zero})):
                     yield family
+
+    def leanest(self, family: list[Layout]) -> list[Layout]:
+        """One of these needs the least memory: the smallest micro-batch, or one that leaves no sums of gradients."""
+        whole = [layout for layout in family if not self.accumulates(layout)]
+        return [family[0], *whole[:1]]
+
+    def accumulates(self, layout: Layout) -> bool:
+        """Whether a step has several micro-batches, so that gradients wait between them."""
+        return self.workload.global_batch > layout.micro_batch * layout.data
 
     def _allows(self, name: str, value: Any) -> bool:
         return bool(self.pins.layout.get(name, value) == value)

@@ -1,0 +1,167 @@
+"""`tightfit plan`: will it fit, how, and how fast."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from tightfit.hardware.machine import Machine
+    from tightfit.plan.answer import Question
+    from tightfit.plan.plan import Plan
+
+JOB_FILES = (".yaml", ".yml")
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset, a directory with a config.json, or a job file (YAML).")
+    ],
+    on: Annotated[str, typer.Option(help="The machine: 8xV100-32GB, 2x8xH100-80GB, 4xA100-40GB:pcie.")] = "local",
+    host_memory: Annotated[str | None, typer.Option(help="Memory of one node's host: 512GB.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Rows per optimizer step, over all GPUs.")] = None,
+    batch_tokens: Annotated[str | None, typer.Option(help="The same in tokens: 4M.")] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16", "pure-bf16"] | None, typer.Option(help="By default what suits the card.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the job, to tell how long it takes.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="The same in tokens: 15T.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--pin", help="Decide a field: -o layout.zero=3 -o levers.offload=none. May be repeated."),
+    ] = None,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Let the planner narrow optimizer states.")
+    ] = False,
+    runnable: Annotated[bool, typer.Option("--runnable", help="Only what `tightfit train` runs today.")] = False,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Simulate the plan: the real step on fake tensors.")
+    ] = False,
+    compare_estimators: Annotated[
+        bool, typer.Option("--compare-estimators", help="Show DeepSpeed's and accelerate's estimates.")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON; `tightfit train` runs it.")] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(help="A folder for all exports, or deepspeed=FILE, accelerate=FILE, torchrun=FILE, slurm=FILE."),
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False,
+    quantize: Annotated[str, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = "bf16",
+    context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None,
+    batch: Annotated[int, typer.Option(help="Requests served at a time.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the layout and levers with which a model trains fastest on the GPUs you have, before running anything.
+
+    Tells whether it fits, where memory and time go, and what else would do; or what would have to change.
+
+    \b
+    tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64
+    tightfit plan llama-3.1-405b --on 128x8xH100-80GB --seq 8192 --batch-tokens 16M --tokens 15T
+    tightfit plan llama-3.1-8b --on H100-80GB -o levers.offload=none
+    tightfit plan llama-3.1-8b --on T4 --serve --quantize q8_0 --context 4096
+    """
+    from tightfit.hardware.machine import parse_machine
+
+    machine = parse_machine(on, host_memory)
+    if serve:
+        return _serve(model, machine, quantize, context, batch, as_json=as_json)
+    from tightfit.plan.answer import answer
+    from tightfit.plan.export.files import export as write_export
+    from tightfit.report.plan import print_answer
+
+    question = _question(
+        model, machine, seq=seq, rows=global_batch, batch_tokens=batch_tokens, precision=precision, steps=steps,
+        tokens=tokens, pins=pin or [], runnable=runnable, lossy=allow_lossy,
+    )  # fmt: skip
+    found = answer(question)
+    extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
+    said = []
+    if save is not None:
+        found.plan.save(save)
+        said.append(f"wrote {save}; run it with `tightfit train {save}`")
+    for wanted in export or []:
+        said += write_export(found.plan, wanted)
+    print_answer(found, as_json=as_json, extra=extra, said=said)
+
+
+def _question(
+    model: str,
+    machine: "Machine",
+    *,
+    seq: int | None,
+    rows: int | None,
+    batch_tokens: str | None,
+    precision: Any,
+    steps: int | None,
+    tokens: str | None,
+    pins: list[str],
+    runnable: bool,
+    lossy: bool,
+) -> "Question":
+    """The question behind the options; a job file's fields count where an option does not say otherwise."""
+    from tightfit.hardware.sizes import parse_count
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.plan.answer import Question, make_workload, steps_of
+    from tightfit.plan.pins import parse_pins
+
+    job: dict[str, Any] = {}
+    shape: dict[str, int] = {}
+    if model.endswith(JOB_FILES):
+        from tightfit.jobs.load import load_job
+
+        loaded = load_job(Path(model))
+        job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
+        pins = [*_decided("layout", loaded.layout), *_decided("levers", loaded.levers), *pins]
+        seq, precision = seq or loaded.data.sequence_length, precision or _known(loaded.precision)
+        rows = rows or (None if batch_tokens else loaded.global_batch)
+        steps, model, shape = steps or loaded.steps, loaded.model.source, loaded.model.shape
+    spec = replace(resolve_spec(model), **shape)
+    step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
+    workload = make_workload(
+        spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision
+    )  # fmt: skip
+    return Question(
+        model=model,
+        workload=workload,
+        machine=machine,
+        pins=parse_pins(pins, runnable=runnable),
+        lossy=lossy,
+        steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
+        job=job,
+    )
+
+
+def _decided(section: str, fields: Any) -> list[str]:
+    """What a job file says of its layout or levers, as pins."""
+    return [f"{section}.{name}={getattr(fields, name)}" for name in fields.model_fields_set]
+
+
+def _known(precision: str) -> str | None:
+    return None if precision == "auto" else precision
+
+
+def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str, Any]:
+    """What the options add to the answer."""
+    extra: dict[str, Any] = {}
+    if confirm:
+        from tightfit.train.rehearsal import rehearse
+
+        extra["simulation"] = rehearse(plan.workload, plan.layout, plan.levers).to_json()
+    if compare_estimators:
+        from tightfit.report.estimators import estimates
+
+        extra["estimators"] = [estimate.to_json() for estimate in estimates(plan)]
+    return extra
+
+
+def _serve(
+    model: str, machine: "Machine", quantize: str, context: int | None, batch: int, *, as_json: bool
+) -> None:  # fmt: skip
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.plan.serving import make_serving
+    from tightfit.report.plan import print_serving
+
+    print_serving(make_serving(model, resolve_spec(model), machine, quantize, context, batch), as_json=as_json)

@@ -1,0 +1,107 @@
+"""Serving: does a model fit one card at a quantization, with the requests it shall answer, and how fast at best.
+
+Reading speed bounds decoding: every token needs all (active) weights and the request's keys and values once, so one
+stream cannot be faster than bandwidth divided by their bytes. Prompts are bound by matrix products. Both are limits at
+the measured shares of the card's rates, not predictions of an engine. More cards serve a copy each.
+"""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from tightfit.errors import UserError
+from tightfit.hardware.catalog import CATALOG
+from tightfit.hardware.efficiency import MEASURED
+from tightfit.hardware.machine import Machine
+from tightfit.memory.formulas.serving import WeightFormat, cache_bytes, serving_ledger, weight_bytes
+from tightfit.memory.ledger import Ledger
+from tightfit.models.spec import ModelSpec
+
+FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """One model on one card, `requests` at a time with `length` tokens each."""
+
+    model: str
+    spec: ModelSpec
+    machine: Machine
+    form: WeightFormat
+    length: int
+    requests: int
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the card holds."""
+        return serving_ledger(self.spec, form=self.form, requests=self.requests, length=self.length)
+
+    @property
+    def gpu_peak_bytes(self) -> int:
+        """The most the card has to have."""
+        return self.ledger.peak_bytes()
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has that."""
+        return self.gpu_peak_bytes <= self.machine.accelerator.memory_bytes
+
+    @property
+    def token_seconds(self) -> float:
+        """At least, from one token of every request to the next."""
+        active = self.spec.params(active=True) / self.spec.params()
+        read = weight_bytes(self.spec, self.form) * (active if self.requests == 1 else 1.0)
+        read += cache_bytes(self.spec, self.requests, self.length)
+        return read / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At most, over all requests of one card."""
+        return self.requests / self.token_seconds
+
+    def changes(self) -> list[str]:
+        """What would fit, the smallest step of each kind."""
+        found = []
+        smaller = SMALLER[SMALLER.index(self.form) + 1 :] if self.form in SMALLER else SMALLER
+        if form := next((each for each in smaller if self._with(form=each).fits), None):
+            found.append(f"smaller weights: --quantize {form}")
+        lengths = (self.length >> shift for shift in range(1, 16) if self.length >> shift >= 64)
+        if length := next((each for each in lengths if self._with(length=each).fits), None):
+            found.append(f"shorter requests: --context {length}")
+        need = self.gpu_peak_bytes
+        if card := next((c for c in sorted(CATALOG, key=lambda c: c.memory_bytes) if c.memory_bytes >= need), None):
+            found.append(f"another card: {card.name}")
+        return found
+
+    def _with(self, **fields: Any) -> "Serving":
+        return Serving(**{name: getattr(self, name) for name in self.__dataclass_fields__} | fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """One object."""
+        return {
+            "model": self.model,
+            "machine": self.machine.to_json(),
+            "fits": self.fits,
+            "gpu_peak_bytes": self.gpu_peak_bytes,
+            "missing_bytes": max(0, self.gpu_peak_bytes - self.machine.accelerator.memory_bytes),
+            "quantize": self.form,
+            "context": self.length,
+            "batch": self.requests,
+            "tokens_per_second": self.tokens_per_second,
+            "ledger": self.ledger.to_json()["lines"],
+            "changes": [] if self.fits else self.changes(),
+        }
+
+
+def make_serving(
+    model: str, spec: ModelSpec, machine: Machine, form: str, length: int | None, requests: int
+) -> Serving:  # fmt: skip
+    """The question as the user put it, checked."""
+    if form not in FORMATS:
+        raise UserError(f"--quantize is {form!r}; give one of {', '.join(FORMATS)}")
+    wanted = min(4096, spec.max_positions) if length is None else length
+    if not 1 <= wanted <= spec.max_positions:
+        raise UserError(f"--context is {wanted}, but the model has {spec.max_positions} positions; give 1 to that many")
+    if requests < 1:
+        raise UserError(f"--batch is {requests}; give at least 1 request")
+    return Serving(model=model, spec=spec, machine=machine, form=form, length=wanted, requests=requests)

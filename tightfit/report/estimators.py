@@ -1,0 +1,72 @@
+"""Other programs' answers to the same question, beside ours.
+
+DeepSpeed's estimator counts model states (weights, gradients, optimizer) and one layer's gathered parameters, with no
+activations, logits or buffers. accelerate's counts one process's weights, gradients and Adam states for a whole model,
+without sharding. Both are asked through their own functions; where one is not installed, the sentence says so.
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tightfit.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `who` says the plan needs on one GPU and on one node's host; None where it says nothing."""
+
+    who: str
+    gpu_bytes: int | None
+    host_bytes: int | None
+    note: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def estimates(plan: Plan) -> list[Estimate]:
+    """Ours first, then theirs."""
+    ours = Estimate("tightfit", plan.gpu_peak_bytes, plan.host_peak_bytes, "everything on the card")
+    return [ours, _deepspeed(plan), _accelerate(plan)]
+
+
+def largest_module_params(plan: Plan) -> int:
+    """Parameters of the largest leaf of the model, which is what DeepSpeed calls the largest layer."""
+    spec = plan.workload.spec
+    widest = max(spec.mlp_size, spec.query_size) * spec.hidden_size
+    return max(spec.vocab_size * spec.hidden_size, widest)
+
+
+def _deepspeed(plan: Plan) -> Estimate:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+        from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+    except ImportError:
+        return _absent("DeepSpeed", "pip install --no-build-isolation deepspeed")
+    machine, offload = plan.machine, plan.levers.offload
+    places = {"num_gpus_per_node": machine.per_node, "num_nodes": machine.nodes, "cpu_offload": offload != "none"}
+    params = plan.workload.spec.params()
+    if plan.layout.zero == 3 or offload == "weights":
+        host, gpu, _ = estimate_zero3_model_states_mem_needs(
+            params, largest_module_params(plan), cpu_offload_params=offload == "weights", **places
+        )
+        return Estimate("DeepSpeed", gpu, host, "ZeRO-3: model states and one layer")
+    host, gpu = estimate_zero2_model_states_mem_needs(params, **places)
+    return Estimate("DeepSpeed", gpu, host, "ZeRO-2: model states; it has no estimate for less")
+
+
+def _accelerate(plan: Plan) -> Estimate:
+    try:
+        from accelerate.commands.estimate import estimate_training_usage
+    except ImportError:
+        return _absent("accelerate", "pip install accelerate")
+    kind = "float32" if plan.workload.precision == "fp32" else "float16"
+    found = estimate_training_usage(4 * plan.workload.spec.params(), kind)
+    return Estimate("accelerate", int(max(found.values())), None, "one process with the whole model; no activations")
+
+
+def _absent(who: str, command: str) -> Estimate:
+    return Estimate(who, None, None, f"not installed: {command}")

@@ -1,0 +1,202 @@
+"""What `tightfit plan` prints: the verdict, where memory and time go, what else would do, or what would have to change."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.hardware.catalog import CATALOG
+from tightfit.memory.ledger import Component, Ledger
+from tightfit.plan.answer import Answer
+from tightfit.plan.batch import batch_of
+from tightfit.plan.describe import describe_layout, describe_levers
+from tightfit.plan.plan import Plan
+from tightfit.plan.serving import Serving
+from tightfit.report.tables import count_name, gib, print_json
+
+BAR_CELLS = 60
+COLOURS: dict[Component, str] = {
+    "weights": "blue", "master weights": "cyan", "gradients": "magenta", "optimizer states": "yellow",
+    "activations": "green", "logits and loss": "red", "inputs": "white", "communication": "bright_blue",
+    "workspace": "bright_magenta", "allocator slack": "bright_black", "cuda context": "bright_red",
+}  # fmt: skip
+
+
+def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], said: list[str]) -> None:
+    """The whole answer; `extra` goes into the JSON object, `said` are lines about files written."""
+    if as_json:
+        return print_json({**answer.to_json(), **extra})
+    console = Console(highlight=False)
+    plan = answer.plan
+    console.print(_verdict(plan))
+    console.print(_facts(answer))
+    console.print(_memory(plan.ledger, plan.machine.accelerator.memory_bytes))
+    console.print(_times(plan))
+    if answer.alternatives:
+        console.print(_alternatives(answer))
+    if "simulation" in extra:
+        console.print(_simulation(plan, extra["simulation"]))
+    if "estimators" in extra:
+        console.print(_estimators(extra["estimators"]))
+    for change in answer.changes:
+        console.print(f"  would fit with {escape(str(change))}")
+    for sentence in (*answer.notes, *said):
+        console.print(f"[dim]· {escape(sentence)}[/dim]")
+
+
+def _verdict(plan: Plan) -> Text:
+    room = plan.machine.accelerator.memory_bytes
+    text = Text(f"{plan.model} on {plan.machine.text}: ", style="bold")
+    if plan.fits:
+        text.append("fits", style="bold green")
+        text.append(f", {gib(plan.gpu_peak_bytes)} of {gib(room)} a GPU")
+        text.append(f", {_seconds(plan.step_seconds)} a step, {count_name(plan.tokens_per_second)} tokens/s")
+        return text
+    text.append("does not fit", style="bold red")
+    if plan.missing_gpu_bytes > 0:
+        text.append(f", {gib(plan.missing_gpu_bytes)} too much for {gib(room)} a GPU in the nearest plan")
+    else:
+        host = plan.host_peak_bytes - (plan.machine.host_bytes or 0)
+        text.append(f", the host of a node is {gib(host)} short in the nearest plan")
+    return text
+
+
+def _facts(answer: Answer) -> Table:
+    plan = answer.plan
+    table = Table.grid(padding=(0, 2))
+    rows = [
+        ("layout", describe_layout(plan.layout)),
+        ("levers", describe_levers(plan.levers)),
+        ("precision", plan.workload.precision),
+        ("batch", str(batch_of(plan.workload, plan.layout))),
+    ]
+    if plan.host_peak_bytes:
+        rows.append(("host memory", f"{gib(plan.host_peak_bytes)} a node"))
+    if plan.steps:
+        total = plan.steps * plan.step_seconds
+        rows.append(("the job", f"{plan.steps:,} steps, {_seconds(total)}, {_gpu_hours(plan, total)}"))
+    for name, value in rows:
+        table.add_row(f"[dim]{name}[/dim]", escape(value))
+    return table
+
+
+def _gpu_hours(plan: Plan, seconds: float) -> str:
+    return f"{plan.machine.ranks * seconds / 3600:,.0f} GPU hours"
+
+
+def _memory(ledger: Ledger, room_bytes: int) -> Group:
+    """One bar of the fullest moment against the card, and a line per component."""
+    phase, rank = ledger.fullest()
+    parts = ledger.by_component(phase, rank)
+    scale = max(room_bytes, sum(parts.values()))
+    bar = Text("  ")
+    used = 0
+    for component, held in parts.items():
+        before = round(used / scale * BAR_CELLS)
+        used += held
+        bar.append("█" * (round(used / scale * BAR_CELLS) - before), style=COLOURS[component])
+    edge = round(room_bytes / scale * BAR_CELLS)
+    bar.append("░" * max(0, edge - round(used / scale * BAR_CELLS)), style="dim")
+    bar.append(f"  {gib(used)} of {gib(room_bytes)}")
+    table = Table.grid(padding=(0, 2))
+    for component, held in parts.items():
+        line = "█" * max(1, round(held / scale * BAR_CELLS))
+        table.add_row(f"  {component}", gib(held), Text(line, style=COLOURS[component]))
+    where = f", pipeline rank {rank}" if rank else ""
+    return Group(Text(f"memory at its fullest ({phase}{where})", style="dim"), bar, table)
+
+
+def _times(plan: Plan) -> Text:
+    parts = [f"{name} {seconds / plan.step_seconds:.0%}" for name, seconds in plan.time.parts()]
+    return Text("time of a step: " + ", ".join(part for part in parts if not part.endswith(" 0%")), style="dim")
+
+
+def _alternatives(answer: Answer) -> Table:
+    table = Table(title="Next best, one of each kind", title_justify="left", box=None, padding=(0, 1))
+    for column in ("layout", "levers", "memory", "step", "against the plan"):
+        table.add_column(column, overflow="fold")
+    for each in answer.alternatives:
+        slower = each.step_s / answer.plan.step_seconds - 1
+        against = "as fast" if abs(slower) <= 0.02 else f"{slower:+.0%}"
+        host = f" + {gib(each.host_bytes)} host" if each.host_bytes else ""
+        table.add_row(
+            describe_layout(each.layout), describe_levers(each.levers), gib(each.gpu_bytes) + host,
+            _seconds(each.step_s), against,
+        )  # fmt: skip
+    return table
+
+
+def _simulation(plan: Plan, data: Any) -> str:
+    simulated = Ledger.from_json(data, "the simulation")
+    allocated, reserved = simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes()
+    formula = plan.ledger.peak_allocated_bytes()
+    return (
+        f"simulated: {gib(allocated)} allocated ({formula / allocated - 1:+.1%} in the formulas), {gib(reserved)} "
+        f"reserved, {gib(simulated.peak_bytes())} in all"
+    )
+
+
+def _estimators(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="The same question to others", title_justify="left", box=None, padding=(0, 1))
+    for column in ("estimator", "GPU", "host", "counts"):
+        table.add_column(column)
+    for row in rows:
+        sizes = [gib(row[place]) if row[place] is not None else "–" for place in ("gpu_bytes", "host_bytes")]
+        table.add_row(row["who"], *sizes, row["note"])
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def print_serving(serving: Serving, *, as_json: bool) -> None:
+    """Whether a card serves the model, and its speed limit."""
+    if as_json:
+        return print_json(serving.to_json())
+    console = Console(highlight=False)
+    room = serving.machine.accelerator.memory_bytes
+    verdict = "[green]fits[/green]" if serving.fits else "[red]does not fit[/red]"
+    console.print(
+        f"[bold]serving {escape(serving.model)} ({serving.form}) on {serving.machine.text}: {verdict}[/bold], "
+        f"{gib(serving.gpu_peak_bytes)} of {gib(room)}"
+    )
+    console.print(_memory(serving.ledger, room))
+    console.print(
+        f"[dim]{serving.requests} request(s) of {serving.length:,} tokens; at most "
+        f"{serving.tokens_per_second:,.0f} tokens/s, which is the card's reading speed[/dim]"
+    )
+    if not serving.fits:
+        for change in serving.changes():
+            console.print(f"  would fit with {change}")
+    if serving.machine.ranks > 1:
+        console.print(f"[dim]· each of the {serving.machine.ranks} cards serves a copy[/dim]")
+
+
+def print_catalog(*, as_json: bool) -> None:
+    """Every accelerator with its figures and sources."""
+    if as_json:
+        return print_json([_card_facts(card) for card in CATALOG])
+    table = Table(title="Accelerators (dense TFLOP/s; links GB/s one way)", title_justify="left", box=None)
+    for column in ("name", "form", "usable", "GB/s", "fp32", "fp16", "bf16", "fp8", "between", "host", "source"):
+        table.add_column(column, overflow="fold")
+    for card in CATALOG:
+        rates = [f"{rate:g}" if rate else "–" for rate in (card.rates.fp32, card.rates.fp16, card.rates.bf16,
+                                                            card.rates.fp8)]  # fmt: skip
+        table.add_row(
+            card.name, card.form, gib(card.memory_bytes), f"{card.bandwidth_gb_s:g}", *rates,
+            f"{card.peer.name} {card.peer.gb_s:g}", f"{card.host.name} {card.host.gb_s:g}", card.source,
+        )  # fmt: skip
+    Console(width=150).print(table)
+
+
+def _card_facts(card: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"name": card.name, "memory_bytes": card.memory_bytes, **asdict(card)}
