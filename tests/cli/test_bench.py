@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tightfit.bench import elementwise
 from tightfit.bench.kernels import OPERATIONS
 from tightfit.cli.main import app, main
 
@@ -40,6 +41,25 @@ def test_table_rows_and_picture(tmp_path: Path) -> None:
     assert {row["commit"] for row in rows} == {"0123abc"}
     assert all(float(row["ms_p50"]) > 0 for row in rows if row["peer"] == "tightfit")
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_peer_that_breaks_is_noted_and_a_run_cut_short_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def broken(*_: object, **__: object) -> None:
+        raise NotImplementedError("not here")
+
+    monkeypatch.setattr(elementwise, "rope", broken)
+    monkeypatch.setattr(elementwise, "glu_eager", interrupted)
+    arguments = ["bench", "kernels", "--device", "cpu", "--op", "rope", "--op", "glu", "--results", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments).exit_code != 0
+    with (tmp_path / "kernels.csv").open(encoding="utf-8") as file:
+        notes = {row["peer"]: row["note"] for row in csv.DictReader(file)}
+    assert notes["tightfit"] == "NotImplementedError: not here"
+    assert notes["eager"] == ""
 
 
 @pytest.mark.parametrize(

@@ -82,4 +82,5 @@ def test_the_rule_never_holds_all_scores(dtype: torch.dtype) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     attention(*given, Visibility(length, length, CUDA), scale=0.125, impl="rule").sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < length**2
+    scores = given[0].shape[0] * given[0].shape[1] * length**2
+    assert torch.cuda.max_memory_allocated() - before < scores // 4  # bytes: all scores would be two or four each

@@ -110,6 +110,8 @@ class _Bench:
             return self.without(peer, str(absent))
         except torch.OutOfMemoryError:
             return self.without(peer, "out of memory")
+        except Exception as error:  # one peer that breaks in a way of its own must not cost the others' numbers
+            return self.without(peer, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
     def _numbers(self, peer: str, forward: Forward) -> Measurement:
         results: list[list[Tensor]] = []

@@ -32,7 +32,7 @@ def linear_cross_entropy_cases(where: Where) -> Iterator[Case]:
                 "torch.compile": compiled(eager),
                 "Liger": partial(_liger, labels),
                 "CCE": partial(_cce, labels, "cce"),
-                "CCE exact": partial(_cce, labels, "cce_exact"),
+                "CCE exact": partial(_cce, labels, "cce", filter_eps=None),
                 "tightfit": ready(partial(_ours, labels)),
                 "tightfit, no bytes of its own": ready(partial(_ours, labels, chunk_bytes=0)),
             },
@@ -58,9 +58,10 @@ def _liger(labels: Tensor) -> Forward:
     return lambda hidden, weight: function.apply(hidden, weight, labels)[0]
 
 
-def _cce(labels: Tensor, impl: str) -> Forward:
+def _cce(labels: Tensor, impl: str, **options: Any) -> Forward:
+    """Its `filter_eps` is the gradient below which it computes none; None is exact."""
     function = imported("cut_cross_entropy", "linear_cross_entropy", "cut-cross-entropy")
-    return lambda hidden, weight: function(hidden, weight, labels, impl=impl)
+    return lambda hidden, weight: function(hidden, weight, labels, impl=impl, **options)
 
 
 class _GemmsAlone(torch.autograd.Function):

@@ -35,11 +35,13 @@ def kernels(
     tightfit bench kernels --op rms_norm --op rope --results results
     """
     from tightfit.bench.kernels import bench_kernels
-    from tightfit.report.kernels import save_kernels, show_kernels
+    from tightfit.report.kernels import draw_kernels, recorded, show_kernels
 
     limits, measurements = bench_kernels(op or [], device)
-    made = show_kernels(limits, measurements, as_json=as_json)
     if results is not None:
-        picture = save_kernels(limits, made, results, commit)
+        measurements = recorded(limits, measurements, results, commit)
+    show_kernels(limits, measurements, as_json=as_json)
+    if results is not None:
+        picture = draw_kernels(results / "kernels.csv")
         if not as_json:
             typer.echo(f"rows in {results / 'kernels.csv'}, picture in {picture}")

@@ -67,11 +67,13 @@ def _table(title: str, case: list["Measurement"]) -> Table:
     return table
 
 
-def save_kernels(limits: "Limits", measurements: list["Measurement"], folder: Path, commit: str | None) -> Path:
-    """Append a row per measurement to `folder/kernels.csv` and draw `folder/kernels.png` from all that it holds."""
+def recorded(
+    limits: "Limits", measurements: Iterable["Measurement"], folder: Path, commit: str | None
+) -> Iterator["Measurement"]:
+    """The same measurements, each appended to `folder/kernels.csv` as it is made: a run cut short keeps its rows."""
     for m in measurements:
         append_row("kernels", _row(limits, m), folder=folder, commit=commit)
-    return draw_kernels(folder / "kernels.csv")
+        yield m
 
 
 def _row(limits: "Limits", m: "Measurement") -> dict[str, Any]:
