@@ -66,7 +66,8 @@ class Candidate(NamedTuple):
     is_last: bool
 
 
-def candidates(spec: ModelSpec, first: int, last: int, every: int) -> list[Candidate]:
+@lru_cache(maxsize=4096)
+def candidates(spec: ModelSpec, first: int, last: int, every: int) -> tuple[Candidate, ...]:
     """The first and the last layer of every class (routed or not, windowed or not, recomputed or not) in [first, last).
 
     From one layer of a class to the next, what is kept shrinks and gradients grow by the same amounts, so the sum is
@@ -77,15 +78,16 @@ def candidates(spec: ModelSpec, first: int, last: int, every: int) -> list[Candi
     for index, kind in classes.items():
         indices.setdefault(kind, []).append(index)
     ends = {end for those in indices.values() for end in (those[0], those[-1])}
-    return [
+    return tuple(
         Candidate(
             index, classes[index][2], _counted(classes, range(first, index)), _counted(classes, range(index + 1, last)),
             index == first, index == last - 1,
         )
         for index in sorted(ends, reverse=True)
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def totals(spec: ModelSpec, first: int, last: int, every: int) -> Classes:
     """All layers of a stage, by class."""
     classes = {index: _class(spec, index, every) for index in range(first, last)}

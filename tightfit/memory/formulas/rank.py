@@ -122,9 +122,9 @@ def stage_cost(
     kinds = kept_by_kind(spec, classes, share, offload)
     last = layer_cost(spec, own.last - 1, share)
     ends_recomputed = every > 0 and (own.last - 1) % every == 0
-    tables, outside = _outside(spec, share, own)
+    tables, outside = _outside(spec, share, own, classes)
     return StageCost(
-        own, *_weights(spec, own, share, pipeline), kinds, sum(kinds), outside, tables,
+        own, *_weights(spec, own, share.tensor, share.expert, pipeline), kinds, sum(kinds), outside, tables,
         _checkpoints(spec, classes, share) if offload else 0,
         last.forward_working if ends_recomputed else last.forward_extra,
         max(layer_cost(spec, layer, share).forward_working for layer, _, _ in classes),
@@ -157,15 +157,18 @@ def _params(spec: ModelSpec, layer: int, share: Share) -> Params:
     return layer_params(spec, layer, share.tensor, share.expert)
 
 
-def _weights(spec: ModelSpec, own: Stage, share: Share, pipeline: int) -> tuple[Params, Params, int, int, int]:
+@lru_cache(maxsize=4096)
+def _weights(
+    spec: ModelSpec, own: Stage, tensor: int, expert: int, pipeline: int
+) -> tuple[Params, Params, int, int, int]:
     """All weights of a stage, its widest layer, the vocabulary's, and those outside layers by FSDP2's groups."""
     total, widest = NOTHING, NOTHING
-    for index in range(own.first, own.last):
-        one = _params(spec, index, share)
-        total, widest = total.plus(one), max(widest, one, key=lambda params: params.all)
-    vocabulary = vocabulary_params(spec, share.tensor)
+    for layer, _, count in totals(spec, own.first, own.last, 0):
+        one = layer_params(spec, layer, tensor, expert)
+        total, widest = total.plus(one, count), max(widest, one, key=lambda params: params.all)
+    vocabulary = vocabulary_params(spec, tensor)
     tied = spec.tied and pipeline == 1
-    before = embedding_params(spec, share.tensor) if own.has_embedding else 0
+    before = embedding_params(spec, tensor) if own.has_embedding else 0
     after = spec.norm_params + (0 if tied else vocabulary) if own.has_head else 0
     embedding = vocabulary if own.has_embedding and not tied else 0
     return total.plus(Params(before + after, 0)), widest, vocabulary, before + after - embedding, embedding
@@ -178,19 +181,25 @@ def kept_by_kind(spec: ModelSpec, classes: Classes, share: Share, offload: bool)
         if recomputed:
             found[0] += 0 if offload else count * layer_cost(spec, layer, share).entry
             continue
-        for one in layer_kept(spec, layer, share):
-            found[KINDS.index(one.kind)] += count * one.bytes
+        for kind, size in enumerate(_layer_kinds(spec, layer, share)):
+            found[kind] += count * size
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _layer_kinds(spec: ModelSpec, layer: int, share: Share) -> tuple[int, ...]:
+    kept = layer_kept(spec, layer, share)
+    return tuple(sum(one.bytes for one in kept if one.kind == kind) for kind in KINDS)
 
 
 def _checkpoints(spec: ModelSpec, classes: Classes, share: Share) -> int:
     return sum(count * layer_cost(spec, layer, share).entry for layer, recomputed, count in classes if recomputed)
 
 
-def _outside(spec: ModelSpec, share: Share, own: Stage) -> tuple[int, int]:
+def _outside(spec: ModelSpec, share: Share, own: Stage, classes: Classes) -> tuple[int, int]:
     """Rope keeps cosines and sines, one row for all, learned positions their numbers; and these with the final norm's
     input and statistics."""
-    ropes = {rope for index in range(own.first, own.last) if (rope := spec.rope_of(index)) is not None}
+    ropes = {rope for layer, _, _ in classes if (rope := spec.rope_of(layer)) is not None}
     pairs = sum(int(spec.head_dim * rope.rotated_share) // 2 for rope in ropes)
     numbers = INDEX * share.length if spec.rope is None and own.has_embedding else 0
     tables = 2 * share.length * pairs * share.element_bytes + numbers
