@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.truth import assert_no_worse
 from tightfit.kernels import attention_choice
-from tightfit.kernels.attention import Visibility, attention
+from tightfit.kernels.attention import Visibility, attention, attention_backend
 
 CUDA = torch.device("cuda")
 LENGTH = 300
@@ -84,3 +84,14 @@ def test_the_rule_never_holds_all_scores(dtype: torch.dtype) -> None:
     attention(*given, Visibility(length, length, CUDA), scale=0.125, impl="rule").sum().backward()
     scores = given[0].shape[0] * given[0].shape[1] * length**2
     assert torch.cuda.max_memory_allocated() - before < scores // 4  # bytes: all scores would be two or four each
+
+
+def test_candidates_are_measured_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(attention_choice, "CACHE", tmp_path / "attention.json")
+    monkeypatch.setattr(attention_choice, "_known", {})
+    monkeypatch.setattr(attention_choice, "_measured", {})
+    query, key, _ = leaves(torch.bfloat16, 64, 512)
+    backend = attention_backend(query, key, Visibility(512, 512, CUDA))
+    (times,) = attention_choice.measurements().values()
+    assert {"cudnn", "flash", "efficient", "triton"} <= times.keys()
+    assert times[backend] <= 1.02 * min(times.values())

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.truth import HAS_GPU
 from tightfit.errors import UserError
 from tightfit.kernels import attention as module
 from tightfit.kernels import attention_choice
@@ -261,15 +260,3 @@ def test_classes_differ_in_what_speed_depends_on(monkeypatch):
     with torch.no_grad():
         assert Asked.about(query, key, False, False, False) != one
     assert len({Asked.about(query, key, *flags) for flags in ((True, False, False), (False, True, False))} | {one}) == 3
-
-
-@pytest.mark.parametrize("device", ["cuda"] if HAS_GPU else [])
-def test_candidates_are_measured(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(attention_choice, "CACHE", tmp_path / "attention.json")
-    monkeypatch.setattr(attention_choice, "_known", {})
-    monkeypatch.setattr(attention_choice, "_measured", {})
-    query, key = (torch.randn(1, h, 512, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2))
-    backend = attention_backend(query, key, Visibility(512, 512, query.device))
-    (times,) = attention_choice.measurements().values()
-    assert {"cudnn", "flash", "triton"} <= times.keys()
-    assert times[backend] <= 1.02 * min(times.values())
