@@ -80,7 +80,7 @@ def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
     gathered = moving = 0
     if at.is_sharded:
         gathered = e * _gathered(at, place)
-        moving = _prefetched(at, place) + (0 if place.is_last else held.reduced * cost.widest.all)
+        moving = _prefetched(at, place) + (0 if place.is_last or _sums_whole(at) else held.reduced * cost.widest.all)
     elif held.host and not place.is_last:
         moving = e * cost.widest.all
     return (
@@ -92,12 +92,35 @@ def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
 def _at_reduction(at: RankMemory, place: Place) -> tuple[int, ...]:
     """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone."""
     held, cost, e = at.states, at.cost, at.element
-    gone = 0 if _stays_gathered(at) else place.own
+    before, done, made, head = held.gradients, round(held.growing * place.after), e * place.own, _waiting(at)
+    if _sums_whole(at):
+        before, done, made, head = _whole_sums(at, cost.params.all - place.after), _shards(at, place.after), 0, 0
     return (
-        e * (_gathered(at, place) - gone), held.gradients, *place.before, at.others, cost.tables, 0, cost.stream,
-        round(held.growing * place.after), e * place.own, _waiting(at), 0, 0,
-        _prefetched(at, place) + held.reduced * place.own,
+        e * _gathered_after(at, place), before, *place.before, at.others, cost.tables, 0, cost.stream, done, made, head,
+        0, 0, _prefetched(at, place) + held.reduced * place.own,
     )  # fmt: skip
+
+
+def _gathered_after(at: RankMemory, place: Place) -> int:
+    """Weights that are whole once a layer has let go of its own."""
+    if at.layout.zero == 3:
+        return at.cost.root
+    if _stays_gathered(at) and not _sums_whole(at):
+        return at.cost.params.all
+    return at.cost.params.all - place.after - place.own
+
+
+def _sums_whole(at: RankMemory) -> bool:
+    """ZeRO-1 sums whole gradients over micro-batches and reduces them in the last, when weights go as well."""
+    return at.layout.zero == 1 and at.accumulation > 1 and not at.states.host
+
+
+def _whole_sums(at: RankMemory, weights: int) -> int:
+    return at.states.reduced * weights
+
+
+def _shards(at: RankMemory, weights: int) -> int:
+    return at.states.reduced * weights // at.ranks
 
 
 def _gathered(at: RankMemory, place: Place) -> int:
@@ -131,7 +154,7 @@ def _at_embedding(at: RankMemory) -> tuple[int, ...]:
     gathered = moving = 0
     if at.is_sharded:
         gathered = e * (cost.params.all if _stays_gathered(at) else cost.root)
-        moving = held.reduced * cost.widest.all
+        moving = 0 if _sums_whole(at) else held.reduced * cost.widest.all
     elif held.host:
         moving = e * cost.widest.all
     return (
@@ -143,12 +166,14 @@ def _at_embedding(at: RankMemory) -> tuple[int, ...]:
 def _at_last_reduction(at: RankMemory) -> tuple[int, ...]:
     """FSDP2's last callback: the root's and the embedding's whole gradients, and the buffer one is reduced from."""
     held, cost, e = at.states, at.cost, at.element
-    gathered = e * cost.params.all if _stays_gathered(at) else 0
-    largest = max(cost.root, cost.embedding)
-    done = _layers_done(at) + round(held.growing * largest)
+    whole, largest = cost.root + cost.embedding, max(cost.root, cost.embedding)
+    gathered = e * cost.params.all if _stays_gathered(at) and not _sums_whole(at) else 0
+    before, done, made = held.gradients, _layers_done(at) + round(held.growing * largest), e * whole
+    if _sums_whole(at):
+        before, done, made = _whole_sums(at, whole), _shards(at, cost.params.all - whole + largest), 0
     return (
-        gathered, held.gradients, *(0,) * len(KINDS), at.others, cost.tables, 0, 0, done, 0,
-        e * (cost.root + cost.embedding), 0, 0, held.reduced * largest,
+        gathered, before, *(0,) * len(KINDS), at.others, cost.tables, 0, 0, done, 0, made, 0, 0,
+        held.reduced * largest,
     )  # fmt: skip
 
 

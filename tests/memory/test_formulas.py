@@ -1,0 +1,228 @@
+"""The figures everybody quotes, the constants the code has, and what must hold whatever the numbers are."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas import gpt
+from tightfit.memory.formulas.logits import chunk_bytes, chunk_rows, loss_cost, padded
+from tightfit.memory.formulas.overheads import Overheads
+from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
+from tightfit.memory.formulas.pipeline import pieces_in_flight, stage
+from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, serving_ledger, weight_bytes
+from tightfit.memory.formulas.share import Share
+from tightfit.memory.formulas.states import bytes_per_weight, paper_bytes
+from tightfit.memory.formulas.training import BUCKET_BYTES, peak, training_ledger
+from tightfit.models.presets import preset, preset_names
+
+GIB = 2**30
+BARE = Overheads(0, 0, 0)
+
+
+def workload(model: str = "llama-3.1-8b", length: int = 4096, batch: int = 64, precision: Any = "bf16") -> Workload:
+    return Workload(spec=preset(model), sequence_length=length, global_batch=batch, precision=precision)
+
+
+def peak_of(model: str = "llama-3.1-8b", layout: dict[str, Any] | None = None, **levers: Any) -> int:
+    given = {"micro_batch": 1, **(layout or {})}
+    return peak(workload(model), Layout.model_validate(given), Levers.model_validate(levers), BARE)[0]
+
+
+def test_mixed_precision_adam_costs_16_bytes_and_8b_weights_128_gb() -> None:
+    each = bytes_per_weight(workload(), Levers())
+    assert (each.weights, each.gradients, each.masters, each.moments) == (2, 2, 4, 8)
+    assert each.total == 16
+    eight_billion = 8 * 10**9
+    parts = [part * eight_billion / 1e9 for part in (each.weights, each.gradients, each.masters, 4, 4)]
+    assert parts == [16, 16, 32, 32, 32]
+    assert sum(parts) == 128
+    assert paper_bytes(each, eight_billion, 0, 8) == 128e9
+
+
+@pytest.mark.parametrize(("zero", "each"), [(0, 16), (1, 2 + 2 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
+def test_zero_stages_divide_what_the_paper_says(zero: int, each: float) -> None:
+    assert paper_bytes(bytes_per_weight(workload(), Levers()), 10**9, zero, 8) == pytest.approx(each * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("precision", "form", "total"),
+    [("bf16", "auto", 16), ("fp16", "auto", 16), ("fp32", "auto", 16), ("pure-bf16", "auto", 8), ("bf16", "bf16", 12),
+     ("bf16", "8bit", 10 + 2 / 64)],
+)  # fmt: skip
+def test_bytes_per_weight_by_precision_and_states(precision: str, form: Any, total: float) -> None:
+    assert bytes_per_weight(workload(precision=precision), Levers(optimizer_states=form)).total == total
+
+
+def test_the_classic_layer_by_row() -> None:
+    b, s, h, a = 1, 16384, 4096, 32
+    assert gpt.layer_bytes(b, s, h, a, "attention") == 13 * b * s * h + 5 * b * s * s * a
+    assert gpt.layer_bytes(b, s, h, a, "mlp") == 21 * b * s * h
+    by_name = {row.name: (row.bsh, row.bssa) for row in gpt.ROWS if row.part == "attention"}
+    assert by_name["queries and keys"] == (4, 0)
+    assert by_name["scores (softmax output)"] == (0, 2)
+    assert by_name["softmax dropout mask"] == (0, 1)
+    assert [row.bsh for row in gpt.ROWS if row.part == "mlp"] == [2, 8, 8, 1, 2]
+    assert gpt.score_bytes(b, s, a) == 40 * GIB
+    assert (gpt.layer_bytes(b, s, h, a) - gpt.score_bytes(b, s, a)) / GIB == pytest.approx(2.125)
+    assert gpt.model_bytes(b, s, h, a, 32) / GIB / 1000 == pytest.approx(1.35, abs=0.005)
+
+
+def test_logits_of_two_long_rows() -> None:
+    share = Share(2, 32768, 2)
+    spec = preset("llama-3.1-8b")
+    count = 2 * 32768 * 128256
+    assert round(2 * count / GIB, 1) == 15.7
+    assert round(4 * count / GIB, 1) == 31.3
+    plain = loss_cost(spec, share, fused=False, allowed_bytes=0)
+    hidden = 2 * share.tokens * spec.hidden_size
+    assert plain.forward - hidden == (2 + 4 + 4) * count
+    assert plain.backward - hidden == (4 + 4 + 4) * count, "log-softmax, its gradient and its input's"
+    fused = loss_cost(spec, share, fused=True, allowed_bytes=256 * 2**20)
+    assert fused.logits < 2 * count / 10
+    assert fused.forward < plain.forward / 18
+    assert fused.weight_gradient_copies == 4 * 128256 * 4096
+
+
+def test_constants_are_the_codes_own() -> None:
+    from tightfit.kernels import logit_chunks
+    from tightfit.train import optimizer
+
+    assert BUCKET_BYTES == optimizer.BUCKET_BYTES
+    for columns in (1, 63, 64, 65, 50257, 128256):
+        assert padded(columns) == logit_chunks.padded(columns)
+    for total in (1, 255, 256, 1000, 8192, 65536):
+        for most in (0, 1, 200, 256, 300, 5000, 100_000):
+            assert chunk_rows(total, most) == logit_chunks.chunk_rows(total, most)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+def test_a_chunk_is_the_fused_losss_own(training: bool, dtype_bytes: int) -> None:
+    import torch
+
+    from tightfit.kernels.linear_cross_entropy import rows_at_a_time
+
+    dtype = {2: torch.bfloat16, 4: torch.float32}[dtype_bytes]
+    hidden, weight = (torch.empty(size, 64, dtype=dtype, device="meta") for size in (4096, 5001))
+    rows = rows_at_a_time(hidden, weight, 2**20, weight_gradient=training, triton=True)
+    found = chunk_bytes(4096, 5001, 64, dtype_bytes, 2**20, training=training)
+    assert found == rows * padded(5001) * dtype_bytes
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_params_add_up_to_the_models(name: str) -> None:
+    spec = preset(name)
+    layers = sum(layer_params(spec, layer).all for layer in range(spec.layers))
+    head = 0 if spec.tied else vocabulary_params(spec)
+    assert layers + embedding_params(spec) + spec.norm_params + head == spec.params()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "gemma-2-9b", "gpt2-xl", "mixtral-8x7b", "qwen3-30b-a3b", "smollm2-135m"]
+)
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"data": 8}, {"data": 8, "zero": 1}, {"data": 8, "zero": 2}, {"data": 8, "zero": 3}, {"tensor": 4},
+     {"pipeline": 4}, {"pipeline": 4, "schedule": "interleaved", "stages_per_rank": 2}, {"context": 4},
+     {"pipeline": 2, "tensor": 2, "data": 4, "zero": 1}],
+)  # fmt: skip
+def test_the_quick_view_is_the_ledgers(name: str, layout: dict[str, Any]) -> None:
+    given = Layout.model_validate({"micro_batch": 1, **layout})
+    run = workload(name, length=1024)
+    for levers in (Levers(), Levers(checkpoint_every=1), Levers(offload="optimizer"), Levers(loss="plain")):
+        ledger = training_ledger(run, given, levers)
+        gpu, host = peak(run, given, levers)
+        assert gpu == ledger.peak_bytes()
+        assert host == max(
+            sum(line.bytes for line in ledger.at("backward", rank, "host")) for rank in range(given.pipeline)
+        )
+        assert {phase for phase, _ in ledger.moments()} >= {"init", "forward", "loss", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("axis", ["data-0", "data-1", "data-2", "data-3", "tensor", "pipeline", "context"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "gemma-2-9b"])
+def test_more_ranks_never_need_more(axis: str, name: str) -> None:
+    """From two data ranks on: the first wraps the model in an engine, whose buffers one GPU does without."""
+    kind, _, zero = axis.partition("-")
+    degrees = (2, 4, 8, 16) if kind in ("data", "context") else (1, 2, 4, 8)
+    layouts = [{kind: degree, "zero": int(zero or 0)} for degree in degrees]
+    for levers in ({}, {"checkpoint_every": 1}):
+        peaks = [peak_of(name, layout, **levers) for layout in layouts]
+        assert all(more <= less for less, more in pairwise(peaks))
+
+
+def test_levers_lower_the_peak_and_higher_stages_are_smaller() -> None:
+    assert peak_of(checkpoint_every=1) < peak_of(checkpoint_every=2) < peak_of()
+    assert peak_of(loss="fused") < peak_of(loss="plain")
+    assert peak_of(offload="weights") < peak_of(offload="optimizer") < peak_of()
+    assert peak_of(tiles=8) < peak_of(tiles=1)
+    assert peak_of(optimizer_states="8bit") < peak_of(optimizer_states="bf16") < peak_of()
+    by_stage = [peak_of(layout={"data": 8, "zero": zero}, checkpoint_every=1) for zero in (0, 1, 2, 3)]
+    assert by_stage == sorted(by_stage, reverse=True)
+    assert len(set(by_stage)) == 4
+    given = Layout(micro_batch=1)
+    moved = peak(workload(), given, Levers(checkpoint_every=1, offload_checkpoints=True), BARE)
+    kept = peak(workload(), given, Levers(checkpoint_every=1), BARE)
+    assert moved[0] < kept[0]
+    assert moved[1] == 32 * 4096 * 4096 * 2
+
+
+def test_sequence_parallelism_splits_what_tensor_ranks_repeat() -> None:
+    split = peak_of(layout={"tensor": 8}, checkpoint_every=1)
+    repeated = peak_of(layout={"tensor": 8, "sequence_parallel": False}, checkpoint_every=1)
+    assert split < repeated
+
+
+def test_8b_on_known_cards() -> None:
+    """Adam in mixed precision does not fit one 80 GB card; eight of them train 16 K tokens under ZeRO-3."""
+    one = peak(workload(length=512, batch=1), Layout(micro_batch=1), Levers(checkpoint_every=1))[0]
+    assert one > 80e9
+    eight = Layout(micro_batch=1, data=8, zero=3)
+    assert peak(workload(length=16384, batch=8), eight, Levers(checkpoint_every=1))[0] < 80e9
+    v100 = peak(workload(length=512, batch=8, precision="fp16"), eight, Levers(checkpoint_every=1))[0]
+    assert 18.78e9 < v100 < 32e9, "DeepSpeed's estimator said 18.78 GB; 24 to 32 were measured"
+
+
+def test_pipelines_hold_what_their_schedules_say() -> None:
+    one = {rank: pieces_in_flight(Layout(pipeline=4), rank, 16) for rank in range(4)}
+    assert one == {0: 4, 1: 3, 2: 2, 3: 1}
+    assert pieces_in_flight(Layout(pipeline=4), 0, 2) == 2
+    assert pieces_in_flight(Layout(pipeline=4, schedule="gpipe"), 3, 16) == 16
+    assert pieces_in_flight(Layout(pipeline=4, schedule="zero-bubble"), 3, 16) == 4
+    interleaved = Layout(pipeline=4, schedule="interleaved", stages_per_rank=2)
+    assert [pieces_in_flight(interleaved, rank, 16) for rank in range(4)] == [11, 9, 7, 5]
+    spans = [stage(30, 4, rank)[1:3] for rank in range(4)]
+    assert spans == [(0, 8), (8, 16), (16, 23), (23, 30)]
+
+
+def test_every_pipeline_rank_has_its_lines() -> None:
+    ledger = training_ledger(workload(), Layout(micro_batch=1, pipeline=4), Levers())
+    kept = {rank: ledger.by_component("forward", rank)["activations"] for rank in range(4)}
+    assert kept[0] > kept[1] > kept[2] > kept[3]
+    assert {rank for phase, rank in ledger.moments() if phase == "loss"} == {3}
+
+
+def test_served_8b_at_q8_0_fits_a_t4() -> None:
+    spec = preset("llama-3.1-8b")
+    assert weight_bytes(spec, "bf16") == 2 * spec.params()
+    assert 8.5e9 < weight_bytes(spec, "q8_0") < 8.6e9
+    assert 4.5e9 < weight_bytes(spec, "q4_0") < 4.6e9
+    assert cache_bytes_per_token(spec) == 2 * 8 * 128 * 2 * 32 == 131072
+    assert cache_bytes(spec, 4, 8192) == 4 * 8192 * 131072
+    assert serving_ledger(spec, form="q8_0", requests=4, length=8192).peak_bytes() < 16e9
+
+
+def test_windows_bound_the_cache() -> None:
+    spec = preset("gemma-2-9b")
+    assert cache_bytes(spec, 1, 4096) == 4096 * cache_bytes_per_token(spec)
+    assert cache_bytes(spec, 1, 8192) == (4096 + 8192) // 2 * cache_bytes_per_token(spec)
+
+
+def test_negative_overheads_get_a_sentence() -> None:
+    with pytest.raises(UserError, match="slack_share is -1; give 0 or more"):
+        Overheads(slack_share=-1)

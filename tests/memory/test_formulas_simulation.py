@@ -1,0 +1,45 @@
+"""Formulas against the real step on fake tensors, which knows nothing of them: peak and phases of what is allocated."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.overheads import Overheads
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.ledger import Phase
+from tightfit.models.presets import preset
+from tightfit.train.rehearsal import rehearse
+
+PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
+    ("llama-3.1-8b", {}, {}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"checkpoint_every": 1}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"checkpoint_every": 2}, "pure-bf16", 2),
+    ("qwen3-8b", {}, {}, "fp32", 1),
+    ("gemma-2-9b", {}, {}, "bf16", 1),
+    ("gpt2-xl", {}, {"checkpoint_every": 1}, "fp16", 1),
+    ("llama-3.1-8b", {"data": 8, "zero": 1}, {"checkpoint_every": 1}, "bf16", 3),
+    ("llama-3.1-8b", {"data": 8, "zero": 2}, {}, "bf16", 1),
+    ("llama-3.1-8b", {"data": 8, "zero": 3}, {"checkpoint_every": 1}, "bf16", 1),
+    ("llama-3.1-8b", {"data": 8, "zero": 3}, {}, "pure-bf16", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation"), CASES)
+def test_the_peak_is_the_simulations(
+    model: str, layout: dict[str, Any], levers: dict[str, Any], precision: Any, accumulation: int
+) -> None:
+    spec = replace(preset(model), layers=4)
+    spec = replace(spec, window_layers=tuple(layer for layer in spec.window_layers if layer < 4))
+    given, levers_given = Layout.model_validate({"micro_batch": 2, **layout}), Levers.model_validate(levers)
+    batch = 2 * given.data * accumulation
+    workload = Workload(spec=spec, sequence_length=1024, global_batch=batch, precision=precision)
+    found = training_ledger(workload, given, levers_given, Overheads(0, 0, 0))
+    truth = rehearse(workload, given, levers_given)
+    assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.03)
+    for phase in PHASES:
+        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase
