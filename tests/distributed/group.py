@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 Function = Callable[..., Any]
 PRELOADED = ["tightfit.train.loop", "tests.train.jobs", "tests.distributed.training", "transformers"]
-"""Imported once, in the server that processes are forked from. The suite has one, so this is what any test asks of it."""
+"""Imported once, in the server that processes are forked from. The suite has one: this is what any test asks of it."""
 
 
 class Group:

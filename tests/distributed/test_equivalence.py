@@ -10,6 +10,8 @@ from torch import Tensor
 from tests.distributed.group import Group
 from tests.distributed.training import (
     CPU,
+    GEMMA,
+    GPT2,
     TIED,
     UNEVEN,
     Case,
@@ -46,6 +48,9 @@ CASES = {
     "3-tied-checkpointed-four": Case(
         spec=TIED, data=4, zero=3, micro_batch=1, levers=Levers(checkpoint_every=2, loss_chunk_bytes=1)
     ),
+    "3-gemma": Case(spec=GEMMA, data=2, zero=3, micro_batch=2),
+    "3-learned-positions": Case(spec=GPT2, data=2, zero=3, micro_batch=2),
+    "0-learned-positions": Case(spec=GPT2, data=2, zero=0, micro_batch=2),
     "3-plain-loss": Case(data=2, zero=3, micro_batch=4, levers=Levers(loss="plain")),
     "3-clipped": Case(data=4, zero=3, micro_batch=2, settings=Optimizer(lr=1e-3, clip_norm=0.1)),
     "0-clipped": Case(data=4, zero=0, micro_batch=2, settings=Optimizer(lr=1e-3, clip_norm=0.1)),

@@ -27,6 +27,15 @@ PLAIN, SETTINGS = Levers(), Optimizer(lr=1e-3)
 TIED = replace(TINY, tied=True)
 UNEVEN = replace(TINY, vocab_size=97, hidden_size=36, head_dim=6, mlp_size=66, layers=3, qk_norm=True, qkv_bias=True)
 """No size of it is a multiple of four, and four ranks have six numbers of a head's norm between them: one has none."""
+GEMMA = replace(
+    TIED, family="gemma2", norm="rms_plus_one", sandwich_norms=True, activation="gelu_tanh", embedding_scale=5.0,
+    attention_softcap=20.0, logit_softcap=10.0, window=4, window_layers=(0,),
+)  # fmt: skip
+GPT2 = replace(
+    TIED, family="gpt2", kv_heads=4, norm="layer", activation="gelu_tanh", gated=False, rope=None,
+    output_bias=True, mlp_bias=True,
+)  # fmt: skip
+"""Without biases of the keys: where positions are learned their gradient is nothing but rounding errors."""
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,19 @@ def test_evaluation_sees_every_row_once_in_order() -> None:
     assert batches == [[0, 1, 2], [3, 4, 5], [6]]
 
 
+@pytest.mark.parametrize(("rows", "batch", "world"), [(7, 3, 2), (7, 2, 4), (1, 4, 3), (8, 2, 2)])
+def test_ranks_evaluate_every_row_once_in_equally_many_batches(rows: int, batch: int, world: int) -> None:
+    class Labelled(Numbers):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return super().__getitem__(index) | {"labels": torch.tensor([index, index])}
+
+    shares = [list(evaluation_batches(Labelled(rows), batch, rank=rank, world=world)) for rank in range(world)]
+    assert {len(share) for share in shares} == {-(-rows // (batch * world))}
+    counted = [label for share in shares for b in share for label in b["labels"][:, 0].tolist() if label != -100]
+    assert sorted(counted) == list(range(rows))
+    assert all(b["tokens"].shape == b["labels"].shape for share in shares for b in share)
+
+
 def test_the_order_is_the_same_everywhere() -> None:
     """The expected numbers are frozen: a change would make every earlier checkpoint resume in another order."""
     assert shuffled(12, 0, "epoch 1").tolist() == [9, 4, 7, 0, 3, 5, 6, 8, 10, 1, 2, 11]
