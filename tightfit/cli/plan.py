@@ -108,7 +108,7 @@ def _question(
     from tightfit.plan.pins import parse_pins
 
     job: dict[str, Any] = {}
-    shape: dict[str, int] = {}
+    shape: dict[str, Any] = {}
     if model.endswith(JOB_FILES):
         from tightfit.jobs.load import load_job
 
@@ -149,7 +149,7 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     if confirm:
         from tightfit.train.rehearsal import rehearse
 
-        extra["simulation"] = rehearse(plan.workload, plan.layout, plan.levers).to_json()
+        extra["simulation"] = plan.confirmed(rehearse(plan.workload, plan.layout, plan.levers))
     if compare_estimators:
         from tightfit.report.estimators import estimates
 

@@ -19,13 +19,12 @@ from tightfit.plan.changes import Change, changes
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
 from tightfit.plan.runnable import not_yet
-from tightfit.plan.search import Candidate, search
+from tightfit.plan.search import COMFORT, Candidate, search
 from tightfit.plan.space import Space
 
 DEFAULT_LENGTH = 4096
 DEFAULT_STEP_TOKENS = 2**22
 MOST_ALTERNATIVES = 5
-TIGHT = 0.95
 MEASURED_CARD = "H200"
 
 
@@ -145,8 +144,8 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         f"{missing} (--runnable plans with those alone)" if (missing := not_yet(plan.layout, plan.levers)) else None,
         None
         if workload.global_batch % machine.ranks == 0
-        else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so they cannot "
-        "all be data ranks",
+        else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so not all of "
+        "them can be data ranks",
         f"nodes are connected by {machine.inter.name}; name another link after the machine, such as "
         f"{machine.text.partition(':')[0]}:ndr"
         if machine.nodes > 1 and machine.inter.name not in machine.text
@@ -154,8 +153,9 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         f"this uses {plan.host_peak_bytes / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
         if plan.host_peak_bytes > 2**30 and machine.host_bytes is None
         else None,
-        f"tight: {plan.gpu_peak_bytes / room:.0%} of the card"
-        if plan.fits and plan.gpu_peak_bytes > TIGHT * room
+        f"tight: {plan.gpu_peak_bytes / room:.0%} of the card, and nothing that leaves more room was found; --confirm "
+        "counts more exactly"
+        if plan.fits and plan.gpu_peak_bytes > COMFORT * room
         else None,
         f"times assume the shares of peak that were measured on an {MEASURED_CARD}"
         if machine.accelerator.family != MEASURED_CARD

@@ -26,9 +26,8 @@ from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
 from tightfit.plan.steptime import StepTime
 from tightfit.plan.work import layer_work, sharded_params
 
-
 CONTENTION = 16 / 132
-"""Of an H100's multiprocessors, those that NCCL's kernels run on (one per channel) beside the compute they hide behind."""
+"""Of an H100's multiprocessors, those that NCCL's kernels take (one per channel) from the compute they hide behind."""
 
 
 class Costs:

@@ -60,7 +60,8 @@ def _value(section: str, name: str, text: str) -> Any:
         hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(schema.model_fields)}"
         raise UserError(f"there is no field {section}.{name} to pin; {hint}")
     try:
-        return TypeAdapter(Annotated[info.annotation, info]).validate_python(yaml.safe_load(text))
+        schema_of_field: Any = Annotated[info.annotation, info]
+        return TypeAdapter(schema_of_field).validate_python(yaml.safe_load(text))
     except (ValidationError, yaml.YAMLError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "not a value"
         meaning = " ".join((info.description or "").split())

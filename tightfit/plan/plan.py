@@ -18,6 +18,7 @@ from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.spec import Experts, ModelSpec, Rope
@@ -81,6 +82,13 @@ class Plan:
     def tokens_per_second(self) -> float:
         """Predicted, over all GPUs."""
         return self.workload.tokens / self.time.step_s
+
+    def confirmed(self, simulated: Ledger) -> dict[str, Any]:
+        """What a simulation of the plan says, as plain data; it knows the allocator but not the driver's context."""
+        has_context = any(line.component == "cuda context" for line in simulated.lines)
+        peak_bytes = simulated.peak_bytes() + (0 if has_context else DEFAULT.context_bytes)
+        fits = peak_bytes <= self.machine.accelerator.memory_bytes
+        return {"fits": fits, "gpu_peak_bytes": peak_bytes, "ledger": simulated.to_json()}
 
     def job_fields(self) -> dict[str, Any]:
         """What a job file says that runs this plan."""

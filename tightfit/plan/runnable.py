@@ -4,6 +4,7 @@ from typing import Any
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.section import Section
 
 RUNNABLE = {
     "layout": ("data", "zero", "micro_batch"),
@@ -27,7 +28,7 @@ def not_yet(layout: Layout, levers: Levers) -> str | None:
 
 def runnable_only() -> dict[str, dict[str, Any]]:
     """Every field that must stay at its default for the trainer to run a plan, by section."""
-    sections = {"layout": Layout, "levers": Levers}
+    sections: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
     return {
         section: {name: info.default for name, info in schema.model_fields.items() if name not in RUNNABLE[section]}
         for section, schema in sections.items()

@@ -2,18 +2,18 @@
 
 Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
 of them too. A family of layouts (same degrees) is out when its leanest member does not fit with every lever pulled.
-The layouts of the rest are taken by their lower bound. One that fits as it is needs no levers; otherwise levers are tried
+Layouts of the rest are taken by their lower bound; one that fits as it is needs no levers, for others levers are tried
 in the order of their cost, skipping those weaker than a set that failed. Layouts fall into kinds (which degrees are
 above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped.
 
-Where nobody said how much memory the host has, offload is tried only if nothing fits without. The winner is the
-simplest of the plans within 2 % of the fastest: the model of time is not better than that.
+Plans that leave 5 % of the card are looked for first, as formulas and fragmentation are not known better than that;
+then those that just fit. Where nobody said how much memory the host has, offload comes last. The winner is the simplest
+of the plans within 2 % of the fastest: the model of time is not better than that.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
@@ -22,6 +22,7 @@ from tightfit.plan.space import Space
 from tightfit.plan.steptime import StepTime
 from tightfit.plan.strength import weaker
 
+COMFORT = 0.95
 SAME = 1.02
 HOPELESS = 3.0
 """Layouts this many times slower than the best are not looked at: nobody would take them."""
@@ -71,18 +72,21 @@ def search(space: Space) -> Found:
     """The best plan of each kind."""
     space.check()
     costs = Costs(space.workload, space.machine)
-    if space.machine.host_bytes is None and "offload" not in space.pins.levers:
-        found = _Search(space, costs, space.levers(offload=False)).run()
-        if found.plans:
-            return found
-    return _Search(space, costs, space.levers()).run()
+    unsure = space.machine.host_bytes is None and "offload" not in space.pins.levers
+    for levers in ([space.levers(offload=False)] if unsure else []) + [space.levers()]:
+        for share in (COMFORT, 1.0):
+            found = _Search(space, costs, levers, share).run()
+            if found.plans:
+                return found
+    return found
 
 
 class _Search:
-    """One pass over a space with given levers."""
+    """One pass over a space with given levers and a given share of the card."""
 
-    def __init__(self, space: Space, costs: Costs, levers: Sequence[Levers]) -> None:
+    def __init__(self, space: Space, costs: Costs, levers: Sequence[Levers], share: float) -> None:
         self.space, self.costs, self.levers = space, costs, list(levers)
+        self.room_bytes = int(share * space.machine.accelerator.memory_bytes)
         self.layouts = 0
         self.nearest: Candidate | None = None
         self.best: dict[Kind, Candidate] = {}
@@ -108,7 +112,7 @@ class _Search:
             self.layouts += len(family)
             frames = [self.costs.frame(layout) for layout in self.space.leanest(family)]
             best = min((self._measure(f, each) for f in frames for each in self.strongest), key=self._excess)
-            if fits(self.space.machine, best):
+            if self._fits(best):
                 kept += family
             elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
                 self.nearest = best
@@ -129,7 +133,7 @@ class _Search:
             if any(weaker(levers, other) for other in failed):
                 continue
             candidate = self._measure(frame, levers)
-            if fits(self.space.machine, candidate):
+            if self._fits(candidate):
                 self.best[kind] = candidate
                 return
             if self.space.machine.host_bytes is None or candidate.host_bytes <= self.space.machine.host_bytes:
@@ -144,7 +148,7 @@ class _Search:
         )  # fmt: skip
         if layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
             return True
-        if any(fits(self.space.machine, self._measure(frame, each)) for each in self.strongest):
+        if any(self._fits(self._measure(frame, each)) for each in self.strongest):
             return False
         self.too_large[siblings] = layout.micro_batch
         return True
@@ -155,19 +159,14 @@ class _Search:
         ranks = min(self.space.machine.per_node, frame.layout.ranks)
         return Candidate(frame.layout, levers, frame.step(levers), gpu, host * ranks)
 
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether card and host hold it; a host of unknown size holds anything."""
+        return self._excess(candidate) <= 0
+
     def _excess(self, candidate: Candidate) -> int:
-        return _excess(self.space.machine, candidate)
-
-
-def fits(machine: Machine, candidate: Candidate) -> bool:
-    """Whether card and host hold it; a host of unknown size holds anything."""
-    return _excess(machine, candidate) <= 0
-
-
-def _excess(machine: Machine, candidate: Candidate) -> int:
-    """Bytes beyond the card, or beyond the host where that is what is short."""
-    card = candidate.gpu_bytes - machine.accelerator.memory_bytes
-    return card if machine.host_bytes is None else max(card, candidate.host_bytes - machine.host_bytes)
+        """Bytes beyond the card, or beyond the host where that is what is short."""
+        card, host = candidate.gpu_bytes - self.room_bytes, self.space.machine.host_bytes
+        return card if host is None else max(card, candidate.host_bytes - host)
 
 
 def kind_of(layout: Layout) -> Kind:

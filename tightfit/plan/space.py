@@ -2,10 +2,11 @@
 
 A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide the
 heads, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each, expert ranks divide the
-experts, and data ranks divide the batch. Left out because never better on both counts: gpipe (1f1b's time, more memory)
-and the plain loss (slower, more memory); a pin brings them back. Micro-batches are divisors up to 64 rows. Context ranks
-and a micro-batch that share a factor are left out too: more data ranks with smaller micro-batches are the same, without
-the ring.
+experts, and data ranks divide the batch. Micro-batches are divisors up to 64 rows.
+
+Left out because something else is never worse: gpipe (1f1b takes as long and less memory), the plain loss (slower and
+larger), and context ranks with a micro-batch that shares a factor with them (more data ranks with smaller micro-batches
+are the same, without the ring). A pin brings them back.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.layout import Layout
+from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.plan.pins import Pins
@@ -109,9 +110,9 @@ class Space:
                 sequence_parallel=sequence_parallel,
             )  # fmt: skip
 
-    def _orders(self, pipeline: int) -> list[tuple[str, int]]:
+    def _orders(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
         """Schedules and pieces per rank of a pipeline."""
-        orders = [("1f1b", 1)]
+        orders: list[tuple[PipelineSchedule, int]] = [("1f1b", 1)]
         if pipeline > 1:
             fit = [v for v in PIECES if self.workload.spec.layers >= pipeline * v]
             orders += [("zero-bubble", 1), ("gpipe", 1), *(("interleaved", v) for v in fit)]

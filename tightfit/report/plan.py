@@ -1,4 +1,4 @@
-"""What `tightfit plan` prints: the verdict, where memory and time go, what else would do, or what would have to change."""
+"""What `tightfit plan` prints: the verdict, where memory and time go, what else would do, or what has to change."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -129,13 +129,14 @@ def _alternatives(answer: Answer) -> Table:
     return table
 
 
-def _simulation(plan: Plan, data: Any) -> str:
-    simulated = Ledger.from_json(data, "the simulation")
-    allocated, reserved = simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes()
+def _simulation(plan: Plan, found: Mapping[str, Any]) -> str:
+    simulated = Ledger.from_json(found["ledger"], "the simulation")
+    allocated = simulated.peak_allocated_bytes()
     formula = plan.ledger.peak_allocated_bytes()
+    verdict = "[green]fits[/green]" if found["fits"] else "[red]does not fit[/red]"
     return (
-        f"simulated: {gib(allocated)} allocated ({formula / allocated - 1:+.1%} in the formulas), {gib(reserved)} "
-        f"reserved, {gib(simulated.peak_bytes())} in all"
+        f"simulated: {verdict}, {gib(allocated)} allocated ({formula / allocated - 1:+.1%} in the formulas), "
+        f"{gib(simulated.peak_reserved_bytes())} reserved, {gib(found['gpu_peak_bytes'])} with the CUDA context"
     )
 
 

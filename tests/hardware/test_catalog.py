@@ -1,0 +1,80 @@
+"""The catalog: what data sheets say, and sentences for what it does not have."""
+
+import pytest
+
+from tightfit.errors import UserError
+from tightfit.hardware.catalog import CATALOG, find_accelerator
+from tightfit.hardware.links import LINKS
+
+WANTED = "T4 P100 V100 RTX3090 RTX4090 RTX5090 A10 A40 L4 L40S A100 H100 H200 GH200 B200 MI250X MI300X".split()
+
+
+def test_every_card_people_ask_about_is_there_with_a_source() -> None:
+    assert {row.family for row in CATALOG} == set(WANTED)
+    assert all(row.source for row in CATALOG)
+    assert len({(row.name, row.form) for row in CATALOG}) == len(CATALOG)
+    forms = {(row.name, row.form) for row in CATALOG}
+    for name in ("V100-16GB", "V100-32GB", "A100-40GB", "A100-80GB", "H100-80GB"):
+        assert {(name, "pcie"), (name, "sxm")} <= forms
+
+
+def test_rows_are_consistent() -> None:
+    for row in CATALOG:
+        assert row.peer_link in LINKS
+        assert row.host_link in LINKS
+        assert row.network is None or LINKS[row.network].kind == "network"
+        assert 0.85 * row.memory_gb * 1e9 < row.memory_bytes <= row.memory_gb * 2**30
+        rates = row.rates
+        assert rates.fp16 is None or rates.fp16 > rates.fp32
+        assert rates.fp8 is None or rates.bf16 is None or rates.fp8 >= 1.9 * rates.bf16
+        if row.family in ("T4", "P100", "V100"):
+            assert rates.bf16 is None
+            assert rates.tf32 is None
+        else:
+            assert rates.bf16 == rates.fp16
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "bf16_or_fp16", "gb_s", "peer_gb_s"),
+    [
+        ("V100-32GB", "sxm", 125.0, 900, 150),
+        ("A100-80GB", "sxm", 312.0, 2039, 300),
+        ("H100-80GB", "sxm", 989.4, 3350, 450),
+        ("H200", "sxm", 989.4, 4800, 450),
+        ("B200", "sxm", 2250.0, 8000, 900),
+        ("T4", "pcie", 65.0, 320, 15.75),
+        ("MI300X", "oam", 1307.4, 5300, 448),
+    ],
+)
+def test_figures_of_the_data_sheets(name: str, form: str, bf16_or_fp16: float, gb_s: float, peer_gb_s: float) -> None:
+    row = find_accelerator(name, form)
+    assert (row.rates.fp16, row.bandwidth_gb_s, row.peer.gb_s) == (bf16_or_fp16, gb_s, peer_gb_s)
+
+
+def test_what_cuda_reports_is_less_than_the_box_says() -> None:
+    h200 = find_accelerator("H200")
+    assert h200.memory_bytes == int(139.8 * 2**30)
+    assert find_accelerator("T4").memory_bytes < 15 * 2**30
+    assert find_accelerator("GH200").memory_bytes == 96 * 10**9
+
+
+@pytest.mark.parametrize("name", ["h100-80gb", "H100 80GB", "NVIDIA H100-80GB", "H10080GB"])
+def test_spelling_does_not_matter(name: str) -> None:
+    assert find_accelerator(name).name == "H100-80GB"
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "words"),
+    [
+        ("H101-80GB", None, ["H101-80GB", "H100-80GB"]),
+        ("V100", None, ["V100-16GB or V100-32GB"]),
+        ("V100-64GB", None, ["V100-64GB", "V100-32GB"]),
+        ("TPUv5", None, ["TPUv5", "T4-16GB", "MI300X-192GB"]),
+        ("T4", "sxm", ["T4-16GB", "sxm", "pcie"]),
+    ],
+)
+def test_unknown_parts_are_one_sentence(name: str, form: str | None, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        find_accelerator(name, form)
+    for word in words:
+        assert word in str(error.value)
