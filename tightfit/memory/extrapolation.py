@@ -2,9 +2,9 @@
 
 Every layer keeps the same, so what is alive at a given point of a step (the end of forward, the start or the end of
 backward, the update) grows by the same bytes with every layer. Two traces that differ by one period of layers give that
-growth for each component; backward is cut in the middle, so that its fullest moment is known at both ends and neither
-can hide the other. Exact for tensors; rounding to blocks is taken to stay the same share of them, and what the allocator
-reserves beyond the peak to stay the same, as it comes from buffers that every layer uses anew.
+growth for each component; backward is cut after the last layers, so that its fullest moment is known at both ends and
+neither can hide the other. Exact for tensors; rounding to blocks is taken to stay the same share of them, and what the
+allocator reserves beyond the peak to stay the same, as it comes from buffers that every layer uses anew.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from tightfit.errors import UserError
 from tightfit.memory.ledger import Component
 from tightfit.memory.trace import Allocation, Moment
 
-SHALLOW_PERIODS = 2
+SHALLOW_PERIODS = 3
 
 
 def depths(layers: int, period: int) -> tuple[int, int]:

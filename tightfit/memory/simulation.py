@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from tightfit.errors import UserError
 from tightfit.memory.cuda_rules import ReadsAsOne, cuda_scratch, fused_attention
@@ -39,6 +41,17 @@ def fake_world(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class FirstChunkOnly(TorchFunctionMode):
+    """While a model is sharded, the first rank's chunk stands for everybody's: cutting a thousand takes minutes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.chunk:
+            return func(*args, **kwargs)
+        tensor, chunks, dim = args[0], args[1], kwargs.get("dim", 0)
+        return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))] * chunks
 
 
 @contextmanager

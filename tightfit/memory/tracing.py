@@ -111,7 +111,7 @@ class Tracer(TorchDispatchMode):
         hook = module.register_forward_hook(lambda *_: self.begin("loss") if self.phase == "forward" else None)
         self._stack.callback(hook.remove)
 
-    def halve_backward(self, module: nn.Module) -> None:
+    def cut_backward(self, module: nn.Module) -> None:
         """Note where backward reaches `module`, as memory may be fullest at either end of it."""
 
         def watch(layer: nn.Module, arguments: Any, made: Any) -> None:

@@ -20,7 +20,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.ledger import Ledger
-from tightfit.memory.simulation import fake_world, simulated
+from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
 from tightfit.memory.trace import Moment, Trace, fullest_of_each_phase, ledger_of
 from tightfit.memory.tracing import Tracer
 from tightfit.models.decoder import Decoder, Implementations
@@ -32,8 +32,8 @@ from tightfit.train.optimizer import MOMENTS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.step import Batch, OnPhase, train_step
 
-DIRECT_LAYERS_TIMES_RANKS = 512
-"""Up to this the whole model is traced: sharding a layer over many ranks is what takes time."""
+DIRECT_LAYERS = 8
+"""Models of up to so many layers are traced whole."""
 GPU_KERNELS = Implementations(norm="triton", rope="triton", glu="triton", linear_cross_entropy="triton")
 CPU = torch.device("cpu")
 Step = Callable[[OnPhase], object]
@@ -49,7 +49,7 @@ def _moments(workload: Workload, layout: Layout, levers: Levers) -> list[Moment]
     """The whole model where that is quick, else from two shallow ones."""
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
-    if layers * layout.ranks <= DIRECT_LAYERS_TIMES_RANKS or more >= layers or _differs_by_layer(workload.spec):
+    if layers <= DIRECT_LAYERS or more >= layers or _differs_by_layer(workload.spec):
         return rehearsed_step(workload, layout, levers).replay().occurrences
     made = [rehearsed_step(_of_depth(workload, depth), layout, levers).replay().occurrences for depth in (few, more)]
     return extrapolated(made[0], made[1], (layers - more) // period)
@@ -77,7 +77,8 @@ def rehearsed(make: MakeStep, layout: Layout) -> Trace:
             stack.enter_context(fake_world(layout.ranks))
             mesh = make_mesh(layout, "cpu")
         tracer = stack.enter_context(simulated())
-        step = make(mesh, tracer)
+        with FirstChunkOnly():
+            step = make(mesh, tracer)
         tracer.begin_step()
         step(tracer.begin)
     return tracer.trace
@@ -100,7 +101,7 @@ def make_step(
         decoder, mesh, layout, levers, workload.precision, Optimizer(), device, lambda model: None
     )
     if tracer is not None:
-        introduce(tracer, decoder, optimizer)
+        introduce(tracer, decoder, optimizer, period=max(1, levers.checkpoint_every))
     scale = LossScale.for_precision(workload.precision)
     step = partial(train_step, module, optimizer, _batches(workload, layout), device, 1e-5, scale)
     return partial(step, ranks=Ranks.of(mesh))
@@ -126,8 +127,11 @@ def _unfilled(
         torch.set_default_dtype(before)
 
 
-def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW) -> None:
-    """Tell the tracer which tensors are weights, masters, states and gradients, and where the loss begins."""
+def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: int = 1) -> None:
+    """Tell the tracer which tensors are weights, masters, states and gradients, and where the loss begins.
+
+    Backward is cut where it has gone through the last `period` layers.
+    """
     tracer.name_modules(model)
     tracer.claim(model.parameters(), "weights")
     tracer.claim_gradients(model.parameters())
@@ -137,7 +141,7 @@ def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW) -> None:
         for master in bucket.masters:
             tracer.claim((bucket.adamw.state[master][moment] for moment in MOMENTS), "optimizer states")
     tracer.loss_follows(model.norm)
-    tracer.halve_backward(model.layers[len(model.layers) // 2])
+    tracer.cut_backward(model.layers[max(0, len(model.layers) - 1 - period)])
 
 
 def _batches(workload: Workload, layout: Layout) -> list[Batch]:
