@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.futures import Future
@@ -54,7 +55,10 @@ COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp1
 
 def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
     """Zero 0. `model` must already have the dtype it trains in; every rank gets the first rank's weights."""
-    replica = DistributedDataParallel(model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True)
+    fake = isinstance(model.embed.weight, FakeTensor)  # without values there is nothing to send or to compare
+    replica = DistributedDataParallel(
+        model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True, init_sync=not fake
+    )
     replica.register_comm_hook(mesh.get_group("data"), _summed)
     return replica
 
