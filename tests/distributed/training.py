@@ -23,7 +23,8 @@ from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, train_step
 
 CPU = torch.device("cpu")
-PLAIN, SETTINGS = Levers(), Optimizer(lr=1e-3)
+PLAIN, SETTINGS = Levers(), Optimizer(lr=1e-3, eps=1e-4)
+"""With its usual eps Adam makes whole updates of gradients that are all rounding error; weights then tell nothing."""
 TIED = replace(TINY, tied=True)
 UNEVEN = replace(TINY, vocab_size=97, hidden_size=36, head_dim=6, mlp_size=66, layers=3, qk_norm=True, qkv_bias=True)
 """No size of it is a multiple of four, and four ranks have six numbers of a head's norm between them: one has none."""
