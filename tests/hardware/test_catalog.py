@@ -6,7 +6,8 @@ from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG, find_accelerator
 from tightfit.hardware.links import LINKS
 
-WANTED = "T4 P100 V100 RTX3090 RTX4090 RTX5090 A10 A40 L4 L40S A100 H100 H200 GH200 B200 MI250X MI300X".split()
+WANTED = ["T4", "P100", "V100", "RTX3090", "RTX4090", "RTX5090", "A10", "A40", "L4", "L40S", "A100", "H100", "H200",
+          "GH200", "B200", "MI250X", "MI300X"]  # fmt: skip
 
 
 def test_every_card_people_ask_about_is_there_with_a_source() -> None:

@@ -14,8 +14,10 @@ from tightfit.plan.steptime import StepTime
 from tightfit.plan.work import attention_pairs, layer_work, sharded_params
 from tightfit.report.documentation import RESULTS
 
+NONE = Levers()
 
-def step(model: str, on: str, seq: int, rows: int, layout: Layout, levers: Levers = Levers()) -> StepTime:
+
+def step(model: str, on: str, seq: int, rows: int, layout: Layout, levers: Levers = NONE) -> StepTime:
     asked = question(model, on, seq, rows)
     return Costs(asked.workload, asked.machine).step(layout, levers)
 
@@ -96,7 +98,9 @@ def test_zero_stages_send_what_the_table_of_data_parallelism_says() -> None:
 def test_offloaded_adam_runs_at_the_hosts_speed() -> None:
     found = step("llama-3.1-8b", "H100-80GB", 4096, 1, Layout(micro_batch=1), Levers(offload="optimizer"))
     assert found.offload_s > 8.03e9 / 4.3e9
-    eight = step("llama-3.1-8b", "8xH100-80GB", 4096, 8, Layout(data=8, zero=3, micro_batch=1), Levers(offload="optimizer"))
+    eight = step(
+        "llama-3.1-8b", "8xH100-80GB", 4096, 8, Layout(data=8, zero=3, micro_batch=1), Levers(offload="optimizer")
+    )
     assert eight.offload_s == pytest.approx(found.offload_s, rel=0.25)  # eight ranks share the host and the weights
 
 

@@ -1,0 +1,60 @@
+"""Global batches: tokens, rows, and how ranks work through them."""
+
+import pytest
+
+from tests.plan.questions import planned
+from tightfit.errors import UserError
+from tightfit.hardware.sizes import parse_count
+from tightfit.plan.batch import Batch, rows_of_tokens, split_rows, warning
+
+
+def test_61_million_tokens_are_1920_rows() -> None:
+    """DeepSeek-V3: 1920 × 32 K, and 1920 = 16 × 120."""
+    batch = Batch(sequence_length=32_000, micro=1, accumulation=16, ranks=120)
+    assert batch.rows == 1920
+    assert batch.tokens == 61_440_000
+    assert rows_of_tokens(61_440_000, 32_000) == 1920
+    assert split_rows(1920, 32_000, 1, 120) == batch
+    assert split_rows(1920, 32_000, 4, 120).accumulation == 4
+    assert "1,920 rows × 32,000 = 61.4 M tokens a step = micro-batch 1 × accumulation 16 × 120" in str(batch)
+
+
+def test_rows_that_do_not_divide_name_those_that_do() -> None:
+    with pytest.raises(UserError, match="1900 is not a multiple of micro-batch 1 × 120 data ranks; take 1800 or 1920"):
+        split_rows(1900, 32_000, 1, 120)
+    with pytest.raises(UserError, match="take 8 rows"):
+        split_rows(7, 512, 1, 8)
+    with pytest.raises(UserError, match="--batch-tokens is 0"):
+        rows_of_tokens(0, 512)
+
+
+@pytest.mark.parametrize(("tokens", "gpus", "said"), [
+    (4_194_304, 1024, None), (61_440_000, 2048, None), (65_536, 1024, "less"), (200_000_000, 1024, "more"),
+    (65_536, 8, None),
+])  # fmt: skip
+def test_unusual_batches_are_pointed_out(tokens: int, gpus: int, said: str | None) -> None:
+    sentence = warning(tokens, gpus)
+    assert (sentence is None) == (said is None)
+    assert said is None or said in str(sentence)
+
+
+def test_a_plan_works_through_exactly_its_batch() -> None:
+    found = planned("llama-3.1-8b", "8xH100-80GB", 4096, 96)
+    plan = found.plan
+    micro_batches = 96 / (plan.layout.micro_batch * plan.layout.data)
+    assert micro_batches == int(micro_batches)
+    assert any("less than" in note for note in planned("llama-3.2-1b", "16x8xH100-80GB", 512, 128).notes)
+    odd = planned("llama-3.2-1b", "8xH100-80GB", 512, 7)
+    assert odd.plan.layout.data in (1, 7)
+    assert any("7 rows is not a multiple of 8 GPUs" in note for note in odd.notes)
+
+
+@pytest.mark.parametrize(("text", "count"), [("4M", 4_000_000), ("15T", 15 * 10**12), ("1,024", 1024), ("2.5k", 2500)])
+def test_counts_as_people_write_them(text: str, count: int) -> None:
+    assert parse_count(text, "--tokens") == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "4Q", "-3"])
+def test_other_counts_are_a_sentence(text: str) -> None:
+    with pytest.raises(UserError, match="--tokens is"):
+        parse_count(text, "--tokens")

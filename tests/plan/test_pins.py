@@ -1,0 +1,107 @@
+"""Pins: decided fields stay decided, and nonsense is one sentence."""
+
+import pytest
+
+from tests.plan.questions import planned, question
+from tightfit.errors import UserError
+from tightfit.plan.pins import Pins, parse_pins
+from tightfit.plan.runnable import not_yet
+
+
+@pytest.mark.parametrize(
+    ("pin", "section", "name", "value"),
+    [
+        ("layout.zero=3", "layout", "zero", 3),
+        ("levers.offload=none", "levers", "offload", "none"),
+        ("levers.offload_checkpoints=true", "levers", "offload_checkpoints", True),
+        (" layout.schedule = gpipe", "layout", "schedule", "gpipe"),
+    ],
+)
+def test_parse(pin: str, section: str, name: str, value: object) -> None:
+    assert getattr(parse_pins([pin]), section) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("pin", "words"),
+    [
+        ("layout.zero=4", ["layout.zero", "'4'", "data ranks split"]),
+        ("layout.zero", ["layout.zero", "layout.FIELD=value"]),
+        ("optimizer.lr=1", ["optimizer.lr=1", "levers.FIELD=value"]),
+        ("layout.tensr=2", ["layout.tensr", "tensor"]),
+        ("levers.nonsense=2", ["levers.nonsense", "checkpoint_every"]),
+        ("layout.tensor=0", ["layout.tensor", "'0'", "greater than or equal to 1"]),
+        ("layout.tensor=[", ["layout.tensor", "'['"]),
+        ("levers.offload=disk", ["levers.offload", "disk"]),
+    ],
+)
+def test_bad_pins(pin: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        parse_pins([pin])
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (["layout.tensor=3"], ["layout.tensor is 3", "8 GPUs"]),
+        (["layout.data=8", "layout.tensor=2"], ["layout.data=8", "layout.tensor=2", "drop one"]),
+        (["layout.micro_batch=5"], ["64", "5"]),
+        (["layout.pipeline=8", "layout.schedule=interleaved", "layout.stages_per_rank=3"], ["drop one"]),
+        (["levers.offload_checkpoints=true", "levers.checkpoint_every=0"], ["checkpoint_every"]),
+    ],
+)
+def test_pins_that_leave_nothing(pins: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        planned("llama-3.1-8b", "8xH100-80GB", 512, 64, *pins)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_shapes_of_the_model_limit_the_layout() -> None:
+    with pytest.raises(UserError, match=r"layout.tensor is 16.*9 heads"):
+        planned("smollm2-135m", "16xH100-80GB", 512, 64, "layout.tensor=16")
+    with pytest.raises(UserError, match=r"layout.pipeline is 64.*30 layers"):
+        planned("smollm2-135m", "64xH100-80GB", 512, 64, "layout.pipeline=64")
+    with pytest.raises(UserError, match=r"global batch 6 .*\(8\)"):
+        planned("smollm2-135m", "8xH100-80GB", 512, 6, "layout.data=8")
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        "layout.zero=2", "layout.tensor=4", "layout.pipeline=2", "layout.schedule=gpipe", "layout.context=2",
+        "layout.micro_batch=2", "layout.sequence_parallel=false", "levers.checkpoint_every=3", "levers.loss=plain",
+        "levers.tiles=2", "levers.offload=optimizer", "levers.loss_chunk_bytes=1000000",
+    ],
+)  # fmt: skip
+def test_a_pinned_field_stays(pin: str) -> None:
+    pins = [pin, "layout.pipeline=2"] if "schedule" in pin else [pin]
+    plan = planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, *pins).plan
+    section, _, rest = pin.partition(".")
+    name, _, value = rest.partition("=")
+    assert str(getattr(getattr(plan, section), name)).lower() == value
+
+
+def test_runnable_pins_leave_what_the_trainer_runs() -> None:
+    pins = parse_pins(["layout.zero=3"], runnable=True)
+    asked = question("llama-3.1-8b", "8xV100-32GB", 512, 8)
+    from dataclasses import replace
+
+    from tightfit.plan.answer import answer
+
+    found = answer(replace(asked, pins=pins)).plan
+    assert found.layout.zero == 3
+    assert not_yet(found.layout, found.levers) is None
+    split = planned("llama-3.1-8b", "8xV100-32GB", 512, 8, "layout.tensor=2").plan
+    sentence = not_yet(split.layout, split.levers)
+    assert sentence is not None
+    assert "layout.tensor is 2" in sentence
+
+
+def test_pins_print_as_they_are_written() -> None:
+    pins = parse_pins(["layout.zero=3", "levers.offload=none"])
+    assert str(pins) == "layout.zero=3, levers.offload=none"
+    assert pins.without("layout", "zero") == Pins({}, {"offload": "none"})
+    assert not Pins()

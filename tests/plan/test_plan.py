@@ -1,0 +1,99 @@
+"""A plan is a file: what is saved is what is loaded, and anything else is one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.questions import planned
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.memory.formulas.training import peak, training_ledger
+from tightfit.plan.plan import Plan, spec_from_json
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned("llama-3.1-8b", "2x8xA100-80GB:pcie:hdr", 4096, 64, host="512GB").plan
+
+
+def test_round_trip(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gemma-3-1b", "phi-3-mini-128k", "gpt2", "tiny-qwen2-moe"])
+def test_every_family_of_models_goes_through_json(model: str, tmp_path: Path) -> None:
+    made = planned(model, "8xH200", 256, 8).plan
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").workload == made.workload
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert spec_from_json(data["workload"]["spec"]) == made.workload.spec
+
+
+def test_the_ledger_is_the_plans(plan: Plan) -> None:
+    assert plan.ledger == training_ledger(plan.workload, plan.layout, plan.levers)
+    assert plan.ledger.peak_bytes() == pytest.approx(plan.gpu_peak_bytes, rel=1e-6)
+    assert peak(plan.workload, plan.layout, plan.levers)[0] == plan.gpu_peak_bytes
+    assert plan.tokens_per_second == pytest.approx(64 * 4096 / plan.step_seconds)
+
+
+def test_job_fields_make_a_job(plan: Plan, tmp_path: Path) -> None:
+    fields = plan.job_fields()
+    fields["data"]["train"] = ["notes.txt"]
+    job = Job.model_validate({**fields, "steps": 3, "output": str(tmp_path)})
+    assert (job.layout, job.levers, job.global_batch) == (plan.layout, plan.levers, 64)
+    assert (job.data.sequence_length, job.precision, job.model.source) == (4096, "bf16", "llama-3.1-8b")
+
+
+def broken(plan: Plan, **changes: Any) -> str:
+    return json.dumps({**plan.to_json(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not json", ["not JSON"]),
+        ("[]", ["not a plan"]),
+        ("{}", ["not a plan", "format"]),
+        ('{"format": 99}', ["99"]),
+    ],
+)
+def test_other_files_are_one_sentence(text: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        Plan.load(tmp_path / "plan.json")
+    for word in ["plan.json", *words]:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": {"data": 0}}, {"levers": {"offload": "tape"}},
+        {"machine": {"text": "8xNothing", "host_bytes": None}}, {"time": {"compute_s": 1.0}}, {"ledger": {"source": "dreams", "lines": []}}, {"workload": None},
+        {"workload": {"spec": {}}}, {"gpu_peak_bytes": "much"}, {"job": 3}, {"layout": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hostile_plans_are_one_sentence(plan: Plan, changes: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(broken(plan, **changes))
+    with pytest.raises(UserError) as error:
+        Plan.load(tmp_path / "plan.json")
+    assert "plan.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_unwritable_places(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read plan"):
+        Plan.load(tmp_path / "absent.json")
+    with pytest.raises(UserError, match="cannot write plan"):
+        plan.save(tmp_path / "absent" / "plan.json")
+
+
+def test_a_simulation_confirms_or_refutes(plan: Plan) -> None:
+    found = plan.confirmed(plan.ledger)
+    assert found["fits"] == plan.fits
+    assert found["gpu_peak_bytes"] == plan.ledger.peak_bytes()

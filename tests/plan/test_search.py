@@ -1,0 +1,120 @@
+"""The search against trying everything; what it prefers when things are equal; and how quick it is."""
+
+import time
+from itertools import product
+
+import pytest
+
+from tests.plan.questions import planned, question
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.memory.formulas.training import peak
+from tightfit.plan.answer import Question
+from tightfit.plan.cost import Costs
+from tightfit.plan.search import COMFORT, HOPELESS, Kind, kind_of, search
+from tightfit.plan.strength import weaker
+
+
+def by_trying_everything(asked: Question) -> dict[Kind, float]:
+    """The fastest time of every kind over all layouts and levers, without any shortcut."""
+    space, machine = asked.space, asked.machine
+    costs = Costs(asked.workload, machine)
+    room = COMFORT * machine.accelerator.memory_bytes
+    best: dict[Kind, float] = {}
+    for layout, levers in product(space.layouts(), space.levers(offload=machine.host_bytes is not None)):
+        gpu, host = peak(asked.workload, layout, levers)
+        if gpu > room or (machine.host_bytes is not None and host * machine.per_node > machine.host_bytes):
+            continue
+        step_s = costs.step(layout, levers).step_s
+        best[kind_of(layout)] = min(step_s, best.get(kind_of(layout), step_s))
+    return best
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        question("llama-3.1-8b", "4xA100-80GB", 4096, 8),
+        question("llama-3.1-8b", "8xV100-32GB", 512, 8),
+        question("llama-2-13b", "4xA100-80GB:pcie", 2048, 4, host="256GB"),
+        question("mixtral-8x7b", "8xH200", 2048, 8),
+        question("llama-3.1-8b", "2xRTX4090", 1024, 4, host="256GB"),
+    ],
+    ids=lambda asked: f"{asked.model} {asked.machine.text}",
+)
+def test_finds_what_trying_everything_finds(asked: Question) -> None:
+    truth = by_trying_everything(asked)
+    found = {kind_of(plan.layout): plan.step_s for plan in search(asked.space).plans}
+    fastest = min(truth.values())
+    assert min(found.values()) == pytest.approx(fastest)
+    for kind, step_s in truth.items():
+        if step_s < HOPELESS * fastest and kind in found:
+            assert found[kind] == pytest.approx(step_s)
+    assert {kind for kind, step_s in truth.items() if step_s < 1.5 * fastest} <= set(found)
+
+
+def test_levers_only_ever_save_memory() -> None:
+    """What the shortcuts rest on: a set of levers that is weaker in all needs at least as much."""
+    asked = question("llama-3.1-8b", "8xA100-80GB", 4096, 64)
+    levers = asked.space.levers()
+    for layout in (Layout(data=8, zero=3, micro_batch=2), Layout(data=2, tensor=2, pipeline=2, micro_batch=4)):
+        needed = [peak(asked.workload, layout, each)[0] for each in levers]
+        pairs = [(i, j) for i, a in enumerate(levers) for j, b in enumerate(levers) if weaker(a, b)]
+        assert len(pairs) > len(levers)
+        assert [(levers[i], levers[j]) for i, j in pairs if needed[i] < needed[j] * 0.999] == []
+
+
+def test_larger_micro_batches_need_more_memory_while_gradients_add_up() -> None:
+    asked = question("llama-3.1-8b", "8xA100-80GB", 1024, 64)
+    for zero in (0, 1, 2, 3):
+        layouts = [Layout(data=8, zero=zero, micro_batch=rows) for rows in (1, 2, 4)]
+        needed = [peak(asked.workload, layout, Levers())[0] for layout in layouts]
+        assert needed == sorted(needed)
+
+
+def test_simple_plans_win_ties() -> None:
+    best = planned("smollm2-135m", "8xH100-80GB", 1024, 512).plan
+    assert best.layout.data == 8
+    assert best.layout.zero == 0
+    assert best.levers == Levers()
+
+
+def test_plans_leave_room_where_they_can_and_say_so_where_not() -> None:
+    roomy = planned("llama-3.1-8b", "8xH100-80GB", 4096, 64)
+    assert roomy.plan.gpu_peak_bytes <= COMFORT * roomy.plan.machine.accelerator.memory_bytes
+    pins = ("layout.zero=3", "layout.data=8", "layout.micro_batch=1", "levers.checkpoint_every=0", "levers.tiles=1")
+    pins += ("levers.loss_chunk_bytes=0",)
+    tight = planned("llama-3.1-8b", "8xH100-80GB", 16384, 64, *pins)
+    if tight.plan.gpu_peak_bytes > COMFORT * tight.plan.machine.accelerator.memory_bytes:
+        assert any(note.startswith("tight") for note in tight.notes)
+
+
+def test_offload_waits_until_somebody_says_what_the_host_has() -> None:
+    unknown = planned("llama-3.1-8b", "8xRTX4090", 4096, 64)
+    assert unknown.plan.levers.offload == "none"
+    small = planned("llama-3.1-8b", "H100-80GB", 4096, 8, host="32GB")
+    assert not small.plan.fits
+    assert any("host memory" in str(change) for change in small.changes)
+    large = planned("llama-3.1-8b", "H100-80GB", 4096, 8, host="256GB")
+    assert large.plan.fits
+    assert large.plan.levers.offload != "none"
+    assert large.plan.host_peak_bytes <= 256e9
+
+
+def test_lossy_states_are_never_chosen_unasked() -> None:
+    asked = ("llama-3.1-8b", "H100-80GB", 4096, 8, "levers.offload=none")
+    assert planned(*asked).plan.levers.optimizer_states == "auto"
+    allowed = planned("llama-3.1-8b", "2xA100-40GB", 2048, 8, "levers.offload=none", lossy=True)
+    assert allowed.plan.levers.optimizer_states in ("bf16", "8bit")
+    pinned = planned("llama-3.1-8b", "8xH100-80GB", 4096, 64, "levers.optimizer_states=8bit")
+    assert pinned.plan.levers.optimizer_states == "8bit"
+
+
+def test_large_questions_are_quick() -> None:
+    """Processor time, as the machine may be shared."""
+    for asked, limit_s in (
+        (question("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048), 5.0),
+        (question("llama-3.1-8b", "8xV100-32GB", 512, 64), 1.0),
+    ):
+        began = time.process_time()
+        assert search(asked.space).plans
+        assert time.process_time() - began < limit_s

@@ -1,0 +1,56 @@
+"""Serving on one card: what fits, what is at most possible, and what would have to change."""
+
+import pytest
+
+from tightfit.errors import UserError
+from tightfit.hardware.machine import parse_machine
+from tightfit.models.presets import preset
+from tightfit.plan.serving import Serving, make_serving
+
+
+def serving(model: str, on: str, form: str, length: int | None = 4096, requests: int = 1) -> Serving:
+    return make_serving(model, preset(model), parse_machine(on), form, length, requests)
+
+
+def test_8b_at_q8_0_serves_on_a_t4_and_at_bf16_does_not() -> None:
+    small, large = serving("llama-3.1-8b", "T4", "q8_0"), serving("llama-3.1-8b", "T4", "bf16")
+    assert small.fits
+    assert small.gpu_peak_bytes > 8.03e9 * 34 / 32
+    assert not large.fits
+    assert large.changes()[0] == "smaller weights: --quantize q8_0"
+    assert any(change.startswith("another card:") for change in large.changes())
+
+
+def test_more_requests_need_more_and_give_more() -> None:
+    one, many = (serving("llama-3.2-1b", "L4", "bf16", 2048, requests) for requests in (1, 64))
+    cache = 63 * 2048 * 2 * 2 * 512 * 16  # keys and values, two bytes, eight heads of 64, 16 layers
+    assert many.gpu_peak_bytes - one.gpu_peak_bytes > cache
+    assert many.tokens_per_second > 10 * one.tokens_per_second
+
+
+def test_one_stream_is_bound_by_reading_the_weights() -> None:
+    """The known figure: an H200 cannot read a 1B model more than about 1 700 times a second."""
+    assert serving("llama-3.2-1b", "H200", "bf16", 512).tokens_per_second == pytest.approx(1700, rel=0.05)
+
+
+def test_too_long_requests_can_be_shortened() -> None:
+    long = serving("llama-3.1-8b", "T4", "q8_0", 131_072)
+    assert not long.fits
+    change = next(each for each in long.changes() if each.startswith("shorter requests"))
+    assert serving("llama-3.1-8b", "T4", "q8_0", int(change.rsplit(" ", 1)[1])).fits
+
+
+@pytest.mark.parametrize(
+    ("form", "length", "requests", "words"),
+    [
+        ("q3", 4096, 1, ["--quantize", "q3", "q8_0"]),
+        ("q8_0", 10**9, 1, ["--context", "131072"]),
+        ("q8_0", 0, 1, ["--context", "0"]),
+        ("q8_0", 64, 0, ["--batch", "0"]),
+    ],
+)
+def test_nonsense_is_one_sentence(form: str, length: int, requests: int, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        serving("llama-3.1-8b", "T4", form, length, requests)
+    for word in words:
+        assert word in str(error.value)
