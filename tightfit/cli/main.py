@@ -14,6 +14,7 @@ from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
 from tightfit.cli.hardware import hardware
 from tightfit.cli.models import models
+from tightfit.cli.picture import picture
 from tightfit.cli.plan import plan
 from tightfit.cli.sample import sample
 from tightfit.cli.train import train
@@ -32,6 +33,7 @@ app = typer.Typer(
 for verb in (train, sample, evaluate, models, plan, hardware, export):
     app.command()(verb)
 app.add_typer(bench)
+app.add_typer(picture)
 
 
 def _show_version(wanted: bool) -> None:

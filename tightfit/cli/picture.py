@@ -1,0 +1,128 @@
+"""`tightfit picture`: memory, ZeRO stages, pipeline schedules and the truth, drawn."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from tightfit.report.memory import Card
+
+picture = typer.Typer(name="picture", help="Draw memory and pipeline schedules as PNG or SVG.", no_args_is_help=True)
+Out = Annotated[Path, typer.Option(help="Where to write it; the name ends in .png or .svg.")]
+Lengths = Annotated[list[int] | None, typer.Option("--seq", help="A sequence length. May be repeated.")]
+On = Annotated[list[str] | None, typer.Option("--on", help="A card whose line is drawn. May be repeated.")]
+CardGb = Annotated[float | None, typer.Option("--card-gb", help="Draw the line of a card of this many GB.")]
+Recompute = Annotated[int, typer.Option(help="Recompute every n-th layer: 1 for all, 0 for none.")]
+
+
+@picture.callback()
+def _picture() -> None: ...
+
+
+def _cards(names: list[str] | None, card_gb: float | None) -> "list[Card]":
+    from tightfit.errors import UserError
+    from tightfit.hardware.machine import parse_machine
+    from tightfit.report.memory import Card
+
+    cards = [parse_machine(name).accelerator for name in names or []]
+    found = [Card(card.name, card.memory_bytes) for card in cards]
+    if card_gb is not None:
+        if not 0 < card_gb < 1e6:
+            raise UserError(f"--card-gb is {card_gb:g}; give a card's memory in GB, such as 80")
+        found.append(Card(f"{card_gb:g} GB", round(card_gb * 1e9)))
+    return found
+
+
+@picture.command()
+def memory(
+    out: Out,
+    model: Annotated[list[str] | None, typer.Option("--model", help="A preset. May be repeated.")] = None,
+    seq: Lengths = None,
+    on: On = None,
+    card_gb: CardGb = None,
+    checkpoint_every: Recompute = 0,
+    layer: Annotated[
+        Literal["ours", "classic"], typer.Option(help="`classic` keeps what GPT's layer did, all scores included.")
+    ] = "ours",
+) -> None:
+    """Parameters, gradients, optimizer states and activations over sequence lengths, with the card's line.
+
+    \b
+    tightfit picture memory --model llama-3.1-8b --model llama-3.1-70b --on H100-80GB --out memory.png
+    """
+    from tightfit.jobs.levers import Levers
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.report.memory import LENGTHS, draw_memory
+
+    names = model or ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
+    specs = {name: resolve_spec(name) for name in names}
+    levers = Levers(checkpoint_every=checkpoint_every)
+    draw_memory(specs, seq or LENGTHS, _cards(on, card_gb), out, levers=levers, layer=layer)
+    typer.echo(f"picture in {out}")
+
+
+@picture.command()
+def zero(
+    out: Out,
+    model: Annotated[str, typer.Option("--model", help="A preset.")] = "llama-3.1-8b",
+    gpus: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 8,
+    seq: Lengths = None,
+    on: On = None,
+    card_gb: CardGb = None,
+    checkpoint_every: Recompute = 0,
+) -> None:
+    """The same under plain data parallelism and ZeRO-1, 2 and 3.
+
+    \b
+    tightfit picture zero --model llama-3.1-8b --gpus 8 --on H100-80GB --out zero.png
+    """
+    from tightfit.jobs.levers import Levers
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.report.memory import LENGTHS, draw_zero
+
+    levers = Levers(checkpoint_every=checkpoint_every)
+    draw_zero(model, resolve_spec(model), gpus, seq or LENGTHS, _cards(on, card_gb), out, levers=levers)
+    typer.echo(f"picture in {out}")
+
+
+@picture.command()
+def pipeline(
+    out: Out,
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 8,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option("--schedule", help="Only gpipe, 1f1b, interleaved or zero-bubble. May be repeated."),
+    ] = None,
+) -> None:
+    """Pipeline schedules with their bubbles: who works on which micro-batch when.
+
+    \b
+    tightfit picture pipeline --ranks 4 --micro-batches 8 --out pipeline.png
+    """
+    from tightfit.report.pipeline import SCHEDULES, checked, draw_pipeline
+
+    idle = draw_pipeline(checked(schedule or SCHEDULES), ranks, micro_batches, out)
+    for name, share in idle.items():
+        typer.echo(f"{name}: ranks wait {share:.1%} of the time")
+    typer.echo(f"picture in {out}")
+
+
+@picture.command()
+def truth(
+    out: Out,
+    results: Annotated[Path, typer.Option(help="Rows of benchmarks/memory_truth.py.")] = Path(
+        "benchmarks/results/memory_truth.csv"
+    ),
+) -> None:
+    """Predicted against measured memory, with the errors.
+
+    \b
+    tightfit picture truth --out truth.png
+    """
+    from tightfit.report.scatter import draw_truth
+
+    for name, apart in draw_truth(results, out).items():
+        typer.echo(f"{name}: {apart.rows} rows, mean error {apart.mean:.1%}, worst {apart.worst:.1%}")
+    typer.echo(f"picture in {out}")

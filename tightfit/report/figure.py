@@ -1,0 +1,64 @@
+"""Figure: an empty picture in the house style, and a place for it on disk (PNG or SVG, by its name)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.durable import durable_file
+from tightfit.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg")
+GIB = 2**30
+CARD_COLOR = "#d1495b"
+
+
+def check_picture_path(path: Path) -> None:
+    """Refuse what no picture can be written to, before anything is drawn."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"picture {path} ends in {path.suffix or 'nothing'!r}; name it .png or .svg")
+    if path.is_dir():
+        raise UserError(f"picture {path} is a directory; name a file in it")
+
+
+@contextmanager
+def panels(
+    path: Path, rows: int, columns: int, *, width: float, height: float, **shared: bool
+) -> Iterator[tuple["Figure", Any]]:
+    """A grid of axes to draw on, written to `path` on a clean exit."""
+    check_picture_path(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.hashsalt": "tightfit", "svg.fonttype": "none", "font.size": 9}):
+        figure, axes = pyplot.subplots(
+            rows, columns, figsize=(width, height), squeeze=False, constrained_layout=True, **shared
+        )
+        try:
+            yield figure, axes
+            _write(figure, path)
+        finally:
+            pyplot.close(figure)
+
+
+def _write(figure: "Figure", path: Path) -> None:
+    form = path.suffix.lower()[1:]
+    metadata: dict[str, Any] = {"Date": None} if form == "svg" else {"Software": None}
+    try:
+        with durable_file(path) as file:
+            figure.savefig(file, format=form, dpi=130, metadata=metadata)
+    except OSError as error:
+        raise UserError(f"cannot write picture {path}: {error.strerror}; choose a writable place") from None
+
+
+def plain(axes: "Axes") -> None:
+    """No frame on top and right, a faint grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)

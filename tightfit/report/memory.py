@@ -1,0 +1,159 @@
+"""Pictures of memory: stacked bars of parameters, gradients, optimizer states and activations, with the card's line.
+
+A bar is the fullest moment of a training step (formulas/training.py) and adds up to what must be allocated. Steps are
+taken to have several micro-batches, so that gradients are there from one to the next, as people expect to see them.
+Optimizer states include the master weights; activations include logits and everything else that is not a state.
+The `classic` layer keeps what GPT did (formulas/gpt.py), scores and all, instead of what ours keeps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas import gpt
+from tightfit.memory.formulas.overheads import Overheads
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.ledger import Component, Ledger
+from tightfit.models.spec import ModelSpec
+from tightfit.report.figure import CARD_COLOR, GIB, panels, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LayerKind = Literal["ours", "classic"]
+MICRO_BATCHES = 2
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+GROUPS: dict[str, tuple[Component, ...]] = {
+    "parameters": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer states": ("master weights", "optimizer states"),
+    "activations": ("activations", "logits and loss", "inputs", "communication", "workspace"),
+}
+COLORS = {"parameters": "#1f5fa8", "gradients": "#4c9f70", "optimizer states": "#9db8d9", "activations": "#e0a458"}
+ZERO_NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A line across the bars."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stack."""
+
+    label: str
+    parts: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Its height."""
+        return sum(self.parts.values())
+
+
+def bar(
+    spec: ModelSpec, length: int, levers: Levers, *, data: int = 1, zero: int = 0, layer: LayerKind = "ours"
+) -> Bar:
+    """The fullest moment of a step of one row per micro-batch, on one of `data` GPUs."""
+    layout = Layout.model_validate({"micro_batch": 1, "data": data, "zero": zero})
+    workload = Workload(spec=spec, sequence_length=length, global_batch=MICRO_BATCHES * data)
+    parts = grouped(training_ledger(workload, layout, levers, Overheads(0, 0, 0)))
+    if layer == "classic":
+        layers = gpt.model_bytes(1, length, spec.hidden_size, spec.heads, spec.layers)
+        parts["activations"] = layers
+    return Bar(f"{length // 1024} K" if length % 1024 == 0 else str(length), parts)
+
+
+def grouped(ledger: Ledger) -> dict[str, int]:
+    """The four groups at the fullest moment."""
+    found = ledger.by_component(*ledger.fullest())
+    return {name: sum(found.get(component, 0) for component in components) for name, components in GROUPS.items()}
+
+
+def draw_memory(
+    models: dict[str, ModelSpec],
+    lengths: Sequence[int],
+    cards: Sequence[Card],
+    path: Path,
+    *,
+    levers: Levers | None = None,
+    layer: LayerKind = "ours",
+) -> dict[str, list[Bar]]:
+    """A panel per model, a bar per sequence length; returns what was drawn."""
+    if not models:
+        raise UserError("no model to draw; give at least one --model")
+    made = {
+        name: [bar(spec, length, levers or Levers(), layer=layer) for length in lengths]
+        for name, spec in models.items()
+    }
+    title = f"One GPU, one row at a time, bf16 with float32 masters: {_layer_text(levers or Levers(), layer)}"
+    _draw(made, cards, title, path, share_scale=False)
+    return made
+
+
+def draw_zero(
+    name: str,
+    spec: ModelSpec,
+    ranks: int,
+    lengths: Sequence[int],
+    cards: Sequence[Card],
+    path: Path,
+    *,
+    levers: Levers | None = None,
+) -> dict[str, list[Bar]]:
+    """A panel per ZeRO stage; returns what was drawn."""
+    if ranks < 2:
+        raise UserError(f"{ranks} GPU(s) have nobody to split with; give --gpus 2 or more")
+    used = levers or Levers()
+    made = {
+        stage: [bar(spec, length, used, data=ranks, zero=zero) for length in lengths]
+        for zero, stage in enumerate(ZERO_NAMES)
+    }
+    title = f"{name} on {ranks} GPUs, one row at a time on each: {_layer_text(used, 'ours')}"
+    _draw(made, cards, title, path, share_scale=True)
+    return made
+
+
+def _layer_text(levers: Levers, layer: LayerKind) -> str:
+    if layer == "classic":
+        return "the classic GPT layer with its scores"
+    if not levers.checkpoint_every:
+        return "no recomputation"
+    which = "every layer" if levers.checkpoint_every == 1 else f"one layer in {levers.checkpoint_every}"
+    return f"{which} recomputed"
+
+
+def _draw(made: dict[str, list[Bar]], cards: Sequence[Card], title: str, path: Path, *, share_scale: bool) -> None:
+    lines = [card.bytes for card in cards]
+    highest = max(one.bytes for bars in made.values() for one in bars)
+    with panels(path, 1, len(made), width=3.2 * len(made) + 1.2, height=4.4, sharey=share_scale) as (figure, axes):
+        for at, (name, bars) in zip(axes[0], made.items(), strict=True):
+            _draw_bars(at, name, bars, cards)
+            top = highest if share_scale else max(one.bytes for one in bars)
+            at.set_ylim(0, 1.1 * max(top, *lines, 1) / GIB)
+        axes[0][0].set_ylabel("GiB on a GPU at the fullest moment")
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.suptitle(title)
+
+
+def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card]) -> None:
+    labels, bottoms = [one.label for one in bars], [0.0] * len(bars)
+    for group, color in COLORS.items():
+        heights = [one.parts[group] / GIB for one in bars]
+        axes.bar(labels, heights, bottom=bottoms, color=color, label=group, width=0.72)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for at, height in enumerate(bottoms):
+        axes.text(at, height, f"{height:,.0f}", ha="center", va="bottom", fontsize=8)
+    for card in cards:
+        axes.axhline(card.bytes / GIB, color=CARD_COLOR, linewidth=1.2, linestyle="--", label=card.name)
+    axes.set(title=name, xlabel="sequence length")
+    plain(axes)
