@@ -52,7 +52,7 @@ def fused_attention() -> Iterator[None]:
             return original(query, key, value, attn_mask, **options)
         return flash_attention(query, key, value, scale=options.get("scale") or query.shape[-1] ** -0.5)
 
-    F.scaled_dot_product_attention = fused  # a function mode would not reach layers recomputed inside backward
+    F.scaled_dot_product_attention = fused  # type: ignore[assignment]  # a function mode would not reach layers recomputed inside backward
     try:
         yield
     finally:

@@ -7,10 +7,10 @@ device, which is how predictions are compared with what happens.
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,40 +19,67 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.extrapolation import depths, extrapolated
+from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
-from tightfit.memory.trace import Moment, Trace, fullest_of_each_phase, ledger_of
+from tightfit.memory.trace import Allocation, Moment, Trace, fullest_of_each_phase, ledger_of
 from tightfit.memory.tracing import Tracer
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
-from tightfit.train.assembly import assemble
+from tightfit.train.assembly import Fill, assemble
 from tightfit.train.optimizer import MOMENTS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
-from tightfit.train.step import Batch, OnPhase, train_step
+from tightfit.train.step import Batch, OnPhase, StepResult, ignore, train_step
 
 DIRECT_LAYERS = 8
 """Models of up to so many layers are traced whole."""
 GPU_KERNELS = Implementations(norm="triton", rope="triton", glu="triton", linear_cross_entropy="triton")
 CPU = torch.device("cpu")
+LR = 1e-5
+
+
+@dataclass
+class Program:
+    """A training step, built and ready: what is trained, by what, on which batches."""
+
+    module: nn.Module
+    decoder: Decoder
+    optimizer: MasterAdamW
+    batches: list[Batch]
+    device: torch.device
+    scale: LossScale
+    ranks: Ranks
+
+    def step(self, on_phase: OnPhase = ignore) -> StepResult:
+        """Run it once."""
+        return train_step(
+            self.module, self.optimizer, self.batches, self.device, LR, self.scale, on_phase, ranks=self.ranks
+        )
+
+
 Step = Callable[[OnPhase], object]
-MakeStep = Callable[[DeviceMesh | None, Tracer | None], Step]
+MakeStep = Callable[[DeviceMesh | None, Tracer], Step]
 
 
-def rehearse(workload: Workload, layout: Layout, levers: Levers) -> Ledger:
+def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
     """The ledger of a training step that is never run, for rank 0 of `layout`."""
-    return ledger_of(fullest_of_each_phase(_moments(workload, layout, levers)), "simulation")
+    moments = fullest_of_each_phase(_moments(workload, layout, levers, overheads))
+    return ledger_of(moments, "simulation", context_bytes=overheads.context_bytes)
 
 
-def _moments(workload: Workload, layout: Layout, levers: Levers) -> list[Moment]:
+def _moments(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads) -> list[Moment]:
     """The whole model where that is quick, else from two shallow ones."""
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
     if layers <= DIRECT_LAYERS or more >= layers or _differs_by_layer(workload.spec):
-        return rehearsed_step(workload, layout, levers).replay().occurrences
-    made = [rehearsed_step(_of_depth(workload, depth), layout, levers).replay().occurrences for depth in (few, more)]
-    return extrapolated(made[0], made[1], (layers - more) // period)
+        return rehearsed_step(workload, layout, levers, overheads).replay().occurrences
+    shallow, deeper = (
+        rehearsed_step(_of_depth(workload, depth), layout, levers, overheads).replay().occurrences
+        for depth in (few, more)
+    )
+    return extrapolated(shallow, deeper, (layers - more) // period)
 
 
 def _differs_by_layer(spec: ModelSpec) -> bool:
@@ -64,12 +91,18 @@ def _of_depth(workload: Workload, layers: int) -> Workload:
     return replace(workload, spec=replace(workload.spec, layers=layers, window_layers=windowed))
 
 
-def rehearsed_step(workload: Workload, layout: Layout, levers: Levers) -> Trace:
+def rehearsed_step(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Trace:
     """The trace behind that ledger."""
-    return rehearsed(partial(make_step, workload, layout, levers, CPU, GPU_KERNELS), layout)
+
+    def make(mesh: DeviceMesh | None, tracer: Tracer) -> Step:
+        program = build(workload, layout, levers, CPU, GPU_KERNELS, mesh, tracer)
+        introduce(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
+        return program.step
+
+    return rehearsed(make, layout, overheads)
 
 
-def rehearsed(make: MakeStep, layout: Layout) -> Trace:
+def rehearsed(make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT) -> Trace:
     """Everything allocated and freed from building the model to the end of one step, on rank 0 of `layout`."""
     with ExitStack() as stack:
         mesh = None
@@ -79,12 +112,13 @@ def rehearsed(make: MakeStep, layout: Layout) -> Trace:
         tracer = stack.enter_context(simulated())
         with FirstChunkOnly():
             step = make(mesh, tracer)
+        tracer.trace.allocate(Allocation(overheads.workspace_bytes, "workspace", "cuBLAS"))
         tracer.begin_step()
         step(tracer.begin)
     return tracer.trace
 
 
-def make_step(
+def build(
     workload: Workload,
     layout: Layout,
     levers: Levers,
@@ -92,19 +126,15 @@ def make_step(
     impl: Implementations,
     mesh: DeviceMesh | None = None,
     tracer: Tracer | None = None,
-) -> Step:
-    """A training step on tokens of no meaning; the tracer, if there is one, is told what is what."""
+    fill: Fill = lambda decoder: None,
+) -> Program:
+    """A training step on tokens of no meaning, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, device, impl, tracer)
     if tracer is not None:
         tracer.begin("init")
-    module, optimizer = assemble(
-        decoder, mesh, layout, levers, workload.precision, Optimizer(), device, lambda model: None
-    )
-    if tracer is not None:
-        introduce(tracer, decoder, optimizer, period=max(1, levers.checkpoint_every))
+    module, optimizer = assemble(decoder, mesh, layout, levers, workload.precision, Optimizer(), device, fill)
     scale = LossScale.for_precision(workload.precision)
-    step = partial(train_step, module, optimizer, _batches(workload, layout), device, 1e-5, scale)
-    return partial(step, ranks=Ranks.of(mesh))
+    return Program(module, decoder, optimizer, _batches(workload, layout), device, scale, Ranks.of(mesh))
 
 
 def _unfilled(
