@@ -27,7 +27,7 @@ def check_picture_path(path: Path) -> None:
 
 @contextmanager
 def panels(
-    path: Path, rows: int, columns: int, *, width: float, height: float, **shared: bool
+    path: Path, rows: int, columns: int, *, width: float, height: float, sharex: bool = False, sharey: bool = False
 ) -> Iterator[tuple["Figure", Any]]:
     """A grid of axes to draw on, written to `path` on a clean exit."""
     check_picture_path(path)
@@ -38,7 +38,7 @@ def panels(
 
     with pyplot.rc_context({"svg.hashsalt": "tightfit", "svg.fonttype": "none", "font.size": 9}):
         figure, axes = pyplot.subplots(
-            rows, columns, figsize=(width, height), squeeze=False, constrained_layout=True, **shared
+            rows, columns, figsize=(width, height), squeeze=False, constrained_layout=True, sharex=sharex, sharey=sharey
         )
         try:
             yield figure, axes

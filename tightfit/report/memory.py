@@ -94,7 +94,7 @@ def draw_memory(
         name: [bar(spec, length, levers or Levers(), layer=layer) for length in lengths]
         for name, spec in models.items()
     }
-    title = f"One GPU, one row at a time, bf16 with float32 masters: {_layer_text(levers or Levers(), layer)}"
+    title = f"One GPU, micro-batches of one row, bf16 with float32 masters: {_layer_text(levers or Levers(), layer)}"
     _draw(made, cards, title, path, share_scale=False)
     return made
 
@@ -117,7 +117,7 @@ def draw_zero(
         stage: [bar(spec, length, used, data=ranks, zero=zero) for length in lengths]
         for zero, stage in enumerate(ZERO_NAMES)
     }
-    title = f"{name} on {ranks} GPUs, one row at a time on each: {_layer_text(used, 'ours')}"
+    title = f"{name} on {ranks} GPUs, micro-batches of one row on each: {_layer_text(used, 'ours')}"
     _draw(made, cards, title, path, share_scale=True)
     return made
 

@@ -17,10 +17,14 @@ from tightfit.report.figure import panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 Work = Literal["forward", "backward", "input", "weights"]
 DURATIONS: dict[Work, int] = {"forward": 1, "backward": 2, "input": 1, "weights": 1}
 COLORS: dict[Work, str] = {"forward": "#9db8d9", "backward": "#4c9f70", "input": "#4c9f70", "weights": "#e0a458"}
+LEGEND: dict[Work, str] = {
+    "forward": "forward", "backward": "backward, or its part that others wait for", "weights": "gradients of weights",
+}  # fmt: skip
 SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 LARGEST = 64
 
@@ -172,14 +176,21 @@ def draw_pipeline(
     if not made:
         raise UserError("no schedule to draw; give at least one --schedule")
     idle = {schedule: idle_share(those, ranks) for schedule, those in made.items()}
-    height = (0.34 * ranks + 0.75) * len(made) + 0.7
+    height = (0.3 * ranks + 0.7) * len(made) + 1.0
     with panels(path, len(made), 1, width=11, height=height, sharex=True) as (figure, axes):
         for at, (schedule, those) in zip(axes[:, 0], made.items(), strict=True):
             _draw_slots(at, those, ranks, numbered=max(slot.end for slot in those) <= 80)
             at.set_title(f"{schedule}: ranks wait {idle[schedule]:.1%} of the time", fontsize=10)
         axes[-1, 0].set_xlabel("time, in forward passes of one micro-batch through one rank")
         figure.suptitle(f"{ranks} pipeline ranks, {batches} micro-batches; white is waiting")
-    return dict(idle)
+        figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
+    return {str(schedule): share for schedule, share in idle.items()}
+
+
+def _legend() -> list["Patch"]:
+    from matplotlib.patches import Patch
+
+    return [Patch(color=COLORS[work], label=text) for work, text in LEGEND.items()]
 
 
 def _draw_slots(axes: "Axes", made: list[Slot], ranks: int, *, numbered: bool) -> None:

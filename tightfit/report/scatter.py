@@ -75,34 +75,39 @@ def draw_truth(source: Path, path: Path) -> dict[str, Errors]:
     """Allocated and reserved peaks, predicted against measured; returns the errors that the legend shows."""
     rows = read_truth(source)
     shown: dict[str, Errors] = {}
-    with panels(path, 1, len(SERIES), width=10, height=5) as (figure, axes):
-        for at, (kind, pairs) in zip(axes[0], SERIES.items(), strict=True):
+    with panels(path, 2, len(SERIES), width=10, height=7) as (figure, axes):
+        for column, (kind, pairs) in enumerate(SERIES.items()):
+            above, below = axes[0][column], axes[1][column]
             everything: Points = []
             for predicted, measured in pairs:
                 found = points(rows, predicted, measured)
                 shown[predicted] = errors(found)
-                _draw_points(at, predicted, found, shown[predicted])
+                _draw_points(above, below, predicted, found, shown[predicted])
                 everything += found
-            _draw_diagonal(at, everything)
-            at.set(title=f"peak {kind}", xlabel="measured, GiB", ylabel="predicted, GiB")
+            _draw_lines(above, below, everything)
+            above.set(title=f"peak {kind}", ylabel="predicted, GiB")
+            below.set(xlabel="measured, GiB", ylabel="predicted beyond measured, %")
         figure.suptitle("Memory of a training step: predicted against measured")
     return shown
 
 
-def _draw_points(axes: "Axes", predicted: str, found: Points, apart: Errors) -> None:
+def _draw_points(above: "Axes", below: "Axes", predicted: str, found: Points, apart: Errors) -> None:
     name, color, marker = STYLES[predicted]
     label = f"{name}: {apart.rows} rows, mean error {apart.mean:.1%}, worst {apart.worst:.1%}"
     x, y = [measured for measured, _ in found], [value for _, value in found]
-    axes.scatter(x, y, s=22, color=color, marker=marker, alpha=0.8, linewidths=0, label=label)
+    beyond = [100 * (value / measured - 1) for measured, value in found]
+    above.scatter(x, y, s=22, color=color, marker=marker, alpha=0.8, linewidths=0, label=label)
+    below.scatter(x, beyond, s=22, color=color, marker=marker, alpha=0.8, linewidths=0)
 
 
-def _draw_diagonal(axes: "Axes", found: Points) -> None:
-    """Where predictions would be right, and the band of 6 % around it."""
+def _draw_lines(above: "Axes", below: "Axes", found: Points) -> None:
+    """Where predictions would be right."""
     values = [value for pair in found for value in pair] or [1.0, 10.0]
-    ends = [0.8 * min(values), 1.25 * max(values)]
-    axes.plot(ends, ends, color="#555555", linewidth=0.8)
-    axes.fill_between(ends, [0.94 * end for end in ends], [1.06 * end for end in ends], color="#bbbbbb", alpha=0.35,
-                      linewidth=0, label="± 6 %")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
-    plain(axes)
+    ends = 0.8 * min(values), 1.25 * max(values)
+    above.plot(ends, ends, color="#555555", linewidth=0.8)
+    above.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    above.legend(frameon=False, fontsize=8, loc="upper left")
+    below.axhline(0, color="#555555", linewidth=0.8)
+    below.set(xscale="log", xlim=ends)
+    for axes in (above, below):
+        plain(axes)
