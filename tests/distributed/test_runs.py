@@ -60,14 +60,14 @@ def alone(job: Job, **options: Any) -> RunResult:
     return run_job(job, quiet=True, **options)
 
 
-def tensors(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     folder = run / "checkpoints" / f"step-{step:08d}"
     return load_file(folder / "model.safetensors") | load_file(folder / "training/state.safetensors")
 
 
-def assert_same_run(found: Path, truth: Path) -> None:
+def assert_same_run(found: Path, truth: Path, step: int = 4) -> None:
     """The same files, weights, states and metrics, but for the order of additions."""
-    ours, theirs = tensors(found), tensors(truth)
+    ours, theirs = tensors(found, step), tensors(truth, step)
     assert {n: (t.dtype, t.shape) for n, t in ours.items()} == {n: (t.dtype, t.shape) for n, t in theirs.items()}
     for name, tensor in theirs.items():
         if not name.startswith("rng/"):
@@ -164,6 +164,31 @@ def run_and_ask_the_second_rank(fields: Fields) -> Fields:
     if dist.get_rank() == 1:
         threading.Thread(target=ask, daemon=True).start()
     return run_fields(fields, {})
+
+
+def test_ranks_with_different_jobs_all_stop_before_the_first_step(group: Make, make: Callable[..., Job]) -> None:
+    job = make("different", 2, 3)
+    found = group(2).run(run_with_a_rate_of_its_own, job.model_dump(mode="json"))
+    assert all("do not agree on the job or its data" in sentence for sentence in found)
+    assert not checkpoints_of(job.output)
+
+
+def run_with_a_rate_of_its_own(fields: Fields) -> str:
+    fields["optimizer"]["lr"] *= 1 + dist.get_rank()
+    try:
+        run_fields(fields, {})
+    except UserError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_pretrained_weights_are_shared_out(group: Make, make: Callable[..., Job]) -> None:
+    source = str(alone(make("source", steps=1)).checkpoint)
+    changes = {"model": {"source": source}, "tokenizer": {"source": "model"}, "steps": 2}
+    job, one = make("many", 4, 3, **changes), make("one", **changes)
+    run_on(group, job)
+    alone(one)
+    assert_same_run(job.output, one.output, 2)
 
 
 def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -93,10 +93,9 @@ def run_job(
     with joined(job.layout, choose_device(job.device)) as (mesh, device):
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
-        with ranks.first_goes_first():
-            checkpoint = latest_checkpoint(job.output) if resume and ranks.first else None
-            if ranks.first:
-                claim_output(job, resuming=checkpoint is not None, overwrite=overwrite)
+        checkpoint = latest_checkpoint(job.output) if resume and ranks.first else None
+        if ranks.first:
+            claim_output(job, resuming=checkpoint is not None, overwrite=overwrite)
         checkpoint = ranks.share(checkpoint)
         with RunProgress(0, 0, quiet) as notes:
             prepared = prepare(job, checkpoint, notes.say, show_bars=not quiet, device=device, mesh=mesh)

@@ -106,12 +106,7 @@ def prepare(
         store, train_rows, kept_aside = _datasets(job, spec, tokenizer, show_bars)
     say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
     facts = {"precision": precision, "data": store.fingerprint, "rows": len(train_rows)}
-    if position is not None and position.facts != facts:
-        name = next(key for key in facts if position.facts.get(key) != facts[key])
-        raise UserError(
-            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
-            "resume with the data it was started with"
-        )
+    _refuse_other_facts(job, facts, position, checkpoint, ranks)
     say(f"model: {spec.params():,} parameters, {precision} on {_place(device, ranks)}")
     if device.type == "cpu" and "bf16" in precision and not has_native_bf16():
         say("this CPU has no bf16 instructions: expect some 200 times fp32's time, or set precision=fp32")
@@ -127,6 +122,24 @@ def prepare(
         total_steps=job.steps or math.ceil((job.epochs or 0) * len(train_rows) / job.global_batch),
         facts=facts, checkpoint=checkpoint, position_step=position.step if position is not None else 0,
     )  # fmt: skip
+
+
+def _refuse_other_facts(
+    job: Job, facts: dict[str, Any], position: Position | None, checkpoint: Path | None, ranks: Ranks
+) -> None:
+    """All ranks must have the same job and data, and a resumed run those of its checkpoint."""
+    own = job.model_dump(mode="json"), facts
+    if ranks.largest(int(ranks.share(own) != own)):
+        raise UserError(
+            "the processes of this run do not agree on the job or its data; start all of them with the same job file, "
+            "overrides and data"
+        )
+    if position is not None and position.facts != facts:
+        name = next(key for key in facts if position.facts.get(key) != facts[key])
+        raise UserError(
+            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
+            "resume with the data it was started with"
+        )
 
 
 def _place(device: torch.device, ranks: Ranks) -> str:

@@ -1,0 +1,64 @@
+"""Shards are filled from whole tensors without a word between ranks, and gathered back to the same bits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.group import Group
+from tests.distributed.training import CPU, PLAIN, SETTINGS, TIED, Case, build, wholes
+from tests.train.models import TINY, TINY_ROUTED, tiny_model
+from tightfit.models.huggingface.weights import load_weights, save_weights
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.shards import copy_whole, is_shard, like_shard, local, whole
+from tightfit.train.assembly import assemble, unfilled
+
+Make = Callable[[int], Group]
+ODD = replace(TINY, vocab_size=97, hidden_size=34, mlp_size=66)
+SPECS = {"dense": TINY, "tied": TIED, "routed": TINY_ROUTED, "odd": ODD}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", SPECS)
+def test_weights_of_a_file_reach_the_rank_that_holds_them(group: Make, tmp_path: Path, name: str, world: int) -> None:
+    model = tiny_model(SPECS[name], seed=3)
+    save_weights(model, tmp_path)
+    found = group(world).run(load_sharded, SPECS[name], world, str(tmp_path))
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for loaded in found:
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+
+
+def load_sharded(spec: ModelSpec, world: int, folder: str) -> dict[str, Tensor]:
+    case = Case(spec=spec, data=world, zero=3)
+    decoder = unfilled(spec, case.layout, "bf16", CPU)
+    mesh = make_mesh(case.layout, "cpu")
+    assemble(decoder, mesh, case.layout, PLAIN, "bf16", SETTINGS, CPU, lambda model: load_weights(model, Path(folder)))
+    assert (decoder.head.weight is decoder.embed.weight) == spec.tied
+    assert all(is_shard(p) and p.dtype == torch.float32 for p in decoder.parameters())
+    return wholes(decoder)
+
+
+def test_rows_are_copied_where_they_are(group: Make) -> None:
+    assert group(4).run(copy_rows) == [True] * 4
+
+
+def copy_rows() -> bool:
+    """Nine rows over four ranks: three each, and none for the last."""
+    case = Case(spec=replace(TINY, vocab_size=9), data=4, zero=3)
+    decoder, _, _ = build(case, make_mesh(case.layout, "cpu"))
+    target, values = decoder.embed.weight, torch.arange(9 * 32.0).view(9, 32)
+    assert is_shard(target)
+    copy_whole(target, values)
+    assert torch.equal(whole(target), values)
+    copy_whole(target, -values[4], 4)
+    expected = values.clone()
+    expected[4] *= -1
+    assert torch.equal(whole(target), expected)
+    doubled = like_shard(local(target) * 2, target)
+    return torch.equal(whole(doubled), expected * 2)
