@@ -21,7 +21,8 @@ FLOORS = [
 ]
 TORCH_FREE = ["hardware.cpu", "models.spec", "models.presets", "models.huggingface.config", "models.resolve",
               "jobs.job", "jobs.load", "jobs.fields", "jobs.workload", "memory.ledger", "durable", "cli.main",
-              "report.tables"]  # fmt: skip
+              "report.tables", "hardware.catalog", "hardware.machine", "hardware.local", "hardware.efficiency",
+              "plan.answer", "plan.serving", "plan.export.files", "plan.runnable", "report.plan"]  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

@@ -72,9 +72,16 @@ def test_other_files_are_one_sentence(text: str, words: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layout": {"data": 0}}, {"levers": {"offload": "tape"}},
-        {"machine": {"text": "8xNothing", "host_bytes": None}}, {"time": {"compute_s": 1.0}}, {"ledger": {"source": "dreams", "lines": []}}, {"workload": None},
-        {"workload": {"spec": {}}}, {"gpu_peak_bytes": "much"}, {"job": 3}, {"layout": []},
+        {"layout": {"data": 0}},
+        {"levers": {"offload": "tape"}},
+        {"machine": {"text": "8xNothing", "host_bytes": None}},
+        {"time": {"compute_s": 1.0}},
+        {"ledger": {"source": "dreams", "lines": []}},
+        {"workload": None},
+        {"workload": {"spec": {}}},
+        {"gpu_peak_bytes": "much"},
+        {"job": 3},
+        {"layout": []},
     ],
     ids=str,
 )  # fmt: skip

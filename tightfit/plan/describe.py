@@ -26,7 +26,8 @@ def describe_levers(levers: Levers) -> str:
     """`checkpoint every layer, optimizer on the host`."""
     said = []
     if levers.checkpoint_every:
-        which = "every layer" if levers.checkpoint_every == 1 else f"every {levers.checkpoint_every}. layer"
+        every = levers.checkpoint_every
+        which = "every layer" if every == 1 else f"one layer in {every}"
         where = ", kept on the host" if levers.offload_checkpoints else ""
         said.append(f"checkpoint {which}{where}")
     if levers.offload != "none":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tightfit.jobs.fields import field_rows
+from tightfit.report.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -59,7 +60,14 @@ def train_step() -> str:
     return markdown_table(("device", "workload", "implementation", "tokens/s", "speed", "peak memory", "commit"), rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"job-fields": job_fields, "train-step": train_step}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "job-fields": job_fields,
+    "train-step": train_step,
+    "accelerators": lambda: markdown_table(*accelerator_rows()),
+    "links": lambda: markdown_table(*link_rows()),
+    "efficiencies": lambda: markdown_table(*efficiency_rows()),
+    "plan-examples": lambda: markdown_table(*example_rows()),
+}
 
 
 if __name__ == "__main__":

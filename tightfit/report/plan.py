@@ -44,7 +44,7 @@ def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], sai
     for change in answer.changes:
         console.print(f"  would fit with {escape(str(change))}")
     for sentence in (*answer.notes, *said):
-        console.print(f"[dim]· {escape(sentence)}[/dim]")
+        console.print(f"[dim]· {escape(sentence)}[/dim]", soft_wrap=True)
 
 
 def _verdict(plan: Plan) -> Text:

@@ -1,0 +1,175 @@
+"""`tightfit plan` and `tightfit hardware` as users run them: the object, the pictures in text, files, and mistakes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.test_base_install import base_install
+from tests.cli.test_verbs import Run
+from tightfit.plan.plan import Plan
+
+EIGHT = ("plan", "llama-3.1-8b", "--on", "8xV100-32GB", "--seq", "512", "--global-batch", "8")
+PROMISED = {
+    "fits", "gpu_peak_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "layout", "levers", "ledger",
+    "alternatives",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "160")
+    return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
+
+
+def test_json_is_one_object_with_what_is_promised(tightfit: Any) -> None:
+    made = tightfit(*EIGHT, "--json")
+    assert made.code == 0
+    assert set(made.json) >= PROMISED
+    assert made.json["fits"] is True
+    assert {"component", "phase", "place", "bytes"} <= set(made.json["ledger"][0])
+    moments: dict[tuple[str, int], int] = {}
+    for line in made.json["ledger"]:
+        if line["place"] == "gpu":
+            key = (line["phase"], line["rank"])
+            moments[key] = moments.get(key, 0) + line["bytes"]
+    assert max(moments.values()) == pytest.approx(made.json["gpu_peak_bytes"], rel=1e-6)
+    assert made.json["alternatives"][0].keys() >= {"layout", "levers", "step_seconds", "slower"}
+    assert made.json["tokens_per_second"] == pytest.approx(8 * 512 / made.json["step_seconds"])
+
+
+def test_text_says_the_same(tightfit: Any) -> None:
+    made, data = tightfit(*EIGHT), tightfit(*EIGHT, "--json").json
+    assert "fits" in made.out
+    assert f"{data['gpu_peak_bytes'] / 2**30:.2f} GiB of 31.73 GiB a GPU" in made.out
+    for word in ("optimizer states", "█", "░", "time of a step", "Next best", "8 rows × 512"):
+        assert word in made.out
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would(tightfit: Any) -> None:
+    arguments = ("plan", "llama-3.1-8b", "--on", "H100-80GB", "--seq", 4096, "--global-batch", 8)
+    arguments += ("-o", "levers.offload=none")
+    made, data = tightfit(*arguments), tightfit(*arguments, "--json").json
+    assert data["fits"] is False
+    assert data["missing_bytes"] == data["gpu_peak_bytes"] - int(79.10 * 2**30)
+    assert f"{data['missing_bytes'] / 2**30:.2f} GiB too much" in made.out
+    for change in ("let the planner choose: levers.offload", "more cards: 2xH100-80GB", "another card: 1xH200-141GB"):
+        assert change in made.out
+        assert change in data["changes"]
+
+
+def test_time_of_a_whole_job(tightfit: Any) -> None:
+    arguments = ("plan", "llama-3.1-405b", "--on", "128x8xH100-80GB", "--seq", 8192, "--batch-tokens", "16M")
+    data = tightfit(*arguments, "--tokens", "15T", "--json").json
+    assert data["steps"] == -(-15 * 10**12 // (data["workload"]["global_batch"] * 8192))
+    assert data["job_seconds"] == pytest.approx(data["steps"] * data["step_seconds"])
+    assert "GPU hours" in tightfit(*arguments, "--tokens", "15T").out
+
+
+def test_serving(tightfit: Any) -> None:
+    arguments = ("plan", "llama-3.1-8b", "--on", "T4", "--serve", "--quantize", "q8_0", "--context", 4096, "--batch", 1)
+    data = tightfit(*arguments, "--json").json
+    assert data["fits"] is True
+    assert "fits" in tightfit(*arguments).out
+    large = tightfit("plan", "llama-3.1-8b", "--on", "T4", "--serve").out
+    assert "does not fit" in large
+    assert "--quantize q8_0" in large
+
+
+def test_saved_and_exported(tightfit: Any, tmp_path: Path) -> None:
+    plan, folder = tmp_path / "plan.json", tmp_path / "exports"
+    made = tightfit(*EIGHT, "--runnable", "--save", plan, "--export", folder, "--export", f"slurm={tmp_path / 's.sh'}")
+    assert made.code == 0
+    assert f"tightfit train {plan}" in made.out
+    loaded = Plan.load(plan)
+    assert loaded.layout.data == 8
+    assert json.loads((folder / "deepspeed.json").read_text())["train_batch_size"] == 8
+    assert (tmp_path / "s.sh").is_file()
+
+
+def test_a_job_file_is_planned_with_its_own_fields(tightfit: Any, tmp_path: Path) -> None:
+    job = {
+        "model": "llama-3.2-1b", "data": {"train": ["notes.txt"], "sequence_length": 2048}, "output": "runs/x",
+        "steps": 10, "global_batch": 64, "layout": {"zero": 2, "data": 8}, "optimizer": {"lr": 1e-5},
+    }  # fmt: skip
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    made = tightfit("plan", tmp_path / "job.yaml", "--on", "8xA100-80GB", "--save", tmp_path / "plan.json", "--json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert made.json["layout"]["zero"] == 2
+    assert (plan.workload.sequence_length, plan.workload.global_batch, plan.steps) == (2048, 64, 10)
+    fields = plan.job_fields()
+    assert fields["optimizer"]["lr"] == 1e-5
+    assert fields["data"] == {"train": ["notes.txt"], "sequence_length": 2048}
+    assert fields["output"] == "runs/x"
+
+
+def test_confirm_simulates_the_plan(tightfit: Any) -> None:
+    arguments = ("plan", "tiny-llama", "--on", "2xT4", "--seq", 64, "--global-batch", 8, "--runnable", "--confirm")
+    data = tightfit(*arguments, "--json").json
+    assert data["simulation"]["fits"] is True
+    assert data["simulation"]["ledger"]["source"] == "simulation"
+    assert "simulated: fits" in tightfit(*arguments).out
+
+
+def test_estimators_stand_beside_ours(tightfit: Any) -> None:
+    data = tightfit(*EIGHT, "--compare-estimators", "--json").json
+    assert [row["who"] for row in data["estimators"]] == ["tightfit", "DeepSpeed", "accelerate"]
+    assert "The same question to others" in tightfit(*EIGHT, "--compare-estimators").out
+
+
+def test_hardware_lists_the_catalog(tightfit: Any) -> None:
+    rows = tightfit("hardware", "--json").json
+    assert {"name", "memory_bytes", "source", "rates"} <= set(rows[0])
+    text = tightfit("hardware").out
+    assert "MI300X-192GB" in text
+    assert "989.4" in text
+
+
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    (["llama-3.1-8x", "--on", "T4"], ["llama-3.1-8x", "llama-3.1-8b"]),
+    (["llama-3.1-8b", "--on", "0xT4"], ["0 GPUs"]),
+    (["llama-3.1-8b", "--on", "8xH101-80GB"], ["H101-80GB", "H100-80GB"]),
+    (["llama-3.1-8b", "--on", "A100"], ["A100-40GB or A100-80GB"]),
+    (["llama-3.1-8b", "--on", "T4", "--seq", "1000000"], ["1000000", "131072 positions"]),
+    (["llama-3.1-8b", "--on", "T4", "--seq", "0"], ["0"]),
+    (["llama-3.1-8b", "--on", "T4", "--global-batch", "0"], ["global_batch is 0"]),
+    (["llama-3.1-8b", "--on", "8xT4", "--global-batch", "7", "-o", "layout.data=8"], ["global batch 7", "8"]),
+    (["llama-3.1-8b", "--on", "8xT4", "--global-batch", "8", "--batch-tokens", "4M"], ["give one of the two"]),
+    (["llama-3.1-8b", "--on", "8xT4", "--batch-tokens", "lots"], ["--batch-tokens", "lots"]),
+    (["llama-3.1-8b", "--on", "8xT4", "--steps", "5", "--tokens", "1T"], ["give one of the two"]),
+    (["llama-3.1-8b", "--on", "8xT4", "-o", "layout.tensor=3"], ["layout.tensor is 3", "8 GPUs"]),
+    (["llama-3.1-8b", "--on", "8xT4", "-o", "layout.colour=red"], ["layout.colour"]),
+    (["llama-3.1-8b", "--on", "8xT4", "-o", "nonsense"], ["nonsense"]),
+    (["llama-3.1-8b", "--on", "8xT4", "--precision", "bf16"], ["T4-16GB has no bf16"]),
+    (["llama-3.1-8b", "--on", "8xT4", "--host-memory", "plenty"], ["--host-memory", "plenty"]),
+    (["llama-3.1-8b", "--on", "T4", "--serve", "--quantize", "q1"], ["--quantize", "q1"]),
+    (["absent.yaml", "--on", "T4"], ["absent.yaml"]),
+    (["llama-3.2-1b", "--on", "8xH100-80GB", "--save", "absent/plan.json"], ["absent/plan.json"]),
+    (["llama-3.2-1b", "--on", "8xH100-80GB", "--export", "megatron=x"], ["megatron"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_mistakes_are_one_sentence_and_exit_code_2(arguments: list[str], words: list[str], tightfit: Any) -> None:
+    made = tightfit("plan", *arguments)
+    assert made.code == 2
+    assert made.err.startswith("tightfit: ")
+    assert made.err.count("\n") == 1
+    for word in words:
+        assert word in made.err
+
+
+def test_planning_needs_no_torch_and_little_time() -> None:
+    began = time.perf_counter()
+    made = base_install(*EIGHT, "--json")
+    took = time.perf_counter() - began
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["fits"] is True
+    bare = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import pydantic, typer, rich, yaml"], check=True)
+    assert took < 1.0 + 3 * (time.perf_counter() - bare)

@@ -1,0 +1,75 @@
+"""Tables of docs/hardware.md and docs/planning.md, made from the catalog, the efficiencies and the planner itself."""
+
+from tightfit.hardware.catalog import CATALOG
+from tightfit.hardware.efficiency import MEASURED
+from tightfit.hardware.links import COLLECTIVE_SHARE, HOP_US, LINKS
+from tightfit.hardware.machine import parse_machine
+from tightfit.models.resolve import resolve_spec
+from tightfit.plan.answer import Question, answer, make_workload
+from tightfit.plan.describe import describe_layout, describe_levers
+
+Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+EXAMPLES = (
+    ("llama-3.2-1b", "8xA100-80GB", 4096, 256),
+    ("llama-3.1-8b", "8xV100-32GB", 512, 8),
+    ("llama-3.1-8b", "4xV100-32GB", 512, 8),
+    ("llama-3.1-8b", "H100-80GB", 4096, 8),
+    ("llama-3.1-8b", "4xA100-80GB", 8192, 32),
+    ("llama-2-13b", "4xA100-80GB:pcie", 4096, 64),
+    ("llama-3.1-70b", "16x8xL40S:ethernet-100", 4096, 256),
+    ("mixtral-8x7b", "4x8xH100-80GB", 4096, 1024),
+    ("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048),
+)
+
+
+def accelerator_rows() -> Rows:
+    """The catalog."""
+    header = ("name", "form", "usable GiB", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "between cards",
+              "to the host", "source")  # fmt: skip
+    rows = []
+    for card in CATALOG:
+        rates = (card.rates.fp32, card.rates.tf32, card.rates.fp16, card.rates.bf16, card.rates.fp8, card.rates.int8)
+        shown = [f"{rate:g}" if rate else "–" for rate in rates]
+        usable = f"{card.memory_bytes / 2**30:.1f}" + ("" if card.usable_gib else " (vendor's)")
+        note = f"; {card.note}" if card.note else ""
+        rows.append(
+            (card.name, card.form, usable, f"{card.bandwidth_gb_s:g}", *shown, card.peer_link, card.host_link,
+             card.source + note)
+        )  # fmt: skip
+    return header, rows
+
+
+def link_rows() -> Rows:
+    """The links, with what collectives are taken to reach of them."""
+    rows = [
+        (link.name, f"{link.gb_s:g}", f"{link.collective_bytes_s / 1e9:.3g}", f"{HOP_US[link.kind]:g}",
+         "node" if link.per_node else "card", f"{COLLECTIVE_SHARE[link.kind]:.0%}")
+        for link in LINKS.values()
+    ]  # fmt: skip
+    return ("link", "GB/s one way", "in collectives", "µs a hop", "one per", "share"), rows
+
+
+def efficiency_rows() -> Rows:
+    """The measured shares."""
+    shares = [
+        ("matrix products", MEASURED.matmul),
+        *((f"attention forward, heads of {size}", share) for size, share in MEASURED.attention_forward),
+        *((f"attention backward, heads of {size}", share) for size, share in MEASURED.attention_backward),
+        ("memory bandwidth", MEASURED.bandwidth),
+    ]
+    return ("what", "share of the data sheet"), [(name, f"{share:.1%}") for name, share in shares]
+
+
+def example_rows() -> Rows:
+    """Questions people ask, and the planner's answers."""
+    rows = []
+    for model, on, seq, batch in EXAMPLES:
+        machine = parse_machine(on)
+        workload = make_workload(resolve_spec(model), machine, sequence_length=seq, rows=batch)
+        plan = answer(Question(model=model, workload=workload, machine=machine)).plan
+        memory = f"{plan.gpu_peak_bytes / 2**30:.0f} of {machine.accelerator.memory_bytes / 2**30:.0f} GiB"
+        asked = f"`{model} --on {on} --seq {seq} --global-batch {batch}`"
+        rows.append(
+            (asked, describe_layout(plan.layout), describe_levers(plan.levers), memory, f"{plan.step_seconds:.2g} s")
+        )
+    return ("question", "layout", "levers", "memory a GPU", "step"), rows
