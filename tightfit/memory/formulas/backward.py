@@ -29,7 +29,7 @@ ACTIVATION_LABELS: tuple[Label, ...] = (
 )
 BACKWARD_LABELS: tuple[Label, ...] = (
     Label("weights", "gathered", "FSDP2: the layer at work and the root, or what is not let go of yet"),
-    Label("gradients", "from before", "DDP's buckets, or sums over earlier micro-batches"),
+    Label("gradients", "from before", "DDP's buckets, and sums over earlier micro-batches"),
     *ACTIVATION_LABELS,
     Label("activations", "the layer at work", "what it kept, or computed again"),
     Label("activations", "gradients", "of activations, see formulas/layer.py"),

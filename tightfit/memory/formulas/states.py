@@ -105,9 +105,13 @@ def states(workload: Workload, layout: Layout, levers: Levers, params: Params, a
 
 
 def _kept_gradients(layout: Layout, params: Params, count: int, each: int, accumulation: int) -> int:
-    """DDP's buckets stay; sums stay while there are more micro-batches, unsharded under ZeRO-1 (parallel/data.py)."""
+    """DDP's buckets stay; sums stay while there are more micro-batches, unsharded under ZeRO-1 (parallel/data.py).
+
+    Under DDP those sums are beside the buckets: the optimizer has dropped the views, and without synchronisation
+    autograd makes tensors of its own, which the last micro-batch copies into the buckets.
+    """
     if layout.zero == 0 and layout.data * layout.context > 1:
-        return each * params.all
+        return each * params.all * (1 if accumulation == 1 else 2)
     if accumulation == 1:
         return 0
     return each * (params.all if layout.zero == 1 else count)

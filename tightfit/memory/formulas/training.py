@@ -43,7 +43,7 @@ RESIDENT_LABELS: tuple[Label, ...] = (
 )
 FORWARD_LABELS: tuple[Label, ...] = (
     Label("weights", "gathered", "FSDP2: the layer at work and the root, or all of them under ZeRO-1 and 2"),
-    Label("gradients", "from before", "DDP's buckets, or sums over earlier micro-batches"),
+    Label("gradients", "from before", "DDP's buckets, and sums over earlier micro-batches"),
     *ACTIVATION_LABELS,
     Label("activations", "at work in the last layer", "alive in forward but not kept"),
     Label("communication", "all-gather", "FSDP2 holds the last gathered buffer until the next is there"),
@@ -179,7 +179,7 @@ def _optimizer(at: RankMemory) -> tuple[int, int]:
         return 0, 0
     if at.is_sharded:
         return held.reduced * at.cost.params.shard(at.ranks, at.layout.expert), 0
-    return held.gradients or round(held.growing * count), _widened(at, count) if held.masters else 0
+    return at.element * count, _widened(at, count) if held.masters else 0
 
 
 def _widened(at: RankMemory, count: int) -> int:
@@ -202,7 +202,8 @@ def _host(at: RankMemory) -> tuple[int, ...]:
 
 def _evaluation(at: RankMemory) -> tuple[Phase, tuple[int, ...], tuple[Label, ...]]:
     work = max(at.cost.working, _evaluated_loss(at) if at.cost.stage.has_head else 0)
-    buckets = at.states.gradients if not at.is_sharded and at.ranks > 1 else 0
+    replicated = at.ranks > 1 and not at.is_sharded and not at.states.host
+    buckets = at.element * at.cost.params.all if replicated else 0
     numbers = (_gathered_in_forward(at), buckets, at.cost.stream, work, _all_gather(at))
     return "evaluation", numbers, EVALUATION_LABELS
 
