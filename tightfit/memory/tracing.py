@@ -112,7 +112,7 @@ class Tracer(TorchDispatchMode):
         self._stack.callback(hook.remove)
 
     def cut_backward(self, module: nn.Module) -> None:
-        """Note where backward reaches `module`, as memory may be fullest at either end of it."""
+        """Begin another stretch of backward where it enters `module`."""
 
         def watch(layer: nn.Module, arguments: Any, made: Any) -> None:
             first = made[0] if isinstance(made, tuple) else made

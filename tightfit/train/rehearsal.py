@@ -160,7 +160,7 @@ def _unfilled(
 def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: int = 1) -> None:
     """Tell the tracer which tensors are weights, masters, states and gradients, and where the loss begins.
 
-    Backward is cut where it has gone through the last `period` layers.
+    Backward is cut where it enters each `period` of layers.
     """
     tracer.name_modules(model)
     tracer.claim(model.parameters(), "weights")
@@ -171,7 +171,10 @@ def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: in
         for master in bucket.masters:
             tracer.claim((bucket.adamw.state[master][moment] for moment in MOMENTS), "optimizer states")
     tracer.loss_follows(model.norm)
-    tracer.cut_backward(model.layers[max(0, len(model.layers) - 1 - period)])
+    last = len(model.layers) - 1
+    for index, layer in enumerate(model.layers):
+        if index % period == period - 1 or index == last:
+            tracer.cut_backward(layer)
 
 
 def _batches(workload: Workload, layout: Layout) -> list[Batch]:

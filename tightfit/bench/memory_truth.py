@@ -1,0 +1,219 @@
+"""Cases of the memory truth table: what is predicted for each, by formula and by simulation, and how it is measured.
+
+A case is one training step of a shape under one layout and its levers, of our decoder or of Hugging Face's own model.
+Predictions need no GPU. Measuring builds the same step on one: cases of several ranks run as rank 0 of a fake process
+group, which allocates what rank 0 of the real one would and waits for nobody (so their steps are not timed).
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tightfit.hardware.machine import parse_machine
+from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.ledger import Ledger
+from tightfit.memory.simulation import fake_world
+from tightfit.memory.trace import ledger_of
+from tightfit.memory.tracing import Tracer
+from tightfit.models.decoder import Implementations
+from tightfit.models.resolve import resolve_spec
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.shards import local
+from tightfit.plan.cost import Costs
+from tightfit.train.rehearsal import build, rehearse, rehearsed
+from tightfit.train.step import NotFiniteError, OnPhase, ignore
+
+Implementation = Literal["tightfit", "huggingface"]
+GIB = 2**30
+CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row's question."""
+
+    model: str
+    sequence_length: int
+    micro_batch: int
+    precision: PrecisionName = "bf16"
+    checkpoint_every: int = 0
+    loss: Literal["fused", "plain"] = "fused"
+    accumulation: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    ranks: int = 1
+    implementation: Implementation = "tightfit"
+
+    @classmethod
+    def of_row(cls, row: dict[str, str]) -> "Case":
+        """The case a row of the results file is about."""
+        made: dict[str, Any] = {}
+        for field in fields(cls):
+            made[field.name] = int(row[field.name]) if row[field.name].isdigit() else row[field.name]
+        return cls(**made)
+
+    @property
+    def workload(self) -> Workload:
+        """Its step."""
+        rows = self.micro_batch * self.accumulation * self.ranks
+        spec = resolve_spec(self.model)
+        return Workload(spec=spec, sequence_length=self.sequence_length, global_batch=rows, precision=self.precision)
+
+    @property
+    def layout(self) -> Layout:
+        """How it is spread."""
+        return Layout(data=self.ranks, zero=self.zero, micro_batch=self.micro_batch)
+
+    @property
+    def levers(self) -> Levers:
+        """What it spends less of."""
+        return Levers(checkpoint_every=self.checkpoint_every, loss=self.loss)
+
+    def columns(self) -> dict[str, Any]:
+        """As the first columns of a row."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes by formula (none for Hugging Face's model) and by simulation, and the step's seconds (one rank alone)."""
+
+    formula_bytes: int | None
+    simulated_bytes: int
+    simulated_reserved_bytes: int
+    step_s: float | None
+
+
+def predict(case: Case, machine: str = "H200") -> Prediction:
+    """What is said of `case` beforehand."""
+    simulated = _simulated(case)
+    if case.implementation == "huggingface":
+        return Prediction(None, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), None)
+    formula = training_ledger(case.workload, case.layout, case.levers).peak_allocated_bytes()
+    seconds = Costs(case.workload, parse_machine(machine)).step(case.layout, case.levers).step_s
+    return Prediction(
+        formula, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), seconds if case.ranks == 1 else None
+    )
+
+
+def _simulated(case: Case) -> Ledger:
+    if case.implementation == "tightfit":
+        return rehearse(case.workload, case.layout, case.levers)
+
+    def make(mesh: Any, tracer: Tracer) -> Callable[[OnPhase], object]:
+        return huggingface_step(case, torch.device("cpu"))
+
+    return ledger_of(rehearsed(make, case.layout).replay().moments, "simulation")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What happened; no bytes where the card was too small."""
+
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    step_s: float | None
+
+
+def measure(case: Case) -> Measurement:
+    """Run `case` on this GPU: one step to warm up, then one or two that are timed."""
+    _clear()
+    try:
+        with _world(case):
+            step = _real_step(case)
+            torch.cuda.reset_peak_memory_stats()
+            seconds = [_timed(step) for _ in range(2 if case.sequence_length > 16_384 else 3)]
+        timed = statistics.median(seconds[1:]) if case.ranks == 1 else None
+        return Measurement(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), timed)
+    except torch.OutOfMemoryError:
+        return Measurement(None, None, None)
+    finally:
+        step = None  # type: ignore[assignment]
+        _clear()
+
+
+def _timed(step: Callable[[OnPhase], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step(ignore)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _clear() -> None:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def _world(case: Case) -> Iterator[None]:
+    if case.ranks == 1:
+        yield
+        return
+    with fake_world(case.ranks):
+        yield
+
+
+def _real_step(case: Case) -> Callable[[OnPhase], object]:
+    if case.implementation == "huggingface":
+        return huggingface_step(case, CUDA)
+    mesh = make_mesh(case.layout, "cuda") if case.ranks > 1 else None
+    program = build(case.workload, case.layout, case.levers, CUDA, Implementations(), mesh, fill=_filled)
+
+    def step(on_phase: OnPhase) -> None:
+        try:
+            program.step(on_phase)
+        except NotFiniteError:  # what other ranks would have sent is whatever was in memory; update all the same
+            program.optimizer.step(1e-5, torch.ones((), device=CUDA))
+
+    return step
+
+
+@torch.no_grad()
+def _filled(model: nn.Module) -> None:
+    """Values like those of a new model: nothing is timed on zeros."""
+    for parameter in model.parameters():
+        own = local(parameter)
+        if own.ndim > 1:
+            own.normal_(std=0.02)
+        else:
+            own.fill_(1.0)
+
+
+def huggingface_step(case: Case, device: torch.device) -> Callable[[OnPhase], object]:
+    """A step of transformers' own model in an equally careful loop: bf16 states, fused AdamW, clipping, sdpa."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tightfit.models.huggingface.config import config_from_spec
+
+    config = AutoConfig.for_model(**config_from_spec(case.workload.spec, dtype="bfloat16"))
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    if case.checkpoint_every:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(case.workload.spec.vocab_size, (case.micro_batch, case.sequence_length), device=device)
+
+    def step(on_phase: OnPhase) -> None:
+        on_phase("forward")
+        loss = model(input_ids=tokens, labels=tokens, shift_labels=tokens, use_cache=False).loss
+        on_phase("backward")
+        loss.backward()
+        on_phase("optimizer")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
