@@ -53,11 +53,10 @@ class Position:
 
 @dataclass(frozen=True)
 class Content:
-    """The tensors of a checkpoint, whole; `dtype` is what weights are written as."""
+    """The tensors of a checkpoint, whole."""
 
     model: Decoder
     states: dict[str, Tensor]
-    dtype: torch.dtype | None = None
 
 
 def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: Ranks = ALONE) -> Content:
@@ -66,19 +65,19 @@ def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: 
         return Content(model, optimizer.state())
     with torch.device("meta"):
         complete = Decoder(model.spec)
-    weights, states = _wholes(model.state_dict(), ranks), _wholes(optimizer.state(), ranks)
+    weights = _wholes(model.state_dict(), ranks, dtype)
     if ranks.first:
         complete.load_state_dict(weights, assign=True)
-    return Content(complete, states, dtype)
+    return Content(complete, _wholes(optimizer.state(), ranks))
 
 
-def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """All of every tensor in host memory on the first rank; nothing on the others."""
+def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All of every tensor in host memory on the first rank, cast to `dtype` if given; nothing on the others."""
     found = {}
     for name, tensor in tensors.items():
         complete = whole(tensor)
         if ranks.first:
-            found[name] = complete.cpu()
+            found[name] = complete.to("cpu", dtype or complete.dtype)
     return found
 
 
@@ -94,7 +93,7 @@ def save_checkpoint(run: Path, content: Content, tokenizer: Tokenizer, position:
         if target.exists():
             discard_directory(target)
         with durable_directory(target) as folder:
-            write_model(folder, content.model, tokenizer, content.dtype)
+            write_model(folder, content.model, tokenizer)
             _write_training_state(folder / "training", content.states, position)
         for old in checkpoints_of(run)[:-keep]:
             discard_directory(old)
