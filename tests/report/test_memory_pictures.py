@@ -17,7 +17,8 @@ from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
 from tightfit.plan.bubble import bubble_share
-from tightfit.report.memory import COLORS, Bar, Card, bar, draw_memory, draw_zero
+from tightfit.report.documentation import ROOT, markdown_table
+from tightfit.report.memory import COLORS, Bar, Card, bar, classic_rows, draw_memory, draw_zero, layer_rows
 from tightfit.report.pipeline import SCHEDULES, Slot, checked, draw_pipeline, idle_share, slots
 from tightfit.report.scatter import draw_truth, errors, points
 
@@ -193,3 +194,16 @@ def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
 
 def test_an_empty_bar_has_no_height() -> None:
     assert Bar("1 K", dict.fromkeys(COLORS, 0)).bytes == 0
+
+
+def test_the_pages_tables_and_figures_are_the_formulas() -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert markdown_table(*classic_rows()) in page
+    assert markdown_table(*layer_rows(preset(LLAMA), 8192)) in page
+    spec = preset(LLAMA)
+    eight = Workload(spec=spec, sequence_length=16384, global_batch=8)
+    split = peak(eight, Layout(micro_batch=1, data=8, zero=3), Levers(checkpoint_every=1))[0]
+    alone = Workload(spec=spec, sequence_length=4096, global_batch=1)
+    whole = peak(alone, Layout(micro_batch=1), Levers(checkpoint_every=1))[0]
+    assert f"{split / 2**30:.1f} GiB of an 80 GB card" in page
+    assert f"{whole / 2**30:.1f} GiB on one" in page

@@ -16,7 +16,9 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas import gpt
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.overheads import Overheads
+from tightfit.memory.formulas.share import Share
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Component, Ledger
 from tightfit.models.spec import ModelSpec
@@ -157,3 +159,20 @@ def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card]) 
         axes.axhline(card.bytes / GIB, color=CARD_COLOR, linewidth=1.2, linestyle="--", label=card.name)
     axes.set(title=name, xlabel="sequence length")
     plain(axes)
+
+
+def classic_rows() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the classic layer's table."""
+    return ("part", "kept", "bytes"), [(row.part, row.name, _times(row)) for row in gpt.ROWS]
+
+
+def _times(row: gpt.Row) -> str:
+    return " + ".join(f"{count} {unit}" for count, unit in ((row.bsh, "bsh"), (row.bssa, "bs²a")) if count)
+
+
+def layer_rows(spec: ModelSpec, length: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of what one layer of `spec` keeps of one row of `length` tokens, in 16 bits."""
+    kept = layer_kept(spec, 0, Share(1, length, 2))
+    rows = [(one.kind, one.name, f"{one.bytes / 2**20:.2f}", one.why) for one in kept]
+    total = ("", "all of it", f"{sum(one.bytes for one in kept) / 2**20:.2f}", "")
+    return ("kind", "kept", "MiB", "why"), [*rows, total]
