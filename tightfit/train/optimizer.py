@@ -88,8 +88,10 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, lr: float, gradient_factor: Tensor | None = None) -> None:
         """Update with gradients multiplied by `gradient_factor` (clipping and unscaling), then drop them."""
+        divisor = None if gradient_factor is None else gradient_factor.float().reciprocal()
         for bucket in self.buckets:
-            self._hand_over_gradients(bucket, gradient_factor)
+            self._hand_over_gradients(bucket)
+            bucket.adamw.grad_scale = divisor  # type: ignore[attr-defined]  # divided by inside the fused update
             for group in bucket.adamw.param_groups:
                 group["lr"] = lr
             bucket.adamw.step()
@@ -101,15 +103,12 @@ class MasterAdamW:
                 else:
                     master.grad = None
 
-    def _hand_over_gradients(self, bucket: Bucket, factor: Tensor | None) -> None:
+    def _hand_over_gradients(self, bucket: Bucket) -> None:
         for parameter, master in bucket.pairs:
             if master is not parameter:
                 gradient = None if parameter.grad is None else local(parameter.grad)
                 master.grad = None if gradient is None else gradient.to(master.dtype)
                 self._let_go(parameter)
-        gradients = [m.grad for m in bucket.masters if m.grad is not None]
-        if factor is not None and gradients:
-            torch._foreach_mul_(gradients, factor)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that must not be taken."""
