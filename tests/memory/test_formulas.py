@@ -1,6 +1,11 @@
 """The figures everybody quotes, the constants the code has, and what must hold whatever the numbers are."""
 
+import cProfile
+import pstats
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,6 +212,24 @@ def test_every_pipeline_rank_has_its_lines() -> None:
     assert {rank for phase, rank in ledger.moments() if phase == "loss"} == {3}
 
 
+def test_gpipe_holds_the_fused_losss_gradients_of_every_micro_batch() -> None:
+    """The fused loss makes the output projection's gradient in forward, float32, and GPipe does all forwards first."""
+    run, levers = workload(batch=8), Levers(checkpoint_every=1)
+    held = {}
+    for schedule in ("1f1b", "gpipe"):
+        layout = Layout.model_validate({"micro_batch": 1, "pipeline": 2, "schedule": schedule})
+        held[schedule] = training_ledger(run, layout, levers, BARE).by_component("loss", 1)["activations"]
+    assert held["gpipe"] - held["1f1b"] > 7 * 4 * 128256 * 4096
+
+
+def test_experts_on_several_ranks_divide_their_weights_and_need_buffers() -> None:
+    layouts = [{"data": 8, "zero": 1, "expert": expert} for expert in (1, 2, 8)]
+    peaks = [peak_of("mixtral-8x7b", layout, checkpoint_every=1) for layout in layouts]
+    assert peaks[0] > peaks[1] > peaks[2]
+    spec = preset("mixtral-8x7b")
+    assert layer_params(spec, 0, 1, 8).experts * 8 == layer_params(spec, 0).experts
+
+
 def test_served_8b_at_q8_0_fits_a_t4() -> None:
     spec = preset("llama-3.1-8b")
     assert weight_bytes(spec, "bf16") == 2 * spec.params()
@@ -226,3 +249,21 @@ def test_windows_bound_the_cache() -> None:
 def test_negative_overheads_get_a_sentence() -> None:
     with pytest.raises(UserError, match="slack_share is -1; give 0 or more"):
         Overheads(slack_share=-1)
+
+
+def test_formulas_need_neither_torch_nor_numpy() -> None:
+    names = [f"tightfit.memory.formulas.{path.stem}" for path in Path(gpt.__file__).parent.glob("*.py")]
+    assert len(names) > 10
+    code = f"import sys\nfor name in {names!r}: __import__(name)\n"
+    code += "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_search_can_ask_often() -> None:
+    """Counted in calls, which no busy machine changes: a hundred or two, once shapes have been seen."""
+    run, levers = workload("llama-3.1-405b", batch=1024), Levers(checkpoint_every=1)
+    layout = Layout(micro_batch=1, data=16, zero=3, tensor=8, pipeline=8)
+    peak(run, layout, levers)
+    profile = cProfile.Profile()
+    profile.runcall(peak, run, layout, levers)
+    assert pstats.Stats(profile).total_calls < 400  # type: ignore[attr-defined]

@@ -209,11 +209,18 @@ def _routed_moments(spec: ModelSpec, kept: int, share: Share) -> tuple[Moment, .
     width = ceil(experts.mlp_size, share.tensor)
     matrix = ceil(experts.count, share.expert) * spec.hidden_size * width
     shared = spec.mlp_params(experts.shared_size) // share.tensor if experts.shared_size else 0
-    used = kept - 3 * n * k * width * e - 2 * copies
+    used, sent = kept - 3 * n * k * width * e - 2 * copies, _sent_copies(spec, share)
     return (
-        Moment("gradients of the experts' outputs", kept, stream + 2 * copies, 0, shared, 0),
-        Moment("experts' weights stacked", used, stream + 2 * copies, 0, shared + 3 * matrix, 3 * matrix, matrix),
+        Moment("gradients of the experts' outputs", kept, stream + 2 * copies, sent, shared, 0),
+        Moment("experts' weights stacked", used, stream + 2 * copies, sent, shared + 3 * matrix, 3 * matrix, matrix),
     )
+
+
+def _sent_copies(spec: ModelSpec, share: Share) -> int:
+    """Where experts are on several ranks, token copies lie in a buffer each to be sent and received."""
+    if share.expert == 1 or spec.experts is None:
+        return 0
+    return 2 * share.tokens * spec.experts.per_token * spec.hidden_size * share.element_bytes
 
 
 def _attention_moments(spec: ModelSpec, layer: int, share: Share, held: int, mlp_weights: int) -> tuple[Moment, ...]:
@@ -243,7 +250,8 @@ def _mlp_forward_extra(spec: ModelSpec, layer: int, share: Share) -> int:
     full = share.tokens * spec.hidden_size * share.element_bytes
     if spec.is_routed(layer):
         assert spec.experts is not None
-        return spec.experts.per_token * full + 2 * full  # pieces before they are joined, the sum and its zeros
+        pieces = spec.experts.per_token * full  # before they are joined; beside them the sum and its zeros
+        return pieces + 2 * full + _sent_copies(spec, share)
     inner = share.tokens * ceil(spec.mlp_size, share.tensor) * share.element_bytes
     alive = inner if spec.gated and not spec.mlp_bias else 0
     if share.tiles > 1:
@@ -256,7 +264,7 @@ def _working(spec: ModelSpec, layer: int, share: Share) -> int:
     stream, full = _stream(spec, share), share.tokens * spec.hidden_size * share.element_bytes
     if spec.is_routed(layer):
         assert spec.experts is not None
-        return 2 * stream + (4 * spec.experts.per_token + 2) * full
+        return 2 * stream + (4 * spec.experts.per_token + 2) * full + _sent_copies(spec, share)
     inner = ceil(share.tokens * ceil(spec.mlp_size, share.tensor) * share.element_bytes, share.tiles)
     return 2 * stream + full + (3 if spec.gated else 2) * inner
 

@@ -104,10 +104,13 @@ def rank_memory(workload: Workload, layout: Layout, levers: Levers, rank: int) -
     )  # fmt: skip
     accumulation = max(1, workload.global_batch // (layout.micro_batch * layout.data))
     pieces, chunks = pieces_in_flight(layout, rank, accumulation), layout.stages_per_rank
+    each = cost.kept + cost.outside
+    if cost.stage.has_head and layout.schedule == "gpipe":  # where all losses come before the first backward
+        each += cost.loss.kept
     return RankMemory(
         workload.spec, layout, levers, share, cost, states(workload, layout, levers, cost.params, accumulation),
         accumulation, workload.weight_bytes, layout.data * layout.context,
-        max(0, (cost.kept + cost.outside) * (pieces - chunks) // chunks), 2 * INDEX * share.tokens,
+        max(0, each * (pieces - chunks) // chunks), 2 * INDEX * share.tokens,
         cost.checkpoints * max(pieces, chunks) // chunks, layout.zero > 0,
     )  # fmt: skip
 

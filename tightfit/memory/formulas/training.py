@@ -209,7 +209,9 @@ def _evaluation(at: RankMemory) -> tuple[Phase, tuple[int, ...], tuple[Label, ..
 
 
 def _evaluated_loss(at: RankMemory) -> int:
-    """Hidden states and a chunk of logits that nothing else makes room for."""
+    """Hidden states and a chunk of logits that nothing else makes room for, or all of them."""
+    if at.levers.loss == "plain":
+        return at.cost.loss.forward
     tokens, size, columns = at.share.tokens, at.spec.hidden_size, ceil(at.spec.vocab_size, at.share.tensor)
     chunk = chunk_bytes(tokens, columns, size, at.element, at.levers.loss_chunk_bytes, training=False)
     return tokens * size * at.element + chunk
