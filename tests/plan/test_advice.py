@@ -107,7 +107,8 @@ def test_8b_does_not_fit_one_80_gb_card_without_offload() -> None:
         assert not refused.plan.fits
         assert refused.plan.missing_gpu_bytes > 128e9 - 80 * 2**30
         offered = [str(change) for change in refused.changes]
-        assert "let the planner choose: levers.offload" in offered
+        host_gib = 14 * 8_030_261_248 / 2**30  # gradients, masters and two moments a weight
+        assert f"let the planner choose: levers.offload (and {host_gib:.0f} GiB of host memory a node)" in offered
         assert any(change.startswith("more cards: 2x") for change in offered)
         assert any(change.startswith("another card: 1xH200") for change in offered)
         assert planned("llama-3.1-8b", card, 512, 8).plan.levers.offload != "none"

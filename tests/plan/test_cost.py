@@ -22,19 +22,32 @@ def step(model: str, on: str, seq: int, rows: int, layout: Layout, levers: Lever
     return Costs(asked.workload, asked.machine).step(layout, levers)
 
 
-def measured_ms(case: str) -> list[float]:
-    with (RESULTS / "hf_step.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [float(r["step_ms_p50"]) for r in rows if r["case"] == case and r["implementation"] == "tightfit"]
+def measured_ms(file: str, column: str, **wanted: str) -> list[float]:
+    with (RESULTS / file).open(encoding="utf-8", newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    return [float(row[column]) for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def test_a_measured_step_of_one_gpu() -> None:
-    """llama-3.2-1b, 2 × 8192 in pure bf16 on an H200; the constants come from other measurements."""
-    asked = question("llama-3.2-1b", "H200", 8192, 2, precision="pure-bf16")
-    predicted = Costs(asked.workload, asked.machine).step(Layout(micro_batch=2), Levers()).step_s * 1e3
-    assert measured_ms("h200-1b")
-    for found in measured_ms("h200-1b"):
-        assert predicted == pytest.approx(found, rel=0.15)
+MEASURED_STEPS = [
+    ("llama-3.2-1b", 8192, 2, 0, ("hf_step.csv", "step_ms_p50", {"case": "h200-1b"})),
+    ("llama-3.1-8b", 8192, 1, 0, ("hf_step.csv", "step_ms_p50", {"case": "h200-8b"})),
+    ("llama-3.1-8b", 32768, 1, 1, ("loss_memory.csv", "step_ms", {"loss": "fused loss"})),
+]
+
+
+@pytest.mark.parametrize(("model", "seq", "rows", "checkpoint_every", "where"), MEASURED_STEPS)
+def test_measured_steps_of_one_gpu(
+    model: str, seq: int, rows: int, checkpoint_every: int, where: tuple[str, str, dict[str, str]]
+) -> None:
+    """Pure bf16 on an H200, with our kernels; none of these rows is where a constant comes from."""
+    asked = question(model, "H200", seq, rows, precision="pure-bf16")
+    costs = Costs(asked.workload, asked.machine)
+    predicted = costs.step(Layout(micro_batch=rows), Levers(checkpoint_every=checkpoint_every)).step_s * 1e3
+    file, column, wanted = where
+    mine = {"implementation": "tightfit"} if file == "hf_step.csv" else {}
+    found = measured_ms(file, column, **wanted, **mine)
+    assert found
+    assert [ms for ms in found if predicted != pytest.approx(ms, rel=0.15)] == []
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt2", "mixtral-8x7b", "qwen3-4b", "gemma-2-2b", "tiny-qwen2-moe"])

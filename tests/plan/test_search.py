@@ -38,6 +38,7 @@ def by_trying_everything(asked: Question) -> dict[Kind, float]:
         question("llama-2-13b", "4xA100-80GB:pcie", 2048, 4, host="256GB"),
         question("mixtral-8x7b", "8xH200", 2048, 8),
         question("llama-3.1-8b", "2xRTX4090", 1024, 4, host="256GB"),
+        question("llama-3.1-8b", "H100-80GB", 4096, 4, host="115GB"),  # room for the optimizer, not for all of it
     ],
     ids=lambda asked: f"{asked.model} {asked.machine.text}",
 )

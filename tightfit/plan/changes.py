@@ -1,7 +1,8 @@
 """Changes: what would make a plan fit that does not, the smallest step of each kind.
 
-Each is tried by looking for one layout that fits with every lever pulled, so the answer is what the search itself would
-find: a pin let go, fewer tokens per row, more cards, another card, more host memory, narrower optimizer states.
+Each is tried by looking for one layout that fits with the strongest levers, so the answer is what the search itself
+would find: a pin let go, more host memory, narrower optimizer states, shorter rows, more cards, another card. Where the
+host's memory is not known and a change needs it, it says how much.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
+from tightfit.plan.layer_time import NUMBERS
 from tightfit.plan.space import Space
+from tightfit.plan.strength import ceilings
 
 MOST_RANKS = 16_384
 LEAST_TOKENS = 128
@@ -39,52 +42,53 @@ def changes(space: Space) -> list[Change]:
 def _changes(space: Space) -> Iterator[Change]:
     for section in ("levers", "layout"):
         for name in getattr(space.pins, section):
-            if some_fit(replace(space, pins=space.pins.without(section, name))):
-                yield Change("let the planner choose", f"{section}.{name}")
-    if space.machine.host_bytes is not None and some_fit(replace(space, machine=_any_host(space.machine))):
-        yield Change("more host memory", f"than {space.machine.host_bytes / 1e9:.0f} GB a node, with offload")
-    if not space.lossy and some_fit(replace(space, lossy=True)):
-        yield Change("narrower optimizer states", "--allow-lossy")
-    if tokens := _fewer_tokens(space):
-        yield Change("shorter rows", f"--seq {tokens}")
-    if machine := _more_cards(space):
-        yield Change("more cards", machine.text)
-    if machine := _other_card(space):
-        yield Change("another card", machine.text)
+            if (need := least_host(replace(space, pins=space.pins.without(section, name)))) is not None:
+                yield Change("let the planner choose", f"{section}.{name}{_with_host(space, need)}")
+    if space.machine.host_bytes is not None and (need := least_host(replace(space, machine=_any_host(space.machine)))):
+        yield Change("more host memory", f"{need / 1e9:.0f} GB a node, with offload")
+    if not space.lossy and (need := least_host(replace(space, lossy=True))) is not None:
+        yield Change("narrower optimizer states", f"--allow-lossy{_with_host(space, need)}")
+    for what, found in (("shorter rows", _fewer_tokens), ("more cards", _more_cards), ("another card", _other_card)):
+        if change := found(space):
+            yield Change(what, change[0] + _with_host(space, change[1]))
 
 
-def some_fit(space: Space) -> bool:
-    """Whether any layout fits with all levers pulled."""
-    return any(_fits(space, layout, levers) for layout, levers in _leanest(space))
+def _with_host(space: Space, need_bytes: int) -> str:
+    if space.machine.host_bytes is not None or need_bytes < 2**30:
+        return ""
+    return f" (and {need_bytes / 2**30:.0f} GiB of host memory a node)"
 
 
-def _leanest(space: Space) -> Iterator[tuple[Layout, Levers]]:
-    """The leanest layouts with the strongest levers, and with the strongest that leave a small host alone."""
-    pulled = space.levers()
-    options = pulled[-1:]
-    if space.machine.host_bytes is not None:
-        options += [each for each in pulled if each.offload == "none"][-1:]
-    for family in space.families():
-        for layout in space.leanest(family):
-            yield from ((layout, levers) for levers in options)
+def least_host(space: Space) -> int | None:
+    """Host bytes of a node with which some layout fits, the fewest that were found; None where nothing fits.
+
+    Levers that leave the host alone are tried first.
+    """
+    for levers in ceilings(space.levers()).values():
+        needs = (_host_need(space, layout, levers) for family in space.families() for layout in space.leanest(family))
+        if (least := min((need for need in needs if need is not None), default=None)) is not None:
+            return least
+    return None
 
 
-def _fits(space: Space, layout: Layout, levers: Levers) -> bool:
+def _host_need(space: Space, layout: Layout, levers: Levers) -> int | None:
+    """Host bytes of a node if this fits, else None."""
     gpu, host = peak(space.workload, layout, levers)
     node_host = host * min(space.machine.per_node, layout.ranks)
     room = space.machine.host_bytes
-    return gpu <= space.machine.accelerator.memory_bytes and (room is None or node_host <= room)
+    fits = gpu <= space.machine.accelerator.memory_bytes and (room is None or node_host <= room)
+    return node_host if fits else None
 
 
 def _any_host(machine: Machine) -> Machine:
     return replace(machine, host_bytes=None)
 
 
-def _fewer_tokens(space: Space) -> int | None:
+def _fewer_tokens(space: Space) -> tuple[str, int] | None:
     length = space.workload.sequence_length // 2
     while length >= LEAST_TOKENS:
-        if some_fit(replace(space, workload=_shorter(space.workload, length))):
-            return length
+        if (need := least_host(replace(space, workload=_shorter(space.workload, length)))) is not None:
+            return f"--seq {length}", need
         length //= 2
     return None
 
@@ -93,29 +97,29 @@ def _shorter(workload: Workload, length: int) -> Workload:
     return replace(workload, sequence_length=length)
 
 
-def _more_cards(space: Space) -> Machine | None:
+def _more_cards(space: Space) -> tuple[str, int] | None:
     """Twice the cards, again and again: inside the node up to eight, then more nodes."""
     machine = space.machine
     while machine.ranks * 2 <= MOST_RANKS:
         inside = machine.nodes == 1 and machine.per_node * 2 <= 8
         nodes, per_node = (1, machine.per_node * 2) if inside else (machine.nodes * 2, machine.per_node)
         machine = machine.with_counts(nodes, per_node)
-        if some_fit(replace(space, machine=machine)):
-            return machine
+        if (need := least_host(replace(space, machine=machine))) is not None:
+            return machine.text, need
     return None
 
 
-def _other_card(space: Space) -> Machine | None:
+def _other_card(space: Space) -> tuple[str, int] | None:
     """The smallest card that would do in the same number."""
     machine, here = space.machine, space.machine.accelerator.memory_bytes
     for card in sorted(CATALOG, key=lambda row: row.memory_bytes):
-        if card.memory_bytes <= here or (space.workload.precision != "fp32" and card.rates.bf16 is None):
+        if card.memory_bytes <= here or card.rates.of(NUMBERS[space.workload.precision]) is None:
             continue
         counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
         other = replace(
             machine, accelerator=card, intra=card.peer, inter=LINKS[card.network or DEFAULT_NETWORK],
             text=f"{counts}{card.name}",
         )  # fmt: skip
-        if some_fit(replace(space, machine=other)):
-            return other
+        if (need := least_host(replace(space, machine=other))) is not None:
+            return other.text, need
     return None

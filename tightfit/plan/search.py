@@ -20,7 +20,7 @@ from tightfit.memory.formulas.training import peak
 from tightfit.plan.cost import Costs, Frame
 from tightfit.plan.space import Space
 from tightfit.plan.steptime import StepTime
-from tightfit.plan.strength import weaker
+from tightfit.plan.strength import Group, ceilings, group_of, weaker
 
 COMFORT = 0.95
 SAME = 1.02
@@ -91,9 +91,8 @@ class _Search:
         self.nearest: Candidate | None = None
         self.best: dict[Kind, Candidate] = {}
         self.too_large: dict[tuple[int | str, ...], int] = {}
-        self.strongest = [self.levers[-1]]
-        if space.machine.host_bytes is not None:  # too small a host: the strongest levers that leave it alone
-            self.strongest += [each for each in self.levers if each.offload == "none"][-1:]
+        self.ceilings = ceilings(self.levers)
+        self.strongest = [self.levers[-1]] if space.machine.host_bytes is None else list(self.ceilings.values())[::-1]
 
     def run(self) -> Found:
         frames = [self.costs.frame(layout) for layout in self._feasible()]
@@ -125,19 +124,25 @@ class _Search:
         if bound_s >= limit or self._is_too_large(frame):
             return
         failed: list[Levers] = []
-        for step_s, levers in sorted(
-            ((frame.step(each).step_s, each) for each in self.levers), key=lambda pair: pair[0]
-        ):
+        open_groups: dict[Group, bool] = {}
+        costs = ((frame.step(each).step_s, each) for each in self.levers)
+        for step_s, levers in sorted(costs, key=lambda pair: pair[0]):
             if step_s >= limit:
                 return
-            if any(weaker(levers, other) for other in failed):
+            if any(weaker(levers, other) for other in failed) or not self._may_fit(frame, levers, open_groups):
                 continue
             candidate = self._measure(frame, levers)
             if self._fits(candidate):
                 self.best[kind] = candidate
                 return
-            if self.space.machine.host_bytes is None or candidate.host_bytes <= self.space.machine.host_bytes:
-                failed.append(levers)
+            failed.append(levers)
+
+    def _may_fit(self, frame: Frame, levers: Levers, known: dict[Group, bool]) -> bool:
+        """Whether the strongest levers of the same group fit; `known` remembers that of one layout."""
+        group = group_of(levers)
+        if group not in known:
+            known[group] = self._fits(self._measure(frame, self.ceilings[group]))
+        return known[group]
 
     def _is_too_large(self, frame: Frame) -> bool:
         """Whether even the strongest levers do not make this layout fit; larger micro-batches then need no look."""

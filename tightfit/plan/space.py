@@ -133,7 +133,12 @@ class Space:
         }
         choices |= {name: (value,) for name, value in self.pins.levers.items()}
         sets = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-        return [Levers(**each) for each in sets if each["checkpoint_every"] == 1 or not each["offload_checkpoints"]]
+        sparsest = math.inf if "offload_checkpoints" in self.pins.levers else 1
+        return [
+            Levers(**each)
+            for each in sets
+            if not each["offload_checkpoints"] or 0 < each["checkpoint_every"] <= sparsest
+        ]
 
     def check(self) -> None:
         """A sentence where pins or the batch leave no layout at all."""

@@ -52,6 +52,8 @@ def _verdict(plan: Plan) -> Text:
     text = Text(f"{plan.model} on {plan.machine.text}: ", style="bold")
     if plan.fits:
         text.append("fits", style="bold green")
+        if plan.machine.host_bytes is None and plan.host_peak_bytes > 2**30:
+            text.append(f" if a node's host has {gib(plan.host_peak_bytes)}", style="bold yellow")
         text.append(f", {gib(plan.gpu_peak_bytes)} of {gib(room)} a GPU")
         text.append(f", {_seconds(plan.step_seconds)} a step, {count_name(plan.tokens_per_second)} tokens/s")
         return text
@@ -103,7 +105,7 @@ def _memory(ledger: Ledger, room_bytes: int) -> Group:
     bar.append(f"  {gib(used)} of {gib(room_bytes)}")
     table = Table.grid(padding=(0, 2))
     for component, held in parts.items():
-        line = "█" * max(1, round(held / scale * BAR_CELLS))
+        line = "█" * round(held / scale * BAR_CELLS) or "▏"
         table.add_row(f"  {component}", gib(held), Text(line, style=COLOURS[component]))
     where = f", pipeline rank {rank}" if rank else ""
     return Group(Text(f"memory at its fullest ({phase}{where})", style="dim"), bar, table)
