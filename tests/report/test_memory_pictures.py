@@ -1,12 +1,16 @@
 """Pictures show the formulas' own numbers, schedules wait as long as the papers say, and mistakes get a sentence."""
 
 import csv
+import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
+from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
@@ -207,3 +211,13 @@ def test_the_pages_tables_and_figures_are_the_formulas() -> None:
     whole = peak(alone, Layout(micro_batch=1), Levers(checkpoint_every=1))[0]
     assert f"{split / 2**30:.1f} GiB of an 80 GB card" in page
     assert f"{whole / 2**30:.1f} GiB on one" in page
+
+
+@pytest.mark.parametrize("name", ["memory", "zero", "pipeline"])
+def test_the_pages_commands_run_as_written(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    (command,) = re.findall(rf"^tightfit (picture {name} .*) --out {name}\.png$", page, flags=re.MULTILINE)
+    made = CliRunner().invoke(app, [*shlex.split(command), "--out", str(tmp_path / "made.svg")])
+    assert made.exit_code == 0, made.output
+    drawn, kept = text_of(tmp_path / "made.svg"), text_of(ROOT / "docs" / "pictures" / f"{name}.svg")
+    assert drawn == kept, "draw docs/pictures anew"

@@ -39,7 +39,8 @@ def read_truth(path: Path) -> list[dict[str, str]]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read {path} ({error}); measure with benchmarks/memory_truth.py first") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {path} ({reason}); measure with benchmarks/memory_truth.py first") from None
     wanted = {column for pairs in SERIES.values() for pair in pairs for column in pair}
     missing = sorted(wanted - set(rows[0])) if rows else sorted(wanted)
     if missing:
