@@ -123,6 +123,22 @@ def test_estimators_stand_beside_ours(tightfit: Any) -> None:
     assert "The same question to others" in tightfit(*EIGHT, "--compare-estimators").out
 
 
+def test_batch_splits_tokens_over_ranks(tightfit: Any) -> None:
+    """DeepSeek-V3: 61 M = 1920 × 32 K, 1920 = 16 × 120."""
+    arguments = ("batch", "--tokens", "61.44M", "--seq", 32000, "--ranks", 120)
+    rows = tightfit(*arguments, "--json").json["splits"]
+    assert {"micro_batch": 1, "accumulation": 16, "ranks": 120} in rows
+    assert (
+        "1,920 rows × 32,000 = 61.4 M tokens a step = micro-batch 1 × accumulation 16 × 120" in tightfit(*arguments).out
+    )
+    odd = tightfit("batch", "--rows", 7, "--seq", 512, "--ranks", 8)
+    assert odd.code == 2
+    assert "take 8 rows" in odd.err
+    both = tightfit("batch", "--rows", 7, "--tokens", "1M", "--seq", 512, "--ranks", 8)
+    assert "give one of the two" in both.err
+    assert "less than" in tightfit("batch", "--rows", 128, "--seq", 512, "--ranks", 128).out
+
+
 def test_hardware_lists_the_catalog(tightfit: Any) -> None:
     rows = tightfit("hardware", "--json").json
     assert {"name", "memory_bytes", "source", "rates"} <= set(rows[0])

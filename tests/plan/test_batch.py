@@ -5,7 +5,7 @@ import pytest
 from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.hardware.sizes import parse_count
-from tightfit.plan.batch import Batch, rows_of_tokens, split_rows, warning
+from tightfit.plan.batch import Batch, rows_of_tokens, split_rows, splits, warning
 
 
 def test_61_million_tokens_are_1920_rows() -> None:
@@ -17,6 +17,14 @@ def test_61_million_tokens_are_1920_rows() -> None:
     assert split_rows(1920, 32_000, 1, 120) == batch
     assert split_rows(1920, 32_000, 4, 120).accumulation == 4
     assert "1,920 rows × 32,000 = 61.4 M tokens a step = micro-batch 1 × accumulation 16 × 120" in str(batch)
+
+
+def test_tokens_become_rows_that_can_be_split() -> None:
+    assert rows_of_tokens(16_000_000, 8192, 1024) == 2048  # 1953.1 rows
+    assert rows_of_tokens(61_440_000, 32_000, 2048) == 1920  # a whole number stays
+    assert rows_of_tokens(1000, 4096, 8) == 1
+    assert rows_of_tokens(50_000, 4096, 64) == 16  # 12.2 rows, fewer than GPUs
+    assert [(each.micro, each.accumulation) for each in splits(48, 512, 8)] == [(1, 6), (2, 3), (3, 2), (6, 1)]
 
 
 def test_rows_that_do_not_divide_name_those_that_do() -> None:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import typer
 
 import tightfit
+from tightfit.cli.batch import batch
 from tightfit.cli.bench import bench
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, sample, evaluate, models, plan, hardware, export):
+for verb in (train, sample, evaluate, models, plan, batch, hardware, export):
     app.command()(verb)
 app.add_typer(bench)
 app.add_typer(picture)

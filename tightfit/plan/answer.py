@@ -118,7 +118,7 @@ def make_workload(
     if length < 2:
         raise UserError(f"sequence_length is {length}; give at least 2")
     if tokens is not None:
-        rows = rows_of_tokens(tokens, length)
+        rows = rows_of_tokens(tokens, length, machine.ranks)
     if rows is None:
         rows = max(1, DEFAULT_STEP_TOKENS // length // machine.ranks) * machine.ranks
     if precision is None:

@@ -38,11 +38,25 @@ class Batch:
         )
 
 
-def rows_of_tokens(tokens: int, sequence_length: int) -> int:
-    """Whole rows nearest to `tokens`, at least one."""
+def rows_of_tokens(tokens: int, sequence_length: int, gpus: int = 1) -> int:
+    """Rows that hold `tokens`; where that is no whole number, the nearest multiple of the GPUs, which splits well.
+
+    With fewer rows than GPUs, of the largest power of two that is not above them.
+    """
     if tokens < 1:
         raise UserError(f"--batch-tokens is {tokens}; give at least 1")
-    return max(1, round(tokens / sequence_length))
+    rows, rest = divmod(tokens, sequence_length)
+    if rest == 0:
+        return rows
+    unit = gpus if rows >= gpus else 2 ** (max(1, rows).bit_length() - 1)
+    return max(unit, round(tokens / sequence_length / unit) * unit)
+
+
+def splits(rows: int, sequence_length: int, ranks: int) -> list[Batch]:
+    """Every micro-batch that divides the rows of a rank, with its accumulation."""
+    split_rows(rows, sequence_length, 1, ranks)
+    each = rows // ranks
+    return [Batch(sequence_length, micro, each // micro, ranks) for micro in range(1, each + 1) if each % micro == 0]
 
 
 def batch_of(workload: Workload, layout: Layout) -> Batch:

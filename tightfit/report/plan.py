@@ -11,7 +11,7 @@ from rich.text import Text
 from tightfit.hardware.catalog import CATALOG
 from tightfit.memory.ledger import Component, Ledger
 from tightfit.plan.answer import Answer
-from tightfit.plan.batch import batch_of
+from tightfit.plan.batch import Batch, batch_of, warning
 from tightfit.plan.describe import describe_layout, describe_levers
 from tightfit.plan.plan import Plan
 from tightfit.plan.serving import Serving
@@ -180,6 +180,17 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
             console.print(f"  would fit with {change}")
     if serving.machine.ranks > 1:
         console.print(f"[dim]· each of the {serving.machine.ranks} cards serves a copy[/dim]")
+
+
+def print_batches(batches: list[Batch], *, as_json: bool) -> None:
+    """Every way to work through a global batch, and a word where it is unusual."""
+    first = batches[0]
+    sentence = warning(first.tokens, first.ranks)
+    if as_json:
+        rows = [{"micro_batch": each.micro, "accumulation": each.accumulation, "ranks": each.ranks} for each in batches]
+        return print_json({"rows": first.rows, "tokens": first.tokens, "splits": rows, "warning": sentence})
+    for line in (*map(str, batches), *([sentence] if sentence else [])):
+        Console(highlight=False).print(line, soft_wrap=True)
 
 
 def print_catalog(*, as_json: bool) -> None:

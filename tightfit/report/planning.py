@@ -1,5 +1,7 @@
 """Tables of docs/hardware.md and docs/planning.md, made from the catalog, the efficiencies and the planner itself."""
 
+from collections.abc import Sequence
+
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.links import COLLECTIVE_SHARE, HOP_US, LINKS
@@ -8,7 +10,7 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import Question, answer, make_workload
 from tightfit.plan.describe import describe_layout, describe_levers
 
-Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 EXAMPLES = (
     ("llama-3.2-1b", "8xA100-80GB", 4096, 256),
     ("llama-3.1-8b", "8xV100-32GB", 512, 8),
