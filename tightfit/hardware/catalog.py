@@ -1,5 +1,5 @@
-"""The catalog: one row per accelerator, each with its source. Rates are dense; sparse ones are twice as large and
-not used. A name that is not here is an error with near names: nothing is guessed.
+"""The catalog: one row per accelerator, each with its source. Rates are dense; sparse ones are twice as large and not
+used. A name that is not here is an error with near names: nothing is guessed.
 
 `usable_gib` is the total that PyTorch names in its out-of-memory message on that card (public bug reports; the lowest
 seen where they differ; for the H200 our own). Rows without it plan with the vendor's decimal gigabytes.
@@ -11,7 +11,7 @@ import re
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator, Rates
 
-_VOLTA = "NVIDIA V100 data sheet (WP-09184)"
+_VOLTA = "NVIDIA V100 data sheet (2020)"
 _AMPERE = "NVIDIA A100 data sheet (2021)"
 _HOPPER = "NVIDIA H100 data sheet (2023)"
 _V100_PCIE = Rates(fp32=14.0, fp16=112.0)
@@ -114,7 +114,7 @@ CATALOG: tuple[Accelerator, ...] = (
     Accelerator(
         family="H100", memory_gb=94, form="nvl", bandwidth_gb_s=3938,
         rates=Rates(fp32=60.0, tf32=417.5, fp16=835.5, bf16=835.5, fp8=1670.5, int8=1670.5), host_link="pcie5",
-        peer_link="pcie5", bridge="nvlink-bridge-300", source="NVIDIA H100 NVL product brief (PB-11773)",
+        peer_link="pcie5", bridge="nvlink-bridge-300", source="NVIDIA H100 NVL product brief (2024)",
     ),
     Accelerator(
         family="H200", memory_gb=141, usable_gib=139.80, form="sxm", bandwidth_gb_s=4800, rates=_H100_SXM,

@@ -147,7 +147,7 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so not all of "
         "them can be data ranks",
         f"nodes are connected by {machine.inter.name}; name another link after the machine, such as "
-        f"{machine.text.partition(':')[0]}:ndr"
+        f"{machine.text.partition(':')[0]}:{'ndr' if machine.inter.name != 'ndr' else 'hdr'}"
         if machine.nodes > 1 and machine.inter.name not in machine.text
         else None,
         f"this uses {plan.host_peak_bytes / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
