@@ -1,6 +1,8 @@
 """`tightfit plan` and `tightfit hardware` as users run them: the object, the pictures in text, files, and mistakes."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import yaml
 from tests.cli.test_base_install import base_install
 from tests.cli.test_verbs import Run
 from tightfit.plan.plan import Plan
+from tightfit.report.documentation import ROOT
 
 EIGHT = ("plan", "llama-3.1-8b", "--on", "8xV100-32GB", "--seq", "512", "--global-batch", "8")
 PROMISED = {
@@ -179,6 +182,20 @@ def test_mistakes_are_one_sentence_and_exit_code_2(arguments: list[str], words: 
     assert made.err.count("\n") == 1
     for word in words:
         assert word in made.err
+
+
+def test_the_pages_commands_run_as_written(tightfit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^(tightfit .+)$", page, flags=re.MULTILINE)
+    job = {"model": "llama-3.2-1b", "data": "notes.txt", "output": "runs/x", "steps": 10}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    monkeypatch.chdir(tmp_path)
+    assert len(commands) >= 5
+    for command in commands:
+        made = tightfit(*shlex.split(command)[1:])
+        assert made.code == 0, (command, made.err)
+    assert Plan.load(tmp_path / "plan.json").model == "llama-3.2-1b"
+    assert (tmp_path / "exports" / "torchrun.sh").is_file()
 
 
 def test_planning_needs_no_torch_and_little_time() -> None:
