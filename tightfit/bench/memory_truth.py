@@ -111,9 +111,9 @@ def _simulated(case: Case) -> Ledger:
         return rehearse(case.workload, case.layout, case.levers)
 
     def make(mesh: Any, tracer: Tracer) -> Callable[[OnPhase], object]:
-        return huggingface_step(case, torch.device("cpu"))
+        return huggingface_step(case, torch.device("cpu"), attention=_unmasked_attention())
 
-    return ledger_of(rehearsed(make, case.layout).replay().moments, "simulation")
+    return ledger_of(rehearsed(make, case.layout, warm_up=True).replay().moments, "simulation")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,16 @@ def _filled(model: nn.Module) -> None:
             own.fill_(1.0)
 
 
-def huggingface_step(case: Case, device: torch.device) -> Callable[[OnPhase], object]:
+def _unmasked_attention() -> str:
+    """Their sdpa without the mask they would make of fake tensors only: plain causal attention needs none."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("sdpa_unmasked", sdpa_attention_forward)
+    return "sdpa_unmasked"
+
+
+def huggingface_step(case: Case, device: torch.device, attention: str = "sdpa") -> Callable[[OnPhase], object]:
     """A step of transformers' own model in an equally careful loop: bf16 states, fused AdamW, clipping, sdpa."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -199,7 +208,7 @@ def huggingface_step(case: Case, device: torch.device) -> Callable[[OnPhase], ob
 
     config = AutoConfig.for_model(**config_from_spec(case.workload.spec, dtype="bfloat16"))
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
     if case.checkpoint_every:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()

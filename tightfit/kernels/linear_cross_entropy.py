@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import cross_entropy_eager
@@ -252,7 +253,7 @@ def _multiplied(ctx: Any, sums: list[Tensor], factor: Tensor) -> list[Tensor | N
 def _is_last_use(x: Tensor) -> bool:
     """Whether backward runs for good (no retain_graph), so that what was saved for it may be overwritten."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return type(x) is Tensor and asked is not None and not asked()
+    return type(x) in (Tensor, FakeTensor) and asked is not None and not asked()
 
 
 _operator = operator(

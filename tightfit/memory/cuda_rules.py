@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.kernels.flash_attention import flash_attention
-from tightfit.kernels.operators import SCRATCH
+from tightfit.kernels.operators import SCRATCH, operator
 
 aten = torch.ops.aten
 INDEX_BYTES = 8
@@ -42,6 +41,39 @@ def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, 
     return 0 if rule is None else rule(*arguments, **options)
 
 
+def _attention_scratch(d_out: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
+    """cuDNN's and FlashAttention's backward: dQ summed in float32, and dK and dV for every query head of a group."""
+    grouped = query.shape[1] != key.shape[1]
+    return query.numel() * (4 + 2 * query.element_size() * grouped)
+
+
+def _attention_gradients(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+_fused_attention_backward = operator(
+    "simulated_attention_backward(Tensor d_out, Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)",
+    _attention_gradients,
+    _attention_gradients,
+    scratch_bytes=_attention_scratch,
+)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps what torch's fused kernels keep; on fake tensors only, as it computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, *_ = ctx.saved_tensors
+        return _fused_attention_backward(gradients[0], query, key, value)
+
+
 @contextmanager
 def fused_attention() -> Iterator[None]:
     """Inside the block plain causal attention is one operation, as on a GPU, whatever this machine would do."""
@@ -50,9 +82,9 @@ def fused_attention() -> Iterator[None]:
     def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
         if attn_mask is not None:
             return original(query, key, value, attn_mask, **options)
-        return flash_attention(query, key, value, scale=options.get("scale") or query.shape[-1] ** -0.5)
+        return _FusedAttention.apply(query, key, value)
 
-    F.scaled_dot_product_attention = fused  # type: ignore[assignment]  # a function mode would not reach layers recomputed inside backward
+    F.scaled_dot_product_attention = fused  # type: ignore[assignment]  # a function mode would not reach recomputation
     try:
         yield
     finally:

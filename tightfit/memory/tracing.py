@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +28,11 @@ KINDS = (("attention", "attention"), ("mlp", "mlp"), ("norm", "norms"), ("embed"
 COMMUNICATION = ("fsdp", "c10d", "_c10d_functional")
 OWNER_DEPTH = 12
 SKIPPED = torch.ops.prim.device.default
+SUM = torch.ops.aten.add.Tensor
+ENGINE = "_engine_run_backward"
+DISPATCHERS = ("_fn", "inner")
+OWN_REFERENCES = 2
+"""References to a storage that nobody else has: its tensor's, and that of the object we hold to look at it."""
 
 
 def no_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
@@ -44,6 +50,7 @@ class Tracer(TorchDispatchMode):
         self.modules: list[str] = []
         self.paused = False
         self._known: dict[int, tuple[int, Any]] = {}
+        self._streams: list[Any] = [torch.cpu.current_stream()]
         self._stack = ExitStack()
         self.trace.begin(self.phase)
 
@@ -129,8 +136,11 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # its own local operations come back here
         held = self.scratch(func, args, kwargs)
         number = self.trace.allocate(self._scratch(held, func)) if held else None
+        summed = self._summed_in_place(args) if func is SUM and self.phase == "backward" else None
         made = func(*args, **kwargs)
-        if isinstance(made, Tensor):
+        if summed is not None:
+            self._take_over(summed, made)
+        elif isinstance(made, Tensor):
             self._see(made, func)
         elif isinstance(made, (tuple, list)):
             for part in made:
@@ -139,6 +149,20 @@ class Tracer(TorchDispatchMode):
         if number is not None:
             self.trace.free(number)
         return made
+
+    def _summed_in_place(self, operands: tuple[Any, ...]) -> int | None:
+        """The storage that autograd would add a second gradient into, which it does not do with fake tensors."""
+        first = operands[0]
+        if not isinstance(first, FakeTensor) or not first.is_contiguous() or not _called_by_engine():
+            return None
+        key: int = first.untyped_storage()._cdata
+        alone = torch._C._storage_Use_Count(key) == OWN_REFERENCES  # type: ignore[attr-defined]
+        return key if alone and key in self._known else None
+
+    def _take_over(self, key: int, sum_: Tensor) -> None:
+        number, _ = self._known.pop(key)
+        storage = sum_.untyped_storage()
+        self._known[storage._cdata] = (number, self._until_death(storage))
 
     def _scratch(self, held: int, func: Any) -> Allocation:
         return Allocation(held, "workspace", "kernels", self._module(), str(func))
@@ -151,9 +175,13 @@ class Tracer(TorchDispatchMode):
         self._follow(storage, self._described(storage.nbytes(), func))
 
     def _follow(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
-        number, key = self.trace.allocate(allocation), storage._cdata
-        self._known[key] = (number, weakref.ref(storage, lambda _: self._forget(key)))
+        number = self.trace.allocate(allocation)
+        self._known[storage._cdata] = (number, self._until_death(storage))
         self.remember(number, storage)
+
+    def _until_death(self, storage: torch.UntypedStorage) -> Any:
+        key = storage._cdata
+        return weakref.ref(storage, lambda _: self._forget(key))
 
     def remember(self, number: int, storage: torch.UntypedStorage) -> None:
         """Allocation `number` is this storage; for those who need to know where it is."""
@@ -173,13 +201,18 @@ class Tracer(TorchDispatchMode):
         return self.modules[-1] if self.modules else ""
 
     def _described(self, size: int, func: Any) -> Allocation:
-        operation, module = str(func), self._module()
-        if operation.startswith(COMMUNICATION):
-            return Allocation(size, "communication", "", module, operation)
-        if operation.startswith("aten.empty") and (owner := _sharding_owner()):
-            return Allocation(size, *owner, module, operation)
-        component, detail = _belongs(self.phase, module)
-        return Allocation(size, component, detail, module, operation)
+        operation, module, stream = str(func), self._module(), self._stream()
+        owner = _sharding_owner() if stream or operation.startswith("aten.empty") else None
+        if owner is None and operation.startswith(COMMUNICATION):
+            owner = "communication", ""
+        return Allocation(size, *(owner or _belongs(self.phase, module)), module, operation, stream)
+
+    def _stream(self) -> int:
+        """Which of the CPU's pretended streams is current; FSDP2 enters those of its collectives there too."""
+        stream = torch.cpu.current_stream()
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
 
 
 def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
@@ -195,6 +228,14 @@ def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
         case "optimizer":
             return "gradients", "widened for the update"
     return "weights", ""
+
+
+def _called_by_engine() -> bool:
+    """Whether autograd itself, and no formula or function of somebody's, made this call."""
+    frame: Any = sys._getframe(3)
+    while frame is not None and frame.f_code.co_name in DISPATCHERS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == ENGINE
 
 
 def _sharding_owner() -> tuple[Component, str] | None:

@@ -33,8 +33,8 @@ from tightfit.train.optimizer import MOMENTS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.step import Batch, OnPhase, StepResult, ignore, train_step
 
-DIRECT_LAYERS = 8
-"""Models of up to so many layers are traced whole."""
+DIRECT_LAYERS = 48
+"""Models of up to so many layers are traced whole, in seconds; what the allocator reserves is then replayed exactly."""
 GPU_KERNELS = Implementations(norm="triton", rope="triton", glu="triton", linear_cross_entropy="triton")
 CPU = torch.device("cpu")
 LR = 1e-5
@@ -102,8 +102,11 @@ def rehearsed_step(workload: Workload, layout: Layout, levers: Levers, overheads
     return rehearsed(make, layout, overheads)
 
 
-def rehearsed(make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT) -> Trace:
-    """Everything allocated and freed from building the model to the end of one step, on rank 0 of `layout`."""
+def rehearsed(make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False) -> Trace:
+    """Everything allocated and freed from building the model to the end of one step, on rank 0 of `layout`.
+
+    `warm_up` goes before with a step that differs, such as the first of an optimizer that makes its states in it.
+    """
     with ExitStack() as stack:
         mesh = None
         if layout.ranks > 1:
@@ -113,6 +116,8 @@ def rehearsed(make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT) ->
         with FirstChunkOnly():
             step = make(mesh, tracer)
         tracer.trace.allocate(Allocation(overheads.workspace_bytes, "workspace", "cuBLAS"))
+        if warm_up:
+            step(lambda phase: tracer.begin("first step"))
         tracer.begin_step()
         step(tracer.begin)
     return tracer.trace
