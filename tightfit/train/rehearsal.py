@@ -95,11 +95,19 @@ def rehearsed_step(workload: Workload, layout: Layout, levers: Levers, overheads
     """The trace behind that ledger."""
 
     def make(mesh: DeviceMesh | None, tracer: Tracer) -> Step:
-        program = build(workload, layout, levers, CPU, GPU_KERNELS, mesh, tracer)
+        program = build(workload, layout, levers, CPU, _gpu_kernels(workload), mesh, tracer)
         introduce(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
         return program.step
 
     return rehearsed(make, layout, overheads)
+
+
+def _gpu_kernels(workload: Workload) -> Implementations:
+    """What the decoder takes on a GPU, which it does not see here: our attention where torch has no fused one."""
+    spec = workload.spec
+    plain = spec.attention_softcap is None and not spec.window_layers
+    fused = workload.precision != "fp32" or spec.heads == spec.kv_heads
+    return GPU_KERNELS if plain and fused else replace(GPU_KERNELS, attention="triton")
 
 
 def rehearsed(make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False) -> Trace:
