@@ -46,15 +46,15 @@ class Measurement:
     note: str = ""
 
 
-def bench_kernels(operations: Iterable[str], device: str) -> tuple[Limits, Iterator[Measurement]]:
-    """The machine's limits, and the measurements as they are made."""
+def bench_kernels(operations: Iterable[str], device: str, shape: str = "") -> tuple[Limits, Iterator[Measurement]]:
+    """The machine's limits, and the measurements as they are made, of cases whose shape contains `shape`."""
     chosen = {name: OPERATIONS.get(name) for name in operations} or dict(OPERATIONS)
     for name, source in chosen.items():
         if source is None:
             raise UserError(f"--op is {name!r}; give one of {', '.join(OPERATIONS)}")
     where = _where(device)
     limits = measure_limits(where.device)
-    return limits, _measure_all([str(source) for source in chosen.values()], where, limits)
+    return limits, _measure_all([str(source) for source in chosen.values()], where, limits, shape)
 
 
 def _where(device: str) -> Where:
@@ -65,12 +65,13 @@ def _where(device: str) -> Where:
     return Where(torch.device(device), tiny=device == "cpu")
 
 
-def _measure_all(sources: list[str], where: Where, limits: Limits) -> Iterator[Measurement]:
+def _measure_all(sources: list[str], where: Where, limits: Limits, shape: str) -> Iterator[Measurement]:
     for source in sources:
         module, _, name = source.partition(":")
         cases: Callable[[Where], Iterator[Case]] = getattr(import_module(module), name)
         for case in cases(where):
-            yield from _measure_case(case, where, limits)
+            if shape in case.shape:
+                yield from _measure_case(case, where, limits)
 
 
 def _measure_case(case: Case, where: Where, limits: Limits) -> Iterator[Measurement]:

@@ -17,6 +17,7 @@ def kernels(
     op: Annotated[
         list[str] | None, typer.Option("--op", help="Only this operation, for example rms_norm. May be repeated.")
     ] = None,
+    shape: Annotated[str, typer.Option(help="Only cases whose shape contains this, for example 8192×2048.")] = "",
     device: Annotated[str, typer.Option(help="cuda, or cpu for a check on tiny shapes that needs no GPU.")] = "cuda",
     results: Annotated[
         Path | None, typer.Option(help="A directory for kernels.csv (rows are appended) and kernels.png.")
@@ -37,7 +38,7 @@ def kernels(
     from tightfit.bench.kernels import bench_kernels
     from tightfit.report.kernels import draw_kernels, recorded, show_kernels
 
-    limits, measurements = bench_kernels(op or [], device)
+    limits, measurements = bench_kernels(op or [], device, shape)
     if results is not None:
         measurements = recorded(limits, measurements, results, commit)
     show_kernels(limits, measurements, as_json=as_json)
