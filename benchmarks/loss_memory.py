@@ -64,7 +64,7 @@ def main(model: str, length: int, folder: Path, commit: str | None) -> None:
         timelines[name] = timeline
         gc.collect()
         torch.cuda.empty_cache()
-        milliseconds = timeline.milliseconds[-1]
+        milliseconds = timeline.positions[-1]
         row = {
             "model": model,
             "sequence_length": length,

@@ -11,9 +11,11 @@ import typer
 import tightfit
 from tightfit.cli.batch import batch
 from tightfit.cli.bench import bench
+from tightfit.cli.compare import compare
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
 from tightfit.cli.hardware import hardware
+from tightfit.cli.measure import measure
 from tightfit.cli.models import models
 from tightfit.cli.picture import picture
 from tightfit.cli.plan import plan
@@ -31,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, sample, evaluate, models, plan, batch, hardware, export):
+for verb in (train, sample, evaluate, models, plan, measure, compare, batch, hardware, export):
     app.command()(verb)
 app.add_typer(bench)
 app.add_typer(picture)

@@ -1,4 +1,4 @@
-"""`tightfit picture`: memory, ZeRO stages, pipeline schedules and the truth, drawn."""
+"""`tightfit picture`: memory, ZeRO stages, timelines, pipeline schedules and the truth, drawn."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -83,6 +83,42 @@ def zero(
 
     levers = Levers(checkpoint_every=checkpoint_every)
     draw_zero(model, resolve_spec(model), gpus, seq or LENGTHS, _cards(on, card_gb), out, levers=levers)
+    typer.echo(f"picture in {out}")
+
+
+@picture.command()
+def timeline(
+    out: Out,
+    model: Annotated[str, typer.Option("--model", help="A preset, or a directory with a config.json.")],
+    seq: Annotated[int, typer.Option("--seq", help="Tokens per row.")] = 4096,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16", "pure-bf16"], typer.Option(help="What weights and activations are in.")
+    ] = "bf16",
+    global_batch: Annotated[int | None, typer.Option(help="Rows per step; by default one micro-batch a rank.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--pin", help="A field: -o layout.zero=3 -o levers.checkpoint_every=1. May be repeated."),
+    ] = None,
+) -> None:
+    """Allocated and reserved memory over one training step with its phases, simulated: no GPU needed.
+
+    \b
+    tightfit picture timeline --model llama-3.2-1b --seq 8192 --out timeline.png
+    tightfit picture timeline --model llama-3.2-1b --seq 8192 -o levers.checkpoint_every=1 --out timeline.png
+    """
+    from tightfit.report.figure import check_picture_path
+
+    check_picture_path(out)
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.plan.pins import parse_pins
+    from tightfit.report.simulated import simulate_timeline
+    from tightfit.report.timeline import draw_timelines
+
+    spec, pins = resolve_spec(model), parse_pins(pin or [])
+    found = simulate_timeline(spec, pins, sequence_length=seq, precision=precision, global_batch=global_batch)
+    title = f"{model}, one step of {seq:,}-token rows, {precision}" + (f", {pins}" if pins else "")
+    draw_timelines({"simulated": found}, title, out)
+    typer.echo(f"peak {found.peak_bytes / 2**30:.2f} GiB allocated, {found.peak_reserved_bytes / 2**30:.2f} reserved")
     typer.echo(f"picture in {out}")
 
 

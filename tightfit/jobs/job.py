@@ -42,8 +42,13 @@ class TokenizerChoice(Section):
     """How much of the data a trained tokenizer looks at."""
 
 
+def _listed(value: object) -> object:
+    """`train: PATH` is short for `train: [PATH]`."""
+    return [value] if isinstance(value, str) else value
+
+
 class Data(Section):
-    train: list[str] = Field(min_length=1)
+    train: Annotated[list[str], BeforeValidator(_listed)] = Field(min_length=1)
     """Files (.txt, .jsonl, .parquet, source code), directories, Hugging Face datasets on disk, or `stdlib`."""
     held_out: float | list[str] = 0.01
     """Share of documents kept aside for evaluation, or the files to evaluate on; 0 for none."""

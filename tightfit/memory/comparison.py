@@ -1,8 +1,19 @@
-"""Two ledgers side by side, line by line: what was said and what happened."""
+"""Two ledgers side by side, line by line: what was said and what happened.
 
-from dataclasses import dataclass
+Lines are compared phase by phase, each at its fullest moment, on the rank that needs most, for every phase that both
+ledgers have. A measurement on the CPU is in host memory, where tensors are all there is: no reserved memory then.
+"""
 
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import UserError
 from tightfit.memory.ledger import NOT_ALLOCATED, PHASES, Component, Ledger, Phase, Place
+
+HOLDERS = ("ledger.json", "plan.json")
+"""Where a directory keeps its ledger, the measured one first."""
 
 
 @dataclass(frozen=True)
@@ -19,26 +30,64 @@ class Pair:
         """How far the prediction is off, as a share of what was measured; None where nothing was."""
         return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else None
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "error": self.error}
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every component of every phase that both ledgers have, and the peaks of the whole run."""
+    """Every component of every phase that both ledgers have, and the peaks of the whole run.
+
+    The peaks' phase is the measured one's. `reserved` is None where one of them knows no reserved memory.
+    """
 
     pairs: tuple[Pair, ...]
     allocated: Pair
-    reserved: Pair
+    reserved: Pair | None
+    place: Place
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "place": self.place,
+            "allocated": self.allocated.to_json(),
+            "reserved": None if self.reserved is None else self.reserved.to_json(),
+            "lines": [pair.to_json() for pair in self.pairs],
+        }
 
 
 def compare(predicted: Ledger, measured: Ledger) -> Comparison:
     """Lay `predicted` beside `measured`, in the place that was measured, on the rank that needs most."""
-    place: Place = "gpu" if measured.moments("gpu") else "host"
-    source: Place = "gpu" if predicted.moments("gpu") else "host"
+    place, source = _place(measured), _place(predicted)
     common = [phase for phase in PHASES if _ranks(predicted, phase, source) and _ranks(measured, phase, place)]
     pairs = [pair for phase in common for pair in _phase(predicted, measured, phase, source, place)]
-    said, found = predicted.fullest(source)[0], measured.fullest(place)[0]
-    allocated = Pair(found, None, predicted.peak_allocated_bytes(source), measured.peak_allocated_bytes(place))
-    reserved = Pair(said, None, predicted.peak_reserved_bytes(source), measured.peak_reserved_bytes(place))
-    return Comparison(tuple(pairs), allocated, reserved)
+    fullest = measured.fullest(place)[0]
+    allocated = Pair(fullest, None, predicted.peak_allocated_bytes(source), measured.peak_allocated_bytes(place))
+    reserved = Pair(fullest, None, predicted.peak_reserved_bytes(source), measured.peak_reserved_bytes(place))
+    return Comparison(tuple(pairs), allocated, reserved if place == source == "gpu" else None, place)
+
+
+def read_ledger(path: Path) -> Ledger:
+    """The ledger in a file (a ledger or a plan) or of a directory (a run)."""
+    file = next((path / name for name in HOLDERS if (path / name).is_file()), None) if path.is_dir() else path
+    if file is None:
+        raise UserError(f"{path} holds no {' or '.join(HOLDERS)}; make one with `tightfit measure {path}`")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; give a plan, a ledger or a run's directory") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{file} is not JSON; give a plan, a ledger or a run's directory") from None
+    inner = data.get("ledger") if isinstance(data, dict) else None
+    found = Ledger.from_json(inner if isinstance(inner, dict) else data, str(file))
+    if not found.lines:
+        raise UserError(f"the ledger of {file} is empty; make another with `tightfit measure` or `tightfit plan`")
+    return found
+
+
+def _place(ledger: Ledger) -> Place:
+    return "gpu" if ledger.moments("gpu") else "host"
 
 
 def _phase(predicted: Ledger, measured: Ledger, phase: Phase, source: Place, place: Place) -> list[Pair]:

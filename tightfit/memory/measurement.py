@@ -3,13 +3,14 @@
 On a GPU the caching allocator itself says what it handed out and took back, and when (its history); the tracer, which
 runs along, says what each piece was for. Blocks the tracer has never seen belong to kernels: cuBLAS's workspaces and
 what operations hold while they run. On the CPU the tracer follows every tensor, and that is all there is.
+Either way the result is a `Replay`: bytes after each event, and what was alive at the fullest moment of each phase.
 History and tracer see the whole program from before the model is built; they slow it, so steps are not timed here.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import time_ns
 from typing import Any
 
@@ -17,26 +18,62 @@ import torch
 
 from tightfit.memory.allocator import PlainAllocator, rounded
 from tightfit.memory.ledger import Ledger, Phase
-from tightfit.memory.trace import Allocation, Moment, ledger_of
+from tightfit.memory.trace import Allocation, Moment, Replay, fullest_of_each_phase, ledger_of
 from tightfit.memory.tracing import Tracer
 
+Event = Mapping[str, Any]
 ALLOCATED, FREED = "alloc", "free_completed"
 TAKEN, GIVEN_BACK = "segment_alloc", "segment_free"
 HISTORY_ENTRIES = 4_000_000
 
 
 class Measuring:
-    """A tracer over a real run, and its ledger afterwards."""
+    """A tracer over a real run; afterwards its replay, its ledger, and where in the replay its last step lies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.tracer = device, _TimedTracer()
-        self.moments: list[Moment] = []
+        self.replay = Replay([], [], [], [])
+        self.times_us: list[float] | None = None
+        """When each event was, where the allocator says so."""
+        self.last_step = slice(0, 0)
+        self._step: tuple[_Instant, _Instant] | None = None
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The fullest moment of each phase."""
+        return self.replay.moments
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda moment: moment.allocated_bytes)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What runs inside is one training step."""
+        begin = self.tracer.now()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._step = begin, self.tracer.now()
 
     def ledger(self) -> Ledger:
         """What was alive at the fullest moment of each phase."""
-        if self.device.type != "cuda":
-            return ledger_of(self.moments, "measurement", place="host")
+        if self.device.type != "cuda":  # where nothing is kept in reserve
+            exact = (replace(moment, reserved_bytes=moment.allocated_bytes) for moment in self.moments)
+            return ledger_of(exact, "measurement", place="host")
         return ledger_of(self.moments, "measurement", context_bytes=context_bytes())
+
+    def finish(self, history: Sequence[Event] | None = None) -> None:
+        """Work out the replay: from the allocator's history where there is one, else from the tracer alone."""
+        if history is None:
+            self.replay = self.tracer.trace.replay(PlainAllocator(), steps=1)
+            self.last_step = slice(*(instant.event for instant in self._step)) if self._step else slice(0, 0)
+            return
+        self.times_us = [event["time_us"] for event in history]
+        self.replay = replay_of_history(history, self.tracer)
+        if self._step:
+            self.last_step = slice(*(bisect_left(self.times_us, instant.time_us) for instant in self._step))
 
 
 @contextmanager
@@ -46,7 +83,7 @@ def measured(device: torch.device) -> Iterator[Measuring]:
     if device.type != "cuda":
         with measuring.tracer:
             yield measuring
-        measuring.moments = measuring.tracer.trace.replay(PlainAllocator(), steps=1).moments
+        measuring.finish()
         return
     torch.cuda.synchronize()
     torch.cuda.memory._record_memory_history(
@@ -56,8 +93,7 @@ def measured(device: torch.device) -> Iterator[Measuring]:
         with measuring.tracer:
             yield measuring
         torch.cuda.synchronize()
-        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        measuring.moments = _moments(history, measuring.tracer)
+        measuring.finish(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()])
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -68,6 +104,14 @@ def context_bytes() -> int:
     return max(0, total - free - torch.cuda.memory_reserved())
 
 
+@dataclass(frozen=True)
+class _Instant:
+    """A point of the run: by the clock, and as the number of events the tracer had seen."""
+
+    time_us: float
+    event: int
+
+
 class _TimedTracer(Tracer):
     """Also notes the address and the time of each allocation, by which the allocator's history knows it."""
 
@@ -76,8 +120,12 @@ class _TimedTracer(Tracer):
         self.births: dict[int, list[tuple[float, int]]] = {}
         self.phase_times: list[tuple[float, Phase]] = [(time_ns() / 1e3, self.phase)]
 
+    def now(self) -> _Instant:
+        """Where the run is."""
+        return _Instant(time_ns() / 1e3, len(self.trace.events))
+
     def begin(self, phase: Phase) -> None:
-        """The program enters `phase`, once the GPU has done what came before."""
+        """The program enters `phase`; allocations are noted when they are asked for, so the GPU need not wait."""
         super().begin(phase)
         self.phase_times.append((time_ns() / 1e3, phase))
 
@@ -85,7 +133,7 @@ class _TimedTracer(Tracer):
         """Allocation `number` is this storage."""
         self.births.setdefault(storage.data_ptr(), []).append((time_ns() / 1e3, number))
 
-    def named(self, block: Mapping[str, Any]) -> Allocation:
+    def named(self, block: Event) -> Allocation:
         """What the block handed out by this event of the history is for."""
         births = self.births.get(block["addr"], [])
         at = bisect_left(births, (block["time_us"], -1))
@@ -95,36 +143,41 @@ class _TimedTracer(Tracer):
         return replace(made, bytes=rounded(made.bytes))
 
 
-def _moments(history: Sequence[Mapping[str, Any]], tracer: _TimedTracer) -> list[Moment]:
-    """The fullest moment of each phase by the allocator's own account."""
-    moments: dict[Phase, Moment] = {}
-    times = [time for time, _ in tracer.phase_times]
-    for at, (event, allocated, reserved) in enumerate(_running_totals(history)):
-        phase = tracer.phase_times[max(0, bisect_left(times, event["time_us"]) - 1)][1]
-        moment = moments.setdefault(phase, Moment(phase))
-        moment.reserved_bytes = max(moment.reserved_bytes, reserved)
-        if allocated > moment.allocated_bytes:
-            moment.allocated_bytes, moment.event = allocated, at
-    for moment in moments.values():
-        moment.alive = [tracer.named(block) for block in _alive_after(history, moment.event)]
-    return [moment for moment in moments.values() if moment.alive]
+def replay_of_history(history: Sequence[Event], tracer: _TimedTracer) -> Replay:
+    """The allocator's own account of the run; what was alive is listed for the fullest moment of each phase."""
+    totals = list(running_totals(history))
+    allocated, reserved = [held for held, _ in totals], [taken for _, taken in totals]
+    times = [event["time_us"] for event in history]
+    starts = [(bisect_left(times, time), phase) for time, phase in tracer.phase_times]
+    occurrences = []
+    ends = [start for start, _ in starts[1:]] + [len(history)]
+    for (start, phase), end in zip(starts, ends, strict=True):
+        if start < end:
+            at = max(range(start, end), key=allocated.__getitem__)
+            occurrences.append(Moment(phase, allocated[at], max(reserved[start:end]), at))
+    _list_alive(history, occurrences, tracer)
+    return Replay(allocated, reserved, starts, occurrences)
 
 
-def _running_totals(history: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], int, int]]:
-    """Each event with what is allocated and reserved after it."""
-    allocated = reserved = 0
+def running_totals(
+    history: Sequence[Event], allocated_bytes: int = 0, reserved_bytes: int = 0
+) -> Iterator[tuple[int, int]]:
+    """What is allocated and reserved after each event, from what was before the first."""
     for event in history:
         size = event["size"]
-        allocated += {ALLOCATED: rounded(size), FREED: -rounded(size)}.get(event["action"], 0)
-        reserved += {TAKEN: size, GIVEN_BACK: -size}.get(event["action"], 0)
-        yield event, allocated, reserved
+        allocated_bytes += {ALLOCATED: rounded(size), FREED: -rounded(size)}.get(event["action"], 0)
+        reserved_bytes += {TAKEN: size, GIVEN_BACK: -size}.get(event["action"], 0)
+        yield allocated_bytes, reserved_bytes
 
 
-def _alive_after(history: Sequence[Mapping[str, Any]], last: int) -> list[Mapping[str, Any]]:
-    alive: dict[int, Mapping[str, Any]] = {}
-    for event in history[: last + 1]:
+def _list_alive(history: Sequence[Event], occurrences: Sequence[Moment], tracer: _TimedTracer) -> None:
+    wanted = {moment.event for moment in fullest_of_each_phase(occurrences)}
+    found = {moment.event: moment for moment in occurrences if moment.event in wanted}
+    alive: dict[int, Event] = {}
+    for at, event in enumerate(history):
         if event["action"] == ALLOCATED:
             alive[event["addr"]] = event
         elif event["action"] == FREED:
             alive.pop(event["addr"], None)
-    return list(alive.values())
+        if at in found:
+            found[at].alive = [tracer.named(block) for block in alive.values()]

@@ -1,110 +1,197 @@
-"""Allocated memory over a step, from the CUDA allocator's own trace: every allocation and free, with its time."""
+"""Timeline: allocated and reserved memory over a step with its phases, measured or simulated.
+
+A GPU's allocator notes the time of every allocation and free (`recorded` for a block of code, or a measurement). A
+simulation and a measurement on the CPU have only their order: there the axis counts allocations and frees.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from time import time_ns
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-import torch
+from tightfit.report.figure import panels, plain
 
-ALLOCATED, FREED = "alloc", "free_completed"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from tightfit.memory.measurement import Event, Measuring
+    from tightfit.memory.trace import Replay, Trace
+
+Unit = Literal["milliseconds", "allocations and frees"]
+MOST_POINTS = 4000
+NARROWEST_LABEL = 0.035
+"""Share of the axis below which a phase is shaded but not named, unless its name stands nowhere yet."""
+BANDS = {
+    "forward": "#e8f1e4", "loss": "#fbe6e3", "backward": "#e9e6f5", "optimizer": "#fdf3d8", "evaluation": "#e5f2f5",
+}  # fmt: skip
+OTHER_BAND = "#f2f2f2"
+ALLOCATED_COLOR, RESERVED_COLOR, PEAK_COLOR = "#1f5fa8", "#777777", "#d1495b"
 
 
 @dataclass
 class Timeline:
-    """Milliseconds since the start and bytes allocated at each event; `marks` are the moments a phase began."""
+    """Bytes after each event and where the event stands on the axis; `starts` are where each phase begins."""
 
-    milliseconds: list[float] = field(default_factory=list)
+    positions: list[float] = field(default_factory=list)
     allocated_bytes: list[int] = field(default_factory=list)
-    marks: dict[str, float] = field(default_factory=dict)
+    reserved_bytes: list[int] = field(default_factory=list)
+    starts: list[tuple[float, str]] = field(default_factory=list)
+    unit: Unit = "milliseconds"
 
     @property
     def peak_bytes(self) -> int:
         """The most that was allocated at once."""
         return max(self.allocated_bytes, default=0)
 
-    def thinned(self, points: int = 4000) -> "Timeline":
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most that was reserved at once."""
+        return max(self.reserved_bytes, default=0)
+
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Each stretch of one phase with where it begins and ends; a phase that goes on is one stretch."""
+        end = self.positions[-1] if self.positions else 0.0
+        changes: list[tuple[float, str]] = []
+        for start, phase in self.starts:
+            if changes and changes[-1][0] == start:
+                changes.pop()  # a phase in which nothing happened
+            if not changes or changes[-1][1] != phase:
+                changes.append((start, phase))
+        ended = [*changes, (end, "")]
+        return [(phase, start, after) for (start, phase), (after, _) in pairwise(ended) if start < after]
+
+    def thinned(self, points: int = MOST_POINTS) -> "Timeline":
         """The same curve with fewer points; each stretch keeps its highest."""
-        size = max(1, len(self.milliseconds) // points)
-        starts = range(0, len(self.milliseconds), size)
-        best = [
-            max(range(i, min(i + size, len(self.milliseconds))), key=self.allocated_bytes.__getitem__) for i in starts
-        ]
-        return Timeline([self.milliseconds[i] for i in best], [self.allocated_bytes[i] for i in best], self.marks)
+        size = max(1, len(self.positions) // points)
+        starts = range(0, len(self.positions), size)
+        best = [max(range(i, min(i + size, len(self.positions))), key=self.allocated_bytes.__getitem__) for i in starts]
+        chosen = [[values[i] for i in best] for values in (self.allocated_bytes, self.reserved_bytes)]
+        return Timeline([self.positions[i] for i in best], *chosen, self.starts, self.unit)
+
+
+def of_replay(replay: "Replay", part: slice, times_us: Sequence[float] | None = None) -> Timeline:
+    """The events `part` of a replay, by their time where it is known and else by their number, both from zero."""
+    first, last = part.start, min(part.stop, len(replay.allocated_bytes))
+    if times_us is None:
+        positions = [float(at) for at in range(last - first)]
+    else:
+        positions = [(time - times_us[first]) / 1e3 for time in times_us[first:last]]
+    return Timeline(
+        positions,
+        replay.allocated_bytes[first:last],
+        replay.reserved_bytes[first:last],
+        _starts_within(replay, first, last, positions),
+        "allocations and frees" if times_us is None else "milliseconds",
+    )
+
+
+def _starts_within(replay: "Replay", first: int, last: int, positions: Sequence[float]) -> list[tuple[float, str]]:
+    """The phase that is under way at `first`, then those that begin before `last`."""
+    before = [phase for at, phase in replay.starts if at <= first]
+    inside = [(positions[at - first], str(phase)) for at, phase in replay.starts if first < at < last]
+    return [*((0.0, str(phase)) for phase in before[-1:]), *inside]
+
+
+def of_measurement(measuring: "Measuring") -> Timeline:
+    """The last step that was measured."""
+    return of_replay(measuring.replay, measuring.last_step, measuring.times_us)
+
+
+def of_simulation(trace: "Trace") -> Timeline:
+    """The second step of a simulated run, which starts from what the first one left in the allocator."""
+    replay = trace.replay(steps=2)
+    return of_replay(replay, slice(len(trace.events), len(replay.allocated_bytes)))
 
 
 class Recorder:
-    """Collects the marks of the phases while a step runs."""
+    """Collects where phases begin while a step runs."""
 
-    def __init__(self, held_bytes: int) -> None:
-        self.held_bytes, self.started_us = held_bytes, time_ns() / 1e3
-        self.marks: dict[str, float] = {}
+    def __init__(self, allocated_bytes: int, reserved_bytes: int) -> None:
+        self.allocated_bytes, self.reserved_bytes, self.started_us = allocated_bytes, reserved_bytes, time_ns() / 1e3
+        self.starts: list[tuple[float, str]] = []
         self.timeline = Timeline()
 
     def mark(self, phase: str) -> None:
         """Phase `phase` begins now; waits for the GPU, so that phases do not overlap."""
+        import torch
+
         torch.cuda.synchronize()
-        self.marks[phase] = (time_ns() / 1e3 - self.started_us) / 1e3
+        self.starts.append(((time_ns() / 1e3 - self.started_us) / 1e3, phase))
 
 
 @contextmanager
 def recorded() -> Iterator[Recorder]:
     """Everything the caching allocator hands out or takes back inside the block, as `recorder.timeline` afterwards."""
+    import torch
+
     torch.cuda.synchronize()
-    recorder = Recorder(torch.cuda.memory_allocated())
+    recorder = Recorder(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
     torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=2_000_000)
     try:
         yield recorder
         torch.cuda.synchronize()
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        recorder.timeline = _replayed(trace, recorder)
+        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        recorder.timeline = of_history(history, recorder)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _replayed(trace: Sequence[Mapping[str, Any]], recorder: Recorder) -> Timeline:
-    timeline, held = Timeline(marks=recorder.marks), recorder.held_bytes
-    for event in trace:
-        if event["action"] not in (ALLOCATED, FREED):
-            continue
-        held += event["size"] if event["action"] == ALLOCATED else -event["size"]
-        timeline.milliseconds.append((event["time_us"] - recorder.started_us) / 1e3)
-        timeline.allocated_bytes.append(held)
-    return timeline
+def of_history(history: "Sequence[Event]", recorder: Recorder) -> Timeline:
+    """What the allocator's history adds to and takes from what was there when recording began."""
+    from tightfit.memory.measurement import running_totals
+
+    totals = list(running_totals(history, recorder.allocated_bytes, recorder.reserved_bytes))
+    positions = [(event["time_us"] - recorder.started_us) / 1e3 for event in history]
+    return Timeline(positions, [held for held, _ in totals], [taken for _, taken in totals], recorder.starts)
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
-    """One panel per timeline, on common axes, with the phases marked and the peaks named."""
-    import matplotlib
+    """One panel per timeline, on common axes, with the phases named and the peaks told."""
+    count = len(timelines)
+    with panels(path, count, 1, width=9, height=0.8 + 2.9 * count, sharex=True, sharey=True) as (figure, axes):
+        for axis, (name, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
+            _draw(axis, name, timeline)
+        axes[-1, 0].set_xlabel(next(iter(timelines.values())).unit)
+        figure.suptitle(title)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        len(timelines),
-        1,
-        figsize=(9, 3 * len(timelines)),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        constrained_layout=True,
-    )
-    for axes, (name, full) in zip(panels[:, 0], timelines.items(), strict=True):
-        line = full.thinned()
-        held = [count / 2**30 for count in line.allocated_bytes]
-        axes.fill_between(line.milliseconds, held, step="post", color="#9db8d9")
-        axes.step(line.milliseconds, held, where="post", color="#1f5fa8", linewidth=0.8)
-        axes.axhline(full.peak_bytes / 2**30, color="#d1495b", linewidth=0.8, linestyle="--")
-        axes.set(title=f"{name}: peak {full.peak_bytes / 2**30:.1f} GiB", ylabel="allocated, GiB")
-        for phase, moment in full.marks.items():
-            axes.axvline(moment, color="#555555", linewidth=0.6, linestyle=":")
-            axes.text(
-                moment, 1.0, f" {phase}", transform=axes.get_xaxis_transform(), va="top", fontsize=8, color="#333333"
-            )
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1, 0].set_xlabel("milliseconds")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+def _draw(axis: "Axes", name: str, full: Timeline) -> None:
+    scale, unit = (2**30, "GiB") if full.peak_reserved_bytes >= 2**30 or full.peak_bytes >= 2**30 else (2**20, "MiB")
+    line = full.thinned()
+    held = [count / scale for count in line.allocated_bytes]
+    axis.fill_between(line.positions, held, step="post", color=ALLOCATED_COLOR, alpha=0.35)
+    axis.step(line.positions, held, where="post", color=ALLOCATED_COLOR, linewidth=0.8, label="allocated")
+    told = f"peak {full.peak_bytes / scale:,.1f} {unit} allocated"
+    if full.reserved_bytes and full.reserved_bytes != full.allocated_bytes:
+        taken = [count / scale for count in line.reserved_bytes]
+        axis.step(line.positions, taken, where="post", color=RESERVED_COLOR, linewidth=1.1, label="reserved")
+        told += f", {full.peak_reserved_bytes / scale:,.1f} {unit} reserved"
+    axis.axhline(full.peak_bytes / scale, color=PEAK_COLOR, linewidth=0.8, linestyle="--")
+    axis.set_title(f"{name}: {told}" if name else told, fontsize=10)
+    axis.set_ylabel(unit)
+    axis.set_ylim(bottom=0, top=1.22 * max(full.peak_bytes, full.peak_reserved_bytes, 1) / scale)
+    axis.margins(x=0)
+    plain(axis)
+    _name_phases(axis, full)
+    axis.legend(loc="lower right", fontsize=8, framealpha=0.9)
+
+
+def _name_phases(axis: "Axes", timeline: Timeline) -> None:
+    """A band per phase; one too narrow for its name goes without, if another band of the phase has it."""
+    stretches = timeline.phases()
+    whole = timeline.positions[-1] - timeline.positions[0] if timeline.positions else 0.0
+    widest = {phase: max(end - start for name, start, end in stretches if name == phase) for phase, *_ in stretches}
+    for phase, start, end in stretches:
+        axis.axvspan(start, end, color=BANDS.get(phase, OTHER_BAND), zorder=-1, linewidth=0)
+        axis.axvline(start, color="#555555", linewidth=0.6, linestyle=":")
+        if end - start >= NARROWEST_LABEL * whole or (end - start == widest[phase] and phase in BANDS):
+            narrow = end - start < 1.7 * NARROWEST_LABEL * whole
+            axis.text(
+                (start + end) / 2, 0.985, phase, transform=axis.get_xaxis_transform(), ha="center", va="top",
+                fontsize=8, color="#333333", rotation=90 if narrow else 0,
+            )  # fmt: skip
+
+

@@ -1,0 +1,28 @@
+"""`tightfit compare`: a prediction beside what happened."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    predicted: Annotated[Path, typer.Argument(help="A plan, or any file or directory with a ledger.")],
+    measured: Annotated[Path, typer.Argument(help="The directory of a measured run, or its ledger.json.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Lay two ledgers side by side, with the error of every line.
+
+    \b
+    tightfit plan llama-3.2-1b --on local --seq 2048 --global-batch 8 --save plan.json
+    tightfit measure plan.json -o data.train=notes -o output=runs/mine -o steps=3
+    tightfit compare plan.json runs/mine
+    """
+    from tightfit.memory.comparison import compare as lay_side_by_side
+    from tightfit.memory.comparison import read_ledger
+    from tightfit.report.ledger import print_comparison
+
+    said, found = read_ledger(predicted), read_ledger(measured)
+    print_comparison(
+        lay_side_by_side(said, found), (str(predicted), said), (str(measured), found), as_json=as_json
+    )  # fmt: skip

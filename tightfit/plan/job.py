@@ -1,0 +1,56 @@
+"""A plan as the job that runs it: the plan's own fields, then the user's overrides, then the schema of a job.
+
+A plan made from a model's name knows neither data nor output nor, often, how long to train; these are the user's to add
+with `-o`, and each one that is missing is one sentence. Other fields can be overridden too, but a prediction holds only
+for what was planned: `overridden` names the first planned field that a job does not follow.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from tightfit.jobs.job import Job
+from tightfit.errors import UserError
+from tightfit.jobs.load import load_job, parse_job
+from tightfit.plan.plan import Plan
+
+PLAN_SUFFIX = ".json"
+NEEDED = {"data.train": "FILES", "output": "DIRECTORY", "steps": "COUNT"}
+"""What a plan may leave open, and what an override gives for it."""
+
+
+def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = ()) -> Job:
+    """The job that runs `plan`, which was read from `source`."""
+    fields = plan.job_fields()
+    given = {override.partition("=")[0].strip() for override in overrides}
+    known = {
+        "data.train": "train" in fields["data"] or bool(given & {"data", "data.train"}),
+        "output": "output" in fields or "output" in given,
+        "steps": bool({"steps", "epochs"} & (given | {name for name in fields if fields[name] is not None})),
+    }
+    missing = [f"-o {name}={NEEDED[name]}" for name, there in known.items() if not there]
+    if missing:
+        raise UserError(f"{source} does not say everything a run needs; add {' '.join(missing)}")
+    return parse_job(yaml.safe_dump(fields, sort_keys=False), source, overrides)
+
+
+def read_job(path: Path, overrides: Sequence[str] = ()) -> tuple[Job, Plan | None]:
+    """The job at `path` (a job file, the directory of a run, or a plan) and, where it is one, the plan."""
+    if path.suffix.lower() == PLAN_SUFFIX and not path.is_dir():
+        plan = Plan.load(path)
+        return job_of_plan(plan, str(path), overrides), plan
+    return load_job(path / "job.yaml" if path.is_dir() else path, overrides), None
+
+
+def overridden(plan: Plan, job: Job) -> str | None:
+    """The first planned field that `job` does not follow, as `layout.zero is 0 and was planned as 3`."""
+    workload = plan.workload
+    pairs = [
+        ("global_batch", job.global_batch, workload.global_batch),
+        ("data.sequence_length", job.data.sequence_length, workload.sequence_length),
+        ("precision", job.precision, workload.precision),
+        *((f"layout.{name}", getattr(job.layout, name), value) for name, value in plan.layout),
+        *((f"levers.{name}", getattr(job.levers, name), value) for name, value in plan.levers),
+    ]
+    return next((f"{name} is {now} and was planned as {then}" for name, now, then in pairs if now != then), None)

@@ -1,0 +1,33 @@
+"""The timeline of a step that is never run: rehearsed on fake tensors and replayed through the allocator's model."""
+
+from pydantic import ValidationError
+
+from tightfit.errors import UserError
+from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.apply import refuse_what_cannot_run
+from tightfit.plan.pins import Pins
+from tightfit.report.timeline import Timeline, of_simulation
+from tightfit.train.rehearsal import rehearsed_step
+
+
+def simulate_timeline(
+    spec: ModelSpec, pins: Pins, *, sequence_length: int, precision: PrecisionName, global_batch: int | None = None
+) -> Timeline:
+    """The second step of `spec` under the layout and levers that `pins` say; one row a micro-batch unless they do."""
+    try:
+        layout = Layout.model_validate({"micro_batch": 1, **pins.layout})
+        levers = Levers.model_validate(pins.levers)
+    except ValidationError as error:
+        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    refuse_what_cannot_run(layout, levers)
+    rows = layout.micro_batch * layout.data
+    if global_batch is not None and (global_batch < 1 or global_batch % rows):
+        raise UserError(f"the global batch of {global_batch} rows is not a multiple of {rows}; change one of the two")
+    workload = Workload(
+        spec=spec, sequence_length=sequence_length, global_batch=global_batch or rows, precision=precision
+    )
+    return of_simulation(rehearsed_step(workload, layout, levers))
