@@ -62,9 +62,9 @@ def accumulate(
     for number, (batch, count) in enumerate(zip(batches, counted, strict=True), 1):
         with micro_batch(model, last=number == len(batches)):
             on_phase("forward")
-            output = model(**inputs(batch, device))
-            assert output.loss is not None
-            loss = output.loss / total
+            output = model(**inputs(batch, device), divisor=total)
+            loss = output.loss
+            assert loss is not None
             mean += loss.detach()
             if experts is not None and output.balance is not None:
                 loss = loss + experts.balance_weight * output.balance * (count / total)
