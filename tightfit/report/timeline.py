@@ -6,7 +6,7 @@ simulation and a measurement on the CPU have only their order: there the axis co
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from time import time_ns
@@ -102,8 +102,17 @@ def of_measurement(measuring: "Measuring") -> Timeline:
 
 def of_simulation(trace: "Trace") -> Timeline:
     """The second step of a simulated run, which starts from what the first one left in the allocator."""
-    replay = trace.replay(steps=2)
-    return of_replay(replay, slice(len(trace.events), len(replay.allocated_bytes)))
+    first = replace(trace, events=trace.events[: _end_of_step(trace)])
+    replay = first.replay(steps=2)
+    return of_replay(replay, slice(len(first.events), len(replay.allocated_bytes)))
+
+
+def _end_of_step(trace: "Trace") -> int:
+    """Where the step's own events end: when all is made, what was there before is freed by the program's own death."""
+    before = {event for event in trace.events[: trace.step_start] if event >= 0}
+    last = max(at for at, event in enumerate(trace.events) if event >= 0)
+    dying = (at for at in range(last, len(trace.events)) if ~trace.events[at] in before)
+    return next(dying, len(trace.events))
 
 
 class Recorder:
@@ -193,5 +202,3 @@ def _name_phases(axis: "Axes", timeline: Timeline) -> None:
                 (start + end) / 2, 0.985, phase, transform=axis.get_xaxis_transform(), ha="center", va="top",
                 fontsize=8, color="#333333", rotation=90 if narrow else 0,
             )  # fmt: skip
-
-

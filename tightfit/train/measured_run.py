@@ -75,9 +75,7 @@ class MeasuredRun:
             with durable_file(target) as file:
                 file.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
         except OSError as error:
-            raise UserError(
-                f"cannot write output {self.run}: {error.strerror}; choose a writable directory"
-            ) from error
+            raise UserError(f"cannot write output {self.run}: {error.strerror}; choose a writable directory") from error
         return target
 
 
