@@ -68,8 +68,8 @@ class Timeline:
         size = max(1, len(self.positions) // points)
         starts = range(0, len(self.positions), size)
         best = [max(range(i, min(i + size, len(self.positions))), key=self.allocated_bytes.__getitem__) for i in starts]
-        chosen = [[values[i] for i in best] for values in (self.allocated_bytes, self.reserved_bytes)]
-        return Timeline([self.positions[i] for i in best], *chosen, self.starts, self.unit)
+        allocated, reserved = [self.allocated_bytes[i] for i in best], [self.reserved_bytes[i] for i in best]
+        return Timeline([self.positions[i] for i in best], allocated, reserved, self.starts, self.unit)
 
 
 def of_replay(replay: "Replay", part: slice, times_us: Sequence[float] | None = None) -> Timeline:
@@ -104,7 +104,10 @@ def of_simulation(trace: "Trace") -> Timeline:
     """The second step of a simulated run, which starts from what the first one left in the allocator."""
     first = replace(trace, events=trace.events[: _end_of_step(trace)])
     replay = first.replay(steps=2)
-    return of_replay(replay, slice(len(first.events), len(replay.allocated_bytes)))
+    found = of_replay(replay, slice(len(first.events), len(replay.allocated_bytes)))
+    if len(found.starts) > 1 and found.starts[0][1] not in BANDS:  # a step counts its tokens before it says "forward"
+        found.starts[:2] = [(0.0, found.starts[1][1])]
+    return found
 
 
 def _end_of_step(trace: "Trace") -> int:

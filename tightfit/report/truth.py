@@ -53,10 +53,18 @@ def summary_rows(path: Path) -> Rows:
     return ("predicted", "by", "rows", "mean error", "worst"), shown
 
 
+def measured_on(path: Path) -> str:
+    """Which device, versions and commits the rows are from."""
+    rows = newest(path)
+    devices, versions, commits = (sorted({row[name] for row in rows}) for name in ("device", "torch", "commit"))
+    named = ", ".join(f"`{commit}`" for commit in commits)
+    return f"{len(rows)} steps on one {' and one '.join(devices)} (torch {', '.join(versions)}; commit {named})."
+
+
 def truth_rows(path: Path) -> Rows:
     """Every case with what was measured and how far each prediction was off."""
-    header = ("model", "rows × tokens", "settings", "allocated", "formulas", "simulation", "reserved", "simulation",
-              "step", "costs")  # fmt: skip
+    header = ("model", "rows × tokens", "settings", "allocated", "by formulas", "by simulation", "reserved",
+              "by simulation", "step", "by costs")  # fmt: skip
     return header, [_shown(row) for row in newest(path)]
 
 
@@ -76,7 +84,8 @@ def _off(row: dict[str, str], kind: Predicted) -> str:
     """How far one prediction was off, signed; a dash where there was none or nothing was measured."""
     if not (row[kind.predicted] and row[kind.measured]):
         return "–"
-    return f"{float(row[kind.predicted]) / float(row[kind.measured]) - 1:+.1%}"
+    off = float(row[kind.predicted]) / float(row[kind.measured]) - 1
+    return f"{off:+.1%}" if abs(off) >= 0.0005 else "0.0%"
 
 
 def settings(row: dict[str, str]) -> str:
