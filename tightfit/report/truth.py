@@ -10,8 +10,8 @@ from typing import NamedTuple
 from tightfit.report.scatter import Errors, errors, points, read_truth
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
-CASE = ("device", "model", "sequence_length", "micro_batch", "precision", "checkpoint_every", "loss", "accumulation",
-        "zero", "ranks", "implementation")  # fmt: skip
+CONDITIONS = ("date", "commit", "python", "torch", "transformers")
+"""Columns that say when and with what a case was measured, not which case it is."""
 
 
 class Predicted(NamedTuple):
@@ -35,7 +35,8 @@ def newest(path: Path) -> list[dict[str, str]]:
     """The newest row of each case, in the order the cases first came."""
     latest: dict[tuple[str, ...], dict[str, str]] = {}
     for row in read_truth(path):
-        latest[tuple(row[column] for column in CASE)] = row
+        columns = list(row)[: list(row).index(PREDICTED[0].predicted)]
+        latest[tuple(row[column] for column in columns if column not in CONDITIONS)] = row
     return list(latest.values())
 
 
