@@ -219,7 +219,12 @@ class Frame:
         return self.micro_batches * hidden + once
 
     def _optimizer_s(self, levers: Levers) -> float:
-        """Bytes that AdamW and the adding of gradients move, at the card's bandwidth."""
+        """Bytes that AdamW and the adding of gradients move, at the card's bandwidth.
+
+        As train/optimizer.py goes about it: gradients are read for their norm; beside masters they are widened (read
+        and written), and the weights narrowed after (read and written); the update reads and writes gradients (scaled
+        in it), what it updates, and both moments. Shards are masters already, and nothing is widened or narrowed.
+        """
         workload, width = self.costs.workload, self.costs.workload.weight_bytes
         kept = 4 if workload.has_masters and self.layout.zero else width
         summed = self.own_params if self.layout.zero >= 2 else self.dense + self.experts
@@ -228,8 +233,10 @@ class Frame:
             return added / self.costs.rates.bytes_s
         states = levers.optimizer_states
         moment = (4 if workload.has_masters else width) if states == "auto" else STATE_BYTES[states]
-        weights = 8 + width if workload.has_masters else 2 * width
-        return (added + self.own_params * (2 * kept + 4 * moment + weights)) / self.costs.rates.bytes_s
+        updated = 4 if workload.has_masters else width
+        copied = 2 * (width + 4) if workload.has_masters and not self.layout.zero else 0
+        moved = kept + copied + 4 * updated + 4 * moment
+        return (added + self.own_params * moved) / self.costs.rates.bytes_s
 
 
 def _exposed(traffic_s: float, compute_s: float, calls: int) -> float:

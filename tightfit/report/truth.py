@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tightfit.report.scatter import Errors, errors, points, read_truth
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
-CONDITIONS = ("date", "commit", "python", "torch", "transformers")
+CONDITIONS = ("date", "commit", "predicted_commit", "python", "torch", "transformers")
 """Columns that say when and with what a case was measured, not which case it is."""
 
 
