@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.report.test_memory_pictures import text_of
 from tightfit.errors import UserError
+from tightfit.report.documentation import ROOT, TRUTH
+from tightfit.report.scatter import draw_truth
 from tightfit.report.truth import measured_on, newest, settings, summary, summary_rows, truth_rows
 
 ROW = {
@@ -69,3 +72,13 @@ def test_settings_in_words(changes: dict[str, str], words: str) -> None:
 def test_no_table_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"measure with benchmarks/memory_truth\.py first"):
         newest(tmp_path / "absent.csv")
+
+
+def test_the_pages_picture_is_of_todays_rows(tmp_path: Path) -> None:
+    rows = newest(TRUTH)
+    with (tmp_path / "newest.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    draw_truth(tmp_path / "newest.csv", tmp_path / "truth.svg")
+    assert text_of(tmp_path / "truth.svg") == text_of(ROOT / "docs" / "pictures" / "truth.svg"), "draw it anew"
