@@ -130,6 +130,11 @@ def by_component(moment: Moment) -> dict[Component, int]:
     return dict(held)
 
 
+def tensors(moment: Moment) -> dict[Component, int]:
+    """Components without those that are a mere number, such as a norm that is left from the step before."""
+    return {component: held for component, held in by_component(moment).items() if held > 8}
+
+
 @pytest.mark.parametrize(
     ("layout", "levers", "precision", "phases"),
     [
@@ -182,7 +187,7 @@ def test_a_deep_model_is_what_two_shallow_ones_say(
     for phase, moment in ((moment.phase, moment) for moment in whole):
         other = next(moment for moment in grown if moment.phase == phase)
         if phase != "init":  # a model is sharded piece by piece, fullest at any of them
-            assert by_component(other) == pytest.approx(by_component(moment), rel=1e-3), phase
+            assert tensors(other) == pytest.approx(tensors(moment), rel=1e-3), phase
         within = 1e-2 if phase == "init" else 3e-3  # with what rounding to blocks adds
         assert other.allocated_bytes == pytest.approx(moment.allocated_bytes, rel=within), phase
 
