@@ -19,7 +19,8 @@ from tightfit.hardware.efficiency import MEASURED, Efficiency
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import STATE_BYTES, Workload
+from tightfit.jobs.state_format import moment_bytes
+from tightfit.jobs.workload import Workload
 from tightfit.plan.bubble import bubble_s
 from tightfit.plan.communication import Group, make_group
 from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
@@ -226,10 +227,9 @@ class Frame:
         added = (self.micro_batches - 1) * summed * (width + 2 * kept)
         if levers.offload != "none":
             return added / self.costs.rates.bytes_s
-        states = levers.optimizer_states
-        moment = (4 if workload.has_masters else width) if states == "auto" else STATE_BYTES[states]
+        moments = moment_bytes(levers, wide=workload.updates_wide)
         weights = 8 + width if workload.has_masters else 2 * width
-        return (added + self.own_params * (2 * kept + 4 * moment + weights)) / self.costs.rates.bytes_s
+        return (added + self.own_params * (2 * kept + 2 * moments + weights)) / self.costs.rates.bytes_s
 
 
 def _exposed(traffic_s: float, compute_s: float, calls: int) -> float:
