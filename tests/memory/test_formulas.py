@@ -57,7 +57,8 @@ def test_zero_stages_divide_what_the_paper_says(zero: int, each: float) -> None:
 @pytest.mark.parametrize(
     ("precision", "form", "total"),
     [("bf16", "auto", 16), ("fp16", "auto", 16), ("fp32", "auto", 16), ("pure-bf16", "auto", 8), ("bf16", "bf16", 12),
-     ("bf16", "8bit", 10 + 2 / 64)],
+     ("bf16", "8bit", 10 + 2 / 64), ("bf16", "fp32", 16), ("pure-bf16", "fp32", 12), ("pure-bf16", "8bit", 6 + 2 / 64),
+     ("bf16", "factored", 10), ("pure-bf16", "bf16", 8)],
 )  # fmt: skip
 def test_bytes_per_weight_by_precision_and_states(precision: str, form: Any, total: float) -> None:
     assert bytes_per_weight(workload(precision=precision), Levers(optimizer_states=form)).total == total
@@ -167,6 +168,7 @@ def test_levers_lower_the_peak_and_higher_stages_are_smaller() -> None:
     assert peak_of(offload="weights") < peak_of(offload="optimizer") < peak_of()
     assert peak_of(tiles=8) < peak_of(tiles=1)
     assert peak_of(optimizer_states="8bit") < peak_of(optimizer_states="bf16") < peak_of()
+    assert peak_of(update_in_backward=True, checkpoint_every=1) < peak_of(checkpoint_every=1)
     by_stage = [peak_of(layout={"data": 8, "zero": zero}, checkpoint_every=1) for zero in (0, 1, 2, 3)]
     assert by_stage == sorted(by_stage, reverse=True)
     assert len(set(by_stage)) == 4
