@@ -1,8 +1,8 @@
 """What narrower optimizer states cost: the same steps on real text in every format, their curves and bytes a parameter.
 
-A SmolLM2-135M-shaped model on a GPU (bf16 with float32 masters), nano-llama in float32 on a CPU, with a tokenizer trained
-on Python's standard library, which is the text as well. The last two runs have bf16 weights and no masters, rounded to
-nearest and stochastically; bf16 weights are left out on CPUs, most of which have no instructions for them.
+A SmolLM2-135M-shaped model on a GPU (bf16 with float32 masters), nano-llama in float32 on a CPU, with a tokenizer
+trained on Python's standard library, which is the text as well. The last two runs have bf16 weights and no masters,
+rounded to nearest and stochastically; these are left out on CPUs, most of which have no instructions for bf16.
 Bytes are those of masters and moments, counted from the tensors.
 
     python benchmarks/optimizer_states.py --results DIR

@@ -1,4 +1,4 @@
-"""Formats of the optimizer's states over ranks: the same bits as one process from the same gradients, whole when saved."""
+"""Formats of the optimizer's states over ranks: from the same gradients the bits of one process, whole when saved."""
 
 from collections.abc import Callable
 from dataclasses import replace

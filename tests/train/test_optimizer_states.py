@@ -1,4 +1,4 @@
-"""Every format of Adam's moments in the optimizer: its bytes, its arithmetic, accumulation, clipping, scaling, resume."""
+"""Every format of Adam's moments: its bytes, its arithmetic, accumulation, clipping, loss scaling and resuming."""
 
 from typing import Any
 
@@ -39,7 +39,9 @@ def trained(precision: Any, steps: int = 3, settings: Optimizer = SETTINGS, part
     model, optimizer = assembled(precision, settings, **levers)
     for step in range(steps):
         batch = ragged_batch(4, seed=step)
-        micro = [dict(zip(batch, rows, strict=True)) for rows in zip(*(t.chunk(parts) for t in batch.values()), strict=True)]
+        micro = [
+            dict(zip(batch, rows, strict=True)) for rows in zip(*(t.chunk(parts) for t in batch.values()), strict=True)
+        ]
         train_step(model, optimizer, micro, CPU, settings.lr, LossScale.for_precision(precision))
     return model
 
@@ -166,7 +168,9 @@ def test_loss_scaling_cancels_and_overflow_leaves_states_alone(form: str) -> Non
         train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-2, LossScale(value=scale, dynamic=True))
         models.append({n: t.clone() for n, t in optimizer.state().items()})
     for name, tensor in models[0].items():
-        assert torch.allclose(tensor.float(), models[1][name].float(), rtol=2e-2, atol=1e-4 if "exp" in name else 1e-2), name
+        assert torch.allclose(
+            tensor.float(), models[1][name].float(), rtol=2e-2, atol=1e-4 if "exp" in name else 1e-2
+        ), name
     before = {n: t.clone() for n, t in optimizer.state().items()}
     skipped = train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-2, LossScale(value=2.0**40, dynamic=True))
     assert skipped.skipped
@@ -199,7 +203,7 @@ def test_states_of_another_format_are_refused() -> None:
     _, narrow = assembled("bf16", optimizer_states="bf16")
     with pytest.raises(UserError, match="exp_avg_s"):
         eight.load_state(wide.state(), "a file")
-    with pytest.raises(UserError, match="needs torch.bfloat16"):
+    with pytest.raises(UserError, match=r"needs torch\.bfloat16"):
         narrow.load_state(wide.state(), "a file")
 
 

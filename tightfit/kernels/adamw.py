@@ -5,9 +5,9 @@ With gradient g · factor (clipping and unscaling), in float32 whatever the tens
     m = β₁ m + (1 − β₁) g        v = β₂ v + (1 − β₂) g²
     w = w (1 − lr · decay) − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-Torch's fused AdamW wants all of these in one format, which means float32 copies of narrow gradients, and does not round
-weights stochastically. Here gradients are read as they are, and where float32 masters are updated their narrow copy, the
-weight that the model computes with, is written in the same pass. `factor` is a tensor, as the host does not wait for it.
+Torch's fused AdamW wants all of these in one format, which means float32 copies of narrow gradients, and does not
+round weights stochastically. Here gradients are read as they are, and where float32 masters are updated their narrow
+copy, the weight that the model computes with, is written in the same pass. `factor` is a tensor: nobody waits for it.
 """
 
 from typing import NamedTuple
@@ -117,7 +117,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
 def _launch(
     weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers
 ) -> None:
-    assert weight.is_contiguous() and (copy is None or copy.is_contiguous()), "weights that are not contiguous"
+    assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
     with on_device_of(weight):
         adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
             weight, copy, gradient.contiguous(), m, v, factor, weight.numel(), *numbers.scalars,
@@ -140,9 +140,7 @@ def _fake(weight: Tensor, *others: object) -> None:
     """Everything is updated where it lies."""
 
 
-NUMBERS = (
-    "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int? key, int first, str impl"
-)
+NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int? key, int first, str impl"
 _adamw = operator(
     "adamw(Tensor(a!) weight, Tensor(b!)? copy, Tensor gradient, Tensor(c!) m, Tensor(d!) v, Tensor? factor, "
     f"{NUMBERS}) -> ()",

@@ -5,9 +5,9 @@ A block is 256 neighbours in a row (fewer at its end) and has a float32 scale, i
     m = scale_m · sign · value₇(code)        v = scale_v · value₈(code)        w, m, v as in adamw.py
 
 The update uses the new moments before they are rounded. The second moment's codes are never zero, whatever is rounded:
-an m that is rounded up beside a v that is rounded to nothing would move its weight by lr · m / ε. `dynamic_map.py` says
-which values the codes have and why. Blocks do not cross rows, so the rows that a rank holds have the blocks, and the bits,
-that they would have on one device. Bytes: 2 + 8/256 a weight where rows are multiples of 256 long.
+an m that is rounded up beside a v that is rounded to nothing would move its weight by lr · m / ε. `dynamic_map.py`
+says which values the codes have and why. Blocks do not cross rows, so the rows that a rank holds have the blocks, and
+the bits, that they would have on one device. Bytes: 2 + 8/256 a weight where rows are multiples of 256 long.
 
 Moved per weight beside weights and gradients: 4 bytes, against 16 with float32 moments.
 """
@@ -125,7 +125,7 @@ def _launch(
     weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, m_scale: Tensor, v: Tensor, v_scale: Tensor,
     factor: Tensor | None, numbers: Numbers,
 ) -> None:  # fmt: skip
-    assert weight.is_contiguous() and (copy is None or copy.is_contiguous()), "weights that are not contiguous"
+    assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
     width, count = weight.shape[-1], m_scale.numel()
     with on_device_of(weight):
         adamw8bit_kernel[(triton.cdiv(count, TILE),)](

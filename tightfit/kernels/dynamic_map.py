@@ -4,10 +4,10 @@ Codes from 2ⁱ to 2ⁱ⁺¹ − 1 share a decade evenly, and each decade has tw
 
     value(c) = 10^(i − D + 1) · (0.1 + 0.9 · (c − 2ⁱ + 1) / 2ⁱ)        i = ⌊log₂ c⌋, D decades        value(0) = 0
 
-This is the map of Dettmers et al. 2021 with levels at the ends of their intervals instead of the middles: 1, the largest
-number of every block, is exact, and rounding to the nearest code is a few additions and comparisons where theirs is a
-search in a table. Linear codes would do worse: moments in one block differ by orders of magnitude, and a second moment
-rounded to zero makes an update explode. D is 7 with a sign (127 codes) and 8 without (255).
+This is the map of Dettmers et al. 2021 with levels at the ends of their intervals instead of the middles: 1, the
+largest number of every block, is exact, and rounding to the nearest code is a few additions and comparisons where
+theirs is a search in a table. Linear codes would do worse: moments in one block differ by orders of magnitude, and a
+second moment rounded to zero makes an update explode. D is 7 with a sign (127 codes) and 8 without (255).
 """
 
 from functools import lru_cache

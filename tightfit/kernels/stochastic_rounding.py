@@ -7,8 +7,8 @@ a weight without a float32 master stops moving. Rounded like this it moves by th
 2015; Zamirai et al. 2020). A bf16 number is the upper half of a float32, so 16 random bits are added to the lower half
 and this is cut off.
 
-The bits are a hash of a key and the number of the element (murmur3's last step, twice), not drawn from a generator: they
-need no memory and no state to save, kernel and plain path make the same, and so does a rank that has some rows only.
+The bits are a hash of a key and the number of the element (murmur3's last step, twice), not drawn from a generator:
+they need no memory and no state to save, kernel and plain path make the same, and so does a rank that has some rows.
 Limits: elements 2³² apart share their bits; float32 beyond the largest bf16 may become infinite.
 """
 

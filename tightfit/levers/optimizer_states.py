@@ -14,8 +14,8 @@ few numbers differ most. All but fp32 lose precision; benchmarks/optimizer_state
 in bf16, bias corrections and the job's learning rate, as Zhai et al. 2022 train vision models. Without Adafactor's own
 schedule and update clipping it is Adam but for v. Rows of a weight must all be here: it is refused under ZeRO.
 
-Weights may be float32 (masters, with a narrow copy that the model computes with, or the model's own) or bf16, rounded to
-nearest or stochastically.
+Weights may be float32 (masters, with a narrow copy that the model computes with, or the model's own) or bf16, rounded
+to nearest or stochastically.
 """
 
 from collections.abc import Callable
