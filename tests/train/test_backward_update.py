@@ -70,9 +70,12 @@ def test_gradients_are_clipped_by_the_norm_of_the_step_before() -> None:
         norm = float(global_norm(gradients.values()))
         assert result.gradient_norm == pytest.approx(norm, rel=1e-4)
         for name, gradient in gradients.items():
-            by = norms[-1] if norms else float(gradient.norm())
+            by = norms[-1] if norms else len(gradients) ** 0.5 * float(gradient.norm())
             wanted = gradient * min(1.0, 0.1 / (by + 1e-6))
             assert torch.allclose(optimizer.state()[f"exp_avg/{name}"], wanted, rtol=1e-3, atol=1e-7), (step, name)
+        if not norms:
+            taken = [optimizer.state()[f"exp_avg/{name}"] for name in gradients]
+            assert 0.05 < float(global_norm(taken)) <= 0.1
         norms.append(norm)
     assert all(norm > 0.1 for norm in norms), "nothing was clipped"
 

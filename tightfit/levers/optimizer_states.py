@@ -93,9 +93,9 @@ def _factored_update(
     weight: Tensor, copy: Tensor | None, gradient: Tensor, states: States, factor: Tensor | None, numbers: Numbers
 ) -> None:
     """Stacked matrices (experts) one after another, as each has its own rows and columns."""
-    parts = (weight, gradient, *(states[kind] for kind in ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_column")))
     if weight.ndim == 2:
-        _factored_matrix(*parts, copy, factor, numbers)
+        m, row, column = (states[kind] for kind in ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_column"))
+        _factored_matrix(weight, gradient, m, row, column, copy, factor, numbers)
         return
     for index in range(weight.shape[0]):
         own = numbers._replace(first=numbers.first + index * weight[0].numel())

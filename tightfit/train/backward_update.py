@@ -3,10 +3,10 @@
 No two weights' gradients need exist at once, which saves 2 bytes a weight in mixed precision (4 in fp32). The price is
 what is not known yet: the norm of all gradients. So gradients are clipped by the norm of the step before,
 
-    factor = min(1, clip_norm / norm of the last step)        in the first step: clip_norm / the gradient's own norm
+    factor = min(1, clip_norm / norm of the last step)        in the first step: clip_norm / (√n · the gradient's own)
 
-and by the true norm nowhere. A step whose gradients explode is therefore clipped one step late: keep a warm-up. The
-first step is bounded weight by weight. The norm is saved with the states, so that a resumed run goes on alike.
+for n weights, so that the first step's are within clip_norm all together. Gradients that explode from one step to the
+next are clipped a step late: keep a warm-up. The norm is saved with the states, so that a resumed run goes on alike.
 A loss that is not finite is noticed before backward; gradients that are not, only when weights have taken them in.
 Refused (jobs/agreement.py): accumulation, several ranks, fp16. As in Lv et al. 2023 (LOMO), here with AdamW.
 """
@@ -25,7 +25,7 @@ class BackwardUpdate:
     """Hooks on parameters that update them during backward; `begin` before it and `finish` after."""
 
     def __init__(self, updates: list[tuple[Tensor, Apply]], clip_norm: float) -> None:
-        self.clip_norm, self.lr = clip_norm, 0.0
+        self.clip_norm, self.lr, self.count = clip_norm, 0.0, len(updates)
         device = updates[0][0].device
         self.previous_norm = torch.zeros((), dtype=torch.float32, device=device)
         """Of the step before; 0 where there was none."""
@@ -57,5 +57,5 @@ class BackwardUpdate:
     def _factor(self, own_norm: Tensor) -> Tensor | None:
         if not self.clip_norm:
             return None
-        norm = torch.where(self.previous_norm > 0, self.previous_norm, own_norm)
+        norm = torch.where(self.previous_norm > 0, self.previous_norm, self.count**0.5 * own_norm)
         return (self.clip_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)

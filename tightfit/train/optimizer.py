@@ -22,7 +22,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.parallel.shards import copy_whole, first_element, is_shard, like_shard, local
-from tightfit.train.backward_update import BackwardUpdate
+from tightfit.train.backward_update import Apply, BackwardUpdate
 from tightfit.train.updaters import FormatUpdater, TorchUpdater, Updater
 
 BUCKET_BYTES = 256 * 2**20
@@ -77,7 +77,7 @@ class MasterAdamW:
         return BUCKET_BYTES if self.widens else None
 
     def _updates_in_backward(self) -> BackwardUpdate:
-        updates = [(bucket.parameters[0], partial(self._update, bucket)) for bucket in self.buckets]
+        updates: list[tuple[Tensor, Apply]] = [(b.parameters[0], partial(self._update, b)) for b in self.buckets]
         return BackwardUpdate(updates, self.settings.clip_norm)
 
     def _bucket(

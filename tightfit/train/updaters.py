@@ -39,6 +39,9 @@ class Updater(Protocol):
     def set_step(self, index: int, step: Tensor) -> None:
         """Go on from there."""
 
+    def counters(self) -> list[Tensor]:
+        """Step counts that take memory on the device."""
+
 
 class TorchUpdater:
     """Torch's fused AdamW, over weights, gradients and moments of one dtype."""
@@ -81,6 +84,10 @@ class TorchUpdater:
     def set_step(self, index: int, step: Tensor) -> None:
         """Copied to the device."""
         self.step(index).copy_(step)
+
+    def counters(self) -> list[Tensor]:
+        """One each."""
+        return [self.step(index) for index in range(len(self.weights))]
 
 
 @dataclass
@@ -144,3 +151,7 @@ class FormatUpdater:
     def set_step(self, index: int, step: Tensor) -> None:
         """Read from wherever it was loaded to."""
         self.slots[index].step = int(step.item())
+
+    def counters(self) -> list[Tensor]:
+        """None: they are on the host."""
+        return []
