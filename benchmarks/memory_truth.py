@@ -5,9 +5,14 @@ ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/
 
     python benchmarks/memory_truth.py predict --predictions FILE     (no GPU; minutes)
     python benchmarks/memory_truth.py measure --predictions FILE --results DIR     (an H200; minutes)
+    python benchmarks/memory_truth.py repredict      (no GPU: when predictions change and what is measured does not)
+
+The last appends rows with today's predictions beside the newest measurements; `commit` is the measured code's and
+`predicted_commit` that of the predictions.
 """
 
 import argparse
+import csv
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,6 +22,8 @@ from typing import Any
 from results import RESULTS, append_row
 
 from tightfit.bench.memory_truth import GIB, Case, Measurement, Prediction, measure, predict
+from tightfit.report.results import current_commit
+from tightfit.report.truth import newest
 
 
 def cases() -> Iterator[Case]:
@@ -87,9 +94,10 @@ def _error(predicted: int | None, measured: int | None) -> str:
     return "" if predicted is None or measured is None else f"{100 * (predicted / measured - 1):+.2f}"
 
 
-def _row(case: Case, said: Prediction, found: Measurement) -> dict[str, Any]:
+def _row(case: Case, said: Prediction, found: Measurement, commit: str) -> dict[str, Any]:
     return {
         **case.columns(),
+        "predicted_commit": commit,
         "formula_gib": _gib(said.formula_bytes),
         "simulated_gib": _gib(said.simulated_bytes),
         "measured_gib": _gib(found.allocated_bytes),
@@ -103,29 +111,60 @@ def _row(case: Case, said: Prediction, found: Measurement) -> dict[str, Any]:
     }
 
 
+def _predict(wanted: list[Case], path: Path) -> None:
+    made = []
+    for case in wanted:
+        said = predict(case)
+        made.append({"case": case.columns(), "prediction": asdict(said), "commit": current_commit()})
+        print(case, _gib(said.formula_bytes), _gib(said.simulated_bytes), said.step_s, flush=True)
+    path.write_text(json.dumps(made, indent=1), encoding="utf-8")
+
+
+def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | None) -> None:
+    known = {Case(**entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
+    for case in wanted:
+        row = _row(case, Prediction(**known[case]["prediction"]), measure(case), known[case]["commit"])
+        append_row("memory_truth", row, folder=folder, commit=commit)
+        print(" ".join(str(value) or "-" for value in row.values()), flush=True)
+
+
+def _measured(row: dict[str, str]) -> Measurement:
+    allocated, reserved = (
+        round(float(row[name]) * GIB) if row[name] else None for name in ("measured_gib", "measured_reserved_gib")
+    )
+    return Measurement(allocated, reserved, float(row["measured_step_ms"]) / 1e3 if row["measured_step_ms"] else None)
+
+
+def _repredict(wanted: list[Case], folder: Path) -> None:
+    """Measured values and their conditions are copied from each case's newest row."""
+    path = folder / "memory_truth.csv"
+    rows = {Case.of_row(row): row for row in newest(path)}
+    with path.open("a", encoding="utf-8", newline="") as file:
+        for case in wanted:
+            old = rows[case]
+            row = {**old, **_row(case, predict(case), _measured(old), current_commit())}
+            csv.DictWriter(file, fieldnames=list(old)).writerow(row)
+            file.flush()
+            print(" ".join(str(value) or "-" for value in row.values()), flush=True)
+
+
 def main() -> None:
-    """Predict into a file, or measure beside the predictions in it."""
+    """Predict into a file, measure beside the predictions in it, or predict anew beside what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("action", choices=("predict", "measure"))
-    parser.add_argument("--predictions", type=Path, required=True)
+    parser.add_argument("action", choices=("predict", "measure", "repredict"))
+    parser.add_argument("--predictions", type=Path, help="the file between predict and measure")
     parser.add_argument("--only", help="cases of this model alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
     wanted = [case for case in cases() if chosen.only in (None, case.model)]
+    if chosen.action == "repredict":
+        return _repredict(wanted, chosen.results)
+    if chosen.predictions is None:
+        parser.error("--predictions FILE is where predictions go, and where measure finds them")
     if chosen.action == "predict":
-        made = []
-        for case in wanted:
-            said = predict(case)
-            made.append({"case": case.columns(), "prediction": asdict(said)})
-            print(case, _gib(said.formula_bytes), _gib(said.simulated_bytes), said.step_s, flush=True)
-        chosen.predictions.write_text(json.dumps(made, indent=1), encoding="utf-8")
-        return
-    known = {Case(**entry["case"]): entry["prediction"] for entry in json.loads(chosen.predictions.read_text())}
-    for case in wanted:
-        row = _row(case, Prediction(**known[case]), measure(case))
-        append_row("memory_truth", row, folder=chosen.results, commit=chosen.commit)
-        print(" ".join(str(value) or "-" for value in row.values()), flush=True)
+        return _predict(wanted, chosen.predictions)
+    return _measure(wanted, chosen.predictions, chosen.results, chosen.commit)
 
 
 if __name__ == "__main__":

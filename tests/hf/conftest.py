@@ -1,4 +1,4 @@
-"""DeepSpeed compiles at first use and is no development dependency: its test runs where it is installed."""
+"""DeepSpeed needs torch to be installed first (`make install` does it): its test runs where it is installed."""
 
 from importlib.util import find_spec
 

@@ -15,7 +15,7 @@ def compare(
 
     \b
     tightfit plan llama-3.2-1b --on local --seq 2048 --global-batch 8 --save plan.json
-    tightfit measure plan.json -o data.train=notes -o output=runs/mine -o steps=3
+    tightfit measure plan.json -o data.train=notes -o output=runs/mine
     tightfit compare plan.json runs/mine
     """
     from tightfit.memory.comparison import compare as lay_side_by_side

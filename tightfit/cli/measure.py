@@ -29,7 +29,7 @@ def measure(
     from tightfit.jobs.load import default_job
     from tightfit.plan.job import read_job
 
-    loaded = default_job(override or []) if job is None else read_job(job, override or [])[0]
+    loaded = default_job(override or []) if job is None else read_job(job, override or [], steps=steps)[0]
 
     from tightfit.report.ledger import print_measured
     from tightfit.report.timeline import draw_timelines, of_measurement

@@ -9,7 +9,9 @@ import typer
 def train(
     job: Annotated[
         Path | None,
-        typer.Argument(help="A job file (YAML) or the directory of a run; none trains the embedded example."),
+        typer.Argument(
+            help="A job file (YAML), a plan (JSON) or the directory of a run; none trains the embedded example."
+        ),
     ] = None,
     override: Annotated[
         list[str] | None,
@@ -34,23 +36,27 @@ def train(
     tightfit train                                   the embedded example
     tightfit train job.yaml -o steps=500             a job of yours, with a change
     tightfit train runs/mine --resume                go on where it stopped
+    tightfit train plan.json -o data.train=notes -o output=runs/mine -o steps=500
+                                                     what `tightfit plan --save` found
     """
-    from tightfit.jobs.load import default_job, load_job
-
     if fields:
         from tightfit.jobs.fields import field_rows
         from tightfit.report.tables import print_fields
 
         return print_fields(list(field_rows()), as_json=as_json)
-    overrides = override or []
-    path = job / "job.yaml" if job is not None and job.is_dir() else job
-    loaded = default_job(overrides) if path is None else load_job(path, overrides)
+    from tightfit.jobs.load import default_job
+    from tightfit.plan.job import read_job
 
+    overrides = override or []
+    loaded, plan = (default_job(overrides), None) if job is None else read_job(job, overrides)
+
+    from tightfit.report.prediction import prediction
     from tightfit.report.run import print_result
     from tightfit.train.loop import run_job
 
     result = run_job(loaded, resume=resume, overwrite=overwrite, stop_after=stop_after, quiet=as_json)
     if result.rank == 0:
-        print_result(result, as_json=as_json)
+        planned = None if plan is None else prediction(plan, loaded, result)
+        print_result(result, as_json=as_json, prediction=planned)
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)

@@ -1,7 +1,8 @@
 """Two ledgers side by side, line by line: what was said and what happened.
 
 Lines are compared phase by phase, each at its fullest moment, on the rank that needs most, for every phase that both
-ledgers have. A measurement on the CPU is in host memory, where tensors are all there is: no reserved memory then.
+ledgers have. A measurement on the CPU is in host memory, where tensors are all there is: beside it, a prediction for a
+GPU is left without its kernels' workspaces, and neither has reserved memory.
 """
 
 import json
@@ -60,12 +61,20 @@ class Comparison:
 def compare(predicted: Ledger, measured: Ledger) -> Comparison:
     """Lay `predicted` beside `measured`, in the place that was measured, on the rank that needs most."""
     place, source = _place(measured), _place(predicted)
+    if place != source:
+        predicted, measured = _tensors_alone(predicted), _tensors_alone(measured)
     common = [phase for phase in PHASES if _ranks(predicted, phase, source) and _ranks(measured, phase, place)]
     pairs = [pair for phase in common for pair in _phase(predicted, measured, phase, source, place)]
     fullest = measured.fullest(place)[0]
     allocated = Pair(fullest, None, predicted.peak_allocated_bytes(source), measured.peak_allocated_bytes(place))
     reserved = Pair(fullest, None, predicted.peak_reserved_bytes(source), measured.peak_reserved_bytes(place))
     return Comparison(tuple(pairs), allocated, reserved if place == source == "gpu" else None, place)
+
+
+def _tensors_alone(ledger: Ledger) -> Ledger:
+    """What a GPU's ledger and a host's can have in common."""
+    kept = (line for line in ledger.lines if line.component not in (*NOT_ALLOCATED, "workspace"))
+    return Ledger(ledger.source, tuple(kept))
 
 
 def read_ledger(path: Path) -> Ledger:

@@ -18,6 +18,7 @@ import torch
 
 from tightfit.memory.allocator import PlainAllocator, rounded
 from tightfit.memory.ledger import Ledger, Phase
+from tightfit.memory.simulation import dtensor_planning_unseen
 from tightfit.memory.trace import Allocation, Moment, Replay, fullest_of_each_phase, ledger_of
 from tightfit.memory.tracing import Tracer
 
@@ -50,8 +51,9 @@ class Measuring:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What runs inside is one training step."""
+        """What runs inside is one training step, which begins with its forward pass."""
         begin = self.tracer.now()
+        self.tracer.begin("forward")
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -81,7 +83,7 @@ def measured(device: torch.device) -> Iterator[Measuring]:
     """Everything allocated on `device` inside the block; begin phases and claim tensors through `.tracer`."""
     measuring = Measuring(device)
     if device.type != "cuda":
-        with measuring.tracer:
+        with measuring.tracer, dtensor_planning_unseen(measuring.tracer):
             yield measuring
         measuring.finish()
         return
@@ -90,7 +92,7 @@ def measured(device: torch.device) -> Iterator[Measuring]:
         enabled="all", context=None, stacks="python", max_entries=HISTORY_ENTRIES, clear_history=True
     )
     try:
-        with measuring.tracer:
+        with measuring.tracer, dtensor_planning_unseen(measuring.tracer):
             yield measuring
         torch.cuda.synchronize()
         measuring.finish(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()])

@@ -62,6 +62,7 @@ class Tracer(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._stack.close()
+        self._known.clear()  # what dies from here on is the end of the program, not part of it
 
     def begin(self, phase: Phase) -> None:
         """The program enters `phase`."""
@@ -156,7 +157,7 @@ class Tracer(TorchDispatchMode):
         if not isinstance(first, FakeTensor) or not first.is_contiguous() or not _called_by_engine():
             return None
         key: int = first.untyped_storage()._cdata
-        alone = torch._C._storage_Use_Count(key) == OWN_REFERENCES  # type: ignore[attr-defined]
+        alone = torch._C._storage_Use_Count(key) == OWN_REFERENCES
         return key if alone and key in self._known else None
 
     def _take_over(self, key: int, sum_: Tensor) -> None:

@@ -19,7 +19,7 @@ from tightfit.hardware.efficiency import MEASURED, Efficiency
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.state_format import moment_bytes
+from tightfit.jobs.state_format import is_torch_adamw, moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.plan.bubble import bubble_s
 from tightfit.plan.communication import Group, make_group
@@ -220,16 +220,26 @@ class Frame:
         return self.micro_batches * hidden + once
 
     def _optimizer_s(self, levers: Levers) -> float:
-        """Bytes that AdamW and the adding of gradients move, at the card's bandwidth."""
+        """Bytes that AdamW and the adding of gradients move, at the card's bandwidth.
+
+        As train/optimizer.py goes about it: gradients are read for their norm; beside masters they are widened (read
+        and written), and the weights narrowed after (read and written); the update reads and writes gradients (scaled
+        in it), what it updates, and both moments. Shards are masters already, and nothing is widened or narrowed.
+        """
         workload, width = self.costs.workload, self.costs.workload.weight_bytes
         kept = 4 if workload.has_masters and self.layout.zero else width
         summed = self.own_params if self.layout.zero >= 2 else self.dense + self.experts
         added = (self.micro_batches - 1) * summed * (width + 2 * kept)
         if levers.offload != "none":
             return added / self.costs.rates.bytes_s
+        updated = 4 if workload.has_masters else width
+        copies = workload.has_masters and not self.layout.zero
+        if is_torch_adamw(levers, wide=workload.updates_wide):
+            moved = kept + (2 * (width + 4) if copies else 0) + 4 * updated
+        else:  # gradients are read as they are, and written nowhere
+            moved = 2 * kept + (width if copies else 0) + 2 * updated
         moments = moment_bytes(levers, wide=workload.updates_wide)
-        weights = 8 + width if workload.has_masters else 2 * width
-        return (added + self.own_params * (2 * kept + 2 * moments + weights)) / self.costs.rates.bytes_s
+        return (added + self.own_params * (moved + 2 * moments)) / self.costs.rates.bytes_s
 
 
 def _exposed(traffic_s: float, compute_s: float, calls: int) -> float:

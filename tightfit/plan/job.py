@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from tightfit.jobs.job import Job
 from tightfit.errors import UserError
+from tightfit.jobs.job import Job
 from tightfit.jobs.load import load_job, parse_job
 from tightfit.plan.plan import Plan
 
@@ -20,8 +20,8 @@ NEEDED = {"data.train": "FILES", "output": "DIRECTORY", "steps": "COUNT"}
 """What a plan may leave open, and what an override gives for it."""
 
 
-def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = ()) -> Job:
-    """The job that runs `plan`, which was read from `source`."""
+def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = (), *, steps: int | None = None) -> Job:
+    """The job that runs `plan`, which was read from `source`; of `steps` where nobody says how many."""
     fields = plan.job_fields()
     given = {override.partition("=")[0].strip() for override in overrides}
     known = {
@@ -29,17 +29,19 @@ def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = ()) -> Job:
         "output": "output" in fields or "output" in given,
         "steps": bool({"steps", "epochs"} & (given | {name for name in fields if fields[name] is not None})),
     }
+    if steps and not known["steps"]:
+        fields["steps"], known["steps"] = steps, True
     missing = [f"-o {name}={NEEDED[name]}" for name, there in known.items() if not there]
     if missing:
         raise UserError(f"{source} does not say everything a run needs; add {' '.join(missing)}")
     return parse_job(yaml.safe_dump(fields, sort_keys=False), source, overrides)
 
 
-def read_job(path: Path, overrides: Sequence[str] = ()) -> tuple[Job, Plan | None]:
+def read_job(path: Path, overrides: Sequence[str] = (), *, steps: int | None = None) -> tuple[Job, Plan | None]:
     """The job at `path` (a job file, the directory of a run, or a plan) and, where it is one, the plan."""
     if path.suffix.lower() == PLAN_SUFFIX and not path.is_dir():
         plan = Plan.load(path)
-        return job_of_plan(plan, str(path), overrides), plan
+        return job_of_plan(plan, str(path), overrides, steps=steps), plan
     return load_job(path / "job.yaml" if path.is_dir() else path, overrides), None
 
 

@@ -5,15 +5,23 @@ A page holds `<!-- begin NAME -->` and `<!-- end NAME -->`; what stands between 
 """
 
 import csv
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tightfit.jobs.fields import field_rows
 from tightfit.report.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
+from tightfit.report.truth import measured_on, summary_rows, truth_rows
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+TRUTH = RESULTS / "memory_truth.csv"
+PLAN_COMMAND = "tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64"
+COLUMNS = 104
 
 
 def pages() -> list[Path]:
@@ -60,6 +68,20 @@ def train_step() -> str:
     return markdown_table(("device", "workload", "implementation", "tokens/s", "speed", "peak memory", "commit"), rows)
 
 
+def plan_output() -> str:
+    """What the README's `tightfit plan` prints, and the command itself."""
+    plain = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"}
+    words = [sys.executable, "-m", *shlex.split(PLAN_COMMAND)]
+    printed = subprocess.run(words, env=plain, capture_output=True, text=True, check=True, encoding="utf-8").stdout
+    lines = [line.rstrip() for line in printed.splitlines()]
+    return "\n".join(["```", PLAN_COMMAND, "```", "", "```text", *lines, "```"])
+
+
+def truth_summary() -> str:
+    """Mean and worst errors by source, and what they were measured on."""
+    return f"{markdown_table(*summary_rows(TRUTH))}\n\n{measured_on(TRUTH)}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "job-fields": job_fields,
     "train-step": train_step,
@@ -67,6 +89,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "links": lambda: markdown_table(*link_rows()),
     "efficiencies": lambda: markdown_table(*efficiency_rows()),
     "plan-examples": lambda: markdown_table(*example_rows()),
+    "plan-output": plan_output,
+    "truth-summary": truth_summary,
+    "truth": lambda: markdown_table(*truth_rows(TRUTH)),
 }
 
 

@@ -1,4 +1,4 @@
-"""What `tightfit measure` and `tightfit compare` print: a ledger by phase and component, and two of them with errors."""
+"""What `tightfit measure` and `tightfit compare` print: a ledger by phase and component, and two ledgers' errors."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,7 +117,9 @@ def print_comparison(
         table.add_row("", "reserved", *_cells(comparison.reserved), style="bold")
     console.print(table)
     if comparison.reserved is None:
-        console.print("[dim]· in host memory tensors are all that is counted; a GPU's workspaces and slack are not[/dim]")
+        console.print(
+            "[dim]· in host memory tensors are all that is counted; a GPU's workspaces and slack are not[/dim]"
+        )
 
 
 def _cells(pair: Pair) -> tuple[str, str, str]:

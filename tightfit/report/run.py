@@ -9,18 +9,22 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from tightfit.report.curves import draw_loss_curve
+from tightfit.report.prediction import Prediction, print_prediction
 from tightfit.report.tables import count_name, gib, print_json
 from tightfit.train.loop import RunResult
 
 
-def print_result(result: RunResult, *, as_json: bool) -> None:
-    """Draw the loss curve and print the summary."""
+def print_result(result: RunResult, *, as_json: bool, prediction: Prediction | None = None) -> None:
+    """Draw the loss curve and print the summary, with what was predicted where the run was planned."""
     picture = draw_loss_curve(result.run)
     if as_json:
-        return print_json({**asdict(result), "loss_curve": picture})
+        planned = {"prediction": prediction.to_json()} if prediction is not None else {}
+        return print_json({**asdict(result), "loss_curve": picture, **planned})
     console = Console()
     for name, value in _facts(result, picture):
         console.print(f"[cyan]{name:>14}[/cyan]  {escape(value)}", highlight=False, soft_wrap=True)
+    if prediction is not None:
+        print_prediction(prediction)
     for prompt, continuation in result.samples:
         text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
         console.print(Panel(text, title="a sample", title_align="left", border_style="dim"), highlight=False)

@@ -6,7 +6,7 @@ simulation and a measurement on the CPU have only their order: there the axis co
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from time import time_ns
@@ -68,8 +68,8 @@ class Timeline:
         size = max(1, len(self.positions) // points)
         starts = range(0, len(self.positions), size)
         best = [max(range(i, min(i + size, len(self.positions))), key=self.allocated_bytes.__getitem__) for i in starts]
-        chosen = [[values[i] for i in best] for values in (self.allocated_bytes, self.reserved_bytes)]
-        return Timeline([self.positions[i] for i in best], *chosen, self.starts, self.unit)
+        allocated, reserved = [self.allocated_bytes[i] for i in best], [self.reserved_bytes[i] for i in best]
+        return Timeline([self.positions[i] for i in best], allocated, reserved, self.starts, self.unit)
 
 
 def of_replay(replay: "Replay", part: slice, times_us: Sequence[float] | None = None) -> Timeline:
@@ -102,8 +102,20 @@ def of_measurement(measuring: "Measuring") -> Timeline:
 
 def of_simulation(trace: "Trace") -> Timeline:
     """The second step of a simulated run, which starts from what the first one left in the allocator."""
-    replay = trace.replay(steps=2)
-    return of_replay(replay, slice(len(trace.events), len(replay.allocated_bytes)))
+    first = replace(trace, events=trace.events[: _end_of_step(trace)])
+    replay = first.replay(steps=2)
+    found = of_replay(replay, slice(len(first.events), len(replay.allocated_bytes)))
+    if len(found.starts) > 1 and found.starts[0][1] not in BANDS:  # a step counts its tokens before it says "forward"
+        found.starts[:2] = [(0.0, found.starts[1][1])]
+    return found
+
+
+def _end_of_step(trace: "Trace") -> int:
+    """Where the step's own events end: when all is made, what was there before is freed by the program's own death."""
+    before = {event for event in trace.events[: trace.step_start] if event >= 0}
+    last = max(at for at, event in enumerate(trace.events) if event >= 0)
+    dying = (at for at in range(last, len(trace.events)) if ~trace.events[at] in before)
+    return next(dying, len(trace.events))
 
 
 class Recorder:
@@ -193,5 +205,3 @@ def _name_phases(axis: "Axes", timeline: Timeline) -> None:
                 (start + end) / 2, 0.985, phase, transform=axis.get_xaxis_transform(), ha="center", va="top",
                 fontsize=8, color="#333333", rotation=90 if narrow else 0,
             )  # fmt: skip
-
-

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
@@ -75,9 +76,7 @@ class MeasuredRun:
             with durable_file(target) as file:
                 file.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
         except OSError as error:
-            raise UserError(
-                f"cannot write output {self.run}: {error.strerror}; choose a writable directory"
-            ) from error
+            raise UserError(f"cannot write output {self.run}: {error.strerror}; choose a writable directory") from error
         return target
 
 
@@ -86,19 +85,28 @@ def measure_job(job: Job, steps: int, *, quiet: bool = False) -> MeasuredRun:
     refuse_what_cannot_run(job.layout, job.levers)
     _refuse_unwritable(job.output)
     with joined(job.layout, choose_device(job.device)) as (mesh, device):
-        with measured(device) as measuring:
-            measuring.tracer.begin("init")
-            with RunProgress(0, 0, quiet or not Ranks.of(mesh).first) as notes:
-                prepared = prepare(job, None, notes.say, show_bars=False, device=device, mesh=mesh)
-            _introduce(measuring, prepared)
-            losses = _steps(measuring, prepared, steps)
-            _evaluate(measuring, prepared)
-        return MeasuredRun(
-            run=job.output, device=device_name(device), precision=prepared.precision,
-            params=prepared.model.spec.params(), losses=losses, ledger=measuring.ledger(),
-            largest=list(largest_alive(measuring.fullest, LARGEST_KINDS)), measuring=measuring,
-            rank=prepared.ranks.rank,
-        )  # fmt: skip
+        try:
+            return _measured(job, steps, device, mesh, quiet=quiet or not Ranks.of(mesh).first)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                "the GPU ran out of memory before it could be measured; lower layout.micro_batch "
+                f"(now {job.layout.micro_batch}) or set levers.checkpoint_every=1"
+            ) from None
+
+
+def _measured(job: Job, steps: int, device: torch.device, mesh: DeviceMesh | None, *, quiet: bool) -> MeasuredRun:
+    with measured(device) as measuring:
+        measuring.tracer.begin("init")
+        with RunProgress(0, 0, quiet) as notes:
+            prepared = prepare(job, None, notes.say, show_bars=False, device=device, mesh=mesh)
+        _introduce(measuring, prepared)
+        losses = _steps(measuring, prepared, steps)
+        _evaluate(measuring, prepared)
+    return MeasuredRun(
+        run=job.output, device=device_name(device), precision=prepared.precision,
+        params=prepared.model.spec.params(), losses=losses, ledger=measuring.ledger(),
+        largest=list(largest_alive(measuring.fullest, LARGEST_KINDS)), measuring=measuring, rank=prepared.ranks.rank,
+    )  # fmt: skip
 
 
 def _refuse_unwritable(output: Path) -> None:
@@ -132,11 +140,6 @@ def _steps(measuring: Measuring, p: Prepared, steps: int) -> list[float]:
                 )
         except NotFiniteError as error:
             raise UserError(f"step {step + 1}: {error}; lower optimizer.lr (now {p.job.optimizer.lr:g})") from None
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"step {step + 1}: the GPU ran out of memory before it could be measured; lower layout.micro_batch "
-                f"(now {p.job.layout.micro_batch}) or set levers.checkpoint_every=1"
-            ) from None
         losses.append(result.loss)
     return losses
 

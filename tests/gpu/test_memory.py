@@ -1,0 +1,74 @@
+"""A measured ledger on the GPU: it is what the allocator says, states are exact, and the simulation is near it."""
+
+import gc
+
+import pytest
+import torch
+
+from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.allocator import rounded
+from tightfit.memory.ledger import Ledger
+from tightfit.memory.measurement import measured
+from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.initialisation import init_weights
+from tightfit.models.presets import preset
+from tightfit.train.rehearsal import build, introduce, rehearse
+
+CUDA = torch.device("cuda")
+SPEC = preset("smollm2-135m")
+LAYOUT = Layout(micro_batch=8)
+STEPS = 2
+
+
+def clear() -> None:
+    """Give back what earlier tests left with the allocator and with cuBLAS."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def measured_step(workload: Workload, levers: Levers) -> tuple[Ledger, int]:
+    """The ledger of two steps, and the peak of what they allocated by torch's own count."""
+    clear()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with measured(CUDA) as measuring:
+        program = build(workload, LAYOUT, levers, CUDA, Implementations(), tracer=measuring.tracer, fill=init_weights)
+        introduce(measuring.tracer, program.decoder, program.optimizer)
+        for _ in range(STEPS):
+            program.step(measuring.tracer.begin)
+        peak = torch.cuda.max_memory_allocated() - before
+    ledger = measuring.ledger()
+    del program, measuring
+    clear()
+    return ledger, peak
+
+
+def in_blocks(width: int) -> int:
+    """All parameters of the model at `width` bytes each, every tensor in a block of its own."""
+    with torch.device("meta"):
+        model = Decoder(SPEC)
+    return sum(rounded(width * parameter.numel()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("precision", "checkpoint_every"), [("bf16", 0), ("bf16", 1), ("pure-bf16", 0)])
+def test_the_ledger_is_what_the_allocator_says(precision: PrecisionName, checkpoint_every: int) -> None:
+    workload = Workload(spec=SPEC, sequence_length=512, global_batch=8, precision=precision)
+    levers = Levers(checkpoint_every=checkpoint_every)
+    ledger, peak = measured_step(workload, levers)
+    assert ledger.peak_allocated_bytes() == pytest.approx(peak, rel=0.01)
+    simulated = rehearse(workload, LAYOUT, levers)
+    assert simulated.peak_allocated_bytes() == pytest.approx(peak, rel=0.03)
+    states = {"bf16": {"master weights": 4, "optimizer states": 8}, "pure-bf16": {"optimizer states": 4}}[precision]
+    for phase in ("forward", "backward"):
+        lines = ledger.at(phase)
+        for component, width in states.items():
+            held = sum(line.bytes for line in lines if line.component == component and not line.detail)
+            each = width // 2 if component == "optimizer states" else width
+            times = 2 if component == "optimizer states" else 1
+            assert held == pytest.approx(times * in_blocks(each), rel=1e-3), (phase, component)
+        weights = sum(line.bytes for line in lines if line.component == "weights")
+        assert weights == pytest.approx(in_blocks(2), rel=1e-2), phase

@@ -1,0 +1,96 @@
+"""A run beside the plan it was made from: peak memory and speed, predicted and measured."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tightfit.jobs.job import Job
+from tightfit.plan.job import overridden
+from tightfit.plan.plan import Plan
+from tightfit.report.tables import count_name, gib
+from tightfit.train.loop import RunResult
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan said of a run, what the run took, and a word where the two are not about the same thing."""
+
+    machine: str
+    device: str
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_tokens_per_second: float
+    measured_tokens_per_second: float
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "machine": self.machine,
+            "peak_allocated_bytes": self.predicted_bytes,
+            "tokens_per_second": self.predicted_tokens_per_second,
+            "peak_error": _error(self.predicted_bytes, self.measured_bytes),
+            "speed_error": _error(self.predicted_tokens_per_second, self.measured_tokens_per_second),
+            "notes": list(self.notes),
+        }
+
+
+def prediction(plan: Plan, job: Job, result: RunResult) -> Prediction:
+    """The plan's figures beside the run's. On a GPU both count what is allocated."""
+    return Prediction(
+        machine=plan.machine.text,
+        device=result.device,
+        predicted_bytes=plan.ledger.peak_allocated_bytes(),
+        measured_bytes=result.peak_bytes,
+        predicted_tokens_per_second=plan.tokens_per_second,
+        measured_tokens_per_second=result.tokens_per_second,
+        notes=tuple(_notes(plan, job, result)),
+    )
+
+
+def _notes(plan: Plan, job: Job, result: RunResult) -> list[str]:
+    planned = plan.workload.spec.params()
+    said = [
+        f"the run did not follow the plan: {changed}" if (changed := overridden(plan, job)) else None,
+        f"the model has {result.params:,} parameters, the plan counted with {planned:,}"
+        if result.params != planned
+        else None,
+        "on a CPU the measured memory is the whole process's, which no plan predicts"
+        if result.device.startswith("CPU")
+        else None,
+    ]
+    return [note for note in said if note]
+
+
+def print_prediction(found: Prediction) -> None:
+    """Two lines and what to know about them."""
+    console = Console(highlight=False)
+    table = Table(title="The plan beside the run", title_justify="left", box=None, padding=(0, 1))
+    for column in ("", f"predicted, {found.machine}", f"measured, {found.device}", "error"):
+        table.add_column(escape(column), justify="right" if column else "left")
+    memory, speed = (
+        (found.predicted_bytes, found.measured_bytes),
+        (
+            found.predicted_tokens_per_second,
+            found.measured_tokens_per_second,
+        ),
+    )
+    table.add_row("peak memory", *map(gib, memory), _shown(*memory))
+    table.add_row("tokens/s", *map(count_name, speed), _shown(*speed))
+    console.print(table)
+    for note in found.notes:
+        console.print(f"[dim]· {escape(note)}[/dim]", soft_wrap=True)
+
+
+def _error(predicted: float, measured: float) -> float | None:
+    return predicted / measured - 1 if measured else None
+
+
+def _shown(predicted: float, measured: float) -> str:
+    error = _error(predicted, measured)
+    if error is None:
+        return "–"
+    return f"{error:+.1%}" if error < 10 else f"{error + 1:,.0f} ×"
