@@ -80,11 +80,11 @@ def test_training_follows_the_cpu(precision: Any, levers: dict[str, Any]) -> Non
     losses = []
     for device in (torch.device("cpu"), GPU):
         model = tiny_model().to(device)
-        settings, chosen = Optimizer(lr=1e-2), Levers.model_validate(levers)
+        settings, chosen = Optimizer(lr=3e-3), Levers.model_validate(levers)
         module, optimizer = assemble(model, None, Layout(), chosen, precision, settings, device, lambda decoder: None)
         scale = LossScale.for_precision(precision)
         batches = [ragged_batch(4, seed=step % 2) for step in range(12)]
-        steps = [train_step(module, optimizer, [batch], device, 1e-2, scale) for batch in batches]
+        steps = [train_step(module, optimizer, [batch], device, 3e-3, scale) for batch in batches]
         losses.append([step.loss for step in steps])
-    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[1][-1] < losses[1][0] - 0.5
