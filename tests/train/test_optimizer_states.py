@@ -1,5 +1,6 @@
 """Every format of Adam's moments: its bytes, its arithmetic, accumulation, clipping, loss scaling and resuming."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.levers.optimizer_states import CHUNK_ELEMENTS
 from tightfit.memory.formulas.training import FACTORED_CHUNK
 from tightfit.models.decoder import Decoder
 from tightfit.train.assembly import assemble
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import LossScale
+from tightfit.train.rehearsal import rehearse
 from tightfit.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -67,6 +70,17 @@ def test_states_have_the_bytes_that_are_promised(precision: str, form: str) -> N
     assert masters == (4 * sum(p.numel() for p in model.parameters()) if precision in ("bf16", "fp16") else 0)
     moments = sum(t.nbytes for t in held.values()) - masters
     assert moments == sum(moment_bytes(form, p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
+def test_the_simulation_sees_those_bytes(precision: Any, form: str) -> None:
+    """On shapes whose states fill whole blocks of the allocator, which is what it counts."""
+    spec = replace(TINY, hidden_size=128, head_dim=32, mlp_size=512, vocab_size=1024)
+    workload = Workload(spec=spec, sequence_length=32, global_batch=1, precision=precision)
+    ledger = rehearse(workload, Layout(micro_batch=1), Levers.model_validate({"optimizer_states": form}))
+    found = sum(x.bytes for x in ledger.lines if x.component == "optimizer states" and x.phase == "optimizer")
+    assert found == sum(moment_bytes(form, p) for p in Decoder(spec).parameters())
 
 
 def test_stacked_experts_are_factored_one_by_one() -> None:
