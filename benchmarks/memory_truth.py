@@ -23,7 +23,7 @@ from results import RESULTS, append_row
 
 from tightfit.bench.memory_truth import GIB, Case, Measurement, Prediction, measure, predict
 from tightfit.report.results import current_commit
-from tightfit.report.truth import newest
+from tightfit.report.scatter import newest
 
 
 def cases() -> Iterator[Case]:

@@ -17,7 +17,8 @@ from tightfit.hardware.machine import parse_machine
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.plan.cost import Costs
 from tightfit.report.documentation import RESULTS
-from tightfit.report.truth import newest, settings, summary
+from tightfit.report.scatter import newest
+from tightfit.report.truth import settings, summary
 from tightfit.train import rehearsal
 
 Row = dict[str, str]

@@ -9,8 +9,8 @@ import pytest
 from tests.report.test_memory_pictures import text_of
 from tightfit.errors import UserError
 from tightfit.report.documentation import ROOT, TRUTH
-from tightfit.report.scatter import draw_truth
-from tightfit.report.truth import measured_on, newest, settings, summary, summary_rows, truth_rows
+from tightfit.report.scatter import draw_truth, newest
+from tightfit.report.truth import measured_on, settings, summary, summary_rows, truth_rows
 
 ROW = {
     "commit": "abc", "device": "NVIDIA H200", "torch": "2.11", "model": "llama-3.2-1b", "sequence_length": "8192",

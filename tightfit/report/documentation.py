@@ -82,9 +82,15 @@ def truth_summary() -> str:
     return f"{markdown_table(*summary_rows(TRUTH))}\n\n{measured_on(TRUTH)}"
 
 
+def default_run() -> str:
+    """The end of the embedded job's screen, as benchmarks/default_run.py kept it."""
+    return f"```text\n{(RESULTS / 'default_run.txt').read_text(encoding='utf-8').rstrip()}\n```"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "job-fields": job_fields,
     "train-step": train_step,
+    "default-run": default_run,
     "accelerators": lambda: markdown_table(*accelerator_rows()),
     "links": lambda: markdown_table(*link_rows()),
     "efficiencies": lambda: markdown_table(*efficiency_rows()),

@@ -21,6 +21,9 @@ STYLES = {
     "simulated_reserved_gib": ("simulation", "#1f5fa8", "o"),
 }
 
+CONDITIONS = ("date", "commit", "predicted_commit", "python", "torch", "transformers")
+"""Columns that say when and with what a case was measured, not which case it is."""
+
 
 class Errors(NamedTuple):
     """How far predictions are from measurements, as shares of the latter."""
@@ -46,6 +49,15 @@ def read_truth(path: Path) -> list[dict[str, str]]:
     if missing:
         raise UserError(f"{path} has no rows with column {missing[0]}; measure with benchmarks/memory_truth.py first")
     return rows
+
+
+def newest(path: Path) -> list[dict[str, str]]:
+    """The newest row of each case, in the order the cases first came: results are only ever appended."""
+    latest: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in read_truth(path):
+        columns = list(row)[: list(row).index("formula_gib")]
+        latest[tuple(row[column] for column in columns if column not in CONDITIONS)] = row
+    return list(latest.values())
 
 
 def points(rows: Sequence[dict[str, str]], predicted: str, measured: str) -> Points:
@@ -74,7 +86,7 @@ def errors(found: Points) -> Errors:
 
 def draw_truth(source: Path, path: Path) -> dict[str, Errors]:
     """Allocated and reserved peaks, predicted against measured; returns the errors that the legend shows."""
-    rows = read_truth(source)
+    rows = newest(source)
     shown: dict[str, Errors] = {}
     with panels(path, 2, len(SERIES), width=10, height=7) as (figure, axes):
         for column, (kind, pairs) in enumerate(SERIES.items()):

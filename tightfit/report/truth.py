@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tightfit.report.scatter import Errors, errors, points, read_truth
+from tightfit.report.scatter import Errors, errors, newest, points
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
-CONDITIONS = ("date", "commit", "predicted_commit", "python", "torch", "transformers")
-"""Columns that say when and with what a case was measured, not which case it is."""
 
 
 class Predicted(NamedTuple):
@@ -29,15 +27,6 @@ PREDICTED = (
     Predicted("peak reserved", "simulation", "simulated_reserved_gib", "measured_reserved_gib"),
     Predicted("time of a step", "the planner's costs", "predicted_step_ms", "measured_step_ms"),
 )
-
-
-def newest(path: Path) -> list[dict[str, str]]:
-    """The newest row of each case, in the order the cases first came."""
-    latest: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in read_truth(path):
-        columns = list(row)[: list(row).index(PREDICTED[0].predicted)]
-        latest[tuple(row[column] for column in columns if column not in CONDITIONS)] = row
-    return list(latest.values())
 
 
 def summary(rows: Sequence[dict[str, str]]) -> list[tuple[Predicted, Errors]]:
