@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import tightfit.kernels.adamw
+import tightfit.kernels.adamw8bit
 import tightfit.kernels.glu
 import tightfit.kernels.rope
 import tightfit.kernels.row_norm
 from tightfit.kernels.triton_support import triton
 
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
+         torch.int8: "*i8", torch.uint8: "*u8"}  # fmt: skip
 
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], warps: int, capability: int) -> Any:
@@ -66,6 +69,16 @@ def launch_everything(dtype: torch.dtype) -> None:
     q, k, table = torch.ones(2, 4, 8, 64, dtype=dtype), torch.ones(2, 2, 8, 64, dtype=dtype), torch.ones(1, 1, 8, 24)
     for interleaved in (False, True):
         ops.rope(q, k, table, table, interleaved, True)
+    launch_updates(x)
+
+
+def launch_updates(x: Tensor) -> None:
+    """AdamW over float32 masters with a narrow copy, and over narrow weights rounded stochastically."""
+    m, m_scale, v, v_scale = tightfit.kernels.adamw8bit.zero_moments(x)
+    for weight, copy, factor, key in ((x.float(), x, torch.ones(()), None), (x, None, None, 2**31 + 1)):
+        numbers = tightfit.kernels.adamw.Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1, key)
+        tightfit.kernels.adamw._launch(weight, copy, x, x.float(), x, factor, numbers)
+        tightfit.kernels.adamw8bit._launch(weight, copy, x, m, m_scale, v, v_scale, factor, numbers)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def test_zero_stages_divide_what_the_paper_says(zero: int, each: float) -> None:
 @pytest.mark.parametrize(
     ("precision", "form", "total"),
     [("bf16", "auto", 16), ("fp16", "auto", 16), ("fp32", "auto", 16), ("pure-bf16", "auto", 8), ("bf16", "bf16", 12),
-     ("bf16", "8bit", 10 + 2 / 64)],
+     ("bf16", "8bit", 10 + 2 / 64), ("bf16", "fp32", 16), ("pure-bf16", "fp32", 12), ("pure-bf16", "8bit", 6 + 2 / 64),
+     ("bf16", "factored", 10), ("pure-bf16", "bf16", 8)],
 )  # fmt: skip
 def test_bytes_per_weight_by_precision_and_states(precision: str, form: Any, total: float) -> None:
     assert bytes_per_weight(workload(precision=precision), Levers(optimizer_states=form)).total == total
@@ -159,6 +160,17 @@ def test_more_ranks_never_need_more(axis: str, name: str) -> None:
     for levers in ({}, {"checkpoint_every": 1}):
         peaks = [peak_of(name, layout, **levers) for layout in layouts]
         assert all(more <= less for less, more in pairwise(peaks))
+
+
+def test_updates_in_backward_leave_one_layers_gradients_at_most() -> None:
+    one = workload(batch=1)
+    usual, inside = (
+        peak(one, Layout(micro_batch=1), Levers(checkpoint_every=1, update_in_backward=inside), BARE)[0]
+        for inside in (False, True)
+    )
+    spec = preset("llama-3.1-8b")
+    layer = layer_params(spec, 0).all
+    assert 2 * (spec.params() - 2 * layer - 2 * vocabulary_params(spec)) < usual - inside < 2 * spec.params() + 2**30
 
 
 def test_levers_lower_the_peak_and_higher_stages_are_smaller() -> None:

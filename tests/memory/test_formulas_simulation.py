@@ -28,6 +28,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("llama-3.1-8b", {"data": 8, "zero": 2}, {}, "bf16", 1),
     ("llama-3.1-8b", {"data": 8, "zero": 3}, {"checkpoint_every": 1}, "bf16", 1),
     ("llama-3.1-8b", {"data": 8, "zero": 3}, {}, "pure-bf16", 2),
+    ("llama-3.1-8b", {}, {"optimizer_states": "8bit"}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"optimizer_states": "fp32", "rounding": "stochastic"}, "pure-bf16", 1),
+    ("llama-3.1-8b", {"data": 8}, {"optimizer_states": "bf16", "checkpoint_every": 1}, "bf16", 2),
+    ("llama-3.1-8b", {"data": 8, "zero": 3}, {"optimizer_states": "8bit"}, "bf16", 1),
+    ("qwen3-8b", {}, {"optimizer_states": "factored"}, "fp32", 2),
+    ("llama-3.1-8b", {}, {"update_in_backward": True, "checkpoint_every": 1}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"update_in_backward": True, "optimizer_states": "8bit"}, "pure-bf16", 1),
+    ("llama-3.2-1b", {}, {"update_in_backward": True, "checkpoint_every": 1}, "fp32", 1),
 ]  # fmt: skip
 
 

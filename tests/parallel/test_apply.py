@@ -60,7 +60,7 @@ def test_the_loss_is_chosen_from_outside() -> None:
         (Layout(pipeline=2), Levers(), ["layout.pipeline is 2", "layout.zero"]),
         (Layout(), Levers(tiles=4), ["levers.tiles is 4", "levers.checkpoint_every"]),
         (Layout(), Levers(offload="optimizer"), ["levers.offload is optimizer", "set it to none"]),
-        (Layout(), Levers(optimizer_states="8bit"), ["levers.optimizer_states is 8bit"]),
+        (Layout(), Levers(offload="weights"), ["levers.offload is weights", "levers.optimizer_states"]),
     ],
 )
 def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:

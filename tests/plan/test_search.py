@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from tests.plan.questions import planned, question
+from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
@@ -108,6 +109,15 @@ def test_lossy_states_are_never_chosen_unasked() -> None:
     assert allowed.plan.levers.optimizer_states in ("bf16", "8bit")
     pinned = planned("llama-3.1-8b", "8xH100-80GB", 4096, 64, "levers.optimizer_states=8bit")
     assert pinned.plan.levers.optimizer_states == "8bit"
+
+
+def test_pinned_levers_leave_the_layouts_that_can_have_them() -> None:
+    factored = planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, "levers.optimizer_states=factored").plan
+    assert factored.layout.zero == 0
+    inside = planned("llama-3.2-1b", "H100-80GB", 2048, 8, "levers.update_in_backward=true").plan
+    assert inside.layout.micro_batch == 8
+    with pytest.raises(UserError, match="update_in_backward"):
+        planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, "levers.update_in_backward=true")
 
 
 def test_large_questions_are_quick() -> None:

@@ -79,6 +79,27 @@ def test_three_and_two_steps_equal_five(make: Make, precision: str) -> None:
     assert second.start.loss == straight.start.loss
 
 
+@pytest.mark.parametrize(
+    ("precision", "levers"),
+    [
+        ("fp32", {"optimizer_states": "8bit"}),
+        ("fp16", {"optimizer_states": "8bit"}),
+        ("fp32", {"optimizer_states": "factored"}),
+        ("bf16", {"optimizer_states": "bf16"}),
+        ("pure-bf16", {"optimizer_states": "fp32", "rounding": "stochastic"}),
+        ("fp32", {"update_in_backward": True, "optimizer_states": "bf16"}),
+    ],
+)
+def test_every_format_of_states_is_resumed_to_the_same_bytes(make: Make, precision: str, levers: Any) -> None:
+    small = {"precision": precision, "global_batch": 2, "layout": {"micro_batch": 2}, "evaluation": {"max_rows": 1}}
+    whole, parts = (make(name, **small, levers=levers) for name in ("whole", "parts"))
+    straight = run_job(whole, quiet=True)
+    run_job(parts, stop_after=3, quiet=True)
+    second = run_job(parts, resume=True, quiet=True)
+    assert checkpoint_files(straight.checkpoint) == checkpoint_files(second.checkpoint)
+    assert second.end == straight.end
+
+
 def test_resume_in_the_middle_of_later_epochs(make: Make) -> None:
     whole, parts = make("whole", steps=None, epochs=2.3), make("parts", steps=None, epochs=2.3)
     straight = run_job(whole, quiet=True)

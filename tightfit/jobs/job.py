@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.section import Section
@@ -193,6 +194,8 @@ class Job(Section):
             )
         if self.tokenizer.source == "train" and self.model.weights == "pretrained":
             raise ValueError("tokenizer.source is train, but pretrained weights need the tokenizer they came with")
+        if sentence := disagreement(self.levers, self.layout, self.precision, self.accumulation):
+            raise ValueError(sentence)
         return self
 
     @property

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from tightfit.jobs.section import Section
 
 Offload = Literal["none", "optimizer", "weights"]
-StateFormat = Literal["auto", "fp32", "bf16", "8bit"]
+StateFormat = Literal["auto", "fp32", "bf16", "8bit", "factored"]
 LOSS_CHUNK_BYTES = 256 * 2**20
 
 
@@ -25,7 +25,11 @@ class Levers(Section):
     offload_checkpoints: bool = False
     """Keep the inputs of recomputed layers in host memory until backward needs them."""
     optimizer_states: StateFormat = "auto"
-    """Format of Adam's moments: auto is float32 beside master weights and the weights' own format without."""
+    """Format of Adam's moments: auto is float32 beside masters, else the weights' own; the narrower ones are lossy."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How updated bf16 weights without masters are rounded; `stochastic` keeps small updates, on average."""
+    update_in_backward: bool = False
+    """Update each weight as soon as its gradient is complete, then free that; clips by the norm of the step before."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -6,8 +6,6 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job, PrecisionName
 from tightfit.models.spec import ModelSpec
 
-STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -52,3 +50,8 @@ class Workload:
     def has_masters(self) -> bool:
         """Whether float32 copies of the weights are what the optimizer updates."""
         return self.precision in ("bf16", "fp16")
+
+    @property
+    def updates_wide(self) -> bool:
+        """Whether what the optimizer updates is float32."""
+        return self.has_masters or self.precision == "fp32"

@@ -6,6 +6,7 @@ whole, so callers need not ask. Filling needs no communication: each rank has th
 Limits: one mesh axis, split along the first dimension.
 """
 
+import math
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -37,12 +38,26 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like_shard(part: Tensor, shard: "DTensor") -> "DTensor":
-    """A tensor split as `shard` is, of which this rank holds `part`."""
+    """A tensor split as `shard` is, of which this rank holds `part`: as many rows, whatever each of them holds."""
     from torch.distributed.tensor import DTensor
 
+    shape = torch.Size((shard.shape[0], *part.shape[1:]))
     return DTensor.from_local(
-        part, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+        part, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=_contiguous(shape)
     )
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a tensor laid out row after row."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
+
+
+def first_element(tensor: Tensor) -> int:
+    """The number, in the whole tensor, of the first element that is here."""
+    return _first_row(tensor) * math.prod(tensor.shape[1:]) if is_shard(tensor) else 0
 
 
 @torch.no_grad()

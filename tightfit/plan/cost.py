@@ -19,7 +19,8 @@ from tightfit.hardware.efficiency import MEASURED, Efficiency
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import STATE_BYTES, Workload
+from tightfit.jobs.state_format import is_torch_adamw, moment_bytes
+from tightfit.jobs.workload import Workload
 from tightfit.plan.bubble import bubble_s
 from tightfit.plan.communication import Group, make_group
 from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
@@ -231,12 +232,14 @@ class Frame:
         added = (self.micro_batches - 1) * summed * (width + 2 * kept)
         if levers.offload != "none":
             return added / self.costs.rates.bytes_s
-        states = levers.optimizer_states
-        moment = (4 if workload.has_masters else width) if states == "auto" else STATE_BYTES[states]
         updated = 4 if workload.has_masters else width
-        copied = 2 * (width + 4) if workload.has_masters and not self.layout.zero else 0
-        moved = kept + copied + 4 * updated + 4 * moment
-        return (added + self.own_params * moved) / self.costs.rates.bytes_s
+        copies = workload.has_masters and not self.layout.zero
+        if is_torch_adamw(levers, wide=workload.updates_wide):
+            moved = kept + (2 * (width + 4) if copies else 0) + 4 * updated
+        else:  # gradients are read as they are, and written nowhere
+            moved = 2 * kept + (width if copies else 0) + 2 * updated
+        moments = moment_bytes(levers, wide=workload.updates_wide)
+        return (added + self.own_params * (moved + 2 * moments)) / self.costs.rates.bytes_s
 
 
 def _exposed(traffic_s: float, compute_s: float, calls: int) -> float:

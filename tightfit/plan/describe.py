@@ -3,7 +3,12 @@
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 
-STATES = {"bf16": "bf16 optimizer states (lossy)", "8bit": "8-bit optimizer states (lossy)"}
+STATES = {
+    "fp32": "float32 optimizer states",
+    "bf16": "bf16 optimizer states (lossy)",
+    "8bit": "8-bit optimizer states (lossy)",
+    "factored": "factored second moment (lossy)",
+}
 
 
 def describe_layout(layout: Layout) -> str:
@@ -40,4 +45,8 @@ def describe_levers(levers: Levers) -> str:
         said.append(f"loss chunks of {levers.loss_chunk_bytes >> 20} MiB")
     if levers.optimizer_states in STATES:
         said.append(STATES[levers.optimizer_states])
+    if levers.rounding == "stochastic":
+        said.append("weights rounded stochastically")
+    if levers.update_in_backward:
+        said.append("updates in backward (clipped by the norm of the step before)")
     return ", ".join(said) or "none needed"

@@ -8,7 +8,7 @@ from tightfit.jobs.section import Section
 
 RUNNABLE = {
     "layout": ("data", "zero", "micro_batch"),
-    "levers": ("checkpoint_every", "loss", "loss_chunk_bytes"),
+    "levers": ("checkpoint_every", "loss", "loss_chunk_bytes", "optimizer_states", "rounding", "update_in_backward"),
 }
 
 

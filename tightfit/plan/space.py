@@ -12,11 +12,13 @@ are the same, without the ring). A pin brings them back.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, product
 from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
+from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -27,6 +29,8 @@ LARGEST_MICRO_BATCH = 64
 TILES = (1, 8)
 PIECES = (2, 4)
 NO_PINS = Pins()
+PARTICULAR = ("optimizer_states", "rounding", "update_in_backward")
+"""Levers that jobs/agreement.py refuses in some layouts. Of these only formats that run everywhere are searched."""
 
 
 def divisors(number: int) -> list[int]:
@@ -56,8 +60,23 @@ class Space:
                 continue
             for expert, zero in product(self._expert(data * context), self._zero(data * context)):
                 degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
-                if family := list(self._schedules(degrees | {"expert": expert, "zero": zero})):
+                made = self._schedules(degrees | {"expert": expert, "zero": zero})
+                if family := [layout for layout in made if self._agrees(layout)]:
                     yield family
+
+    def _agrees(self, layout: Layout) -> bool:
+        """Whether pinned levers can be had in `layout`."""
+        levers = self._pinned_levers
+        if levers is None:
+            return True
+        accumulation = self.workload.global_batch // (layout.micro_batch * layout.data)
+        return disagreement(levers, layout, self.workload.precision, accumulation) is None
+
+    @cached_property
+    def _pinned_levers(self) -> Levers | None:
+        """Those pins that not every layout agrees with."""
+        given = {name: value for name, value in self.pins.levers.items() if name in PARTICULAR}
+        return Levers(**given) if given else None
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
         """One of these needs the least memory: the smallest micro-batch, or one that leaves no sums of gradients."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from tightfit.jobs.levers import Levers
 
 OFFLOAD = {"none": 0, "optimizer": 1, "weights": 2}
-STATES = {"auto": 0, "fp32": 0, "bf16": 1, "8bit": 2}
+STATES = {"fp32": -1, "auto": 0, "bf16": 1, "8bit": 2, "factored": 3}
 Group = tuple[str, bool, str]
 
 
@@ -25,6 +25,7 @@ def strengths(levers: Levers) -> tuple[float, ...]:
         levers.tiles,
         -levers.loss_chunk_bytes,
         levers.loss == "fused",
+        levers.update_in_backward,
     )
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tightfit.errors import UserError
+from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -35,19 +37,24 @@ def unfilled(spec: ModelSpec, layout: Layout, precision: PrecisionName, device: 
 
 def assemble(
     model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName,
-    settings: Optimizer, device: torch.device, fill: Fill,
+    settings: Optimizer, device: torch.device, fill: Fill, seed: int = 0,
 ) -> tuple[nn.Module, MasterAdamW]:  # fmt: skip
-    """What to call for forward and backward, and the optimizer of its parameters (which are those of `model`)."""
+    """What to call for forward and backward, and the optimizer of its parameters (which are those of `model`).
+
+    `seed` is that of weights rounded stochastically.
+    """
+    if sentence := disagreement(levers, layout, precision, accumulation=1):
+        raise UserError(sentence)
     dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)
     if layout.zero:
         module = apply(model, mesh, layout, levers, precision)
         if model.embed.weight.is_meta:
             materialise(model, device)
         fill(model)
-        return module, MasterAdamW(model, settings, dtype if masters else None)
+        return module, MasterAdamW(model, settings, dtype if masters else None, levers, seed)
     fill(model)
     if not masters and model.embed.weight.dtype != dtype:
         model = model.to(dtype)
-    optimizer = MasterAdamW(model, settings, dtype if masters else None)
+    optimizer = MasterAdamW(model, settings, dtype if masters else None, levers, seed)
     optimizer.gradients_stay = mesh is not None
     return apply(model, mesh, layout, levers, precision), optimizer

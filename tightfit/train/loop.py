@@ -162,8 +162,11 @@ class _Run:
         try:
             return train_step(p.module, p.optimizer, micro_batches, p.device, lr, p.scale, ranks=self.ranks)
         except NotFiniteError as error:
+            when = (
+                "in which weights were changed already;" if error.weights_changed else "before the weights changed and"
+            )
             raise UserError(
-                f"step {self.step + 1}: {error}; training stopped before the weights changed and "
+                f"step {self.step + 1}: {error}; training stopped {when} "
                 f"{what_is_safe(self.job.output)}; lower optimizer.lr (now {self.job.optimizer.lr:g}) or warm up longer"
             ) from None
         except torch.OutOfMemoryError:

@@ -119,7 +119,7 @@ def _introduce(measuring: Measuring, prepared: Prepared) -> None:
     """What the tracer cannot tell by itself: whose tensors are whose, and what a batch is."""
     tracer, optimizer = measuring.tracer, prepared.optimizer
     introduce(tracer, prepared.model, optimizer, period=max(1, prepared.job.levers.checkpoint_every))
-    counters = (state["step"] for bucket in optimizer.buckets for state in bucket.adamw.state.values())
+    counters = (count for bucket in optimizer.buckets for count in bucket.updater.counters())
     tracer.claim(counters, "optimizer states", "step counters")
 
     def claim_inputs(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

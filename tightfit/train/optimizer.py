@@ -6,20 +6,28 @@ widened, torch's own fused AdamW updates its masters, the result is narrowed bac
 States exist from the start (not from the first step), so the first step needs no more memory than the others.
 Where ranks hold shards of the parameters (FSDP2), AdamW updates the rows that are here. Shards of a run in mixed
 precision are float32 and are the masters themselves; the engine narrows what it gathers.
+Moments of other formats, and weights rounded stochastically, are updated by our own kernels (updaters.py), which read
+gradients as they are.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
-from tightfit.parallel.shards import copy_whole, is_shard, like_shard, local
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.parallel.shards import copy_whole, first_element, is_shard, like_shard, local
+from tightfit.train.backward_update import Apply, BackwardUpdate
+from tightfit.train.updaters import FormatUpdater, TorchUpdater, Updater
 
 BUCKET_BYTES = 256 * 2**20
-MOMENTS = ("exp_avg", "exp_avg_sq")
+NO_LEVERS = Levers()
+PREVIOUS_NORM = "previous_norm/all"
 
 
 @dataclass
@@ -32,7 +40,7 @@ class Bucket:
     names: list[str]
     parameters: list[Tensor]
     masters: list[Tensor]
-    adamw: torch.optim.AdamW
+    updater: Updater
 
     @property
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -46,8 +54,11 @@ class MasterAdamW:
     Shards are not narrowed: they must be float32 then, and count as masters.
     """
 
-    def __init__(self, model: nn.Module, settings: Optimizer, compute_dtype: torch.dtype | None = None) -> None:
-        self.settings, self.has_masters = settings, compute_dtype is not None
+    def __init__(
+        self, model: nn.Module, settings: Optimizer, compute_dtype: torch.dtype | None = None,
+        levers: Levers = NO_LEVERS, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.is_sharded = any(is_shard(p) for _, p in named)
         self.gradients_stay = False
@@ -56,24 +67,39 @@ class MasterAdamW:
         self.buckets = [
             self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
             for decayed, group in zip((True, False), groups, strict=True)
-            for part in _split(group, BUCKET_BYTES if self.widens else None)
+            for part in _split(group, self._bucket_bytes())
         ]
+        self.in_backward = self._updates_in_backward() if levers.update_in_backward else None
+
+    def _bucket_bytes(self) -> int | None:
+        if self.levers.update_in_backward:
+            return 0
+        return BUCKET_BYTES if self.widens else None
+
+    def _updates_in_backward(self) -> BackwardUpdate:
+        updates: list[tuple[Tensor, Apply]] = [(b.parameters[0], partial(self._update, b)) for b in self.buckets]
+        return BackwardUpdate(updates, self.settings.clip_norm)
 
     def _bucket(
         self, named: list[tuple[str, nn.Parameter]], weight_decay: float, compute_dtype: torch.dtype | None
     ) -> Bucket:
-        parameters: list[Tensor] = [p for _, p in named]
-        masters = [local(p) for p in parameters]
+        names, parameters = [n for n, _ in named], [p for _, p in named]
+        masters: list[Tensor] = [local(p) for p in parameters]
         if self.widens:
             masters = [p.data.float() for p in parameters]  # the very storage of a float32 model: no second copy
             for p in parameters:
                 p.data = p.data.to(compute_dtype)
-        s = self.settings
-        adamw = torch.optim.AdamW(masters, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=weight_decay, fused=True)
-        for master in masters:
-            zeros = {moment: torch.zeros_like(master, memory_format=torch.preserve_format) for moment in MOMENTS}
-            adamw.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device), **zeros}
-        return Bucket([n for n, _ in named], parameters, masters, adamw)
+        firsts = [first_element(p) for p in parameters]
+        return Bucket(names, [*parameters], masters, self._updater(names, masters, firsts, weight_decay))
+
+    def _updater(self, names: list[str], masters: list[Tensor], firsts: list[int], weight_decay: float) -> Updater:
+        wide = masters[0].dtype == torch.float32
+        if is_torch_adamw(self.levers, wide=wide):
+            return TorchUpdater(masters, self.settings, weight_decay)
+        form, stochastic = state_format(self.levers, wide=wide), self.levers.rounding == "stochastic"
+        return FormatUpdater(
+            names, masters, form, self.settings, weight_decay, firsts, seed=self.seed if stochastic else None
+        )
 
     @property
     def widens(self) -> bool:
@@ -88,27 +114,24 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, lr: float, gradient_factor: Tensor | None = None) -> None:
         """Update with gradients multiplied by `gradient_factor` (clipping and unscaling), then drop them."""
-        divisor = None if gradient_factor is None else gradient_factor.float().reciprocal()
         for bucket in self.buckets:
-            self._hand_over_gradients(bucket)
-            bucket.adamw.grad_scale = divisor  # type: ignore[attr-defined]  # divided by inside the fused update
-            for group in bucket.adamw.param_groups:
-                group["lr"] = lr
-            bucket.adamw.step()
-            if self.widens:
-                torch._foreach_copy_(bucket.parameters, bucket.masters)
-            for parameter, master in bucket.pairs:
-                if master is parameter:
-                    self._let_go(parameter)
-                else:
-                    master.grad = None
+            self._update(bucket, lr, gradient_factor)
 
-    def _hand_over_gradients(self, bucket: Bucket) -> None:
+    def _update(self, bucket: Bucket, lr: float, factor: Tensor | None) -> None:
+        widened = self.widens and bucket.updater.wants_own_dtype
+        gradients = [self._widened(*pair) if widened else _gradient(pair[0]) for pair in bucket.pairs]
+        bucket.updater.update(gradients, bucket.parameters if self.widens else None, lr, factor)
         for parameter, master in bucket.pairs:
             if master is not parameter:
-                gradient = None if parameter.grad is None else local(parameter.grad)
-                master.grad = None if gradient is None else gradient.to(master.dtype)
+                master.grad = None
+            if not widened:
                 self._let_go(parameter)
+
+    def _widened(self, parameter: Tensor, master: Tensor) -> Tensor | None:
+        """A copy of the gradient, which is let go of."""
+        gradient = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        self._let_go(parameter)
+        return gradient
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that must not be taken."""
@@ -128,12 +151,13 @@ class MasterAdamW:
 
     def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets:
-            for name, (parameter, master) in zip(bucket.names, bucket.pairs, strict=True):
-                states = bucket.adamw.state[master]
-                yield f"step/{name}", states["step"]
-                kinds = {kind: states[kind] for kind in MOMENTS} | ({"master": master} if self.has_masters else {})
+            for index, (name, (parameter, master)) in enumerate(zip(bucket.names, bucket.pairs, strict=True)):
+                yield f"step/{name}", bucket.updater.step(index)
+                kinds = bucket.updater.states(index) | ({"master": master} if self.has_masters else {})
                 for kind, tensor in kinds.items():
                     yield f"{kind}/{name}", like_shard(tensor, parameter) if is_shard(parameter) else tensor
+        if self.in_backward is not None:
+            yield PREVIOUS_NORM, self.in_backward.previous_norm
 
     @torch.no_grad()
     def load_state(self, saved: Mapping[str, Tensor], source: str) -> None:
@@ -149,6 +173,14 @@ class MasterAdamW:
                     f"this run needs {tensor.dtype} {list(tensor.shape)}"
                 )
             copy_whole(tensor, stored)
+        for bucket in self.buckets:
+            for index, name in enumerate(bucket.names):
+                bucket.updater.set_step(index, saved[f"step/{name}"])
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """As backward left it; of a shard, the rows that are here."""
+    return None if parameter.grad is None else local(parameter.grad)
 
 
 def decays(name: str, parameter: Tensor) -> bool:

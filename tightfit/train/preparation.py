@@ -270,7 +270,7 @@ def _assembled(
             init_weights(model)
 
     model = unfilled(spec, job.layout, precision, device)
-    module, optimizer = assemble(model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill)
+    module, optimizer = assemble(model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill, job.seed)
     return model, module, optimizer
 
 

@@ -29,7 +29,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.assembly import Fill, assemble
-from tightfit.train.optimizer import MOMENTS, MasterAdamW
+from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.step import Batch, OnPhase, StepResult, ignore, train_step
 
@@ -181,8 +181,8 @@ def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: in
     for bucket in optimizer.buckets:
         if optimizer.has_masters:
             tracer.claim(bucket.masters, "master weights")
-        for master in bucket.masters:
-            tracer.claim((bucket.adamw.state[master][moment] for moment in MOMENTS), "optimizer states")
+        for index in range(len(bucket.masters)):
+            tracer.claim(bucket.updater.states(index).values(), "optimizer states")
     tracer.loss_follows(model.norm)
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):

@@ -16,6 +16,7 @@ from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import micro_batch
 from tightfit.parallel.ranks import ALONE, Ranks
+from tightfit.train.backward_update import BackwardUpdate
 from tightfit.train.optimizer import MasterAdamW, clip_factor, global_norm
 from tightfit.train.precision import LossScale
 
@@ -39,7 +40,11 @@ class StepResult:
 
 
 class NotFiniteError(ArithmeticError):
-    """Loss or gradients are NaN or infinite; the weights are still those of the step before."""
+    """Loss or gradients are NaN or infinite; the weights are still those of the step before unless it says so."""
+
+    def __init__(self, message: str, *, weights_changed: bool = False) -> None:
+        super().__init__(message)
+        self.weights_changed = weights_changed
 
 
 def accumulate(
@@ -49,8 +54,12 @@ def accumulate(
     scale: float = 1.0,
     on_phase: OnPhase = ignore,
     ranks: Ranks = ALONE,
+    *,
+    check_first: bool = False,
 ) -> tuple[Tensor, int | Tensor]:
     """Backward through every micro-batch of this rank; returns its part of the step's mean loss (on the device).
+
+    `check_first` waits for the loss and raises NotFiniteError where backward would carry it into weights.
 
     Also returned are the counted tokens of the step, over all ranks: on the device where there are several.
     """
@@ -66,6 +75,8 @@ def accumulate(
             loss = output.loss
             assert loss is not None
             mean += loss.detach()
+            if check_first:
+                _require_finite(mean.item())
             if experts is not None and output.balance is not None:
                 loss = loss + experts.balance_weight * output.balance * (count / total)
             on_phase("backward")
@@ -103,14 +114,15 @@ def train_step(
 
     Raises NotFiniteError, on all ranks alike, before touching the weights.
     """
+    if optimizer.in_backward is not None:
+        return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase)
     part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks)
     on_phase("optimizer")
     mean, norm = _over_all_ranks(part, optimizer, ranks)
     norm = norm / scale.value
     known = [mean, norm] if isinstance(tokens, int) else [mean, norm, tokens]
     loss_value, norm_value, *counted = torch.stack([x.double() for x in known]).tolist()  # the only wait for the GPU
-    if not math.isfinite(loss_value):
-        raise NotFiniteError(f"the loss is {loss_value}")
+    _require_finite(loss_value)
     overflowed = not math.isfinite(norm_value)
     if overflowed and (not scale.dynamic or scale.exhausted):
         raise NotFiniteError(f"the gradient norm is {norm_value}")
@@ -120,6 +132,26 @@ def train_step(
         optimizer.step(lr, _factor(norm, optimizer.settings.clip_norm, scale.value))
     scale.update(overflowed=overflowed)
     return StepResult(loss_value, norm_value, int(counted[0]) if counted else int(tokens), skipped=overflowed)
+
+
+def _require_finite(loss: float) -> None:
+    if not math.isfinite(loss):
+        raise NotFiniteError(f"the loss is {loss}")
+
+
+def _step_in_backward(
+    model: nn.Module, updates: BackwardUpdate, batches: Sequence[Batch], device: torch.device, lr: float,
+    on_phase: OnPhase,
+) -> StepResult:  # fmt: skip
+    """The weights are updated when backward ends; see backward_update.py for what is clipped by what."""
+    assert len(batches) == 1, "an update inside backward needs the whole batch in one backward"
+    updates.begin(lr)
+    mean, tokens = accumulate(model, batches, device, on_phase=on_phase, check_first=True)
+    on_phase("optimizer")
+    loss, norm = torch.stack([mean, updates.finish()]).tolist()
+    if not math.isfinite(norm):
+        raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)
+    return StepResult(loss, norm, int(tokens), skipped=False)
 
 
 def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ Weights' gradients, while backward is at layer k (parallel/data.py, train/step.p
 - FSDP2: the layer at work has whole ones; layers done have shards. The buffer that a layer's gradients were reduced
   from (float32 where masters are) stays until the next layer's are reduced. The root's and the embedding's gradients
   stay whole until its last callback. ZeRO-3 gathers the next layer's weights meanwhile; the embedding's are not needed.
+- update in backward: those of the layer at work, and the output projection's where the embedding shares it.
 - offload: those of the layer at work, and of the layer before on their way to the host.
 
 The embedding's gradient is summed by torch's embedding_dense_backward, which for more than 3072 tokens holds a float32
@@ -139,6 +140,8 @@ def _waiting(at: RankMemory) -> int:
     """The output projection's gradient, until the embedding's joins it or FSDP2 reduces it with the root."""
     held = at.states
     if not at.cost.stage.has_head or held.host or (held.gradients and not at.is_sharded):
+        return 0
+    if at.levers.update_in_backward and not at.spec.tied:
         return 0
     return at.element * at.cost.vocabulary
 

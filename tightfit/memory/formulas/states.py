@@ -7,20 +7,18 @@ shards are the masters, 16-bit weights exist while gathered only, and sharded gr
 
 Offload (not built yet, assumed): masters, moments and gradients on the host, where the optimizer works, and with
 `weights` the weights as well, of which two layers and the output projection are on the GPU at a time. A layer's
-gradients leave as soon as they are complete.
+gradients leave as soon as they are complete. With `levers.update_in_backward` gradients are gone once complete.
 """
 
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import STATE_BYTES, Workload
+from tightfit.jobs.state_format import moment_bytes
+from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.params import Params
 
 MASTER = 4
-MOMENTS = 2
-BLOCK_8BIT = 256
-"""Numbers of an 8-bit state that share a float32 scale (Dettmers et al. 2021 use 2048; 256 is what is usual since)."""
 
 
 class PerWeight(NamedTuple):
@@ -41,15 +39,8 @@ def bytes_per_weight(workload: Workload, levers: Levers) -> PerWeight:
     """What one weight costs on one GPU: 16 bytes for bf16, fp16 and fp32 with float32 moments, 8 for pure bf16."""
     e = workload.weight_bytes
     masters = MASTER if workload.has_masters else 0
-    return PerWeight(e, e, masters, MOMENTS * moment_bytes(workload, levers))
-
-
-def moment_bytes(workload: Workload, levers: Levers) -> float:
-    """Bytes of one of Adam's two moments per weight."""
-    if levers.optimizer_states == "auto":
-        return MASTER if workload.has_masters else workload.weight_bytes
-    scale = MASTER / BLOCK_8BIT if levers.optimizer_states == "8bit" else 0
-    return STATE_BYTES[levers.optimizer_states] + scale
+    gradients = 0 if levers.update_in_backward else e
+    return PerWeight(e, gradients, masters, moment_bytes(levers, wide=workload.updates_wide))
 
 
 def paper_bytes(per_weight: PerWeight, params: int, zero: int, ranks: int) -> float:
@@ -95,11 +86,11 @@ def states(workload: Workload, layout: Layout, levers: Levers, params: Params, a
     return States(
         weights=0 if streamed else weights,
         masters=masters,
-        moments=round(MOMENTS * moment_bytes(workload, levers) * count),
+        moments=round(moment_bytes(levers, wide=workload.updates_wide) * count),
         host=host,
         weights_on_host=weights if streamed else 0,
         gradients=kept,
-        growing=0 if host or kept else shared * count / max(1, params.all),
+        growing=0 if host or kept or levers.update_in_backward else shared * count / max(1, params.all),
         reduced=reduced,
     )
 

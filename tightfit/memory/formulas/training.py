@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.backward import ACTIVATION_LABELS, BACKWARD_LABELS, backward, checkpoints_moving
 from tightfit.memory.formulas.labels import Label
@@ -30,6 +31,8 @@ from tightfit.memory.ledger import Ledger, Line, Phase
 
 BUCKET_BYTES = 256 * 2**20
 """Of train/optimizer.py, which this file must not import; a test compares them."""
+FACTORED_CHUNK = 2**22
+"""Of levers/optimizer_states.py; the same."""
 WIDE = 4
 
 RESIDENT_LABELS: tuple[Label, ...] = (
@@ -177,9 +180,18 @@ def _optimizer(at: RankMemory) -> tuple[int, int]:
     held, count = at.states, at.cost.params.all
     if held.host:
         return 0, 0
+    if at.levers.update_in_backward:
+        return 0, 0
     if at.is_sharded:
         return held.reduced * at.cost.params.shard(at.ranks, at.layout.expert), 0
+    if not is_torch_adamw(at.levers, wide=held.masters > 0 or at.element == WIDE):
+        return at.element * count, _intermediates(at, count)
     return at.element * count, _widened(at, count) if held.masters else 0
+
+
+def _intermediates(at: RankMemory, count: int) -> int:
+    """Our kernels update where things lie; a factored second moment is spread out again a chunk at a time."""
+    return 3 * WIDE * min(FACTORED_CHUNK, count) if at.levers.optimizer_states == "factored" else 0
 
 
 def _widened(at: RankMemory, count: int) -> int:

@@ -1,0 +1,90 @@
+"""The AdamW kernels in bf16 on a real GPU: against the plain path, at real sizes, and within a training step."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.models import ragged_batch, tiny_model
+from tightfit.jobs.job import Optimizer
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.kernels.adamw import Numbers, adamw
+from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
+from tightfit.train.assembly import assemble
+from tightfit.train.precision import LossScale
+from tightfit.train.step import train_step
+
+GPU = torch.device("cuda")
+SHAPES = [(1, 1), (3, 257), (1024, 4096)]
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    ("bf16", {"optimizer_states": "bf16"}),
+    ("bf16", {"optimizer_states": "8bit"}),
+    ("fp16", {"optimizer_states": "8bit"}),
+    ("bf16", {"optimizer_states": "factored"}),
+    ("pure-bf16", {"optimizer_states": "8bit", "rounding": "stochastic"}),
+    ("pure-bf16", {"rounding": "stochastic"}),
+    ("bf16", {"update_in_backward": True}),
+]
+
+
+def numbers(step: int, key: int | None) -> Numbers:
+    return Numbers(1e-2, 0.9, 0.95, 1e-8, 0.1, step, key)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("key", [None, 2**31 + 9])
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_weights(shape: tuple[int, ...], key: int | None, states: torch.dtype) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(shape, device=GPU).bfloat16()
+    sides = [(start.clone(), *(torch.zeros(shape, dtype=states, device=GPU) for _ in range(2))) for _ in range(2)]
+    for step in (1, 2, 3):
+        gradient = torch.randn(shape, device=GPU).bfloat16()
+        for impl, (w, m, v) in zip(("torch", "triton"), sides, strict=True):
+            adamw(w, None, gradient, m, v, torch.tensor(0.5, device=GPU), numbers(step, key), impl)  # type: ignore[arg-type]
+    for plain, ours in zip(*sides, strict=True):
+        assert (plain != ours).float().mean() < 0.01 or plain.numel() < 1000
+        assert torch.allclose(plain.float(), ours.float(), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("masters", [False, True])
+def test_eight_bits(shape: tuple[int, ...], masters: bool) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(shape, device=GPU).to(torch.float32 if masters else torch.bfloat16)
+    sides = [(start.clone(), torch.empty_like(start, dtype=torch.bfloat16), zero_moments(start)) for _ in range(2)]
+    for step in (1, 2, 3):
+        gradient = (torch.randn(shape, device=GPU) * torch.exp(2 * torch.randn(shape, device=GPU))).bfloat16()
+        for impl, (w, copy, moments) in zip(("torch", "triton"), sides, strict=True):
+            adamw8bit(w, copy if masters else None, gradient, *moments, None, numbers(step, None), impl)  # type: ignore[arg-type]
+    (w, copy, moments), (kernel_w, kernel_copy, kernel_moments) = sides
+    assert torch.allclose(w.float(), kernel_w.float(), rtol=2**-7 * (not masters), atol=2e-3)
+    assert not masters or torch.equal(kernel_copy, kernel_w.bfloat16())
+    for codes, other in zip(moments[::2], kernel_moments[::2], strict=True):
+        assert (codes.int() - other.int()).abs().max() <= 1
+        assert (codes != other).float().mean() < 0.01 or codes.numel() < 1000
+
+
+def test_rounding_is_unbiased() -> None:
+    w = torch.ones(1024, 1024, dtype=torch.bfloat16, device=GPU)
+    m, v = torch.zeros_like(w, dtype=torch.float32), torch.zeros_like(w, dtype=torch.float32)
+    for step in range(1, 41):
+        plain = Numbers(2.0**-12, 0.9, 0.95, 1e-8, 0.0, step, 1000 + step)
+        adamw(w, None, torch.full_like(w, -1.0), m, v, None, plain)
+    assert float(w.double().mean()) - 1 == pytest.approx(40 * 2.0**-12, rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "levers"), CASES, ids=str)
+def test_training_follows_the_cpu(precision: Any, levers: dict[str, Any]) -> None:
+    losses = []
+    for device in (torch.device("cpu"), GPU):
+        model = tiny_model().to(device)
+        settings, chosen = Optimizer(lr=3e-3), Levers.model_validate(levers)
+        module, optimizer = assemble(model, None, Layout(), chosen, precision, settings, device, lambda decoder: None)
+        scale = LossScale.for_precision(precision)
+        batches = [ragged_batch(4, seed=step % 2) for step in range(12)]
+        steps = [train_step(module, optimizer, [batch], device, 3e-3, scale) for batch in batches]
+        losses.append([step.loss for step in steps])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1][-1] < losses[1][0] - 0.5

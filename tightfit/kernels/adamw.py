@@ -1,0 +1,149 @@
+"""AdamW in one pass, for moments, gradients and weights of different formats (Loshchilov and Hutter 2019).
+
+With gradient g · factor (clipping and unscaling), in float32 whatever the tensors are stored in:
+
+    m = β₁ m + (1 − β₁) g        v = β₂ v + (1 − β₂) g²
+    w = w (1 − lr · decay) − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
+
+Torch's fused AdamW wants all of these in one format, which means float32 copies of narrow gradients, and does not
+round weights stochastically. Here gradients are read as they are, and where float32 masters are updated their narrow
+copy, the weight that the model computes with, is written in the same pass. `factor` is a tensor: nobody waits for it.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tightfit.kernels.operators import on_device_of, operator
+from tightfit.kernels.stochastic_rounding import rounded, stochastic
+from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
+
+BLOCK = 1024
+
+
+class Numbers(NamedTuple):
+    """What an update takes beside tensors. With a `key`, weights are rounded stochastically."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """This update's number, from 1."""
+    key: int | None = None
+    first: int = 0
+    """The number of the weight's first element, where this is a part of it."""
+
+    @property
+    def scalars(self) -> tuple[float, float, float, float, float, float]:
+        """As the kernels take them: lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), 1 − lr · decay, β₁, β₂, ε."""
+        correction1, correction2 = 1 - self.beta1**self.step, 1 - self.beta2**self.step
+        kept = 1 - self.lr * self.weight_decay
+        return self.lr / correction1, correction2**-0.5, kept, self.beta1, self.beta2, self.eps
+
+    @property
+    def signed_key(self) -> int:
+        """The key as a kernel's int32, of which another size would be another kernel."""
+        return ((self.key or 0) + 2**31) % 2**32 - 2**31
+
+
+def adamw(
+    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None,
+    numbers: Numbers, impl: Impl = "auto",
+) -> None:  # fmt: skip
+    """Update `weight`, its moments and its narrow `copy` in place."""
+    _adamw(weight, copy, gradient, m, v, factor, *numbers, impl)
+
+
+def updated(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers) -> Tensor:
+    """The new weight in float32; `m` and `v`, which must be float32, are updated in place."""
+    rate, root, kept, beta1, beta2, eps = numbers.scalars
+    wide = gradient.float() if factor is None else gradient.float() * factor
+    m.mul_(beta1).add_(wide, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
+    return weight.float() * kept - rate * m / (v.sqrt() * root + eps)
+
+
+def write(new: Tensor, weight: Tensor, copy: Tensor | None, numbers: Numbers) -> None:
+    """Store the new weight, rounded as `numbers` says."""
+    weight.copy_(new if numbers.key is None else rounded(new, numbers.key, numbers.first))
+    if copy is not None:
+        copy.copy_(new)
+
+
+def reference(
+    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers
+) -> None:
+    """The same in plain torch, for devices without Triton."""
+    wide_m, wide_v = m.float(), v.float()  # the tensors themselves where they are float32
+    write(updated(weight, gradient, wide_m, wide_v, factor, numbers), weight, copy, numbers)
+    m.copy_(wide_m)
+    v.copy_(wide_v)
+
+
+@triton.jit
+def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, eps):  # type: ignore[no-untyped-def]
+    """`updated` inside a kernel, all in float32: w, m and v."""
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    return w * kept - rate * m / (tl.sqrt(v) * root + eps), m, v
+
+
+@triton.jit(do_not_specialize=["key", "first"])
+def adamw_kernel(  # type: ignore[no-untyped-def]
+    weight_ptr, copy_ptr, gradient_ptr, m_ptr, v_ptr, factor_ptr,
+    count, rate, root, kept, beta1, beta2, eps, key, first,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32)
+    if factor_ptr is not None:
+        g *= tl.load(factor_ptr)
+    w = tl.load(weight_ptr + at, mask=here, other=0).to(tl.float32)
+    m = tl.load(m_ptr + at, mask=here, other=0).to(tl.float32)
+    v = tl.load(v_ptr + at, mask=here, other=0).to(tl.float32)
+    w, m, v = new_weight(w, g, m, v, rate, root, kept, beta1, beta2, eps)
+    if STOCHASTIC:
+        w = stochastic(w, at + first, key)
+    tl.store(weight_ptr + at, w.to(weight_ptr.dtype.element_ty), mask=here)
+    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=here)
+    tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=here)
+    if copy_ptr is not None:
+        tl.store(copy_ptr + at, w.to(copy_ptr.dtype.element_ty), mask=here)
+
+
+def _launch(
+    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers
+) -> None:
+    assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
+    with on_device_of(weight):
+        adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
+            weight, copy, gradient.contiguous(), m, v, factor, weight.numel(), *numbers.scalars,
+            numbers.signed_key, numbers.first, STOCHASTIC=numbers.key is not None, BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+def _run(
+    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, key: int | None, first: int,
+    impl: Impl,
+) -> None:  # fmt: skip
+    numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, key, first)
+    if weight.numel():
+        do = _launch if use_triton(impl, weight) else reference
+        do(weight, copy, gradient, m, v, factor, numbers)
+
+
+def _fake(weight: Tensor, *others: object) -> None:
+    """Everything is updated where it lies."""
+
+
+NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int? key, int first, str impl"
+_adamw = operator(
+    "adamw(Tensor(a!) weight, Tensor(b!)? copy, Tensor gradient, Tensor(c!) m, Tensor(d!) v, Tensor? factor, "
+    f"{NUMBERS}) -> ()",
+    _run,
+    _fake,
+)
