@@ -112,6 +112,8 @@ class _Run:
         self.step, self.pace = prepared.position_step, Pace()
         self.start = _evaluation_at_start(self.job.output) if self.step else None
         self.end: Evaluation | None = None
+        self.asked_by: int | None = None
+        """The signal that this rank was sent; `stopped_by` is what all ranks have agreed on."""
         self.stopped_by: int | None = None
         self.quiet = quiet
         self.saved: Path | None = prepared.checkpoint
@@ -154,7 +156,7 @@ class _Run:
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was; all of them then say so before the same step."""
-        self.stopped_by = self.ranks.largest(self.stopped_by or 0) or None
+        self.stopped_by = self.ranks.largest(self.asked_by or 0) or None
         return self.stopped_by is not None
 
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -264,9 +266,9 @@ def _stop_signals(run: _Run) -> Iterator[None]:
     """SIGINT and SIGTERM let the current step finish; a second one interrupts at once."""
 
     def ask(number: int, _: object) -> None:
-        if run.stopped_by is not None:
+        if run.asked_by is not None:
             raise KeyboardInterrupt
-        run.stopped_by = number
+        run.asked_by = number  # of its own: while ranks agree on the last step's, this one must not be lost
         run.progress.say(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
