@@ -174,7 +174,10 @@ def _real_step(case: Case) -> Callable[[OnPhase], object]:
     def step(on_phase: OnPhase) -> None:
         try:
             program.step(on_phase)
-        except NotFiniteError:  # what other ranks would have sent is whatever was in memory; update all the same
+        except NotFiniteError:
+            if case.ranks == 1:
+                raise
+            # What other ranks would have sent is whatever was in memory; update all the same.
             program.optimizer.step(1e-5, torch.ones((), device=CUDA))
 
     return step

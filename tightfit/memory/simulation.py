@@ -3,8 +3,7 @@
 Fake tensors have shapes and storages but no bytes, and a fake process group answers for all other ranks, so the real
 training code runs as it is, in seconds and in no memory, for any model and world size. They stand on the CPU (torch
 without CUDA cannot hold fake CUDA tensors through autograd); `cuda_rules` replaces what would differ there.
-Limits: ranks are alike (rank 0 is traced); values are unknown, so routed tokens are taken to be balanced; streams of
-the communication are not modelled apart.
+Limits: ranks are alike (rank 0 is traced), and values are unknown, so routed tokens are taken to be balanced.
 """
 
 from collections.abc import Iterator
