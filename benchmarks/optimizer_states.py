@@ -3,7 +3,8 @@
 A SmolLM2-135M-shaped model on a GPU (bf16 with float32 masters), nano-llama in float32 on a CPU, with a tokenizer
 trained on Python's standard library, which is the text as well. The last two runs have bf16 weights and no masters,
 rounded to nearest and stochastically; these are left out on CPUs, most of which have no instructions for bf16.
-Bytes are those of masters and moments, counted from the tensors.
+Bytes are those of masters and moments, counted from the tensors. Documents follow each other in a row without a border:
+attention is then the plain causal one.
 
     python benchmarks/optimizer_states.py --results DIR
 """
@@ -145,15 +146,17 @@ def main(folder: Path, commit: str | None, steps: int, length: int, model: str |
     vocab_size = min(8192, spec.vocab_size)
     tokenizer = train_tokenizer([piece.text for piece in read_texts(find_sources(["stdlib"]))], vocab_size)
     store = prepare_text(["stdlib"], tokenizer, cache_dir=folder / "tokens", vocab_size=spec.vocab_size)
-    rows = PackedText(store, length)
+    rows = PackedText(store, length, separate_documents=False)
+    print(f"{device}: {model}, {store.tokens_total:,} tokens, {steps} steps of 8 × {length} each", flush=True)
     chosen = {name: variant for name, variant in VARIANTS.items() if not names or name in {"fp32", *names}}
     if device.type == "cpu":
         chosen = {name: variant for name, variant in chosen.items() if not variant.pure}
-    curves = {name: train(rows, spec, variant, steps, device) for name, variant in chosen.items()}
     common = {"model": model, "steps": steps, "sequence_length": length, "batch": 8}
-    for name, curve in curves.items():
-        row = report(name, curve, curves["fp32"], common)
-        print(row)
+    curves: dict[str, Curve] = {}
+    for name, variant in chosen.items():
+        curves[name] = train(rows, spec, variant, steps, device)
+        row = report(name, curves[name], curves["fp32"], common)
+        print(row, flush=True)
         append_row("optimizer_states", row, folder=folder, commit=commit)
     draw(curves, folder / "optimizer_states.png", f"{model}: the same {steps} steps, states in other formats")
 
@@ -162,7 +165,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--model")
     parser.add_argument("--states", nargs="*", default=[], help="variants to run beside fp32; all of them by default")

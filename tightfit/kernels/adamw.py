@@ -43,6 +43,12 @@ class Numbers(NamedTuple):
         return self.lr / correction1, correction2**-0.5, kept, self.beta1, self.beta2, self.eps
 
     @property
+    def kernel_scalars(self) -> tuple[float, ...]:
+        """The same, with 1 − β₁ and 1 − β₂ after the βs: in a kernel's float32, 1 − 0.999 is wrong by 1 in 77 000."""
+        rate, root, kept, beta1, beta2, eps = self.scalars
+        return rate, root, kept, beta1, beta2, 1 - beta1, 1 - beta2, eps
+
+    @property
     def signed_key(self) -> int:
         """The key as a kernel's int32, of which another size would be another kernel."""
         return ((self.key or 0) + 2**31) % 2**32 - 2**31
@@ -83,17 +89,17 @@ def reference(
 
 
 @triton.jit
-def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, eps):  # type: ignore[no-untyped-def]
+def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps):  # type: ignore[no-untyped-def]
     """`updated` inside a kernel, all in float32: w, m and v."""
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g * g
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
     return w * kept - rate * m / (tl.sqrt(v) * root + eps), m, v
 
 
 @triton.jit(do_not_specialize=["key", "first"])
 def adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, copy_ptr, gradient_ptr, m_ptr, v_ptr, factor_ptr,
-    count, rate, root, kept, beta1, beta2, eps, key, first,
+    count, rate, root, kept, beta1, beta2, rest1, rest2, eps, key, first,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -104,7 +110,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     w = tl.load(weight_ptr + at, mask=here, other=0).to(tl.float32)
     m = tl.load(m_ptr + at, mask=here, other=0).to(tl.float32)
     v = tl.load(v_ptr + at, mask=here, other=0).to(tl.float32)
-    w, m, v = new_weight(w, g, m, v, rate, root, kept, beta1, beta2, eps)
+    w, m, v = new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps)
     if STOCHASTIC:
         w = stochastic(w, at + first, key)
     tl.store(weight_ptr + at, w.to(weight_ptr.dtype.element_ty), mask=here)
@@ -120,7 +126,7 @@ def _launch(
     assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
     with on_device_of(weight):
         adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-            weight, copy, gradient.contiguous(), m, v, factor, weight.numel(), *numbers.scalars,
+            weight, copy, gradient.contiguous(), m, v, factor, weight.numel(), *numbers.kernel_scalars,
             numbers.signed_key, numbers.first, STOCHASTIC=numbers.key is not None, BLOCK=BLOCK,
         )  # fmt: skip
 

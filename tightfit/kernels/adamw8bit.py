@@ -88,7 +88,7 @@ def reference(
 @triton.jit(do_not_specialize=["key", "first"])
 def adamw8bit_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, copy_ptr, gradient_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, factor_ptr,
-    width, row_blocks, all_blocks, rate, root, kept, beta1, beta2, eps, key, first,
+    width, row_blocks, all_blocks, rate, root, kept, beta1, beta2, rest1, rest2, eps, key, first,
     STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
@@ -105,7 +105,7 @@ def adamw8bit_kernel(  # type: ignore[no-untyped-def]
     m = decoded(tl.abs(m_code), SIGNED) * tl.load(m_scale_ptr + block, mask=whole, other=0)
     m = tl.where(m_code < 0, -m, m)
     v = decoded(v_code, UNSIGNED) * tl.load(v_scale_ptr + block, mask=whole, other=0)
-    w, m, v = new_weight(w, g, m, v, rate, root, kept, beta1, beta2, eps)
+    w, m, v = new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps)
     if STOCHASTIC:
         w = stochastic(w, at + first, key)
     tl.store(weight_ptr + at, w.to(weight_ptr.dtype.element_ty), mask=here)
@@ -130,7 +130,7 @@ def _launch(
     with on_device_of(weight):
         adamw8bit_kernel[(triton.cdiv(count, TILE),)](
             weight, copy, gradient.contiguous(), m, m_scale, v, v_scale, factor,
-            width, blocks(width), count, *numbers.scalars, numbers.signed_key, numbers.first,
+            width, blocks(width), count, *numbers.kernel_scalars, numbers.signed_key, numbers.first,
             STOCHASTIC=numbers.key is not None, SIGNED=SIGNED, UNSIGNED=UNSIGNED, TILE=TILE, WIDTH=WIDTH,
         )  # fmt: skip
 
