@@ -23,7 +23,7 @@ from tightfit.memory.allocator import PlainAllocator
 from tightfit.memory.ledger import Component, Ledger, Phase
 from tightfit.memory.measurement import measured
 from tightfit.memory.simulation import fake_world, simulated
-from tightfit.memory.trace import Moment, Trace, fullest_of_each_phase
+from tightfit.memory.trace import Moment, Trace
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
@@ -204,7 +204,7 @@ def _of_depth(
 
     monkeypatch.setattr(rehearsal, "DIRECT_LAYERS", direct_layers)
     monkeypatch.setattr(rehearsal, "rehearsed_step", counted)
-    moments = fullest_of_each_phase(rehearsal._moments(*question, rehearsal.DEFAULT))
+    moments = rehearsal._replay(*question, rehearsal.DEFAULT).moments
     monkeypatch.undo()
     assert (traced == [12]) if direct_layers else (len(traced) == 2 and max(traced) < 12)
     return moments

@@ -27,6 +27,8 @@ def depths(layers: int, period: int) -> tuple[int, int]:
 
 def extrapolated(few: Sequence[Moment], more: Sequence[Moment], periods: int) -> list[Moment]:
     """The moments `periods` periods of layers beyond those of `more`, which has one period more than `few`."""
+    if not few or not more:
+        return []
     made = [_beyond(a, b, periods) for a, b in _paired(few, more)]
     growth = _peak(made) - _peak(more)
     reserved = max(moment.reserved_bytes for moment in more)
@@ -61,7 +63,7 @@ def _beyond(few: Moment, more: Moment, periods: int) -> Moment:
     held, wider = _by_kind(few), _by_kind(more)
     grown = {kind: wider[kind] + (wider[kind] - held[kind]) * periods for kind in wider}
     alive = [Allocation(count, *kind) for kind, count in grown.items() if count > 0]
-    rounding = more.allocated_bytes / wider.total()
+    rounding = more.allocated_bytes / (wider.total() or 1)
     return Moment(more.phase, round(sum(a.bytes for a in alive) * rounding), event=more.event, alive=alive)
 
 

@@ -2,7 +2,8 @@
 
 On a GPU the caching allocator itself says what it handed out and took back, and when (its history); the tracer, which
 runs along, says what each piece was for. Blocks the tracer has never seen belong to kernels: cuBLAS's workspaces and
-what operations hold while they run. On the CPU the tracer follows every tensor, and that is all there is.
+what operations hold while they run; host memory that levers keep things in (host.py) is what the tracer saw of it.
+On the CPU the tracer follows every tensor, and that is all there is.
 Either way the result is a `Replay`: bytes after each event, and what was alive at the fullest moment of each phase.
 History and tracer see the whole program from before the model is built; they slow it, so steps are not timed here.
 """
@@ -19,7 +20,7 @@ import torch
 from tightfit.memory.allocator import PlainAllocator, rounded
 from tightfit.memory.ledger import Ledger, Phase
 from tightfit.memory.simulation import dtensor_planning_unseen
-from tightfit.memory.trace import Allocation, Moment, Replay, fullest_of_each_phase, ledger_of
+from tightfit.memory.trace import Allocation, Moment, Replay, fullest_of_each_phase, ledger_of, ledger_of_replay
 from tightfit.memory.tracing import Tracer
 
 Event = Mapping[str, Any]
@@ -64,16 +65,17 @@ class Measuring:
         if self.device.type != "cuda":  # where nothing is kept in reserve
             exact = (replace(moment, reserved_bytes=moment.allocated_bytes) for moment in self.moments)
             return ledger_of(exact, "measurement", place="host")
-        return ledger_of(self.moments, "measurement", context_bytes=context_bytes())
+        return ledger_of_replay(self.replay, "measurement", context_bytes=context_bytes())
 
     def finish(self, history: Sequence[Event] | None = None) -> None:
         """Work out the replay: from the allocator's history where there is one, else from the tracer alone."""
         if history is None:
-            self.replay = self.tracer.trace.replay(PlainAllocator(), steps=1)
+            self.replay = self.tracer.trace.replay(PlainAllocator(), steps=1, apart=False)
             self.last_step = slice(*(instant.event for instant in self._step)) if self._step else slice(0, 0)
             return
         self.times_us = [event["time_us"] for event in history]
-        self.replay = replay_of_history(history, self.tracer)
+        host = self.tracer.trace.replay(PlainAllocator(), steps=1).host_occurrences
+        self.replay = replace(replay_of_history(history, self.tracer), host_occurrences=host)
         if self._step:
             self.last_step = slice(*(bisect_left(self.times_us, instant.time_us) for instant in self._step))
 

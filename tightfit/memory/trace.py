@@ -2,7 +2,8 @@
 
 A trace is made by tracing tensors (tracing.py), real or fake. Replaying it through the model of the caching allocator
 gives allocated and reserved memory over time, and at the fullest moment of each phase the list of what was alive: that
-list, added up by component, is the ledger.
+list, added up by component, is the ledger. What was made by memory/host.py is in host memory: it goes past the GPU's
+allocator, and has fullest moments of its own.
 """
 
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tightfit.memory.allocator import Allocator, CachingAllocator
+from tightfit.memory.allocator import Allocator, CachingAllocator, PlainAllocator
 from tightfit.memory.ledger import Component, Ledger, Line, Phase, Place, Source
 
 
@@ -24,6 +25,7 @@ class Allocation:
     module: str = ""
     operation: str = ""
     stream: int = 0
+    place: Place = "gpu"
 
 
 @dataclass
@@ -49,17 +51,26 @@ def fullest_of_each_phase(moments: Iterable[Moment]) -> list[Moment]:
 
 @dataclass
 class Replay:
-    """Allocated and reserved bytes after each event, where the phases began, and every phase's fullest moment."""
+    """Allocated and reserved bytes after each event, where the phases began, and every phase's fullest moment.
+
+    `host_occurrences` are the fullest moments of host memory; there are none where nothing is kept there.
+    """
 
     allocated_bytes: list[int]
     reserved_bytes: list[int]
     starts: list[tuple[int, Phase]]
     occurrences: list[Moment]
+    host_occurrences: list[Moment] = field(default_factory=list)
 
     @property
     def moments(self) -> list[Moment]:
         """One moment a phase."""
         return fullest_of_each_phase(self.occurrences)
+
+    @property
+    def host_moments(self) -> list[Moment]:
+        """One moment a phase, of host memory."""
+        return fullest_of_each_phase(self.host_occurrences)
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -103,26 +114,32 @@ class Trace:
         """Record the end of allocation `number`."""
         self.events.append(~number)
 
-    def replay(self, allocator: Allocator | None = None, *, steps: int = 2) -> Replay:
-        """Run the events through `allocator`, the step `steps` times."""
-        player = _Player(self, CachingAllocator() if allocator is None else allocator)
+    def replay(self, allocator: Allocator | None = None, *, steps: int = 2, apart: bool = True) -> Replay:
+        """Run the events through `allocator`, the step `steps` times; host memory `apart`, or through the same."""
+        player = _Player(self, CachingAllocator() if allocator is None else allocator, apart=apart)
         player.play(0, len(self.events))
         if self.step_start is not None:
             for _ in range(steps - 1):
                 player.play(self.step_start, len(self.events))
-        return Replay(player.allocated, player.reserved, player.starts, player.occurrences())
+        return player.replay()
 
 
 class _Player:
     """Replays events, repeated stretches included, and can say what was alive after any of them."""
 
-    def __init__(self, trace: Trace, allocator: Allocator) -> None:
-        self.trace, self.allocator = trace, allocator
+    def __init__(self, trace: Trace, allocator: Allocator, *, apart: bool) -> None:
+        self.trace, self.apart = trace, apart
+        self.allocators = {"gpu": allocator, "host": PlainAllocator() if apart else allocator}
         self.blocks: dict[int, Any] = {}
         self.played: list[int] = []
-        self.allocated: list[int] = []
+        self.allocated: dict[Place, list[int]] = {"gpu": [], "host": []}
         self.reserved: list[int] = []
         self.starts: list[tuple[int, Phase]] = []
+
+    def replay(self) -> Replay:
+        """What was played."""
+        host = self._occurrences("host") if self.apart and any(self.allocated["host"]) else []
+        return Replay(self.allocated["gpu"], self.reserved, self.starts, self._occurrences("gpu"), host)
 
     def play(self, begin: int, end: int) -> None:
         shift = len(self.played) - begin
@@ -133,38 +150,46 @@ class _Player:
             self._play(event)
 
     def _play(self, event: int) -> None:
-        allocations, number = self.trace.allocations, max(event, ~event)
-        survivor = self.blocks.pop(number, None)
+        number = max(event, ~event)
+        made = self.trace.allocations[number]
+        allocator, survivor = self.allocators[made.place], self.blocks.pop(number, None)
         if survivor is not None:  # freed, or left over from the last repetition and replaced
-            self.allocator.release(survivor)
+            allocator.release(survivor)
         if event >= 0:
-            made = allocations[event]
-            self.blocks[event] = self.allocator.allocate(made.bytes, made.stream)
+            self.blocks[event] = allocator.allocate(made.bytes, made.stream)
         self.played.append(event)
-        self.allocated.append(self.allocator.allocated_bytes)
-        self.reserved.append(self.allocator.reserved_bytes)
+        for place, held in self.allocated.items():
+            held.append(self.allocators[place].allocated_bytes)
+        self.reserved.append(self.allocators["gpu"].reserved_bytes)
 
-    def occurrences(self) -> list[Moment]:
-        """The fullest moment of every stretch that belongs to one phase."""
-        moments = []
-        ends = [start for start, _ in self.starts[1:]] + [len(self.allocated)]
+    def _occurrences(self, place: Place) -> list[Moment]:
+        """The fullest moment in `place` of every stretch that belongs to one phase."""
+        moments, allocated = [], self.allocated[place]
+        ends = [start for start, _ in self.starts[1:]] + [len(self.played)]
         for (start, phase), end in zip(self.starts, ends, strict=True):
             if start < end:
-                at = max(range(start, end), key=self.allocated.__getitem__)
-                moments.append(Moment(phase, self.allocated[at], self.reserved[end - 1], at))
-        self._list_alive(moments)
+                at = max(range(start, end), key=allocated.__getitem__)
+                held = self.reserved[end - 1] if place == "gpu" else allocated[at]
+                moments.append(Moment(phase, allocated[at], held, at))
+        self._list_alive(moments, place)
         return moments
 
-    def _list_alive(self, moments: list[Moment]) -> None:
-        wanted = {moment.event: moment for moment in moments}
+    def _list_alive(self, moments: list[Moment], place: Place) -> None:
+        wanted, allocations = {moment.event: moment for moment in moments}, self.trace.allocations
         alive: dict[int, None] = {}
         for at, event in enumerate(self.played):
-            if event >= 0:
-                alive[event] = None
-            else:
+            if event < 0:
                 alive.pop(~event, None)
+            elif allocations[event].place == place or not self.apart:
+                alive[event] = None
             if at in wanted:
-                wanted[at].alive = [self.trace.allocations[number] for number in alive]
+                wanted[at].alive = [allocations[number] for number in alive]
+
+
+def ledger_of_replay(replay: Replay, source: Source, *, context_bytes: int = 0) -> Ledger:
+    """Both places' moments as lines."""
+    ledger = ledger_of(replay.moments, source, context_bytes=context_bytes)
+    return ledger.with_lines(ledger_of(replay.host_moments, source, place="host").lines)
 
 
 def ledger_of(moments: Iterable[Moment], source: Source, *, context_bytes: int = 0, place: Place = "gpu") -> Ledger:

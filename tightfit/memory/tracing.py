@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from tightfit.memory.host import watched
 from tightfit.memory.ledger import Component, Phase
 from tightfit.memory.trace import Allocation, Trace
 
@@ -56,6 +57,7 @@ class Tracer(TorchDispatchMode):
 
     def __enter__(self) -> "Tracer":
         self._stack.enter_context(_followed_resizes(self))
+        self._stack.enter_context(watched(self.told))
         super().__enter__()
         return self
 
@@ -90,7 +92,16 @@ class Tracer(TorchDispatchMode):
                 number, _ = self._known.get(part.untyped_storage()._cdata, (None, None))
                 if number is not None:
                     allocation = self.trace.allocations[number]
-                    allocation.component, allocation.detail = component, detail
+                    allocation.component = component
+                    allocation.detail = detail or ("offloaded" if allocation.place == "host" else "")
+
+    def told(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
+        """Whoever made `tensor` says what it is for, and whether it is in host memory (memory/host.py)."""
+        if component is not None:
+            self.claim([tensor], component, detail)
+        number, _ = self._known.get(tensor.untyped_storage()._cdata, (None, None))
+        if number is not None and host:
+            self.trace.allocations[number].place = "host"
 
     def claim_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """The memory of these parameters' gradients is `gradients`, from the moment backward has made them."""

@@ -22,7 +22,7 @@ from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
-from tightfit.memory.trace import Allocation, Moment, Trace, fullest_of_each_phase, ledger_of
+from tightfit.memory.trace import Allocation, Replay, Trace, ledger_of_replay
 from tightfit.memory.tracing import Tracer
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.spec import ModelSpec
@@ -65,25 +65,30 @@ MakeStep = Callable[[DeviceMesh | None, Tracer], Step]
 
 def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
     """The ledger of a training step that is never run, for rank 0 of `layout`."""
-    moments = fullest_of_each_phase(_moments(workload, layout, levers, overheads))
-    return ledger_of(moments, "simulation", context_bytes=overheads.context_bytes)
+    replay = _replay(workload, layout, levers, overheads)
+    return ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
 
 
-def _moments(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads) -> list[Moment]:
-    """The whole model where that is quick, else from two shallow ones."""
+def _replay(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads) -> Replay:
+    """The whole model where that is quick, else the moments that follow from two shallow ones."""
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
-    if layers <= DIRECT_LAYERS or more >= layers or _differs_by_layer(workload.spec):
-        return rehearsed_step(workload, layout, levers, overheads).replay().occurrences
+    if layers <= DIRECT_LAYERS or more >= layers or _differs_by_layer(workload.spec, levers):
+        return rehearsed_step(workload, layout, levers, overheads).replay()
     shallow, deeper = (
-        rehearsed_step(_of_depth(workload, depth), layout, levers, overheads).replay().occurrences
-        for depth in (few, more)
+        rehearsed_step(_of_depth(workload, depth), layout, levers, overheads).replay() for depth in (few, more)
     )
-    return extrapolated(shallow, deeper, (layers - more) // period)
+    periods = (layers - more) // period
+    return Replay(
+        [], [], [], extrapolated(shallow.occurrences, deeper.occurrences, periods),
+        extrapolated(shallow.host_occurrences, deeper.host_occurrences, periods),
+    )  # fmt: skip
 
 
-def _differs_by_layer(spec: ModelSpec) -> bool:
-    return spec.experts is not None and bool(spec.experts.dense_layers)
+def _differs_by_layer(spec: ModelSpec, levers: Levers) -> bool:
+    """Whether layers are not all alike, or alike by periods: budgets and counts single some of them out."""
+    single = levers.checkpoint_budget_bytes is not None or levers.checkpoint_host_bytes or levers.offload_keep_bytes
+    return bool(single or levers.num_checkpoints) or (spec.experts is not None and bool(spec.experts.dense_layers))
 
 
 def _of_depth(workload: Workload, layers: int) -> Workload:
