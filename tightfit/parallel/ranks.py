@@ -1,4 +1,7 @@
-"""Ranks: what a process of the data axis says to the others, apart from weights and gradients.
+"""Ranks: who a process is on the data axis and among all, and what it says apart from weights and gradients.
+
+The data axis says which rows a process takes, and sums over them (`rank`, `world`, `sum`). All processes of a run,
+those of other axes too, agree on things together (`first`, `largest`, `share`, `wait`).
 
 Alone (`ALONE`, the default everywhere) nothing is said and nothing is copied, so a single process pays nothing.
 Every method that talks must be called by all ranks.
@@ -19,28 +22,31 @@ Thing = TypeVar("Thing")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This is rank `rank` of the `world` ranks of `group`."""
+    """This is rank `rank` of the `world` data ranks of `group`, and process `process` of `processes`."""
 
     rank: int = 0
     world: int = 1
     group: dist.ProcessGroup | None = None
     device_type: str = "cpu"
     """Where messages are: on the GPUs where the group talks between GPUs."""
+    process: int = 0
+    processes: int = 1
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
-        """The ranks of the mesh's data axis."""
+        """The ranks of the mesh's data axis, and all processes of the running group."""
         if mesh is None:
             return ALONE
-        return cls(mesh.get_local_rank("data"), mesh["data"].size(), mesh.get_group("data"), mesh.device_type)
+        data = mesh["data"]
+        return cls(data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size())
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
-        return self.rank == 0
+        """Whether this is the process that prints and writes."""
+        return self.process == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Added up over all ranks; alone, the tensor itself."""
+        """Added up over the data axis; alone, the tensor itself."""
         if self.world == 1:
             return tensor
         total = tensor.clone()
@@ -48,29 +54,29 @@ class Ranks:
         return total
 
     def largest(self, value: int) -> int:
-        """The largest of all ranks' values: how ranks agree."""
-        if self.world == 1:
+        """The largest of all processes' values: how they agree."""
+        if self.processes == 1:
             return value
         found = torch.tensor(value, device=self.device_type)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
     def share(self, thing: Thing) -> Thing:
-        """The first rank's `thing`, on every rank."""
-        if self.world == 1:
+        """The first process's `thing`, on every one."""
+        if self.processes == 1:
             return thing
         box = [thing]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def wait(self) -> None:
-        """Until all ranks are here."""
-        if self.world > 1:
+        """Until all processes are here."""
+        if self.processes > 1:
             self.largest(0)
 
     @contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """The first rank runs the block, then the others do, finding in the cache what it made."""
+        """The first process runs the block, then the others do, finding in the cache what it made."""
         if not self.first:
             self.wait()
         yield

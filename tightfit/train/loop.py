@@ -223,7 +223,7 @@ class _Run:
             params=p.model.spec.params(), device=device_name(p.device), precision=p.precision,
             start=self.start, end=self.end,
             tokens_per_second=self.pace.tokens_per_second, train_seconds=self.pace.seconds,
-            peak_bytes=peak_memory_bytes(p.device), rank=self.ranks.rank,
+            peak_bytes=peak_memory_bytes(p.device), rank=self.ranks.process,
             samples=self._samples(), stopped_by=self.stopped_by,
         )  # fmt: skip
 

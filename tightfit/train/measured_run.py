@@ -105,7 +105,7 @@ def _measured(job: Job, steps: int, device: torch.device, mesh: DeviceMesh | Non
     return MeasuredRun(
         run=job.output, device=device_name(device), precision=prepared.precision,
         params=prepared.model.spec.params(), losses=losses, ledger=measuring.ledger(),
-        largest=list(largest_alive(measuring.fullest, LARGEST_KINDS)), measuring=measuring, rank=prepared.ranks.rank,
+        largest=list(largest_alive(measuring.fullest, LARGEST_KINDS)), measuring=measuring, rank=prepared.ranks.process,
     )  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def _refuse_other_facts(
 
 
 def _place(device: torch.device, ranks: Ranks) -> str:
-    return device.type if ranks.world == 1 else f"{ranks.world} × {device.type}"
+    return device.type if ranks.processes == 1 else f"{ranks.processes} × {device.type}"
 
 
 def _spec(job: Job) -> ModelSpec:
