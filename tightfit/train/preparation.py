@@ -22,12 +22,14 @@ from tightfit.durable import discard_directory, durable_directory, durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_weights, load_into, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.parallel.ranks import Ranks
+from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.checkpoint import Position, read_position, restore_training_state, restore_weights
 from tightfit.train.data.chats import read_chats
@@ -110,6 +112,8 @@ def prepare(
     say(f"model: {spec.params():,} parameters, {precision} on {_place(device, ranks)}")
     if device.type == "cpu" and "bf16" in precision and not has_native_bf16():
         say("this CPU has no bf16 instructions: expect some 200 times fp32's time, or set precision=fp32")
+    here = min(ranks.world, max(1, torch.cuda.device_count())) if device.type == "cuda" else ranks.world
+    refuse_host_shortage(Workload.of_job(job, spec, precision), job.layout, job.levers, here)
     model, module, optimizer = _assembled(job, spec, device, precision, checkpoint, mesh)
     loader, scale = _position(job, train_rows, precision, position, ranks)
     if checkpoint is not None:

@@ -92,6 +92,13 @@ def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overhead
     return gpu + _slack(gpu, overheads) + overheads.context_bytes, host
 
 
+def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, int]:
+    """Bytes that one rank keeps on the host: states (with weights and gradients), and checkpoints."""
+    found = [_host(rank_memory(workload, layout, levers, rank)) for rank in _telling_ranks(workload, layout)]
+    *states, checkpoints = max(found, key=sum)
+    return sum(states), checkpoints
+
+
 def _telling_ranks(workload: Workload, layout: Layout) -> set[int]:
     """Pipeline ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
     The second counts where the first layers are smaller than the others."""
