@@ -75,8 +75,8 @@ def test_eight_bits(shape: tuple[int, ...], masters: bool) -> None:
     plain, ours = ((start.clone(), *zero_moments(start)) for _ in IMPLS)
     for step in (1, 2, 3):
         gradient = (torch.randn(shape, device=GPU) * torch.exp(2 * torch.randn(shape, device=GPU))).bfloat16()
-        for impl, (w, *moments) in zip(IMPLS, (plain, ours), strict=True):
-            adamw8bit(w, copy, gradient, *moments, None, numbers(step, None), impl)
+        for impl, (w, m, m_scale, v, v_scale) in zip(IMPLS, (plain, ours), strict=True):
+            adamw8bit(w, copy, gradient, m, m_scale, v, v_scale, None, numbers(step, None), impl)
         follows(plain[0], ours[0])
         assert copy is None or torch.equal(copy, ours[0].bfloat16())
         for codes, other in zip(plain[1::2], ours[1::2], strict=True):
