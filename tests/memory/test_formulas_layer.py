@@ -90,7 +90,7 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     share = Share(ROWS, LENGTH, 2)
     model = decoder(spec, torch.float16)
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
-    around = model._surroundings(x, torch.arange(LENGTH)[None], None, None)
+    around = model.surroundings(x, torch.arange(LENGTH)[None], None, None)
     tables = {table.untyped_storage()._cdata for pair in around.ropes.values() for table in pair}
     for index in {0, spec.layers - 1}:
         saved = Saved(model, torch.zeros(1))

@@ -16,6 +16,7 @@ from tightfit.kernels.cross_entropy import capped
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
 from tightfit.kernels.rope import rope
 from tightfit.kernels.triton_support import Impl
+from tightfit.kernels.vocab_parallel import VocabularyRows
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.mlp import Mlp, RoutedMlp
 from tightfit.models.norm import make_norm
@@ -33,6 +34,8 @@ class Implementations:
     norm: Impl = "auto"
     rope: Impl = "auto"
     glu: Impl = "auto"
+    vocabulary: VocabularyRows | None = None
+    """The rows of the vocabulary that are here, where other ranks have the rest."""
 
 
 @dataclass
@@ -139,9 +142,9 @@ class Decoder(nn.Module):
         `labels[b, t]` is the token that should follow `tokens[b, t]`, −100 where it does not count. `documents[b, t]`
         numbers the packed document a token belongs to: attention stays inside it and positions restart with it.
         """
-        positions = self._positions(tokens, documents, cache)
-        x = self._embed(tokens, positions)
-        around = self._surroundings(x, positions, documents, cache)
+        positions = self.token_positions(tokens, documents, cache)
+        x = self.embedded(tokens, positions)
+        around = self.surroundings(x, positions, documents, cache)
         balances: list[Tensor] = []
         for layer in self.layers:
             x, balance = layer(x, around)
@@ -153,14 +156,17 @@ class Decoder(nn.Module):
         balance = torch.stack(balances).mean() if balances else None
         if labels is None:
             return DecoderOutput(capped(self.head(x), self.spec.logit_softcap), None, balance)
-        loss = linear_cross_entropy(
+        return DecoderOutput(None, self.loss(x, labels, divisor), balance)
+
+    def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
+        """The summed loss of normed hidden states [B, T, H]."""
+        return linear_cross_entropy(
             x, self.head.weight, labels,
             softcap=self.spec.logit_softcap, divisor=divisor,
-            chunk_bytes=self.impl.loss_chunk_bytes, impl=self.impl.linear_cross_entropy,
+            chunk_bytes=self.impl.loss_chunk_bytes, impl=self.impl.linear_cross_entropy, rows=self.impl.vocabulary,
         )  # fmt: skip
-        return DecoderOutput(None, loss, balance)
 
-    def _positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+    def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """Position of each token in its own document, [B or 1, T]."""
         start = cache.length if cache is not None else 0
         index = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
@@ -169,15 +175,17 @@ class Decoder(nn.Module):
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         return index - torch.where(begins, index, 0).cummax(dim=1).values
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The residual stream before the first layer, [B, T, H]."""
         x = self.embed(tokens)
         if self.spec.embedding_scale != 1.0:
             x = x * x.new_full((), self.spec.embedding_scale)  # rounded to the model's dtype, as it was in training
         return x if self.positions is None else x + self.positions(positions)
 
-    def _surroundings(
+    def surroundings(
         self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
     ) -> Surroundings:
+        """What all layers need to know of the tokens."""
         spec, length = self.spec, x.shape[1] + (cache.length if cache is not None else 0)
         ropes = {rope for i in range(spec.layers) if (rope := spec.rope_of(i)) is not None}
         made = {rope: tables(rope, spec.head_dim, spec.max_positions, positions, x.dtype) for rope in ropes}
