@@ -24,8 +24,9 @@ from tightfit.kernels.logit_rows import IGNORED, LABEL, LARGEST, LOGSUMEXP, Loss
 from tightfit.kernels.loss_reduction import Reduction, check_reduction, divisor_of, wide
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
 from tightfit.kernels.scaled_copy import scaled_copy
-from tightfit.kernels.sharded_weight import Projection, WeightShards, combiner, localize, sum_across
+from tightfit.kernels.sharded_weight import Projection, WeightShards, combiner, localize
 from tightfit.kernels.triton_support import use_triton
+from tightfit.kernels.vocab_parallel import VocabularyRows
 
 IGNORE = -100
 LinearCrossEntropyImpl = Literal["auto", "triton", "torch", "eager"]
@@ -61,17 +62,19 @@ def linear_cross_entropy(
     details: LossDetails | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     weight_shards: WeightShards = "auto",
+    rows: VocabularyRows | None = None,
     impl: LinearCrossEntropyImpl = "auto",
 ) -> Tensor:
     """Cross entropy (float32 or better) of cap(scale · (hidden Wᵀ + bias)) for hidden [..., H] and labels [...].
 
     "mean" divides by the labels that count; `divisor` divides the sum by a number of your own, such as the tokens of
-    all micro-batches and processes. `weight_shards` says what a sharded weight means (see sharded_weight.py).
+    all micro-batches and processes. `weight_shards` says what a sharded weight means (see sharded_weight.py);
+    `rows` says that `weight` has only these of the vocabulary, and leaves the gradient of `hidden` to be summed.
     """
     terms = LossTerms(label_smoothing, softcap or 0.0, scale, z_loss)
     _check(hidden, weight, labels)
     check_reduction(reduction, divisor)
-    at = localize(hidden, weight, bias, weight_shards)
+    at = localize(hidden, weight, bias, weight_shards, rows)
     flat, shape = labels.reshape(-1), labels.shape
     projected = _autocast(at.hidden.reshape(-1, at.hidden.shape[-1])).contiguous()
     divided_by = divisor_of(flat, ignore_index, reduction, divisor, projected)
@@ -175,8 +178,6 @@ def _run(
             hidden, weight, bias, labels, terms, Wanted(wants_hidden, wants_weight, wants_bias),
             rows=rows, combine=combiner(group), triton=triton,
         )  # fmt: skip
-    if made.hidden is not None:
-        sum_across(group, made.hidden)
     losses = terms.losses(statistics, targets, vocabulary)
     gradients = (hidden.new_empty(0) if x is None else x for x in (made.hidden, made.weight, made.bias))
     return losses.sum() / divisor, losses, statistics, *gradients

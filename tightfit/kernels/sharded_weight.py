@@ -6,7 +6,8 @@ A DTensor weight split by rows, Shard(0), means one of two things, and the hidde
 - vocabulary parallel: all processes have the same hidden states (a replicated DTensor, or plain ones and
   `weight_shards="vocabulary"`). Each keeps its rows of the weight and its columns of the logits; the rows' statistics
   are combined, and the gradients of the hidden states summed, across processes.
-Inside a module that FSDP2 has unsharded the weight is a plain tensor and nothing of this happens. Limits: one mesh
+Plain rows with a `VocabularyRows` beside them are the second kind too, except that whoever gives them sums the hidden
+states' gradients (parallel/tensor.py scatters them in the same collective). Inside a module that FSDP2 has unsharded the weight is a plain tensor and nothing of this happens. Limits: one mesh
 axis; a weight that FSDP2 and tensor parallelism both split is handled once FSDP2 has unsharded it.
 """
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.logit_rows import ELSEWHERE, IGNORED, LABEL, LARGEST, LOGSUMEXP, SUM, Combine
+from tightfit.kernels.vocab_parallel import VocabularyRows
+from tightfit.parallel.conjugate import copied
 
 WeightShards = Literal["auto", "data", "vocabulary"]
 WEIGHT_SHARDS = ("auto", "data", "vocabulary")
@@ -45,8 +48,12 @@ class Projection:
         return torch.where(labels == ignore_index, IGNORED, columns)
 
 
-def localize(hidden: Tensor, weight: Tensor, bias: Tensor | None, shards: WeightShards) -> Projection:
+def localize(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, shards: WeightShards, rows: VocabularyRows | None = None
+) -> Projection:
     """The projection as this process computes it; plain tensors pass through."""
+    if rows is not None:
+        return Projection(hidden, weight, bias, rows.vocabulary, rows.first, rows.group)
     if shards not in WEIGHT_SHARDS:
         raise UserError(f"weight_shards is {shards!r}; give one of {', '.join(WEIGHT_SHARDS)}")
     if not dist.is_available():
@@ -106,7 +113,8 @@ def _vocabulary_parallel(hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
             f"the bias has {own_bias.shape[0]} values here but the weight {local.shape[0]} rows; shard both"
         )
     first = mesh.get_local_rank() * rows_each
-    return Projection(hidden, local, own_bias, weight.shape[0], first, mesh.get_group().group_name)
+    group = mesh.get_group()
+    return Projection(copied(hidden, group), local, own_bias, weight.shape[0], first, group.group_name)
 
 
 def _processes(group: str) -> dist.ProcessGroup:
@@ -132,8 +140,3 @@ def combiner(group: str) -> Combine | None:
 
     return combine
 
-
-def sum_across(group: str, tensor: Tensor) -> None:
-    """Add the other processes' parts in place; nothing without a group."""
-    if group:
-        dist.all_reduce(tensor, group=_processes(group))

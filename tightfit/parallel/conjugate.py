@@ -1,0 +1,161 @@
+"""Collectives of tensor parallelism as pairs that are each other's gradient: copy ↔ sum, gather ↔ scatter, part ↔ join.
+
+Where a forward pass copies to all ranks, the gradients of the copies are summed; where it gathers pieces, they are
+reduced and scattered; and the other way round (Shoeybi et al. 2019; Korthikanti et al. 2022). Pieces are equal numbers of
+tokens, in the order of rows and positions laid out one after another: norms and sums do not care where a row ends, and
+what is gathered that way is contiguous, so no collective needs a copy beside it.
+
+What was gathered for a projection would be its largest saved tensor. `scattered` lets go of its memory when the block is
+done and gathers it again when backward comes back; while a checkpointed layer is recomputed it stays, as it is needed at
+once. Groups are one mesh axis. Every function must be called by all ranks of the group, in the same order.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+
+
+def copied(x: Tensor, group: Group) -> Tensor:
+    """x, whose gradients on all ranks are summed."""
+    return _Copied.apply(x, group)
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """Σ of all ranks' x; its gradient is everybody's."""
+    return _Summed.apply(x, group)
+
+
+def gathered(x: Tensor, group: Group) -> Tensor:
+    """All ranks' tokens [1, ranks · n, H] of x [1, n, H]; gradients are summed and scattered."""
+    return _Gathered.apply(x, group)
+
+
+def scattered(x: Tensor, group: Group, piece: Tensor | None = None, whole: Tensor | None = None) -> Tensor:
+    """This rank's tokens [1, n, H] of Σ x [..., H]; gradients are gathered.
+
+    `whole`, gathered from `piece`, is let go of until then.
+    """
+    return _Scattered.apply(x, group, piece, whole)
+
+
+def own_part(x: Tensor, group: Group) -> Tensor:
+    """This rank's tokens [1, n, H] of an x [..., H] that all ranks have; gradients are gathered."""
+    return _OwnPart.apply(x, group)
+
+
+def gradient_shared(x: Tensor, group: Group) -> Tensor:
+    """x, computed by all ranks alike from what will have its gradients summed: each rank's is a share of it."""
+    return _GradientShared.apply(x, group.size())
+
+
+def _all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if out is None:
+        out = rows.new_empty(rows.shape[0] * group.size(), rows.shape[1])
+    dist.all_gather_into_tensor(out, rows, group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = rows.new_empty(rows.shape[0] // group.size(), rows.shape[1])
+    dist.reduce_scatter_tensor(out, rows, group=group)
+    return out[None]
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def recomputing() -> bool:
+    """Whether this forward pass runs inside a backward one."""
+    return bool(torch._C._current_graph_task_id() >= 0)  # type: ignore[attr-defined]
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(dy, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)[None]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(dy, ctx.group), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, piece: Tensor | None, whole: Tensor | None) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        if piece is not None and whole is not None and ctx.needs_input_grad[0]:
+            ctx.save_for_backward(piece, whole)
+            if not recomputing():
+                whole.untyped_storage().resize_(0)
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.saved_tensors:
+            _gather_again(*ctx.saved_tensors, ctx.group)
+        return _all_gather(dy, ctx.group).view(ctx.shape), None, None, None
+
+
+def _gather_again(piece: Tensor, whole: Tensor, group: Group) -> None:
+    """Into the very memory that operations of forward have saved; autograd must not take that for a change."""
+    storage = whole.untyped_storage()
+    if storage.size():
+        return
+    storage.resize_(whole.numel() * whole.element_size())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(whole):  # type: ignore[attr-defined]
+        _all_gather(piece, group, whole.view(-1, whole.shape[-1]))
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        rows = x.reshape(-1, x.shape[-1])
+        count = rows.shape[0] // group.size()
+        return rows[group.rank() * count :][:count].clone()[None]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(dy, ctx.group).view(ctx.shape), None
+
+
+class _GradientShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy / ctx.ranks, None
