@@ -1,9 +1,9 @@
-"""Levers and splits put on a decoder, in one order: loss, then checkpointing, then data parallelism.
+"""Levers and splits put on a decoder, in one order: loss, tiling, checkpointing, data parallelism.
 
-Checkpointing changes what a layer's forward is, and data parallelism hooks itself around that forward: recomputing
-inside the hooks finds the weights that backward has gathered anyway. Tensor, context and pipeline splits will come
-between the two. Weights of a model that is sharded are given values afterwards (each rank fills its rows); a model that
-is replicated must have its values and its dtype before. `train/assembly.py` does both, with the optimizer.
+Tiling and checkpointing change what a layer's forward is, and data parallelism hooks itself around that forward:
+recomputing inside the hooks finds the weights that backward has gathered anyway. Tensor, context and pipeline splits
+will come between the two. Weights of a model that is sharded are given values afterwards (each rank fills its rows); a
+model that is replicated must have its values and its dtype before. `train/assembly.py` does both, with the optimizer.
 """
 
 from torch import nn
@@ -15,6 +15,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.loss import choose_loss
+from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
 from tightfit.plan.runnable import not_yet
@@ -26,7 +27,8 @@ def apply(
     """What to call for forward and backward: the decoder itself, sharded in place or not, or DDP around it."""
     refuse_what_cannot_run(layout, levers)
     choose_loss(model, levers)
-    checkpoint_layers(model, levers.checkpoint_every)
+    tile_layers(model, levers.tiles)
+    checkpoint_layers(model, levers)
     if mesh is None:
         return model
     if layout.zero == 0:

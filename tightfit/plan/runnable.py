@@ -8,7 +8,24 @@ from tightfit.jobs.section import Section
 
 RUNNABLE = {
     "layout": ("data", "zero", "micro_batch"),
-    "levers": ("checkpoint_every", "loss", "loss_chunk_bytes", "optimizer_states", "rounding", "update_in_backward"),
+    "levers": (
+        "checkpoint_every",
+        "num_checkpoints",
+        "checkpoint_keep",
+        "checkpoint_budget_bytes",
+        "offload_checkpoints",
+        "checkpoint_host_bytes",
+        "checkpoint_format",
+        "loss",
+        "loss_chunk_bytes",
+        "optimizer_states",
+        "rounding",
+        "update_in_backward",
+        "tiles",
+        "offload",
+        "offload_keep_bytes",
+        "offload_gradient_bytes",
+    ),
 }
 
 
