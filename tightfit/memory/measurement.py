@@ -9,23 +9,20 @@ History and tracer see the whole program from before the model is built; they sl
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import time_ns
-from typing import Any
 
 import torch
 
-from tightfit.memory.allocator import PlainAllocator, rounded
+from tightfit.memory.allocator import PlainAllocator
+from tightfit.memory.blocks import ALLOCATED, FREED, GIVEN_BACK, TAKEN, Blocks, Event
 from tightfit.memory.ledger import Ledger, Phase
 from tightfit.memory.simulation import dtensor_planning_unseen
 from tightfit.memory.trace import Allocation, Moment, Replay, fullest_of_each_phase, ledger_of, ledger_of_replay
 from tightfit.memory.tracing import Tracer
 
-Event = Mapping[str, Any]
-ALLOCATED, FREED = "alloc", "free_completed"
-TAKEN, GIVEN_BACK = "segment_alloc", "segment_free"
 HISTORY_ENTRIES = 4_000_000
 
 
@@ -137,14 +134,14 @@ class _TimedTracer(Tracer):
         """Allocation `number` is this storage."""
         self.births.setdefault(storage.data_ptr(), []).append((time_ns() / 1e3, number))
 
-    def named(self, block: Event) -> Allocation:
-        """What the block handed out by this event of the history is for."""
+    def named(self, block: Event, size: int) -> Allocation:
+        """What the block of `size` bytes that this event of the history handed out is for."""
         births = self.births.get(block["addr"], [])
         at = bisect_left(births, (block["time_us"], -1))
         made = self.trace.allocations[births[at][1]] if at < len(births) else None
         if made is None or made.bytes != block["size"]:  # a later tensor in the same place is not this one
-            return Allocation(rounded(block["size"]), "workspace", "kernels")
-        return replace(made, bytes=rounded(made.bytes))
+            return Allocation(size, "workspace", "kernels")
+        return replace(made, bytes=size)
 
 
 def replay_of_history(history: Sequence[Event], tracer: _TimedTracer) -> Replay:
@@ -167,9 +164,10 @@ def running_totals(
     history: Sequence[Event], allocated_bytes: int = 0, reserved_bytes: int = 0
 ) -> Iterator[tuple[int, int]]:
     """What is allocated and reserved after each event, from what was before the first."""
+    blocks = Blocks()
     for event in history:
         size = event["size"]
-        allocated_bytes += {ALLOCATED: rounded(size), FREED: -rounded(size)}.get(event["action"], 0)
+        allocated_bytes += blocks.grown_by(event)
         reserved_bytes += {TAKEN: size, GIVEN_BACK: -size}.get(event["action"], 0)
         yield allocated_bytes, reserved_bytes
 
@@ -177,11 +175,13 @@ def running_totals(
 def _list_alive(history: Sequence[Event], occurrences: Sequence[Moment], tracer: _TimedTracer) -> None:
     wanted = {moment.event for moment in fullest_of_each_phase(occurrences)}
     found = {moment.event: moment for moment in occurrences if moment.event in wanted}
-    alive: dict[int, Event] = {}
+    alive: dict[int, tuple[Event, int]] = {}
+    blocks = Blocks()
     for at, event in enumerate(history):
+        grown = blocks.grown_by(event)
         if event["action"] == ALLOCATED:
-            alive[event["addr"]] = event
+            alive[event["addr"]] = event, grown
         elif event["action"] == FREED:
             alive.pop(event["addr"], None)
         if at in found:
-            found[at].alive = [tracer.named(block) for block in alive.values()]
+            found[at].alive = [tracer.named(*block) for block in alive.values()]

@@ -1,0 +1,77 @@
+"""Blocks: how large the pieces are that PyTorch's allocator really hands out, from the addresses in its history.
+
+The history says what was asked for and where it was put. A block is often larger: requests are rounded to 512 bytes,
+and what is left of a free block is given along where it is not worth a block of its own (up to 1 MiB in the pools of
+large blocks). Torch counts all of it as allocated. Where a block begins is known, and so is where the next one in use
+or the segment's end is; the allocator's rule for splitting (allocator.py) then says where the block ends.
+Limits: segments from before the history, and expandable ones, are taken to split always.
+"""
+
+from bisect import bisect_right, insort
+from collections.abc import Mapping
+from typing import Any
+
+from tightfit.memory.allocator import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, rounded
+
+Event = Mapping[str, Any]
+ALLOCATED, FREED = "alloc", "free_completed"
+TAKEN, GIVEN_BACK = "segment_alloc", "segment_free"
+
+
+class Blocks:
+    """Follows a history event by event."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, int] = {}
+        self._segment_starts: list[int] = []
+        self._in_use: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def grown_by(self, event: Event) -> int:
+        """Bytes that `event` adds to what is allocated, negative where it frees."""
+        address, size = event["addr"], event["size"]
+        match event["action"]:
+            case "alloc":
+                return self._take(address, size)
+            case "free_completed":
+                return -self._give_back(address, size)
+            case "segment_alloc":
+                self._segments[address] = size
+                insort(self._segment_starts, address)
+            case "segment_free":
+                if self._segments.pop(address, None) is not None:
+                    self._segment_starts.remove(address)
+        return 0
+
+    def _take(self, address: int, size: int) -> int:
+        wanted = rounded(size)
+        left_over = self._room_at(address) - wanted
+        segment = self._segment_of(address)
+        small = segment is not None and self._segments[segment] == SMALL_SEGMENT_BYTES
+        splits = left_over >= MIN_BLOCK_BYTES if small else left_over > SMALL_BYTES
+        taken = wanted if splits or left_over < 0 else wanted + left_over
+        insort(self._in_use, address)
+        self._sizes[address] = taken
+        return taken
+
+    def _give_back(self, address: int, size: int) -> int:
+        if address not in self._sizes:
+            return rounded(size)
+        del self._in_use[bisect_right(self._in_use, address) - 1]
+        return self._sizes.pop(address)
+
+    def _room_at(self, address: int) -> int:
+        """Free bytes from `address` on: to the next block in use, or to the segment's end; -1 where that is unknown."""
+        segment = self._segment_of(address)
+        if segment is None:
+            return -1
+        end = segment + self._segments[segment]
+        after = bisect_right(self._in_use, address)
+        return (min(end, self._in_use[after]) if after < len(self._in_use) else end) - address
+
+    def _segment_of(self, address: int) -> int | None:
+        at = bisect_right(self._segment_starts, address) - 1
+        if at < 0:
+            return None
+        start = self._segment_starts[at]
+        return start if address < start + self._segments[start] else None
