@@ -16,7 +16,23 @@ def disagreement(levers: Levers, layout: Layout, precision: str, accumulation: i
             f"levers.optimizer_states is factored, which needs all rows of a weight, but layout.zero is {layout.zero}; "
             "set layout.zero to 0 or take 8bit"
         )
+    if levers.offload != "none" and (sentence := _offload(levers, layout)):
+        return sentence
     return _update_in_backward(layout, precision, accumulation) if levers.update_in_backward else None
+
+
+def _offload(levers: Levers, layout: Layout) -> str | None:
+    """States pass through one GPU row by row, and weights that have left must not be remembered by autograd."""
+    if layout.ranks > 1:
+        return f"levers.offload is {levers.offload}, which is for one GPU, but the layout has {layout.ranks}; use ZeRO"
+    if levers.optimizer_states == "factored":
+        return "levers.optimizer_states is factored, whose columns cannot be offloaded row by row; take 8bit"
+    if levers.offload == "weights" and levers.checkpoint_every != 1:
+        return (
+            f"levers.offload is weights, which needs every layer run again in backward, but levers.checkpoint_every "
+            f"is {levers.checkpoint_every}; set it to 1"
+        )
+    return None
 
 
 def _update_in_backward(layout: Layout, precision: str, accumulation: int) -> str | None:

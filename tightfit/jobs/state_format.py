@@ -2,8 +2,8 @@
 
 `auto` is the format of what is updated: float32 masters or weights, or bf16 weights where there are no masters. Torch's
 fused AdamW wants moments in that very format and gradients too, so narrow gradients are widened for it, a bucket at a
-time. Everything else (another format, weights rounded stochastically, an update inside backward) is done by our own
-kernels, which read gradients as they are.
+time. Everything else (another format, weights rounded stochastically, an update inside backward, states on the host)
+is done by our own kernels, which read gradients as they are.
 """
 
 from typing import Literal
@@ -26,7 +26,7 @@ def state_format(levers: Levers, *, wide: bool) -> Format:
 
 def is_torch_adamw(levers: Levers, *, wide: bool) -> bool:
     """Whether torch's own fused AdamW makes the update."""
-    plain = levers.rounding == "nearest" and not levers.update_in_backward
+    plain = levers.rounding == "nearest" and not levers.update_in_backward and levers.offload == "none"
     return plain and state_format(levers, wide=wide) == ("fp32" if wide else "bf16")
 
 

@@ -12,6 +12,8 @@ the bits, that they would have on one device. Bytes: 2 + 8/256 a weight where ro
 Moved per weight beside weights and gradients: 4 bytes, against 16 with float32 moments.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,13 +38,17 @@ def blocks(width: int) -> int:
     return -(-width // WIDTH)
 
 
-def zero_moments(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both moments of a weight that has had no update: codes and scales of the first, then of the second."""
+def zero_moments(
+    weight: Tensor, make: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both moments of a weight that has had no update: codes and scales of the first, then of the second.
+
+    `make` makes zeros; they are on the weight's device otherwise.
+    """
+    make = make or (lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=weight.device))
     shape = (*weight.shape[:-1], blocks(weight.shape[-1]))
-    codes = (torch.zeros(weight.shape, dtype=dtype, device=weight.device) for dtype in (torch.int8, torch.uint8))
-    scales = (torch.zeros(shape, dtype=torch.float32, device=weight.device) for _ in range(2))
-    m, v, m_scale, v_scale = *codes, *scales
-    return m, m_scale, v, v_scale
+    m, m_scale = make(weight.shape, torch.int8), make(shape, torch.float32)
+    return m, m_scale, make(weight.shape, torch.uint8), make(shape, torch.float32)
 
 
 def adamw8bit(

@@ -35,10 +35,14 @@ Update = Callable[[Tensor, Tensor | None, Tensor, States, Tensor | None, Numbers
 """Weight, narrow copy, gradient, states, the factor gradients are multiplied by, numbers."""
 
 
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes the memory of a state, wherever that is."""
+
+
 class StateKind(NamedTuple):
     """How the moments of one weight are made and used."""
 
-    zeros: Callable[[Tensor], States]
+    zeros: Callable[[Tensor, Zeros], States]
     update: Update
 
 
@@ -51,9 +55,14 @@ def state_kind(form: Format, weight: Tensor) -> StateKind:
     return EIGHT_BIT if form == "8bit" else FACTORED
 
 
-def _plain_zeros(dtype: torch.dtype) -> Callable[[Tensor], States]:
-    def zeros(weight: Tensor) -> States:
-        return {kind: torch.zeros_like(weight, dtype=dtype) for kind in ("exp_avg", "exp_avg_sq")}
+def zeros_beside(weight: Tensor) -> Zeros:
+    """On the device of `weight`."""
+    return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=weight.device)
+
+
+def _plain_zeros(dtype: torch.dtype) -> Callable[[Tensor, Zeros], States]:
+    def zeros(weight: Tensor, make: Zeros) -> States:
+        return {kind: make(weight.shape, dtype) for kind in ("exp_avg", "exp_avg_sq")}
 
     return zeros
 
@@ -67,8 +76,8 @@ def _plain_update(
 EIGHT_BIT_KINDS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 
 
-def _eight_bit_zeros(weight: Tensor) -> States:
-    return dict(zip(EIGHT_BIT_KINDS, zero_moments(weight), strict=True))
+def _eight_bit_zeros(weight: Tensor, make: Zeros) -> States:
+    return dict(zip(EIGHT_BIT_KINDS, zero_moments(weight, make), strict=True))
 
 
 def _eight_bit_update(
@@ -78,14 +87,11 @@ def _eight_bit_update(
     adamw8bit(weight, copy, gradient, m, m_scale, v, v_scale, factor, numbers)
 
 
-def _factored_zeros(weight: Tensor) -> States:
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float32, device=weight.device)
-
+def _factored_zeros(weight: Tensor, make: Zeros) -> States:
     return {
-        "exp_avg": torch.zeros_like(weight, dtype=torch.bfloat16),
-        "exp_avg_sq_row": zeros(*weight.shape[:-1]),
-        "exp_avg_sq_column": zeros(*weight.shape[:-2], weight.shape[-1]),
+        "exp_avg": make(weight.shape, torch.bfloat16),
+        "exp_avg_sq_row": make(weight.shape[:-1], torch.float32),
+        "exp_avg_sq_column": make((*weight.shape[:-2], weight.shape[-1]), torch.float32),
     }
 
 

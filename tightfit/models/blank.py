@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightfit.models.decoder import Decoder
+from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.spec import ModelSpec
 
 RANDOM_FILLS = ("normal_", "uniform_", "kaiming_uniform_")
@@ -23,10 +23,12 @@ class _Uninitialised(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def blank_decoder(spec: ModelSpec, device: str | torch.device, dtype: torch.dtype) -> Decoder:
+def blank_decoder(
+    spec: ModelSpec, device: str | torch.device, dtype: torch.dtype, impl: Implementations | None = None
+) -> Decoder:
     """A decoder on `device` whose parameters, of type `dtype`, still have to be filled."""
     with torch.device("meta"), _Uninitialised():
-        model = Decoder(spec)
+        model = Decoder(spec, impl)
     model = model.to(dtype).to_empty(device=device)
     if spec.tied:
         model.head.weight = model.embed.weight  # to_empty gave each its own memory

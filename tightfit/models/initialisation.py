@@ -17,14 +17,16 @@ INTO_RESIDUAL = ("attention.o.weight", "down.weight", "experts.down")
 
 
 @torch.no_grad()
-def init_weights(model: Decoder, gain: float = 1.0) -> None:
+def init_weights(model: Decoder, gain: float = 1.0, device: torch.device | None = None) -> None:
     """Draw all weights from torch's global generator; `gain` multiplies every standard deviation.
 
     The same seed gives the same weights however they are split: a rank draws every parameter whole and keeps its rows.
+    And wherever they are: `device` is where they are drawn, theirs unless given.
     """
     for name, parameter in model.named_parameters():
-        if is_shard(parameter):
-            whole = torch.empty(parameter.shape, device=local(parameter).device)
+        there = device or local(parameter).device
+        if is_shard(parameter) or parameter.device != there:
+            whole = torch.empty(parameter.shape, device=there)
             _draw(name, whole, model.spec, gain)
             copy_whole(parameter, whole)
         else:

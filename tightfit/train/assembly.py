@@ -21,17 +21,22 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import apply
 from tightfit.parallel.data import materialise
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer import NO_LEVERS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 
 Fill = Callable[[Decoder], None]
 """Gives a decoder, or a rank's shards of it, their values."""
 
 
-def unfilled(spec: ModelSpec, layout: Layout, precision: PrecisionName, device: torch.device) -> Decoder:
-    """A decoder for `assemble` to fill: without memory where it will be sharded, float32 where it is not."""
+def unfilled(
+    spec: ModelSpec, layout: Layout, precision: PrecisionName, device: torch.device, levers: Levers = NO_LEVERS
+) -> Decoder:
+    """A decoder for `assemble` to fill: without memory where it will be sharded, float32 where it is not.
+
+    What will be offloaded is made on the host, where there is room for it.
+    """
     if layout.zero == 0:
-        return blank_decoder(spec, device, torch.float32)
+        return blank_decoder(spec, device if levers.offload == "none" else "cpu", torch.float32)
     return blank_decoder(spec, "meta", torch.float32 if keeps_master_weights(precision) else COMPUTE_DTYPES[precision])
 
 
@@ -55,6 +60,6 @@ def assemble(
     fill(model)
     if not masters and model.embed.weight.dtype != dtype:
         model = model.to(dtype)
-    optimizer = MasterAdamW(model, settings, dtype if masters else None, levers, seed)
+    optimizer = MasterAdamW(model, settings, dtype if masters else None, levers, seed, device)
     optimizer.gradients_stay = mesh is not None
     return apply(model, mesh, layout, levers, precision), optimizer

@@ -11,7 +11,7 @@ A loss that is not finite is noticed before backward; gradients that are not, on
 Refused (jobs/agreement.py): accumulation, several ranks, fp16. As in Lv et al. 2023 (LOMO), here with AdamW.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ Apply = Callable[[float, Tensor | None], None]
 class BackwardUpdate:
     """Hooks on parameters that update them during backward; `begin` before it and `finish` after."""
 
-    def __init__(self, updates: list[tuple[Tensor, Apply]], clip_norm: float) -> None:
+    def __init__(
+        self, updates: list[tuple[Tensor, Apply]], clip_norm: float, afterwards: Sequence[Callable[[], None]] = ()
+    ) -> None:
         self.clip_norm, self.lr, self.count = clip_norm, 0.0, len(updates)
+        self.afterwards = afterwards
+        """What is called when the pass is over, such as for updates that were put off."""
         device = updates[0][0].device
         self.previous_norm = torch.zeros((), dtype=torch.float32, device=device)
         """Of the step before; 0 where there was none."""
@@ -41,6 +45,8 @@ class BackwardUpdate:
     @torch.no_grad()
     def finish(self) -> Tensor:
         """The norm of all gradients of the pass, before clipping; the next one is clipped by it."""
+        for call in self.afterwards:
+            call()
         self.previous_norm.copy_(self.squares.sqrt())
         return self.previous_norm.clone()
 

@@ -30,6 +30,7 @@ from tightfit.models.huggingface.weights import load_weights
 from tightfit.models.loading import checkpoints_of
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.saving import write_model
+from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.parallel.shards import whole
@@ -61,14 +62,22 @@ class Content:
 
 def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: Ranks = ALONE) -> Content:
     """What a checkpoint holds of a model that computes in `dtype`. All ranks call this; the first has all of it."""
+    if optimizer.offloading is not None:
+        return Content(_complete(model.spec, optimizer.offloading.weights(model)), optimizer.state())
     if not optimizer.is_sharded:
         return Content(model, optimizer.state())
-    with torch.device("meta"):
-        complete = Decoder(model.spec)
     weights = _wholes(model.state_dict(), ranks, dtype)
-    if ranks.first:
-        complete.load_state_dict(weights, assign=True)
-    return Content(complete, _wholes(optimizer.state(), ranks))
+    states = _wholes(optimizer.state(), ranks)
+    return Content(_complete(model.spec, weights), states)
+
+
+def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
+    """A decoder of these tensors; one without any where this rank has none."""
+    with torch.device("meta"):
+        model = Decoder(spec)
+    if weights:
+        model.load_state_dict(weights, assign=True)
+    return model
 
 
 def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

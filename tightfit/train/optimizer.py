@@ -7,7 +7,8 @@ States exist from the start (not from the first step), so the first step needs n
 Where ranks hold shards of the parameters (FSDP2), AdamW updates the rows that are here. Shards of a run in mixed
 precision are float32 and are the masters themselves; the engine narrows what it gathers.
 Moments of other formats, and weights rounded stochastically, are updated by our own kernels (updaters.py), which read
-gradients as they are.
+gradients as they are. States of matrices may live on the host (levers/offload.py, streamed_updater.py); an update is
+then on its way when `step` returns, and waited for where the weight is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,8 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.parallel.shards import copy_whole, first_element, is_shard, like_shard, local
 from tightfit.train.backward_update import Apply, BackwardUpdate
+from tightfit.train.offloading import Offloading
+from tightfit.train.streamed_updater import StreamedUpdater
 from tightfit.train.updaters import FormatUpdater, TorchUpdater, Updater
 
 BUCKET_BYTES = 256 * 2**20
@@ -56,34 +59,43 @@ class MasterAdamW:
 
     def __init__(
         self, model: nn.Module, settings: Optimizer, compute_dtype: torch.dtype | None = None,
-        levers: Levers = NO_LEVERS, seed: int = 0,
+        levers: Levers = NO_LEVERS, seed: int = 0, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.is_sharded = any(is_shard(p) for _, p in named)
         self.gradients_stay = False
         """Zero gradients where they lie instead of freeing them: set where they lie in an engine's buckets."""
-        groups = [[(n, p) for n, p in named if decays(n, p) is decayed] for decayed in (True, False)]
+        self.offloading = None
+        if levers.offload != "none":
+            self.offloading = Offloading(named, levers, device or named[0][1].device, compute_dtype)
         self.buckets = [
             self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
-            for decayed, group in zip((True, False), groups, strict=True)
-            for part in _split(group, self._bucket_bytes())
+            for decayed in (True, False)
+            for part in _split([(n, p) for n, p in named if decays(n, p) is decayed], self._bucket_bytes())
         ]
+        if self.offloading is not None:
+            self.offloading.open(model, named)
         self.in_backward = self._updates_in_backward() if levers.update_in_backward else None
 
     def _bucket_bytes(self) -> int | None:
-        if self.levers.update_in_backward:
+        if self.levers.update_in_backward or self.offloading is not None:
             return 0
         return BUCKET_BYTES if self.widens else None
 
     def _updates_in_backward(self) -> BackwardUpdate:
         updates: list[tuple[Tensor, Apply]] = [(b.parameters[0], partial(self._update, b)) for b in self.buckets]
-        return BackwardUpdate(updates, self.settings.clip_norm)
+        late = [] if self.offloading is None else [self.offloading.link.send_late]
+        return BackwardUpdate(updates, self.settings.clip_norm, late)
 
     def _bucket(
         self, named: list[tuple[str, nn.Parameter]], weight_decay: float, compute_dtype: torch.dtype | None
     ) -> Bucket:
         names, parameters = [n for n, _ in named], [p for _, p in named]
+        if self.offloading is not None:
+            if self.offloading.is_away(names[0]):
+                return self._bucket_away(names[0], parameters[0], weight_decay)
+            self.offloading.bring(parameters[0])
         masters: list[Tensor] = [local(p) for p in parameters]
         if self.widens:
             masters = [p.data.float() for p in parameters]  # the very storage of a float32 model: no second copy
@@ -92,14 +104,23 @@ class MasterAdamW:
         firsts = [first_element(p) for p in parameters]
         return Bucket(names, [*parameters], masters, self._updater(names, masters, firsts, weight_decay))
 
+    def _bucket_away(self, name: str, parameter: nn.Parameter, weight_decay: float) -> Bucket:
+        """One matrix whose states live on the host."""
+        assert self.offloading is not None
+        form = state_format(self.levers, wide=parameter.dtype == torch.float32)
+        updater = StreamedUpdater(self.offloading.link, form, self.settings, weight_decay, self._rounding_seed)
+        return Bucket([name], [parameter], [self.offloading.take(updater, name, parameter)], updater)
+
+    @property
+    def _rounding_seed(self) -> int | None:
+        return self.seed if self.levers.rounding == "stochastic" else None
+
     def _updater(self, names: list[str], masters: list[Tensor], firsts: list[int], weight_decay: float) -> Updater:
         wide = masters[0].dtype == torch.float32
         if is_torch_adamw(self.levers, wide=wide):
             return TorchUpdater(masters, self.settings, weight_decay)
-        form, stochastic = state_format(self.levers, wide=wide), self.levers.rounding == "stochastic"
-        return FormatUpdater(
-            names, masters, form, self.settings, weight_decay, firsts, seed=self.seed if stochastic else None
-        )
+        form = state_format(self.levers, wide=wide)
+        return FormatUpdater(names, masters, form, self.settings, weight_decay, firsts, seed=self._rounding_seed)
 
     @property
     def widens(self) -> bool:
@@ -147,6 +168,8 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor by `kind/parameter name`; masters included where they exist. Of shards, shards."""
+        if self.offloading is not None:
+            self.offloading.synchronize()
         return dict(self._state_tensors())
 
     def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -271,9 +271,9 @@ def _assembled(
         elif _wants_weights(job):
             load_into(model, job.model.source)
         else:
-            init_weights(model)
+            init_weights(model, device=device)
 
-    model = unfilled(spec, job.layout, precision, device)
+    model = unfilled(spec, job.layout, precision, device, job.levers)
     module, optimizer = assemble(model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill, job.seed)
     return model, module, optimizer
 

@@ -24,6 +24,7 @@ from tightfit.memory.ledger import Ledger
 from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
 from tightfit.memory.trace import Allocation, Replay, Trace, ledger_of_replay
 from tightfit.memory.tracing import Tracer
+from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
@@ -147,7 +148,7 @@ def build(
     fill: Fill = lambda decoder: None,
 ) -> Program:
     """A training step on tokens of no meaning, on a real device or on fake tensors."""
-    decoder = _unfilled(workload, layout, device, impl, tracer)
+    decoder = _unfilled(workload, layout, levers, device, impl, tracer)
     if tracer is not None:
         tracer.begin("init")
     module, optimizer = assemble(decoder, mesh, layout, levers, workload.precision, Optimizer(), device, fill)
@@ -156,18 +157,23 @@ def build(
 
 
 def _unfilled(
-    workload: Workload, layout: Layout, device: torch.device, impl: Implementations, tracer: Tracer | None
-) -> Decoder:
+    workload: Workload, layout: Layout, levers: Levers, device: torch.device, impl: Implementations,
+    tracer: Tracer | None,
+) -> Decoder:  # fmt: skip
     """A decoder of the dtype it is built in; converting it afterwards is what fake tensors cannot do.
 
     One that will be sharded has no memory before: it is made on the meta device, or where that is fake too, unseen.
+    So is one that will be offloaded: it is made on the host.
     """
-    faking = isinstance(torch.empty(0), FakeTensor)
+    faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
+    if offloaded and not faking:
+        dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
+        return blank_decoder(workload.spec, "cpu", dtype, impl)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision])
     try:
         with torch.device("meta" if layout.zero and not faking else device):
-            if tracer is not None and layout.zero:
+            if tracer is not None and (layout.zero or offloaded):
                 with tracer.pause():
                     return Decoder(workload.spec, impl)
             return Decoder(workload.spec, impl)

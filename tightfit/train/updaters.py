@@ -14,7 +14,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.state_format import Format
 from tightfit.kernels.adamw import Numbers
 from tightfit.kernels.stochastic_rounding import key_of
-from tightfit.levers.optimizer_states import StateKind, States, state_kind
+from tightfit.levers.optimizer_states import StateKind, States, state_kind, zeros_beside
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -122,7 +122,7 @@ class FormatUpdater:
         self.slots = []
         for name, weight, first in zip(self.names, self.weights, self.firsts, strict=True):
             kind = state_kind(self.form, weight)
-            self.slots.append(Slot(weight, kind, kind.zeros(weight), name, first))
+            self.slots.append(Slot(weight, kind, kind.zeros(weight, zeros_beside(weight)), name, first))
 
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None

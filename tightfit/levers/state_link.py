@@ -1,0 +1,181 @@
+"""Optimizer states that live on the host and pass through the GPU, a piece at a time, to be updated there.
+
+A host updates some 4 G weights a second, and half of that beside a busy link; a link of 50 GB/s each way carries 12
+bytes a weight in and out for as many, leaves the host's cores alone, and the arithmetic is the GPU's own, so the
+result is that of states that never left, to the bit. Copies in, updates and copies out each have a stream:
+
+    in      piece 3  piece 4 …         waits for a free slot of the ring
+    update     piece 2  piece 3 …      waits for the piece, and for the gradient
+    out           piece 1  piece 2 …   frees the slot
+
+Nobody waits on the host. The step's own stream waits for an update where the weight is used next, in the forward pass
+that follows, or earlier where too many bytes of gradients would wait for the link.
+Gradients of the last layers come first and their weights are needed last, so some of these (`late_bytes`) are put off
+until backward is over: then the link works through the next forward pass as well.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tightfit.levers.side_stream import SideStream, current_waits_for
+from tightfit.memory.host import claimed
+
+PIECE_ELEMENTS = 8 * 2**20
+"""Weights updated at a time: as many rows of a matrix as have so many."""
+SLOTS = 3
+ALIGNMENT = 256
+IN_FLIGHT_BYTES = 512 * 2**20
+"""Gradients that may wait for the link before the step does."""
+
+Mark = torch.cuda.Event | None
+UpdatePiece = Callable[[dict[str, Tensor], slice], None]
+"""Updates some rows of a matrix, with those of its host tensors that are on the GPU now, by kind."""
+
+
+@dataclass
+class Home:
+    """Where the states of one matrix live, each with a row per row of it, and when all will be up to date."""
+
+    rows: int
+    width: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    weight_away: bool = False
+    """Nothing of the weight stays on the GPU."""
+    updates: int = 0
+    """That have been sent."""
+    updated: Mark = None
+    """When the weight on the GPU has been written."""
+    settled: Mark = None
+    """When the host has the states back."""
+
+    def add(self, kind: str, tensor: Tensor) -> None:
+        """`tensor`, on the host, is that kind of its states."""
+        self.tensors[kind] = tensor.view(self.rows, -1)
+
+    @property
+    def rows_per_piece(self) -> int:
+        """Rows that are updated at a time."""
+        return max(1, PIECE_ELEMENTS // self.width)
+
+    def staging_bytes(self) -> int:
+        """GPU memory that a piece takes."""
+        return sum(_aligned(each[: self.rows_per_piece].nbytes) for each in self.tensors.values())
+
+
+@dataclass
+class Update:
+    """An update on its way: whose, how, and what it reads, which must not be freed before."""
+
+    home: Home
+    run: UpdatePiece
+    gradient: Tensor
+    reads: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class _Slot:
+    memory: Tensor
+    free: Mark = None
+
+    def views(self, home: Home, rows: slice) -> dict[str, tuple[Tensor, Tensor]]:
+        """GPU and host memory of each kind for a piece."""
+        found, at = {}, 0
+        for kind, tensor in home.tensors.items():
+            host = tensor[rows]
+            found[kind] = self.memory[at : at + host.nbytes].view(host.dtype).view(host.shape), host
+            at += _aligned(host.nbytes)
+        return found
+
+
+class StateLink:
+    """The link to the host's states: `submit` updates; the current stream waits for them where it `settle`s a home."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.staging_bytes = device, 0
+        self.inbound, self.updates, self.outbound = SideStream(device), SideStream(device), SideStream(device)
+        self.slots: list[_Slot] = []
+        self.turn = 0
+        self.in_flight: deque[Update] = deque()
+        self.in_flight_bytes = 0
+        self.limited = False
+        """Gradients come one by one and may be freed; otherwise all are there when the first update is sent."""
+        self.late: list[Update] = []
+
+    def adopt(self, home: Home) -> None:
+        """Make the ring's slots large enough for its pieces. All homes come before the first update."""
+        self.staging_bytes = max(self.staging_bytes, home.staging_bytes())
+
+    def open(self) -> None:
+        """Allocate the ring."""
+        for _ in range(SLOTS):
+            memory = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self.device)
+            self.slots.append(_Slot(claimed(memory, "workspace", "states on their way")))
+
+    def submit(self, update: Update, *, late: bool = False) -> None:
+        """Send it on its way, or keep a late one until `send_late`."""
+        if late:
+            self.late.append(update)
+            return
+        self._send(update)
+        while self.limited and self.in_flight_bytes > IN_FLIGHT_BYTES and len(self.in_flight) > 1:
+            self._wait_for(self.in_flight[0])
+
+    def send_late(self) -> None:
+        """Backward is over: what was put off follows, the weights that are needed first before the others."""
+        for update in reversed(self.late):
+            self._send(update)
+        self.late.clear()
+
+    def settle(self, home: Home) -> None:
+        """The current stream goes on when the weight of `home` is up to date."""
+        for update in [each for each in self.in_flight if each.home is home]:
+            self._wait_for(update)
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until the states are all back."""
+        while self.in_flight:
+            self._wait_for(self.in_flight[0])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _wait_for(self, update: Update) -> None:
+        """Then its gradient may be freed: whatever takes its memory comes after it in the current stream."""
+        current_waits_for(update.home.updated)
+        self.in_flight = deque(each for each in self.in_flight if each is not update)
+        self.in_flight_bytes -= update.gradient.nbytes
+
+    def _send(self, update: Update) -> None:
+        self.updates.wait_for_current()  # for the gradient and for the last use of the weight
+        home = update.home
+        self.inbound.wait_for(home.settled)
+        for begin in range(0, home.rows, home.rows_per_piece):
+            self._send_piece(update, slice(begin, min(begin + home.rows_per_piece, home.rows)))
+        home.updates += 1
+        home.updated, home.settled = self.updates.mark(), self.outbound.mark()
+        self.in_flight.append(update)
+        self.in_flight_bytes += update.gradient.nbytes
+
+    def _send_piece(self, update: Update, rows: slice) -> None:
+        slot = self.slots[self.turn % SLOTS]
+        self.turn += 1
+        views = slot.views(update.home, rows)
+        self.inbound.wait_for(slot.free)
+        with self.inbound:
+            for staged, host in views.values():
+                staged.copy_(host, non_blocking=True)
+        self.updates.wait_for(self.inbound.mark())
+        with self.updates:
+            update.run({kind: staged for kind, (staged, _) in views.items()}, rows)
+        self.outbound.wait_for(self.updates.mark())
+        with self.outbound:
+            for staged, host in views.values():
+                host.copy_(staged, non_blocking=True)
+        slot.free = self.outbound.mark()
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
