@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
+from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.models.spec import ModelSpec
 from tightfit.train.step import accumulate
@@ -14,7 +15,7 @@ CPU = torch.device("cpu")
 def saved_bytes(every: int) -> int:
     """Bytes autograd holds between forward and backward."""
     model = tiny_model()
-    checkpoint_layers(model, every)
+    checkpoint_layers(model, Levers(checkpoint_every=every))
     batch = ragged_batch(4)
     held: dict[int, int] = {}
 
@@ -31,7 +32,7 @@ def saved_bytes(every: int) -> int:
 @pytest.mark.parametrize("every", [1, 2])
 def test_loss_and_gradients_are_bit_identical(spec: ModelSpec, every: int) -> None:
     plain, checkpointed = tiny_model(spec), tiny_model(spec)
-    checkpoint_layers(checkpointed, every)
+    checkpoint_layers(checkpointed, Levers(checkpoint_every=every))
     losses = [accumulate(model, [ragged_batch(4)], CPU)[0] for model in (plain, checkpointed)]
     assert torch.equal(*losses)
     for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):

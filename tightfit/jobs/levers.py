@@ -65,7 +65,7 @@ class Levers(Section):
                 "levers.checkpoint_every, num_checkpoints and checkpoint_keep out"
             )
         if self.checkpoint_keep != "nothing" and not which:
-            return f"levers.checkpoint_keep is {self.checkpoint_keep}, but no layer is recomputed; set checkpoint_every to 1"
+            return f"levers.checkpoint_keep is {self.checkpoint_keep}, but no layer is recomputed; set checkpoint_every=1"
         if self.checkpoint_keep == "matmuls" and self.tiles > 1:
             return "levers.checkpoint_keep is matmuls, which levers.tiles are there not to hold; set it to attention"
         if self.offload_checkpoints and not which and budget is None:

@@ -1,19 +1,84 @@
-"""Activation checkpointing: keep only a layer's input, run the layer again in backward (Chen et al. 2016).
+"""Activation checkpointing: keep a layer's input (and what is dear to compute), run the rest of it again in backward.
 
-Applied from outside by giving chosen layers a `forward` that checkpoints; names and weights stay as they are.
+Chen et al. 2016; selectively, Korthikanti et al. 2022. Applied from outside by giving layers a `forward` that
+checkpoints; names and weights stay as they are. Which layers keep how much is decided by memory/formulas/keeping.py,
+from levers and the shapes a forward pass meets; how by checkpoint_keep.py, where inputs wait by checkpoint_store.py.
+Torch's non-reentrant checkpoint does the rest: random numbers are those of the first time, computing stops when all
+that backward needs is there, and weights that FSDP2 has gathered for backward are the ones used.
 """
 
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tightfit.models.decoder import Decoder
+from tightfit.jobs.levers import Levers
+from tightfit.levers.checkpoint_keep import Keeper
+from tightfit.levers.checkpoint_store import HostStore, Waiting
+from tightfit.memory.formulas.keeping import Level, is_checkpointed, layer_levels
+from tightfit.memory.formulas.share import Share
+from tightfit.models.decoder import Decoder, Layer
+
+Forward = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def checkpoint_layers(model: Decoder, every: int) -> None:
-    """Recompute every `every`-th layer in backward; 1 means all of them, 0 none."""
-    if every == 0:
+def checkpoint_layers(model: Decoder, levers: Levers) -> None:
+    """Compute layers again in backward as `levers` say."""
+    if not is_checkpointed(levers):
         return
-    for index, layer in enumerate(model.layers):
-        if index % every == 0:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    checkpointing = Checkpointing(model, levers)
+    for place, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        layer.forward = partial(checkpointing.run, place, layer.forward)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What each layer keeps, and for each the number of recomputed ones before it."""
+
+    levels: tuple[Level, ...]
+    before: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Layers that are computed again."""
+        return self.before[-1] + (self.levels[-1] != "everything")
+
+
+class Checkpointing:
+    """Runs the layers of one model, each as far from memory as it was chosen to be."""
+
+    def __init__(self, model: Decoder, levers: Levers) -> None:
+        self.spec, self.levers = model.spec, levers
+        self.numbers = tuple(layer.attention.layer for layer in model.layers)  # type: ignore[union-attr]
+        self.store: HostStore | None = None
+        if levers.offload_checkpoints:
+            self.store = HostStore(levers.checkpoint_host_bytes, levers.checkpoint_format)
+        self.chosen = lru_cache(maxsize=64)(self._choose)
+
+    def _choose(self, rows: int, length: int, element_bytes: int) -> Chosen:
+        share = Share(rows, length, element_bytes, tiles=self.levers.tiles)
+        levels = layer_levels(self.spec, self.levers, share, self.numbers[0], self.numbers[-1] + 1)
+        return Chosen(levels, tuple(sum(level != "everything" for level in levels[:i]) for i in range(len(levels))))
+
+    def run(self, place: int, forward: Forward, x: Tensor, *around: Any) -> tuple[Tensor, Tensor | None]:
+        """The layer at `place`, whose own forward is `forward`."""
+        chosen = self.chosen(*x.shape[:2], x.element_size())
+        level = chosen.levels[place]
+        if level == "everything" or not torch.is_grad_enabled():
+            return forward(x, *around)
+        waiting = Waiting(x) if self.store is None else self.store.keep(x, chosen.before[place], chosen.count)
+        given = [x]
+
+        def compute(_: Tensor) -> tuple[Tensor, Tensor | None]:
+            return forward(given.pop() if given else waiting.fetch(), *around)
+
+        keeper = Keeper(level, skips_last=not (self.spec.sandwich_norms or self.spec.is_routed(self.numbers[place])))
+        # The input is not among the arguments, which torch would hold; an empty tensor says whose random numbers count.
+        made = checkpoint(compute, x.new_empty(0), use_reentrant=False, context_fn=keeper.contexts)
+        assert isinstance(made, tuple)
+        return made

@@ -19,6 +19,9 @@ from tightfit.models.spec import ModelSpec
 
 Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
 AttentionKind = Literal["fused", "own"]
+Level = Literal["nothing", "attention", "matmuls", "everything"]
+LEVELS: tuple[Level, ...] = ("nothing", "attention", "matmuls", "everything")
+"""What a layer keeps of its forward pass, each with what the one before keeps: see keeping.py."""
 STATISTIC, INDEX = 4, 8
 """Bytes of a float32 per row, and of an index."""
 
@@ -72,6 +75,43 @@ def attention_kind(spec: ModelSpec, layer: int, share: Share) -> AttentionKind:
 def layer_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
     """Everything layer `layer` keeps for backward."""
     return (*attention_kept(spec, share), *mlp_kept(spec, layer, share))
+
+
+@lru_cache(maxsize=4096)
+def level_kept(spec: ModelSpec, layer: int, share: Share, level: Level) -> tuple[Kept, ...]:
+    """Everything layer `layer` keeps for backward at `level` (levers/checkpoint_keep.py)."""
+    if level == "everything":
+        return layer_kept(spec, layer, share)
+    found = [Kept("residual", "layer input", _stream(spec, share), "to compute the layer again")]
+    attended = _attended(spec, share)
+    if level != "nothing":
+        found += [kept for kept in attended if kept.name in ("output", "logsumexp")]
+    if level == "matmuls":
+        found += [kept for kept in attended if kept.name in ("queries", "keys and values")]
+        found += _products(spec, layer, share)
+    return tuple(found)
+
+
+def _products(spec: ModelSpec, layer: int, share: Share) -> list[Kept]:
+    """Results of the output projection and of the MLP's, the last only where a norm or a router needs it."""
+    n, e = share.tokens, share.element_bytes
+    full = n * spec.hidden_size * e
+    found = [Kept("attention", "projected output", full, "the sum with the residual is computed again")]
+    if not spec.is_routed(layer):
+        inner = n * ceil(spec.mlp_size, share.tensor) * e
+        found.append(Kept("mlp", "gate and up", (2 if spec.gated else 1) * inner, "the activation is computed again"))
+        return found + ([Kept("mlp", "output", full, "its norm is computed again")] if spec.sandwich_norms else [])
+    experts = spec.experts
+    assert experts is not None
+    width, inside = ceil(experts.mlp_size, share.tensor), experts.per_token * n * e
+    found += [
+        Kept("routing", "router's scores", n * experts.count * e, "the choice of experts is computed again"),
+        Kept("mlp", "experts' gate, up and output", inside * (2 * width + spec.hidden_size), "scaled again"),
+    ]
+    if experts.shared_size:
+        shared = n * (2 * ceil(experts.shared_size, share.tensor) + spec.hidden_size + 1) * e
+        found.append(Kept("mlp", "shared expert's gate, up, output and share", shared, "multiplied again"))
+    return found
 
 
 def attention_kept(spec: ModelSpec, share: Share) -> tuple[Kept, ...]:
