@@ -16,7 +16,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import whole
+from tightfit.parallel.shards import described, splits_of, whole
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import LossScale
@@ -48,6 +48,9 @@ class Case:
     steps: int = 3
     data: int = 1
     zero: int = 0
+    shard_inside: int = 0
+    tensor: int = 1
+    sequence_parallel: bool = True
     micro_batch: int = 8
     precision: PrecisionName = "fp32"
     scale: float | None = None
@@ -56,11 +59,14 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return Layout(data=self.data, zero=self.zero, micro_batch=self.micro_batch)  # type: ignore[arg-type]
+        return Layout(
+            data=self.data, zero=self.zero, shard_inside=self.shard_inside, tensor=self.tensor,  # type: ignore[arg-type]
+            sequence_parallel=self.sequence_parallel, micro_batch=self.micro_batch,
+        )  # fmt: skip
 
     def alone(self) -> "Case":
         """The same on one process that takes all rows at once."""
-        return replace(self, data=1, zero=0, micro_batch=self.rows, levers=PLAIN)
+        return replace(self, data=1, zero=0, shard_inside=0, tensor=1, micro_batch=self.rows, levers=PLAIN)
 
     def alone_in(self, precision: PrecisionName) -> "Case":
         """The same on one process, in another precision."""
@@ -69,7 +75,7 @@ class Case:
 
 def run(case: Case) -> "Trace":
     """Train as `case` says, as a rank of the running group if it has several ranks."""
-    mesh = make_mesh(case.layout, "cpu") if case.data > 1 else None
+    mesh = make_mesh(case.layout, "cpu") if case.layout.ranks > 1 else None
     return train(case, mesh, Ranks.of(mesh))
 
 
@@ -92,7 +98,11 @@ def train(case: Case, mesh: DeviceMesh | None, ranks: Ranks) -> Trace:
     def look(phase: str) -> None:
         if phase == "optimizer":
             trace.gradients.append(
-                {n: whole(p.grad).clone() for n, p in decoder.named_parameters() if p.grad is not None}
+                {
+                    n: whole(described(p.grad, splits_of(decoder).get(n))).clone()
+                    for n, p in decoder.named_parameters()
+                    if p.grad is not None
+                }
             )
 
     scale = LossScale.for_precision(case.precision)
@@ -118,7 +128,8 @@ def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module
 
 
 def wholes(decoder: Decoder) -> dict[str, Tensor]:
-    return {name: whole(p).detach().clone() for name, p in decoder.named_parameters()}
+    splits = splits_of(decoder)
+    return {name: whole(described(p, splits.get(name))).detach().clone() for name, p in decoder.named_parameters()}
 
 
 def micro_batches(case: Case, step: int, rank: int) -> list[Batch]:

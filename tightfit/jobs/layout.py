@@ -18,6 +18,8 @@ class Layout(Section):
     """Ranks that each train on their own share of the batch."""
     zero: Literal[0, 1, 2, 3] = 0
     """What data ranks split: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 weights too (FSDP)."""
+    shard_inside: int = Field(default=0, ge=0)
+    """Neighbouring data ranks (a node, say) that split those between them, each such group having a copy; 0: all."""
     tensor: int = Field(default=1, ge=1)
     """Ranks that split every matrix product between them."""
     sequence_parallel: bool = True
@@ -36,6 +38,11 @@ class Layout(Section):
     """Rows per forward pass of one data rank; a step is global_batch / (micro_batch × data) forward passes."""
 
     @property
+    def copies(self) -> int:
+        """Groups of data ranks that each hold all of what ZeRO splits."""
+        return self.data // self.shard_inside if self.shard_inside else 1
+
+    @property
     def ranks(self) -> int:
         """All processes of the run."""
         return self.data * self.tensor * self.pipeline * self.context
@@ -45,6 +52,11 @@ class Layout(Section):
         if self.zero and self.data == 1 and self.context == 1:
             raise ValueError(
                 f"layout.zero is {self.zero}, but one data rank has nobody to split with; raise layout.data"
+            )
+        if self.shard_inside and (not self.zero or self.data % self.shard_inside):
+            raise ValueError(
+                f"layout.shard_inside is {self.shard_inside}, but layout.data is {self.data} and layout.zero is "
+                f"{self.zero}; give a divisor of the data ranks, and say what they split with layout.zero"
             )
         if (self.data * self.context) % self.expert:
             raise ValueError(

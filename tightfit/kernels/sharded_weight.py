@@ -7,7 +7,8 @@ A DTensor weight split by rows, Shard(0), means one of two things, and the hidde
   `weight_shards="vocabulary"`). Each keeps its rows of the weight and its columns of the logits; the rows' statistics
   are combined, and the gradients of the hidden states summed, across processes.
 Plain rows with a `VocabularyRows` beside them are the second kind too, except that whoever gives them sums the hidden
-states' gradients (parallel/tensor.py scatters them in the same collective). Inside a module that FSDP2 has unsharded the weight is a plain tensor and nothing of this happens. Limits: one mesh
+states' gradients (parallel/tensor.py scatters them in the same collective).
+Inside a module that FSDP2 has unsharded the weight is a plain tensor and nothing of this happens. Limits: one mesh
 axis; a weight that FSDP2 and tensor parallelism both split is handled once FSDP2 has unsharded it.
 """
 
@@ -139,4 +140,3 @@ def combiner(group: str) -> Combine | None:
         return combined
 
     return combine
-

@@ -186,7 +186,8 @@ class Decoder(nn.Module):
         self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
     ) -> Surroundings:
         """What all layers need to know of the tokens."""
-        spec, length = self.spec, x.shape[1] + (cache.length if cache is not None else 0)
+        spec, tokens = self.spec, positions.shape[1]  # of x a rank may have some tokens only
+        length = tokens + (cache.length if cache is not None else 0)
         ropes = {rope for i in range(spec.layers) if (rope := spec.rope_of(i)) is not None}
         made = {rope: tables(rope, spec.head_dim, spec.max_positions, positions, x.dtype) for rope in ropes}
-        return Surroundings(Visibility(x.shape[1], length, x.device, documents), made, cache)
+        return Surroundings(Visibility(tokens, length, x.device, documents), made, cache)

@@ -9,9 +9,10 @@ norms are the identity, biases zero.
 import torch
 from torch import Tensor
 
+from tightfit.models.blank import whole_parameters
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.shards import copy_whole, is_shard, local
+from tightfit.parallel.shards import copy_whole, described, is_shard, local, splits_of
 
 INTO_RESIDUAL = ("attention.o.weight", "down.weight", "experts.down")
 
@@ -20,11 +21,14 @@ INTO_RESIDUAL = ("attention.o.weight", "down.weight", "experts.down")
 def init_weights(model: Decoder, gain: float = 1.0, device: torch.device | None = None) -> None:
     """Draw all weights from torch's global generator; `gain` multiplies every standard deviation.
 
-    The same seed gives the same weights however they are split: a rank draws every parameter whole and keeps its rows.
+    The same seed gives the same weights however they are split: a rank draws every parameter whole and keeps its part.
     And wherever they are: `device` is where they are drawn, theirs unless given.
     """
-    for name, parameter in model.named_parameters():
-        there = device or local(parameter).device
+    splits = splits_of(model)
+    here = device or next(model.parameters()).device
+    for name, held in whole_parameters(model):
+        parameter = described(held, splits.get(name))
+        there = device or (here if held.is_meta else local(parameter).device)
         if is_shard(parameter) or parameter.device != there:
             whole = torch.empty(parameter.shape, device=there)
             _draw(name, whole, model.spec, gain)

@@ -1,9 +1,10 @@
-"""Levers and splits put on a decoder, in one order: loss, tiling, checkpointing, data parallelism.
+"""Levers and splits put on a decoder, in one order: tensor split, loss, tiling, checkpointing, data parallelism.
 
 Tiling and checkpointing change what a layer's forward is, and data parallelism hooks itself around that forward:
-recomputing inside the hooks finds the weights that backward has gathered anyway. Tensor, context and pipeline splits
-will come between the two. Weights of a model that is sharded are given values afterwards (each rank fills its rows); a
-model that is replicated must have its values and its dtype before. `train/assembly.py` does both, with the optimizer.
+recomputing inside the hooks finds the weights that backward has gathered anyway. Tensor parallelism cuts weights before
+they have memory (`cut`) and puts its collectives around a layer's blocks, inside all others. Weights of a model that is
+sharded are given values afterwards (each rank fills its rows); a model that is replicated must have its values and its
+dtype before. `train/assembly.py` does both, with the optimizer.
 """
 
 from torch import nn
@@ -18,7 +19,19 @@ from tightfit.levers.loss import choose_loss
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
+from tightfit.parallel.pipeline import pipelined
+from tightfit.parallel.mesh import sharding_axes
+from tightfit.parallel.tensor import refusal, tensor_parallel
 from tightfit.plan.runnable import not_yet
+
+
+def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
+    """Leave of the weights what this rank has of each, before they have values. Comes before `apply`."""
+    refuse_what_cannot_run(layout, levers)
+    if sentence := refusal(model.spec, layout, levers):
+        raise UserError(sentence)
+    if mesh is not None and layout.tensor > 1:
+        tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
 
 
 def apply(
@@ -29,11 +42,13 @@ def apply(
     choose_loss(model, levers)
     tile_layers(model, levers.tiles)
     checkpoint_layers(model, levers)
-    if mesh is None:
+    if mesh is not None and layout.pipeline > 1:
+        return pipelined(model, mesh, layout, precision)
+    if mesh is None or mesh["data"].size() == 1:
         return model
     if layout.zero == 0:
         return replicate(model, mesh["data"])
-    return shard(model, mesh["data"], layout.zero, precision)
+    return shard(model, sharding_axes(mesh), layout.zero, precision)
 
 
 def refuse_what_cannot_run(layout: Layout, levers: Levers) -> None:

@@ -1,13 +1,13 @@
 """Collectives of tensor parallelism as pairs that are each other's gradient: copy ↔ sum, gather ↔ scatter, part ↔ join.
 
 Where a forward pass copies to all ranks, the gradients of the copies are summed; where it gathers pieces, they are
-reduced and scattered; and the other way round (Shoeybi et al. 2019; Korthikanti et al. 2022). Pieces are equal numbers of
-tokens, in the order of rows and positions laid out one after another: norms and sums do not care where a row ends, and
-what is gathered that way is contiguous, so no collective needs a copy beside it.
+reduced and scattered; and the other way round (Shoeybi et al. 2019; Korthikanti et al. 2022). Pieces are equal numbers
+of tokens, in the order of rows and positions laid out one after another: norms and sums do not care where a row ends,
+and what is gathered that way is contiguous, so no collective needs a copy beside it.
 
-What was gathered for a projection would be its largest saved tensor. `scattered` lets go of its memory when the block is
-done and gathers it again when backward comes back; while a checkpointed layer is recomputed it stays, as it is needed at
-once. Groups are one mesh axis. Every function must be called by all ranks of the group, in the same order.
+What was gathered for a projection would be its largest saved tensor. `scattered` lets go of its memory when the block
+is done and gathers it again when backward comes back; while a checkpointed layer is recomputed it stays, as it is
+needed at once. Groups are one mesh axis. All ranks of the group must call every function, in the same order.
 """
 
 from typing import Any
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""By their names since torch 2.13, or those before."""
 
 
 def copied(x: Tensor, group: Group) -> Tensor:
@@ -56,14 +59,14 @@ def _all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if out is None:
         out = rows.new_empty(rows.shape[0] * group.size(), rows.shape[1])
-    dist.all_gather_into_tensor(out, rows, group=group)
+    ALL_GATHER(out, rows, group=group)
     return out
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = rows.new_empty(rows.shape[0] // group.size(), rows.shape[1])
-    dist.reduce_scatter_tensor(out, rows, group=group)
+    REDUCE_SCATTER(out, rows, group=group)
     return out[None]
 
 
@@ -75,7 +78,7 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
 
 def recomputing() -> bool:
     """Whether this forward pass runs inside a backward one."""
-    return bool(torch._C._current_graph_task_id() >= 0)  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() >= 0
 
 
 class _Copied(torch.autograd.Function):
@@ -122,12 +125,13 @@ class _Scattered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.saved_tensors:
-            _gather_again(*ctx.saved_tensors, ctx.group)
+        held: tuple[Tensor, ...] = ctx.saved_tensors  # asked for once: checkpointing computes them again
+        if held:
+            _gather_again(ctx.group, *held)
         return _all_gather(dy, ctx.group).view(ctx.shape), None, None, None
 
 
-def _gather_again(piece: Tensor, whole: Tensor, group: Group) -> None:
+def _gather_again(group: Group, piece: Tensor, whole: Tensor) -> None:
     """Into the very memory that operations of forward have saved; autograd must not take that for a change."""
     storage = whole.untyped_storage()
     if storage.size():

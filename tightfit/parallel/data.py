@@ -28,6 +28,9 @@ What a rank sends per parameter and step, in elements (all-reduce is reduce-scat
 | 2 | (N−1)/N | M (N−1)/N in float32 |
 | 3 | 2 M (N−1)/N; embedding and root M (N−1)/N | M (N−1)/N in float32 |
 
+Hybrid sharding (`layout.shard_inside`) puts the number of ranks in a group in place of N, and adds one all-reduce of a
+rank's float32 shard of gradients over the groups, at the last micro-batch.
+
 Zero 1 and 2 keep weights gathered until the step's last backward: gathering them again for each micro-batch would free
 nothing at the peak. Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP).
 """
@@ -75,8 +78,8 @@ def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName)
     """Zero 1, 2 or 3, in place. `model` may be on the meta device; `materialise` gives it memory afterwards."""
     _show_outputs_to_hooks()
     policy = _policy(precision)
-    parts: list[nn.Module] = [*model.layers, *([] if model.spec.tied else [model.embed])]
-    for part in parts:
+    parts: list[nn.Module | None] = [*model.layers, None if model.spec.tied else model.embed]
+    for part in filter(None, parts):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)  # its gradient does not depend on its weight
@@ -104,7 +107,7 @@ def _show_outputs_to_hooks() -> None:
 def materialise(model: Decoder, device: torch.device) -> None:
     """Memory for the shards of a model made on the meta device; values are still to come."""
     model.to_empty(device=device)
-    if model.spec.tied:
+    if model.spec.tied and model.head is not None:  # which a middle stage of a pipeline has not
         model.head.weight = model.embed.weight
 
 
@@ -122,6 +125,7 @@ def micro_batch(model: nn.Module, *, last: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         root: Any = model
         root.set_requires_gradient_sync(last or root.zero > 1)
+        root.set_requires_all_reduce(last)  # between groups that each hold a copy, where there are several
         root.set_reshard_after_backward(last or root.zero == 3)
     yield
 

@@ -1,9 +1,11 @@
 """The mesh: the ranks of a run as a grid with one named axis per way of splitting.
 
 The axes, outermost first, are those of `AXES`: neighbours on the innermost axis are neighbouring ranks, which share the
-fastest links. Only axes of more than one rank exist, except `data`, which always does. The mesh is made once and handed
-to who needs it; nothing is kept in a global. Processes are torchrun's, and its variables (RANK, WORLD_SIZE, LOCAL_RANK
-and the meeting place) are read by torch.distributed alone. `make_mesh` takes any initialised group, a fake one too.
+fastest links. Only axes of more than one rank exist, except `data`, which always does. Where data ranks shard inside
+groups only, `data` is two axes, `replicate` over groups and `shard` inside them, and `mesh["data"]` both as one. The
+mesh is made once and handed to who needs it; nothing is kept in a global. Processes are torchrun's, and its variables
+(RANK, WORLD_SIZE, LOCAL_RANK and the meeting place) are read by torch.distributed alone. `make_mesh` takes any
+initialised group, a fake one too. Experts are split over ranks of these axes and will need none of their own.
 """
 
 import os
@@ -18,6 +20,8 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 
 AXES = ("pipeline", "data", "context", "tensor")
+HYBRID = ("replicate", "shard")
+"""The data axis where groups of its ranks each hold a copy of what they shard."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -25,8 +29,21 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The grid of `layout` over the processes of the initialised group."""
     check_world(layout, dist.get_world_size())
     degrees = {axis: getattr(layout, axis) for axis in AXES}
-    used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
-    return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+    used: dict[str, int] = {}
+    for axis, degree in degrees.items():
+        if axis == "data" and layout.copies > 1:
+            used |= dict(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True))
+        elif degree > 1 or axis == "data":
+            used[axis] = degree
+    mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+    if layout.copies > 1:
+        mesh[HYBRID]._flatten("data")
+    return mesh
+
+
+def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes FSDP2 is given: `data`, or the two it is made of."""
+    return mesh[HYBRID] if "shard" in (mesh.mesh_dim_names or ()) else mesh["data"]
 
 
 def check_world(layout: Layout, processes: int) -> None:

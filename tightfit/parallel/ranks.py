@@ -1,7 +1,7 @@
 """Ranks: who a process is on the data axis and among all, and what it says apart from weights and gradients.
 
 The data axis says which rows a process takes, and sums over them (`rank`, `world`, `sum`). All processes of a run,
-those of other axes too, agree on things together (`first`, `largest`, `share`, `wait`).
+those of other axes too, agree on things together (`first`, `total`, `largest`, `share`, `wait`).
 
 Alone (`ALONE`, the default everywhere) nothing is said and nothing is copied, so a single process pays nothing.
 Every method that talks must be called by all ranks.
@@ -52,6 +52,14 @@ class Ranks:
         total = tensor.clone()
         dist.all_reduce(total, group=self.group)
         return total
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Added up over all processes; alone, the tensor itself."""
+        if self.processes == 1:
+            return tensor
+        found = tensor.clone()
+        dist.all_reduce(found)
+        return found
 
     def largest(self, value: int) -> int:
         """The largest of all processes' values: how they agree."""

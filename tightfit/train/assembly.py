@@ -19,9 +19,11 @@ from tightfit.jobs.levers import Levers
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.apply import apply
+from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.data import materialise
+from tightfit.parallel.pipeline import take_stages
 from tightfit.train.optimizer import NO_LEVERS, MasterAdamW
+from tightfit.train.pipeline_step import counting
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 
 Fill = Callable[[Decoder], None]
@@ -35,6 +37,8 @@ def unfilled(
 
     What will be offloaded is made on the host, where there is room for it.
     """
+    if layout.zero == 0 and layout.tensor * layout.pipeline > 1:
+        return blank_decoder(spec, "meta", torch.float32)
     if layout.zero == 0:
         return blank_decoder(spec, device if levers.offload == "none" else "cpu", torch.float32)
     return blank_decoder(spec, "meta", torch.float32 if keeps_master_weights(precision) else COMPUTE_DTYPES[precision])
@@ -42,24 +46,30 @@ def unfilled(
 
 def assemble(
     model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName,
-    settings: Optimizer, device: torch.device, fill: Fill, seed: int = 0,
+    settings: Optimizer, device: torch.device, fill: Fill, seed: int = 0, length: int | None = None,
 ) -> tuple[nn.Module, MasterAdamW]:  # fmt: skip
     """What to call for forward and backward, and the optimizer of its parameters (which are those of `model`).
 
-    `seed` is that of weights rounded stochastically.
+    `seed` is that of weights rounded stochastically; a pipeline's stages are cut for rows of `length` tokens.
     """
     if sentence := disagreement(levers, layout, precision, accumulation=1):
         raise UserError(sentence)
     dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)
+    if mesh is not None and layout.pipeline > 1:
+        take_stages(model, mesh, layout, length or model.spec.max_positions)
+    cut(model, mesh, layout, levers)
     if layout.zero:
         module = apply(model, mesh, layout, levers, precision)
-        if model.embed.weight.is_meta:
+        if next(model.parameters()).is_meta:
             materialise(model, device)
         fill(model)
-        return module, MasterAdamW(model, settings, dtype if masters else None, levers, seed)
+        return module, counting(MasterAdamW(model, settings, dtype if masters else None, levers, seed), module)
+    if next(model.parameters()).is_meta:
+        materialise(model, device)
     fill(model)
-    if not masters and model.embed.weight.dtype != dtype:
+    if not masters and next(model.parameters()).dtype != dtype:
         model = model.to(dtype)
     optimizer = MasterAdamW(model, settings, dtype if masters else None, levers, seed, device)
-    optimizer.gradients_stay = mesh is not None
-    return apply(model, mesh, layout, levers, precision), optimizer
+    optimizer.gradients_stay = layout.data > 1 and layout.pipeline == 1
+    module = apply(model, mesh, layout, levers, precision)
+    return module, counting(optimizer, module)

@@ -64,7 +64,7 @@ def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: 
     """What a checkpoint holds of a model that computes in `dtype`. All ranks call this; the first has all of it."""
     if optimizer.offloading is not None:
         return Content(_complete(model.spec, optimizer.offloading.weights(model)), optimizer.state())
-    if not optimizer.is_sharded:
+    if optimizer.is_whole:
         return Content(model, optimizer.state())
     weights = _wholes(model.state_dict(), ranks, dtype)
     states = _wholes(optimizer.state(), ranks)

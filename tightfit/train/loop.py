@@ -233,7 +233,7 @@ class _Run:
         if self.stopped_by is not None or not self.ranks.first or not settings.prompts:
             return []
         loaded = LoadedModel(p.model, p.tokenizer, str(self.job.output))
-        if p.optimizer.is_sharded:
+        if not p.optimizer.is_whole:
             loaded = load_model(str(self.saved), device=p.device, dtype=COMPUTE_DTYPES[p.precision])
         sampling = Sampling(max_tokens=settings.sample_tokens, temperature=settings.temperature, seed=self.job.seed)
         return [(prompt, "".join(next(iter(continue_text(loaded, prompt, sampling))))) for prompt in settings.prompts]

@@ -22,7 +22,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
-from tightfit.parallel.shards import copy_whole, first_element, is_shard, like_shard, local
+from tightfit.parallel.shards import copy_whole, described, first_element, is_shard, like_shard, local, pieces, splits_of
 from tightfit.train.backward_update import Apply, BackwardUpdate
 from tightfit.train.offloading import Offloading
 from tightfit.train.streamed_updater import StreamedUpdater
@@ -64,8 +64,11 @@ class MasterAdamW:
         self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.is_sharded = any(is_shard(p) for _, p in named)
+        self.splits = splits_of(model)
         self.gradients_stay = False
         """Zero gradients where they lie instead of freeing them: set where they lie in an engine's buckets."""
+        self.stages, self.copied = 1, frozenset[str]()
+        """Ranks of a pipeline, which hold other parameters each, and those of ours that another one counts."""
         self.offloading = None
         if levers.offload != "none":
             self.offloading = Offloading(named, levers, device or named[0][1].device, compute_dtype)
@@ -101,7 +104,7 @@ class MasterAdamW:
             masters = [p.data.float() for p in parameters]  # the very storage of a float32 model: no second copy
             for p in parameters:
                 p.data = p.data.to(compute_dtype)
-        firsts = [first_element(p) for p in parameters]
+        firsts = [first_element(described(p, self.splits.get(n))) for n, p in named]
         return Bucket(names, [*parameters], masters, self._updater(names, masters, firsts, weight_decay))
 
     def _bucket_away(self, name: str, parameter: nn.Parameter, weight_decay: float) -> Bucket:
@@ -131,6 +134,23 @@ class MasterAdamW:
     def gradients(self) -> list[Tensor]:
         """The model's gradients as backward left them; of shards, the rows that are here."""
         return [local(p.grad) for bucket in self.buckets for p in bucket.parameters if p.grad is not None]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter is here, all of it."""
+        return not self.is_sharded and not self.splits and self.stages == 1
+
+    @torch.no_grad()
+    def squares(self, world: int) -> Tensor:
+        """Σ g² of what is here, each over the number of the model's `world` ranks that have the same: Σ over them is
+        that of all gradients."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for bucket in self.buckets:
+            for name, p in zip(bucket.names, bucket.parameters, strict=True):
+                if p.grad is not None and name not in self.copied:
+                    by_copies.setdefault(world // pieces(p, self.splits.get(name)), []).append(local(p.grad))
+        parts = [global_norm(found).double().square() / copies for copies, found in by_copies.items()]
+        return torch.stack(parts).sum()
 
     @torch.no_grad()
     def step(self, lr: float, gradient_factor: Tensor | None = None) -> None:
@@ -178,7 +198,8 @@ class MasterAdamW:
                 yield f"step/{name}", bucket.updater.step(index)
                 kinds = bucket.updater.states(index) | ({"master": master} if self.has_masters else {})
                 for kind, tensor in kinds.items():
-                    yield f"{kind}/{name}", like_shard(tensor, parameter) if is_shard(parameter) else tensor
+                    held = like_shard(tensor, parameter) if is_shard(parameter) else tensor
+                    yield f"{kind}/{name}", described(held, self.splits.get(name))
         if self.in_backward is not None:
             yield PREVIOUS_NORM, self.in_backward.previous_norm
 

@@ -166,14 +166,15 @@ def _unfilled(
     So is one that will be offloaded: it is made on the host.
     """
     faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
+    shared = layout.zero > 0 or layout.tensor > 1
     if offloaded and not faking:
         dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
         return blank_decoder(workload.spec, "cpu", dtype, impl)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision])
     try:
-        with torch.device("meta" if layout.zero and not faking else device):
-            if tracer is not None and (layout.zero or offloaded):
+        with torch.device("meta" if shared and not faking else device):
+            if tracer is not None and (shared or offloaded):
                 with tracer.pause():
                     return Decoder(workload.spec, impl)
             return Decoder(workload.spec, impl)

@@ -15,7 +15,9 @@ from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import micro_batch
+from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import ALONE, Ranks
+from tightfit.parallel.tensor import sum_partial_gradients
 from tightfit.train.backward_update import BackwardUpdate
 from tightfit.train.optimizer import MasterAdamW, clip_factor, global_norm
 from tightfit.train.precision import LossScale
@@ -66,6 +68,8 @@ def accumulate(
     counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
     tokens = sum(counted) if ranks.world == 1 else ranks.sum(torch.tensor(sum(counted), device=device))
     total = max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1)
+    if isinstance(model, Pipeline):
+        return model.run([inputs(batch, device) for batch in batches], counted, total, scale, on_phase), tokens
     experts = decoder_of(model).spec.experts
     mean = torch.zeros((), device=device)
     for number, (batch, count) in enumerate(zip(batches, counted, strict=True), 1):
@@ -81,6 +85,7 @@ def accumulate(
                 loss = loss + experts.balance_weight * output.balance * (count / total)
             on_phase("backward")
             (loss * scale).backward()
+    sum_partial_gradients(decoder_of(model))
     return mean, tokens
 
 
@@ -155,14 +160,15 @@ def _step_in_backward(
 
 
 def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The step's loss and gradient norm. Replicas all have the summed gradients; shards have only their rows'."""
-    norm = global_norm(optimizer.gradients)
-    if ranks.world == 1:
-        assert not optimizer.is_sharded, "shards of the parameters, but nobody to hold the others: pass `ranks`"
-        return part, norm
-    squares = norm.double().square() if optimizer.is_sharded else torch.zeros_like(norm, dtype=torch.float64)
-    mean, total = ranks.sum(torch.stack([part.double(), squares])).unbind()
-    return mean.float(), total.sqrt().float() if optimizer.is_sharded else norm
+    """The step's loss and gradient norm: data ranks have parts of the loss, tensor ranks the same one; each rank has
+    the squares of the gradients it holds, of which others may have copies."""
+    if ranks.processes == 1:
+        assert optimizer.is_whole, "parts of the parameters, but nobody to hold the others: pass `ranks`"
+        return part, global_norm(optimizer.gradients)
+    holders = ranks.processes // optimizer.stages
+    own = torch.stack([part.double() / (holders // ranks.world), optimizer.squares(holders)])
+    mean, squares = ranks.total(own).unbind()
+    return mean.float(), squares.sqrt().float()
 
 
 def _factor(norm: Tensor, clip_norm: float, scale: float) -> Tensor | None:
