@@ -19,8 +19,8 @@ from tightfit.levers.loss import choose_loss
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
-from tightfit.parallel.pipeline import pipelined
 from tightfit.parallel.mesh import sharding_axes
+from tightfit.parallel.pipeline import pipelined
 from tightfit.parallel.tensor import refusal, tensor_parallel
 from tightfit.plan.runnable import not_yet
 

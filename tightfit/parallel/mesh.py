@@ -2,7 +2,7 @@
 
 The axes, outermost first, are those of `AXES`: neighbours on the innermost axis are neighbouring ranks, which share the
 fastest links. Only axes of more than one rank exist, except `data`, which always does. Where data ranks shard inside
-groups only, `data` is two axes, `replicate` over groups and `shard` inside them, and `mesh["data"]` both as one. The
+groups only, a second mesh beside the first has two axes for it, `replicate` over groups and `shard` inside them. The
 mesh is made once and handed to who needs it; nothing is kept in a global. Processes are torchrun's, and its variables
 (RANK, WORLD_SIZE, LOCAL_RANK and the meeting place) are read by torch.distributed alone. `make_mesh` takes any
 initialised group, a fake one too. Experts are split over ranks of these axes and will need none of their own.
@@ -22,6 +22,8 @@ from tightfit.jobs.layout import Layout
 AXES = ("pipeline", "data", "context", "tensor")
 HYBRID = ("replicate", "shard")
 """The data axis where groups of its ranks each hold a copy of what they shard."""
+BESIDE = "tightfit_hybrid"
+"""Where a mesh has the one that cuts its data axis in two: torch lets no mesh have an axis both whole and cut."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -29,21 +31,24 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The grid of `layout` over the processes of the initialised group."""
     check_world(layout, dist.get_world_size())
     degrees = {axis: getattr(layout, axis) for axis in AXES}
-    used: dict[str, int] = {}
-    for axis, degree in degrees.items():
-        if axis == "data" and layout.copies > 1:
-            used |= dict(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True))
-        elif degree > 1 or axis == "data":
-            used[axis] = degree
+    used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
     if layout.copies > 1:
-        mesh[HYBRID]._flatten("data")
+        shape = {a: d for axis, degree in used.items() for a, d in _cut_in_groups(axis, degree, layout)}
+        vars(mesh)[BESIDE] = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     return mesh
 
 
-def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes FSDP2 is given: `data`, or the two it is made of."""
-    return mesh[HYBRID] if "shard" in (mesh.mesh_dim_names or ()) else mesh["data"]
+def _cut_in_groups(axis: str, degree: int, layout: Layout) -> list[tuple[str, int]]:
+    if axis != "data":
+        return [(axis, degree)]
+    return list(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True))
+
+
+def sharding_axes(mesh: DeviceMesh, *others: str) -> DeviceMesh:
+    """The axes FSDP2 is given, `data` or the two it is cut in, and `others` behind them."""
+    beside: DeviceMesh | None = vars(mesh).get(BESIDE)
+    return mesh[("data", *others)] if beside is None else beside[(*HYBRID, *others)]
 
 
 def check_world(layout: Layout, processes: int) -> None:

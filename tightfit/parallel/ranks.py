@@ -31,14 +31,18 @@ class Ranks:
     """Where messages are: on the GPUs where the group talks between GPUs."""
     process: int = 0
     processes: int = 1
+    stages: int = 1
+    """Pipeline ranks, each of which holds other weights."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
         """The ranks of the mesh's data axis, and all processes of the running group."""
         if mesh is None:
             return ALONE
-        data = mesh["data"]
-        return cls(data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size())
+        data, stages = mesh["data"], mesh["pipeline"].size() if "pipeline" in (mesh.mesh_dim_names or ()) else 1
+        return cls(
+            data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size(), stages
+        )
 
     @property
     def first(self) -> bool:

@@ -40,6 +40,7 @@ from tightfit.models.decoder import Attention, Decoder, Surroundings
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.conjugate import copied, gathered, gradient_shared, own_part, scattered, summed
+from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.shards import Split, local, remember_splits, splits_of
 
 CUTS = (
@@ -58,25 +59,20 @@ EIGHT_BIT_BLOCK = 256
 
 def tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Cut `model` for this rank of the mesh's tensor axis, in place; it may be on the meta device."""
-    axis = mesh["tensor"]
+    axis, grid = mesh["tensor"], sharding_axes(mesh, "tensor")
     splits = {
-        name: _split(name, p, axis, _grid(mesh), sequence_parallel=sequence_parallel)
-        for name, p in model.named_parameters()
+        name: _split(name, p, axis, grid, sequence_parallel=sequence_parallel) for name, p in model.named_parameters()
     }
     for name, split in splits.items():
         if split.dim is not None:
             _cut(model, name, split)
-    if model.spec.tied:
+    if model.spec.tied and "embed.weight" in splits:
         model.head.weight = model.embed.weight
         splits["head.weight"] = splits["embed.weight"]
     remember_splits(model, splits)
     exchange = SequenceExchange(axis.get_group()) if sequence_parallel else Exchange(axis.get_group())
-    _hook(model, exchange, splits["embed.weight"])
-
-
-def _grid(mesh: DeviceMesh) -> DeviceMesh:
-    names = mesh.mesh_dim_names or ()
-    return mesh[tuple(name for name in names if name in ("data", "replicate", "shard", "tensor"))]
+    first, count = Split(axis, grid, 0, model.spec.vocab_size).bounds()
+    _hook(model, exchange, VocabularyRows(model.spec.vocab_size, first, count, exchange.group.group_name))
 
 
 def _split(name: str, p: nn.Parameter, axis: DeviceMesh, grid: DeviceMesh, *, sequence_parallel: bool) -> Split:
@@ -164,16 +160,16 @@ class SequenceExchange(Exchange):
         return gathered(x, self.group).view(-1, self.length, x.shape[-1])
 
 
-def _hook(model: Decoder, exchange: Exchange, vocabulary: Split) -> None:
-    """Put `exchange` around the blocks of `model`."""
-    positions = model.positions is not None
-    rows = VocabularyRows(vocabulary.size, *vocabulary.bounds(), exchange.group.group_name)
+def _hook(model: Decoder, exchange: Exchange, rows: VocabularyRows) -> None:
+    """Put `exchange` around the blocks of `model`, or of those that a pipeline has left of it."""
+    positions = model.spec.rope is None
     model.impl = replace(model.impl, vocabulary=rows)
-    model.embed.forward = partial(_embed, model.embed, rows, exchange, positions)  # type: ignore[method-assign]
-    model.layers[0].register_forward_pre_hook(
-        lambda _, given: (exchange.begin(given[0], positions=positions), *given[1:])
-    )
-    model.norm.register_forward_hook(lambda _, given, made: exchange.end(made))
+    if model.embed is not None:
+        model.embed.forward = partial(_embed, model.embed, rows, exchange, positions)  # type: ignore[method-assign]
+    if (first := model.layers._modules.get("0")) is not None:
+        first.register_forward_pre_hook(lambda _, given: (exchange.begin(given[0], positions=positions), *given[1:]))
+    if model.norm is not None:
+        model.norm.register_forward_hook(lambda _, given, made: exchange.end(made))
     layers: list[Any] = list(model.layers)
     for layer in layers:
         attention, mlp = layer.attention, layer.mlp

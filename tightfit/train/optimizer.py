@@ -22,7 +22,16 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
-from tightfit.parallel.shards import copy_whole, described, first_element, is_shard, like_shard, local, pieces, splits_of
+from tightfit.parallel.shards import (
+    copy_whole,
+    described,
+    first_element,
+    is_shard,
+    like_shard,
+    local,
+    pieces,
+    splits_of,
+)
 from tightfit.train.backward_update import Apply, BackwardUpdate
 from tightfit.train.offloading import Offloading
 from tightfit.train.streamed_updater import StreamedUpdater
