@@ -186,7 +186,7 @@ def test_levers_lower_the_peak_and_higher_stages_are_smaller() -> None:
     moved = peak(workload(), given, Levers(checkpoint_every=1, offload_checkpoints=True), BARE)
     kept = peak(workload(), given, Levers(checkpoint_every=1), BARE)
     assert moved[0] < kept[0]
-    assert moved[1] == 32 * 4096 * 4096 * 2
+    assert moved[1] == 31 * 4096 * 4096 * 2, "the last one stays"
 
 
 def test_sequence_parallelism_splits_what_tensor_ranks_repeat() -> None:

@@ -6,6 +6,7 @@ bytes (divisors, scales) are left out on both sides.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.memory.formulas.layer import attention_kind, layer_kept
 from tightfit.memory.formulas.rank import rank_memory
 from tightfit.memory.formulas.share import Share
+from tightfit.memory.tracing import Tracer
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset, preset_names
@@ -101,22 +103,45 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
         assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, index, share))
 
 
-@pytest.mark.parametrize("every", [0, 1, 2])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3", "tiny-gpt2", "tiny-mixtral"])
-def test_a_model_keeps_what_autograd_keeps(name: str, every: int) -> None:
+KEPT: list[dict[str, Any]] = [
+    {},
+    {"checkpoint_every": 1},
+    {"checkpoint_every": 2},
+    {"num_checkpoints": 1},
+    {"checkpoint_every": 1, "checkpoint_keep": "attention"},
+    {"checkpoint_every": 1, "checkpoint_keep": "matmuls"},
+    {"checkpoint_every": 1, "offload_checkpoints": True},
+    {"checkpoint_every": 1, "offload_checkpoints": True, "checkpoint_host_bytes": 0},
+]
+
+
+@pytest.mark.parametrize("levers", KEPT, ids=lambda levers: "-".join(f"{value}" for value in levers.values()) or "none")
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3", "tiny-gpt2", "tiny-mixtral", "tiny-qwen3"])
+def test_a_model_keeps_what_is_alive_after_forward(name: str, levers: dict[str, Any]) -> None:
+    """Whoever holds it: autograd, a checkpoint, or a checkpoint's kept results."""
     spec = preset(name)
     model = decoder(spec, torch.float16)
-    checkpoint_layers(model, every)
-    at = rank_of(spec, "fp16", checkpoint_every=every)
-    expected = at.cost.kept + at.cost.outside + at.cost.loss.kept
-    assert saved_bytes(model) == expected - table_bytes_of_recomputed(spec, every)
+    checkpoint_layers(model, Levers.model_validate(levers))
+    at = rank_of(spec, "fp16", **levers)
+    gpu, host = alive_bytes(model)
+    assert gpu == at.cost.kept + at.cost.outside + at.cost.loss.kept
+    assert host == at.host_checkpoints
 
 
-def table_bytes_of_recomputed(spec: ModelSpec, every: int) -> int:
-    """Rope tables that only recomputed layers use: alive because those hold on to them, but not saved by autograd."""
-    saved = {spec.rope_of(layer) for layer in range(spec.layers) if not every or layer % every}
-    ropes = {rope for layer in range(spec.layers) if (rope := spec.rope_of(layer)) is not None} - saved
-    return sum(2 * 2 * LENGTH * int(spec.head_dim * rope.rotated_share) // 2 for rope in ropes)
+def alive_bytes(model: Decoder) -> tuple[int, int]:
+    """On the GPU and on the host, of tensors that were made in a forward pass and are there when it has ended."""
+    tokens = torch.randint(0, model.spec.vocab_size, (ROWS, LENGTH))
+    with Tracer() as tracer:
+        tracer.claim([*model.parameters(), tokens], "weights")
+        tracer.begin("forward")
+        output = model(tokens, tokens)
+        freed = {~event for event in tracer.trace.events if event < 0}
+    assert output.loss is not None
+    alive = [made for number, made in enumerate(tracer.trace.allocations) if number not in freed]
+    alive = [made for made in alive if made.component != "weights" and made.bytes > SCALAR_BYTES]
+    alive = [made for made in alive if made.operation != "aten.where.self"]  # labels as the loss reads them
+    sums = [sum(made.bytes for made in alive if made.place == place) for place in ("gpu", "host")]
+    return sums[0], sums[1]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2"])

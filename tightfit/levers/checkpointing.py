@@ -10,7 +10,7 @@ that backward needs is there, and weights that FSDP2 has gathered for backward a
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ def checkpoint_layers(model: Decoder, levers: Levers) -> None:
         return
     checkpointing = Checkpointing(model, levers)
     for place, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
         layer.forward = partial(checkpointing.run, place, layer.forward)
 
 
@@ -54,7 +53,7 @@ class Checkpointing:
 
     def __init__(self, model: Decoder, levers: Levers) -> None:
         self.spec, self.levers = model.spec, levers
-        self.numbers = tuple(layer.attention.layer for layer in model.layers)  # type: ignore[union-attr]
+        self.numbers = tuple(cast(Layer, layer).attention.layer for layer in model.layers)
         self.store: HostStore | None = None
         if levers.offload_checkpoints:
             self.store = HostStore(levers.checkpoint_host_bytes, levers.checkpoint_format)

@@ -8,7 +8,7 @@ Weights' gradients, while backward is at layer k (parallel/data.py, train/step.p
   from (float32 where masters are) stays until the next layer's are reduced. The root's and the embedding's gradients
   stay whole until its last callback. ZeRO-3 gathers the next layer's weights meanwhile; the embedding's are not needed.
 - update in backward: those of the layer at work, and the output projection's where the embedding shares it.
-- offload: those of the layer at work, and of the layer before on their way to the host.
+- offload: as without; where they are updated inside backward, what waits for the link is bounded.
 
 The embedding's gradient is summed by torch's embedding_dense_backward, which for more than 3072 tokens holds a float32
 row per token and tenth token (EmbeddingBackwardKernel.cu) and sorts the indices (four int64 each).
@@ -39,7 +39,11 @@ BACKWARD_LABELS: tuple[Label, ...] = (
     Label("gradients", "of the vocabulary", "output projection and embedding"),
     Label("logits and loss", "logits and their gradients", "kernels/linear_cross_entropy.py"),
     Label("workspace", "attention or embedding", "float32 sums of the backward kernels"),
-    Label("communication", "all-gather and reduce-scatter", "FSDP2's buffers; gradients and checkpoints to the host"),
+    Label(
+        "communication",
+        "all-gather and reduce-scatter",
+        "FSDP2's buffers; gradients to the host and checkpoints from there",
+    ),
 )
 
 
@@ -82,18 +86,17 @@ def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
     if at.is_sharded:
         gathered = e * _gathered(at, place)
         moving = _prefetched(at, place) + (0 if place.is_last or _sums_whole(at) else held.reduced * cost.widest.all)
-    elif held.host and not place.is_last:
-        moving = e * cost.widest.all
     return (
         gathered, held.gradients, *place.before, at.others, cost.tables, moment.held, moment.gradients,
-        round(held.growing * place.after), made, _waiting(at), 0, moment.workspace, moving + checkpoints_moving(at),
+        _done(at, place.after), made, _waiting(at, at_last_layer=place.is_last), 0, moment.workspace,
+        moving + _arriving(at, place),
     )  # fmt: skip
 
 
 def _at_reduction(at: RankMemory, place: Place) -> tuple[int, ...]:
     """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone."""
     held, cost, e = at.states, at.cost, at.element
-    before, done, made, head = held.gradients, round(held.growing * place.after), e * place.own, _waiting(at)
+    before, done, made, head = held.gradients, _done(at, place.after), e * place.own, _waiting(at)
     if _sums_whole(at):
         before, done, made, head = _whole_sums(at, cost.params.all - place.after), _shards(at, place.after), 0, 0
     return (
@@ -113,7 +116,7 @@ def _gathered_after(at: RankMemory, place: Place) -> int:
 
 def _sums_whole(at: RankMemory) -> bool:
     """ZeRO-1 sums whole gradients over micro-batches and reduces them in the last, when weights go as well."""
-    return at.layout.zero == 1 and at.accumulation > 1 and not at.states.host
+    return at.layout.zero == 1 and at.accumulation > 1
 
 
 def _whole_sums(at: RankMemory, weights: int) -> int:
@@ -136,19 +139,29 @@ def _prefetched(at: RankMemory, place: Place) -> int:
     return at.element * place.own if at.layout.zero == 3 and not place.is_first else 0
 
 
-def _waiting(at: RankMemory) -> int:
-    """The output projection's gradient, until the embedding's joins it or FSDP2 reduces it with the root."""
+def _done(at: RankMemory, weights: int) -> int:
+    """Gradients of so many weights as they stay; where the link to the host takes them, those that still wait."""
+    grown, most = round(at.states.growing * weights), at.states.waiting
+    return grown if most is None else min(grown, most)
+
+
+def _waiting(at: RankMemory, *, at_last_layer: bool = False) -> int:
+    """The output projection's gradient, until the embedding's joins it or FSDP2 reduces it with the root.
+
+    One that goes to the host is there until the next gradient is.
+    """
     held = at.states
-    if not at.cost.stage.has_head or held.host or (held.gradients and not at.is_sharded):
+    if not at.cost.stage.has_head or (held.gradients and not at.is_sharded):
         return 0
-    if at.levers.update_in_backward and not at.spec.tied:
+    goes = held.waiting is not None and at_last_layer
+    if at.levers.update_in_backward and not at.spec.tied and not goes:
         return 0
     return at.element * at.cost.vocabulary
 
 
-def checkpoints_moving(at: RankMemory) -> int:
-    """Inputs of recomputed layers on their way to or from the host: one is used while the next moves."""
-    return 2 * at.cost.stream if at.levers.offload_checkpoints else 0
+def _arriving(at: RankMemory, place: Place) -> int:
+    """Of recomputed layers whose inputs are on the host: while one is at work, the next one's comes."""
+    return 0 if place.is_first else at.arriving
 
 
 def _at_embedding(at: RankMemory) -> tuple[int, ...]:
@@ -158,8 +171,6 @@ def _at_embedding(at: RankMemory) -> tuple[int, ...]:
     if at.is_sharded:
         gathered = e * (cost.params.all if _stays_gathered(at) else cost.root)
         moving = 0 if _sums_whole(at) else held.reduced * cost.widest.all
-    elif held.host:
-        moving = e * cost.widest.all
     return (
         gathered, held.gradients, *(0,) * len(KINDS), at.others, cost.tables, 0, cost.stream, _layers_done(at), 0,
         _waiting(at) + e * cost.vocabulary, 0, _embedding_sums(at), moving,
@@ -187,7 +198,7 @@ def _stays_gathered(at: RankMemory) -> bool:
 
 def _layers_done(at: RankMemory) -> int:
     """Gradients of all layers, as they stay."""
-    return round(at.states.growing * (at.cost.params.all - at.cost.root - at.cost.embedding))
+    return _done(at, at.cost.params.all - at.cost.root - at.cost.embedding)
 
 
 def _embedding_sums(at: RankMemory) -> int:

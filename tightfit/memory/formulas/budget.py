@@ -104,7 +104,7 @@ def _unbeaten(choices: Iterator[Choice]) -> list[Choice]:
 def level_options(spec: ModelSpec, layer: int, share: Share, offload: bool = False) -> tuple[Option, ...]:
     """Bytes on the GPU and seconds again of one layer at each level; what tiles compute again is not kept either."""
     entry = layer_cost(spec, layer, share).entry
-    found = []
+    found: list[Option] = []
     for level, seconds in zip(LEVELS, _seconds(spec, layer, share), strict=True):
         size = sum(kept.bytes for kept in level_kept(spec, layer, share, level))
         if level == "matmuls" and share.tiles > 1:

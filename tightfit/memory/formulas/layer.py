@@ -221,8 +221,25 @@ def layer_cost(spec: ModelSpec, layer: int, share: Share) -> LayerCost:
         forward_extra=extra,
         forward_working=max(_working(spec, layer, share), first),
         backward=(*mlp, *_attention_moments(spec, layer, share, first, mlp[-1].weights)),
-        recompute=Moment("recomputed forward", first + second, stream + extra, 0, 0, 0),
+        recompute=Moment(
+            "recomputed forward", first + second, stream + (extra if needs_last(spec, layer) else 0), 0, 0, 0
+        ),
     )
+
+
+def needs_last(spec: ModelSpec, layer: int) -> bool:
+    """Whether backward needs the result of the layer's last product: of a norm after it, or to weigh experts."""
+    return spec.sandwich_norms or spec.is_routed(layer)
+
+
+@lru_cache(maxsize=4096)
+def forward_beside(spec: ModelSpec, layer: int, share: Share, level: Level) -> int:
+    """Alive beside what is kept at `level`, when a forward pass ends its last layer."""
+    cost = layer_cost(spec, layer, share)
+    if level == "everything":
+        return cost.forward_extra
+    kept = sum(kept.bytes for kept in level_kept(spec, layer, share, level) if kept.kind in ("mlp", "routing"))
+    return max(0, cost.forward_working - kept)
 
 
 def _mlp_moments(spec: ModelSpec, kept: int, share: Share) -> tuple[Moment, ...]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
+from tightfit.memory.formulas.layer import Level
 from tightfit.models.spec import ModelSpec
 
 
@@ -50,16 +51,16 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
     return min(micro_batches * v, 2 * (K - rank - 1) + (v - 1) * K + 1)
 
 
-Classes = tuple[tuple[int, bool, int], ...]
-"""(a layer, whether layers like it are recomputed, how many there are)."""
-_Class = tuple[bool, bool, bool]
+Classes = tuple[tuple[int, Level, int], ...]
+"""(a layer, what layers like it keep, how many there are)."""
+_Class = tuple[bool, bool, Level]
 
 
 class Candidate(NamedTuple):
     """A layer at which backward may be fullest, and the layers before and after it."""
 
     layer: int
-    recomputed: bool
+    level: Level
     before: Classes
     after: Classes
     is_first: bool
@@ -67,13 +68,13 @@ class Candidate(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def candidates(spec: ModelSpec, first: int, last: int, every: int) -> tuple[Candidate, ...]:
-    """The first and the last layer of every class (routed or not, windowed or not, recomputed or not) in [first, last).
+def candidates(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]) -> tuple[Candidate, ...]:
+    """The first and the last layer of every class (routed or not, windowed or not, what it keeps) in [first, last).
 
     From one layer of a class to the next, what is kept shrinks and gradients grow by the same amounts, so the sum is
     largest at an end.
     """
-    classes = {index: _class(spec, index, every) for index in range(first, last)}
+    classes = _classes(spec, first, last, levels)
     indices: dict[_Class, list[int]] = {}
     for index, kind in classes.items():
         indices.setdefault(kind, []).append(index)
@@ -88,15 +89,15 @@ def candidates(spec: ModelSpec, first: int, last: int, every: int) -> tuple[Cand
 
 
 @lru_cache(maxsize=4096)
-def totals(spec: ModelSpec, first: int, last: int, every: int) -> Classes:
+def totals(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]) -> Classes:
     """All layers of a stage, by class."""
-    classes = {index: _class(spec, index, every) for index in range(first, last)}
+    classes = _classes(spec, first, last, levels)
     return _counted(classes, range(first, last))
 
 
-def _class(spec: ModelSpec, layer: int, every: int) -> _Class:
-    recomputed = every > 0 and layer % every == 0
-    return spec.is_routed(layer), spec.window_of(layer) is not None, recomputed
+def _classes(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]) -> dict[int, _Class]:
+    layers = zip(range(first, last), levels, strict=True)
+    return {layer: (spec.is_routed(layer), spec.window_of(layer) is not None, level) for layer, level in layers}
 
 
 def _counted(classes: dict[int, _Class], among: range) -> Classes:

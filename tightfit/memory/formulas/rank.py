@@ -11,7 +11,8 @@ from typing import NamedTuple
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.layer import STATISTIC, LayerCost, Moment, layer_cost, layer_kept
+from tightfit.memory.formulas.keeping import layer_levels, offloaded_count, stored_bytes
+from tightfit.memory.formulas.layer import STATISTIC, LayerCost, Level, Moment, forward_beside, layer_cost, level_kept
 from tightfit.memory.formulas.logits import LossCost, loss_cost
 from tightfit.memory.formulas.params import NOTHING, Params, embedding_params, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import Candidate, Classes, Stage, candidates, pieces_in_flight, stage, totals
@@ -61,8 +62,6 @@ class StageCost:
     """Kept outside the layers: the final norm's input, rope tables."""
     tables: int
     """Of those, what is there while layers run backward."""
-    checkpoints: int
-    """Inputs of recomputed layers that are offloaded."""
     forward_extra: int
     """Alive besides when forward ends its last layer."""
     working: int
@@ -91,6 +90,8 @@ class RankMemory:
     """Activations of the other micro-batches in flight."""
     inputs: int
     host_checkpoints: int
+    arriving: int
+    """The next input of a recomputed layer on its way from the host, while another is at work."""
     is_sharded: bool
     """Whether FSDP2 splits this rank's weights."""
 
@@ -98,62 +99,71 @@ class RankMemory:
 def rank_memory(workload: Workload, layout: Layout, levers: Levers, rank: int) -> RankMemory:
     """Everything about pipeline rank `rank`."""
     share = share_of(workload, layout, levers)
+    own = stage(workload.spec.layers, layout.pipeline, rank)
+    levels = layer_levels(workload.spec, levers, share, own.first, own.last)
+    offloaded, stored = _offloaded(workload.spec, levers, share, levels) if levers.offload_checkpoints else (0, 0)
     cost = stage_cost(
-        workload.spec, layout.pipeline, rank, share, levers.checkpoint_every, levers.offload_checkpoints,
-        levers.loss == "fused", levers.loss_chunk_bytes,
-    )  # fmt: skip
+        workload.spec, layout.pipeline, rank, share, levels, offloaded, levers.loss == "fused", levers.loss_chunk_bytes
+    )
     accumulation = max(1, workload.global_batch // (layout.micro_batch * layout.data))
     pieces, chunks = pieces_in_flight(layout, rank, accumulation), layout.stages_per_rank
     each = cost.kept + cost.outside
     if cost.stage.has_head and layout.schedule == "gpipe":  # where all losses come before the first backward
         each += cost.loss.kept
     return RankMemory(
-        workload.spec, layout, levers, share, cost, states(workload, layout, levers, cost.params, accumulation),
+        workload.spec, layout, levers, share, cost,
+        states(workload, layout, levers, cost.params, accumulation, cost.widest.all),
         accumulation, workload.weight_bytes, layout.data * layout.context,
         max(0, each * (pieces - chunks) // chunks), 2 * INDEX * share.tokens,
-        cost.checkpoints * max(pieces, chunks) // chunks, layout.zero > 0,
+        offloaded * stored * max(pieces, chunks) // chunks, stored if offloaded else 0, layout.zero > 0,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=65536)
 def stage_cost(
-    spec: ModelSpec, pipeline: int, rank: int, share: Share, every: int, offload: bool, fused: bool, chunk_bytes: int
-) -> StageCost:
+    spec: ModelSpec, pipeline: int, rank: int, share: Share, levels: tuple[Level, ...], offloaded: int, fused: bool,
+    chunk_bytes: int,
+) -> StageCost:  # fmt: skip
     """All that shapes say, remembered."""
     own = stage(spec.layers, pipeline, rank)
-    classes = totals(spec, own.first, own.last, every)
-    kinds = kept_by_kind(spec, classes, share, offload)
+    classes = totals(spec, own.first, own.last, levels)
+    kinds = kept_by_kind(spec, classes, share, offloaded)
     last = layer_cost(spec, own.last - 1, share)
-    ends_recomputed = every > 0 and (own.last - 1) % every == 0
     tables, outside = _outside(spec, share, own, classes)
     return StageCost(
         own, *_weights(spec, own, share.tensor, share.expert, pipeline), kinds, sum(kinds), outside, tables,
-        _checkpoints(spec, classes, share) if offload else 0,
-        last.forward_working if ends_recomputed else last.forward_extra,
+        forward_beside(spec, own.last - 1, share, levels[-1]),
         max(layer_cost(spec, layer, share).forward_working for layer, _, _ in classes),
-        tuple(_place(spec, one, share, offload) for one in candidates(spec, own.first, own.last, every)),
+        tuple(_place(spec, one, share, offloaded) for one in candidates(spec, own.first, own.last, levels)),
         loss_cost(spec, share, fused=fused, allowed_bytes=chunk_bytes),
         last.entry,
     )  # fmt: skip
 
 
-def _place(spec: ModelSpec, candidate: Candidate, share: Share, offload: bool) -> Place:
+def _offloaded(spec: ModelSpec, levers: Levers, share: Share, levels: tuple[Level, ...]) -> tuple[int, int]:
+    """How many inputs of recomputed layers are on the host, and the bytes of one there."""
+    each = stored_bytes(share.outer_tokens, spec.hidden_size, share.element_bytes, levers.checkpoint_format)
+    recomputed = sum(level != "everything" for level in levels)
+    return offloaded_count(recomputed, each, levers.checkpoint_host_bytes), each
+
+
+def _place(spec: ModelSpec, candidate: Candidate, share: Share, offloaded: int) -> Place:
     cost = layer_cost(spec, candidate.layer, share)
     after = sum(count * _params(spec, layer, share).all for layer, _, count in candidate.after)
     return Place(
-        kept_by_kind(spec, candidate.before, share, offload), _params(spec, candidate.layer, share).all, after,
-        _fullest(cost, candidate.recomputed, share, added=False),
-        _fullest(cost, candidate.recomputed, share, added=True),
+        kept_by_kind(spec, candidate.before, share, offloaded), _params(spec, candidate.layer, share).all, after,
+        _fullest(cost, candidate.level, share, added=False),
+        _fullest(cost, candidate.level, share, added=True),
         candidate.is_first, candidate.is_last,
     )  # fmt: skip
 
 
-def _fullest(cost: LayerCost, recomputed: bool, share: Share, *, added: bool) -> Moment:
+def _fullest(cost: LayerCost, level: Level, share: Share, *, added: bool) -> Moment:
     def size(moment: Moment) -> int:
         weights = (moment.made_weights if added else moment.weights) + moment.weight_copies
         return moment.held + moment.gradients + moment.workspace + share.element_bytes * weights
 
-    return max((*cost.backward, *((cost.recompute,) if recomputed else ())), key=size)
+    return max((*cost.backward, *((cost.recompute,) if level != "everything" else ())), key=size)
 
 
 def _params(spec: ModelSpec, layer: int, share: Share) -> Params:
@@ -166,7 +176,7 @@ def _weights(
 ) -> tuple[Params, Params, int, int, int]:
     """All weights of a stage, its widest layer, the vocabulary's, and those outside layers by FSDP2's groups."""
     total, widest = NOTHING, NOTHING
-    for layer, _, count in totals(spec, own.first, own.last, 0):
+    for layer, _, count in totals(spec, own.first, own.last, ("everything",) * (own.last - own.first)):
         one = layer_params(spec, layer, tensor, expert)
         total, widest = total.plus(one, count), max(widest, one, key=lambda params: params.all)
     vocabulary = vocabulary_params(spec, tensor)
@@ -177,26 +187,22 @@ def _weights(
     return total.plus(Params(before + after, 0)), widest, vocabulary, before + after - embedding, embedding
 
 
-def kept_by_kind(spec: ModelSpec, classes: Classes, share: Share, offload: bool) -> tuple[int, ...]:
-    """What layers keep on the GPU until backward; of recomputed ones the input, or nothing where that is offloaded."""
-    found = [0] * len(KINDS)
-    for layer, recomputed, count in classes:
-        if recomputed:
-            found[0] += 0 if offload else count * layer_cost(spec, layer, share).entry
-            continue
-        for kind, size in enumerate(_layer_kinds(spec, layer, share)):
+def kept_by_kind(spec: ModelSpec, classes: Classes, share: Share, offloaded: int) -> tuple[int, ...]:
+    """What layers keep on the GPU until backward; of the first `offloaded` recomputed ones the input is not there."""
+    found, recomputed = [0] * len(KINDS), 0
+    for layer, level, count in classes:
+        recomputed += count * (level != "everything")
+        for kind, size in enumerate(_layer_kinds(spec, layer, share, level)):
             found[kind] += count * size
+    if offloaded and recomputed:
+        found[0] -= min(offloaded, recomputed) * layer_cost(spec, classes[0][0], share).entry
     return tuple(found)
 
 
 @lru_cache(maxsize=4096)
-def _layer_kinds(spec: ModelSpec, layer: int, share: Share) -> tuple[int, ...]:
-    kept = layer_kept(spec, layer, share)
+def _layer_kinds(spec: ModelSpec, layer: int, share: Share, level: Level) -> tuple[int, ...]:
+    kept = level_kept(spec, layer, share, level)
     return tuple(sum(one.bytes for one in kept if one.kind == kind) for kind in KINDS)
-
-
-def _checkpoints(spec: ModelSpec, classes: Classes, share: Share) -> int:
-    return sum(count * layer_cost(spec, layer, share).entry for layer, recomputed, count in classes if recomputed)
 
 
 def _outside(spec: ModelSpec, share: Share, own: Stage, classes: Classes) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.backward import ACTIVATION_LABELS, BACKWARD_LABELS, backward, checkpoints_moving
+from tightfit.memory.formulas.backward import ACTIVATION_LABELS, BACKWARD_LABELS, backward
 from tightfit.memory.formulas.labels import Label
 from tightfit.memory.formulas.logits import chunk_bytes
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
@@ -43,6 +43,7 @@ RESIDENT_LABELS: tuple[Label, ...] = (
     Label("optimizer states", "", "two moments in their format"),
     Label("inputs", "tokens and labels", "8 bytes each"),
     Label("workspace", "cuBLAS", "one per thread that calls it"),
+    Label("workspace", "states and weights on their way", "levers.offload: what passes between host and GPU"),
 )
 FORWARD_LABELS: tuple[Label, ...] = (
     Label("weights", "gathered", "FSDP2: the layer at work and the root, or all of them under ZeRO-1 and 2"),
@@ -50,7 +51,6 @@ FORWARD_LABELS: tuple[Label, ...] = (
     *ACTIVATION_LABELS,
     Label("activations", "at work in the last layer", "alive in forward but not kept"),
     Label("communication", "all-gather", "FSDP2 holds the last gathered buffer until the next is there"),
-    Label("communication", "checkpoints to the host", "one written while the next is made"),
 )
 LOSS_LABELS: tuple[Label, ...] = (
     *FORWARD_LABELS,
@@ -75,7 +75,6 @@ HOST_LABELS: tuple[Label, ...] = (
     Label("weights", "offloaded", "levers.offload"),
     Label("master weights", "offloaded", "levers.offload"),
     Label("optimizer states", "offloaded", "levers.offload"),
-    Label("gradients", "offloaded", "levers.offload: summed where the optimizer is"),
     Label("activations", "offloaded checkpoints", "levers.offload_checkpoints"),
 )
 
@@ -93,7 +92,7 @@ def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overhead
 
 
 def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, int]:
-    """Bytes that one rank keeps on the host: states (with weights and gradients), and checkpoints."""
+    """Bytes that one rank keeps on the host: states (with weights), and checkpoints."""
     found = [_host(rank_memory(workload, layout, levers, rank)) for rank in _telling_ranks(workload, layout)]
     *states, checkpoints = max(found, key=sum)
     return sum(states), checkpoints
@@ -132,23 +131,29 @@ def _phases(at: RankMemory) -> Iterator[tuple[Phase, tuple[int, ...], tuple[Labe
 
 
 def _resident(at: RankMemory, overheads: Overheads) -> tuple[int, ...]:
-    held, cost = at.states, at.cost
-    masters, moments = (0, 0) if held.host else (held.masters, held.moments)
-    weights = held.weights
-    if at.levers.offload == "weights" and not at.is_sharded:
-        weights = at.element * (2 * cost.widest.all + (cost.vocabulary if cost.stage.has_head else 0))
-    return weights, masters, moments, at.inputs, overheads.workspace_bytes
+    held = at.states
+    return held.weights, held.masters, held.moments, at.inputs, overheads.workspace_bytes, held.staging
 
 
 def _forward(at: RankMemory) -> tuple[int, ...]:
-    end = (*_kept(at, _gathered_in_forward(at)), at.cost.forward_extra, _all_gather(at), checkpoints_moving(at))
+    end = (*_kept(at, _gathered_in_forward(at)), at.cost.forward_extra, _all_gather(at))
+    if at.states.host:
+        return max(end, _at_start(at), key=sum)
     return max(end, _at_first_gathering(at), key=sum) if at.layout.zero == 3 else end
+
+
+def _at_start(at: RankMemory) -> tuple[int, ...]:
+    """Gradients of the last step whose updates have not been waited for: the layers', as the first of them runs."""
+    cost, most = at.cost, at.states.waiting
+    left = at.element * (cost.params.all - cost.root - cost.embedding)
+    left = left if most is None else min(left, most)
+    return 0, max(left, at.states.gradients), *(0,) * len(KINDS), at.others, cost.tables, cost.working, 0
 
 
 def _at_first_gathering(at: RankMemory) -> tuple[int, ...]:
     """FSDP2 lets go of the root's all-gather buffer only when the first group after it is whole as well."""
     whole = at.element * (at.cost.root + (at.cost.embedding or at.cost.widest.all))
-    return whole, at.states.gradients, *(0,) * len(KINDS), at.others, at.cost.tables, 0, whole, 0
+    return whole, at.states.gradients, *(0,) * len(KINDS), at.others, at.cost.tables, 0, whole
 
 
 def _kept(at: RankMemory, gathered: int) -> tuple[int, ...]:
@@ -177,18 +182,15 @@ def _loss(at: RankMemory) -> tuple[int, ...]:
     rest = loss.forward - loss.logits - loss.weight_gradient_copies
     gathered = at.element * at.cost.root if at.layout.zero == 3 else _gathered_in_forward(at)
     return (
-        *_kept(at, gathered), 0, _all_gather(at), checkpoints_moving(at),
-        loss.logits, rest, loss.weight_gradient_copies,
+        *_kept(at, gathered), 0, _all_gather(at), loss.logits, rest, loss.weight_gradient_copies,
     )  # fmt: skip
 
 
 def _optimizer(at: RankMemory) -> tuple[int, int]:
     """The first bucket is widened while all gradients are there; under FSDP2 nothing is, and only shards are left."""
     held, count = at.states, at.cost.params.all
-    if held.host:
-        return 0, 0
     if at.levers.update_in_backward:
-        return 0, 0
+        return min(held.waiting or 0, at.element * count), 0
     if at.is_sharded:
         return held.reduced * at.cost.params.shard(at.ranks, at.layout.expert), 0
     if not is_torch_adamw(at.levers, wide=held.masters > 0 or at.element == WIDE):
@@ -212,16 +214,13 @@ def _widened(at: RankMemory, count: int) -> int:
 
 
 def _host(at: RankMemory) -> tuple[int, ...]:
-    held, params = at.states, at.cost.params
-    if not held.host:
-        return 0, 0, 0, 0, at.host_checkpoints
-    count = params.shard(at.ranks, at.layout.expert) if at.is_sharded else params.all
-    return held.weights_on_host, held.masters, held.moments, (held.reduced or at.element) * count, at.host_checkpoints
+    held = at.states
+    return held.host_weights, held.host_masters, held.host_moments, at.host_checkpoints
 
 
 def _evaluation(at: RankMemory) -> tuple[Phase, tuple[int, ...], tuple[Label, ...]]:
     work = max(at.cost.working, _evaluated_loss(at) if at.cost.stage.has_head else 0)
-    replicated = at.ranks > 1 and not at.is_sharded and not at.states.host
+    replicated = at.ranks > 1 and not at.is_sharded
     buckets = at.element * at.cost.params.all if replicated else 0
     numbers = (_gathered_in_forward(at), buckets, at.cost.stream, work, _all_gather(at))
     return "evaluation", numbers, EVALUATION_LABELS
@@ -239,7 +238,7 @@ def _evaluated_loss(at: RankMemory) -> int:
 def _saved(at: RankMemory, rank: int) -> Iterator[Line]:
     """safetensors puts a whole file together in memory before it writes it (train/checkpoint.py)."""
     held = at.states
-    numbers = (0, 0, 0) if held.host else (held.weights, held.masters, held.moments)
+    numbers = held.weights, held.masters, held.moments
     labels = tuple(Label(label.component, "to be written", "save_file") for label in RESIDENT_LABELS[:3])
     return _lines("save", rank, numbers, labels, host=True)
 
