@@ -59,13 +59,23 @@ _fused_attention_backward = operator(
 )
 
 
+def _attended(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+_fused_attention = operator(
+    "simulated_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)", _attended, _attended
+)
+"""One operation, as a GPU's is, for levers that go by operations (levers/checkpoint_keep.py)."""
+
+
 class _FusedAttention(torch.autograd.Function):
     """Keeps what torch's fused kernels keep; on fake tensors only, as it computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
+        out, logs = _fused_attention(query, key, value)
+        ctx.save_for_backward(query, key, value, out, logs)
         return out
 
     @staticmethod
