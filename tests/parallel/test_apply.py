@@ -58,8 +58,6 @@ def test_the_loss_is_chosen_from_outside() -> None:
     [
         (Layout(tensor=2), Levers(), ["layout.tensor is 2", "layout.data"]),
         (Layout(pipeline=2), Levers(), ["layout.pipeline is 2", "layout.zero"]),
-        (Layout(), Levers(offload="optimizer"), ["levers.offload is optimizer", "set it to none"]),
-        (Layout(), Levers(offload="weights"), ["levers.offload is weights", "levers.optimizer_states"]),
     ],
 )
 def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:

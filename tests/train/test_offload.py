@@ -1,0 +1,186 @@
+"""States and weights on the host: every bit as if they had stayed, whatever the mixture; saved, resumed, refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.jobs import checkpoint_files, tiny_job
+from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
+from tightfit.errors import UserError
+from tightfit.jobs.job import Optimizer
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.levers import state_link
+from tightfit.levers.offload import placements
+from tightfit.models.decoder import Decoder
+from tightfit.models.spec import ModelSpec
+from tightfit.train.assembly import assemble
+from tightfit.train.loop import run_job
+from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.precision import LossScale
+from tightfit.train.rehearsal import rehearse
+from tightfit.train.step import train_step
+
+CPU = torch.device("cpu")
+EVERYTHING = 2**40
+SETTINGS = Optimizer(lr=1e-2, clip_norm=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of the tiny model travel in several pieces, the last of them ragged."""
+    monkeypatch.setattr(state_link, "PIECE_ELEMENTS", 32 * 7)
+
+
+def assembled(precision: Any, spec: ModelSpec = TINY, **levers: Any) -> tuple[Decoder, MasterAdamW, LossScale]:
+    model = tiny_model(spec)
+    chosen = Levers(**{"checkpoint_every": 1, **levers})
+    _, optimizer = assemble(model, None, Layout(), chosen, precision, SETTINGS, CPU, lambda decoder: None, seed=3)
+    return model, optimizer, LossScale.for_precision(precision)
+
+
+def weights(model: Decoder, optimizer: MasterAdamW) -> dict[str, Tensor]:
+    assert optimizer.offloading is not None
+    return {name: tensor.clone() for name, tensor in optimizer.offloading.weights(model).items()}
+
+
+def trained(
+    precision: Any, steps: int = 3, accumulation: int = 1, spec: ModelSpec = TINY, **levers: Any
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses and norms, weights, and states after some steps on ragged, packed rows."""
+    model, optimizer, scale = assembled(precision, spec, **levers)
+    results = []
+    for step in range(steps):
+        batches = [ragged_batch(3, seed=10 * step + part) for part in range(accumulation)]
+        result = train_step(model, optimizer, batches, CPU, 1e-2, scale)
+        results += [result.loss, result.gradient_norm]
+    return results, weights(model, optimizer), optimizer.state()
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert ours[0] == theirs[0]
+    for own, other in zip(ours[1:], theirs[1:], strict=True):
+        assert own.keys() == other.keys()
+        for name in own:
+            assert torch.equal(own[name], other[name]), name
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "weights"])
+@pytest.mark.parametrize(
+    ("precision", "levers"),
+    [
+        ("fp32", {}),
+        ("bf16", {}),
+        ("fp16", {}),
+        ("bf16", {"update_in_backward": True}),
+        ("fp32", {"update_in_backward": True, "offload_gradient_bytes": 2**30}),
+        ("fp32", {"update_in_backward": True, "offload_gradient_bytes": 0}),
+        ("bf16", {"optimizer_states": "8bit"}),
+        ("pure-bf16", {"rounding": "stochastic", "update_in_backward": True}),
+        ("fp32", {"offload_keep_bytes": 60_000}),
+    ],
+)
+def test_what_left_is_what_stayed(offload: str, precision: str, levers: dict[str, Any]) -> None:
+    """Against the same kernels over states that stay, to the bit."""
+    stayed = trained(precision, **{**levers, "offload": "optimizer", "offload_keep_bytes": EVERYTHING})
+    assert_same(trained(precision, **levers, offload=offload), stayed)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "weights"])
+def test_accumulation_and_routed_layers(offload: str) -> None:
+    stayed = trained("fp32", accumulation=2, spec=TINY_ROUTED, offload="optimizer", offload_keep_bytes=EVERYTHING)
+    assert_same(trained("fp32", accumulation=2, spec=TINY_ROUTED, offload=offload), stayed)
+
+
+def test_it_is_the_training_that_torch_does() -> None:
+    """The kernels are ours where states may leave; torch's fused AdamW differs by rounding."""
+    plain, plain_optimizer = tiny_model(), None
+    _, plain_optimizer = assemble(plain, None, Layout(), Levers(), "fp32", SETTINGS, CPU, lambda decoder: None)
+    for step in range(3):
+        train_step(plain, plain_optimizer, [ragged_batch(3, seed=10 * step)], CPU, 1e-2, LossScale())
+    _, ours, _ = trained("fp32", offload="weights")
+    for name, tensor in plain.state_dict().items():
+        assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("levers", [{"offload": "optimizer"}, {"offload": "weights", "update_in_backward": True}])
+def test_a_run_resumes_where_it_stopped(
+    tmp_path: Path, corpus: Path, token_cache: Path, levers: dict[str, Any]
+) -> None:
+    """Five steps are three and two, to the bit of every file; and the files are a model that others can load."""
+    changes: dict[str, Any] = {"steps": 5, "layout": {"micro_batch": 4}}
+    made = {"levers": {"checkpoint_every": 1, **levers}, **changes}
+    whole, parts = (tiny_job(tmp_path / name, corpus, token_cache, **made) for name in ("whole", "parts"))
+    straight = run_job(whole, quiet=True)
+    run_job(parts, stop_after=3, quiet=True)
+    second = run_job(parts, resume=True, quiet=True)
+    assert checkpoint_files(straight.checkpoint) == checkpoint_files(second.checkpoint)
+    usual = run_job(tiny_job(tmp_path / "usual", corpus, token_cache, **changes), quiet=True)
+    assert straight.end is not None
+    assert usual.end is not None
+    close = 1e-3 if levers["offload"] == "optimizer" else 0.05  # which clips by the norm of the step before
+    assert straight.end.loss == pytest.approx(usual.end.loss, abs=close)
+
+
+def test_who_stays_and_who_is_late() -> None:
+    named = list(tiny_model().named_parameters())
+    state_bytes = 8.0
+    embed = 96 * 32 * 8
+    found = placements(named, Levers(offload="optimizer", offload_keep_bytes=2 * embed + 32 * 32 * 8), state_bytes)
+    stays = [name for name, place in found.items() if not place.states_away]
+    assert {name for name in stays if "norm" not in name} == {
+        "embed.weight", "head.weight", "layers.0.attention.q.weight"
+    }  # fmt: skip
+    levers = Levers(
+        offload="weights", checkpoint_every=1, update_in_backward=True,
+        offload_gradient_bytes=state_link.IN_FLIGHT_BYTES + 2 * 64 * 32 * 4,
+    )  # fmt: skip
+    found = placements(named, levers, state_bytes)
+    assert [name for name, place in found.items() if place.late] == [
+        "layers.1.mlp.up.weight", "layers.1.mlp.down.weight"
+    ]  # fmt: skip
+    assert not found["embed.weight"].weight_away
+    assert found["layers.0.mlp.up.weight"].weight_away
+
+
+def test_the_ledger_has_states_on_the_host() -> None:
+    """12 bytes a weight of every matrix; on the GPU none of these, and of the layers the weights of two."""
+    spec = TINY.__class__(**{**TINY.__dict__, "hidden_size": 128, "mlp_size": 512, "layers": 6, "head_dim": 32})
+    workload = Workload(spec=spec, sequence_length=64, global_batch=1, precision="bf16")
+    base = {"checkpoint_every": 1, "update_in_backward": True}
+    ledgers = {
+        offload: rehearse(workload, Layout(micro_batch=1), Levers(offload=offload, **base))
+        for offload in ("none", "optimizer", "weights")
+    }
+    with torch.device("meta"):
+        named = dict(Decoder(spec).named_parameters())
+    matrices = sum(p.numel() for p in named.values() if p.ndim > 1)
+    layer = sum(p.numel() for name, p in named.items() if name.startswith("layers.0.") and p.ndim > 1)
+
+    def held(offload: str, component: str, place: str = "gpu") -> int:
+        lines = [x for x in ledgers[offload].lines if x.component == component and x.place == place]
+        return sum(x.bytes for x in lines if x.phase == "backward")
+
+    for offload in ("optimizer", "weights"):
+        assert held(offload, "master weights", "host") == pytest.approx(4 * matrices, rel=0.01)
+        assert held(offload, "optimizer states", "host") == pytest.approx(8 * matrices, rel=0.01)
+        assert held(offload, "optimizer states") < 0.02 * held("none", "optimizer states")
+    saved = held("optimizer", "weights") - held("weights", "weights")
+    assert saved == pytest.approx(2 * layer * (spec.layers - 2), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("levers", "layout", "words"),
+    [
+        ({"offload": "weights"}, {}, "levers.checkpoint_every is 0; set it to 1"),
+        ({"offload": "optimizer", "optimizer_states": "factored"}, {}, "take 8bit"),
+        ({"offload": "optimizer"}, {"data": 2}, "the layout has 2; use ZeRO"),
+    ],
+)
+def test_refusals(levers: dict[str, Any], layout: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        assemble(tiny_model(), None, Layout(**layout), Levers(**levers), "fp32", SETTINGS, CPU, lambda decoder: None)
