@@ -18,7 +18,37 @@ def disagreement(levers: Levers, layout: Layout, precision: str, accumulation: i
         )
     if levers.offload != "none" and (sentence := _offload(levers, layout)):
         return sentence
+    if layout.pipeline > 1 and (sentence := _pipeline(levers, layout, accumulation)):
+        return sentence
     return _update_in_backward(layout, precision, accumulation) if levers.update_in_backward else None
+
+
+def _pipeline(levers: Levers, layout: Layout, accumulation: int) -> str | None:
+    """A pipeline's stages have many micro-batches under way at once, and meet over gradients after the last one."""
+    ranks = layout.pipeline
+    if layout.zero > 1:
+        return (
+            f"layout.zero is {layout.zero}, which sends gradients and weights at each of a pipeline's micro-batches, and "
+            f"layout.pipeline is {ranks}; set layout.zero to 1 or layout.pipeline to 1"
+        )
+    if levers.offload_checkpoints:
+        return (
+            f"levers.offload_checkpoints keeps inputs of one micro-batch in order, but layout.pipeline is {ranks}; "
+            "set it to false"
+        )
+    recomputes = levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None
+    if layout.schedule == "zero-bubble" and (recomputes or levers.tiles > 1):
+        return (
+            "layout.schedule is zero-bubble, which goes backward twice, for inputs and for weights, and would recompute "
+            "layers both times; take 1f1b, or keep all activations"
+        )
+    rounds = max(1, accumulation // ranks)
+    if layout.schedule in ("interleaved", "zero-bubble") and accumulation % rounds:
+        return (
+            f"layout.schedule is {layout.schedule}, which takes {accumulation} micro-batches in {rounds} equal rounds; "
+            f"make global_batch / (micro_batch × data) a multiple of layout.pipeline ({ranks}) or take 1f1b"
+        )
+    return None
 
 
 def _offload(levers: Levers, layout: Layout) -> str | None:

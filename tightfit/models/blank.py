@@ -1,9 +1,10 @@
 """A decoder with memory but without values: random numbers that weights overwrite at once cost seconds per billion."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tightfit.models.decoder import Decoder, Implementations
@@ -33,3 +34,28 @@ def blank_decoder(
     if spec.tied:
         model.head.weight = model.embed.weight  # to_empty gave each its own memory
     return model
+
+
+def whole_state(model: Decoder) -> dict[str, Tensor]:
+    """The state dict of the whole model: what other ranks of a pipeline hold of it is on the meta device."""
+    own: dict[str, Tensor] = model.state_dict()
+    return own if is_complete(model) else {name: own.get(name, t) for name, t in _shape(model).state_dict().items()}
+
+
+def whole_parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of the whole model, likewise."""
+    if is_complete(model):
+        yield from model.named_parameters()
+        return
+    own = dict(model.named_parameters())
+    yield from ((name, own.get(name, parameter)) for name, parameter in _shape(model).named_parameters())
+
+
+def is_complete(model: Decoder) -> bool:
+    """Whether no other rank of a pipeline has layers of it."""
+    return len(model.layers) == model.spec.layers
+
+
+def _shape(model: Decoder) -> Decoder:
+    with torch.device("meta"), _Uninitialised():
+        return Decoder(model.spec)

@@ -7,7 +7,17 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.section import Section
 
 RUNNABLE = {
-    "layout": ("data", "zero", "shard_inside", "tensor", "sequence_parallel", "micro_batch"),
+    "layout": (
+        "data",
+        "zero",
+        "shard_inside",
+        "tensor",
+        "sequence_parallel",
+        "pipeline",
+        "schedule",
+        "stages_per_rank",
+        "micro_batch",
+    ),
     "levers": (
         "checkpoint_every",
         "num_checkpoints",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import architecture_of
 from tightfit.models.gguf.file import GgufFile
@@ -66,7 +67,7 @@ def _split(ours: str) -> tuple[str, str, str]:
 def fill(model: Decoder, file: GgufFile) -> None:
     """Copy the file's tensors into `model`, once all of them are known to fit."""
     state = {
-        name: value for name, value in model.state_dict().items() if not (model.spec.tied and name == "head.weight")
+        name: value for name, value in whole_state(model).items() if not (model.spec.tied and name == "head.weight")
     }
     sources = {name: _source(name, state, file) for name in state}
     spare = sorted(set(file.tensors) - {source.tensor for source in sources.values()} - set(NOT_WEIGHTS))
@@ -75,6 +76,8 @@ def fill(model: Decoder, file: GgufFile) -> None:
     interleaved = architecture_of(file).interleaved
     with torch.no_grad():
         for name, parameter in state.items():
+            if parameter.is_meta:  # another rank's
+                continue
             source = sources[name]
             stored = file.read(source.tensor, source.start, source.stop)
             values = _from_gguf(torch.from_numpy(stored), name, model.spec, interleaved)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.huggingface.weight_names import Link, links
@@ -55,8 +56,8 @@ def from_hf_state(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
 
 def load_weights(model: Decoder, directory: Path) -> None:
     """Fill `model` from the safetensors in `directory`, cast to the model's dtype."""
-    state = model.state_dict()
-    if any(tensor.is_meta for tensor in state.values()):
+    state = whole_state(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device; call to_empty() on it before loading weights")
     files = _files(directory)
     where = {name: path for path, names in files.items() for name in names}
@@ -73,7 +74,8 @@ def load_weights(model: Decoder, directory: Path) -> None:
     for path, wanted in by_file.items():
         with _reading(path) as tensors, torch.no_grad():
             for link, name in wanted:
-                _place(link, tensors.get_tensor(name), state)
+                if not all(state[ours].is_meta for ours in link.ours):
+                    _place(link, tensors.get_tensor(name), state)
 
 
 def save_weights(
