@@ -1,0 +1,40 @@
+"""`tightfit check`: many ranks against one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def check(
+    job: Annotated[Path, typer.Argument(help="A plan (JSON), a job file (YAML) or the directory of a run.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", help="Change a field of a job: -o layout.tensor=2. May be repeated."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 2,
+    tiny: Annotated[
+        bool | None,
+        typer.Option("--tiny/--whole", help="A miniature of the model, or all of it; tiny unless it is small already."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object.")] = False,
+) -> None:
+    """Train a few steps on all ranks of a layout and on one process, and say where they first differ.
+
+    Losses, gradient norms, every gradient and every weight are compared in float32. Without torchrun the processes are
+    started here, on this machine's GPUs or CPU. Exit code 0: the same; 1: they differ.
+
+    \b
+    tightfit check plan.json
+    tightfit check job.yaml -o layout.tensor=2 -o layout.data=2
+    torchrun --nproc-per-node=8 -m tightfit check plan.json --whole
+    """
+    from tightfit.report.check import print_verdict
+    from tightfit.train.gate import run_check
+
+    verdict, subject = run_check(job, override or [], steps=steps, tiny=tiny)
+    if verdict is None:
+        return
+    print_verdict(verdict, subject, as_json=as_json)
+    if not verdict.same:
+        raise typer.Exit(1)

@@ -1,0 +1,28 @@
+"""The equivalence gate's verdict on the screen, or as JSON."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from tightfit.train.equivalence import Verdict
+    from tightfit.train.subject import Subject
+
+
+def print_verdict(verdict: "Verdict", subject: "Subject", *, as_json: bool) -> None:
+    """One screen, or one JSON object."""
+    if as_json:
+        shape = {"spec": asdict(subject.spec), "layout": subject.layout.model_dump(), "passes": subject.passes}
+        print(json.dumps({**verdict.to_json(), **shape}, indent=1))
+        return
+    console = Console(highlight=False)
+    spread = ", ".join(f"{name} {value}" for name, value in subject.layout.model_dump(exclude_defaults=True).items())
+    console.print(f"{verdict.ranks} ranks ({spread}) against one, {verdict.steps} steps")
+    console.print(f"a {subject.spec.family} of {subject.spec.params():,} weights, {verdict.compared} comparisons")
+    if verdict.first is None:
+        console.print(f"[green]the same[/]: the largest error is {verdict.largest.error:.1e}")
+        return
+    console.print(f"[red]different[/]: {verdict.first.sentence()}")
+    console.print(f"{verdict.different} of {verdict.compared} differ; most of all, {verdict.largest.sentence()}")

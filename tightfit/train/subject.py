@@ -1,0 +1,107 @@
+"""What is checked: a model's shape with a layout and levers, from a plan or a job, whole or as a miniature.
+
+A miniature keeps what a split could get wrong (how many heads share a key head, ties, norms, biases, windows, experts,
+odd vocabularies, a layer per stage) and shrinks every size to the least that the layout can split, so that it trains
+in milliseconds on a CPU. Tokens are drawn at random: rows with several documents each, whose labels count unevenly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tightfit.jobs.job import Optimizer, PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.load import load_job
+from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.models.loading import source_spec
+from tightfit.models.spec import Experts, ModelSpec
+from tightfit.plan.job import PLAN_SUFFIX
+from tightfit.plan.plan import Plan
+from tightfit.train.step import Batch
+
+HEAD, WIDTH, LENGTH, ROWS = 8, 16, 32, 2
+MOST_MICRO_BATCHES = 3
+NO_LEVERS = Levers()
+SETTINGS = Optimizer(lr=1e-3, eps=1e-4)
+"""With its usual eps Adam makes whole updates of gradients that are all rounding error; weights then tell nothing."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model's shape, how it is spread, and the rows of a step: `passes` micro-batches for each data rank."""
+
+    spec: ModelSpec
+    layout: Layout
+    levers: Levers = NO_LEVERS
+    passes: int = 1
+    length: int = LENGTH
+    precision: PrecisionName = "fp32"
+    settings: Optimizer = SETTINGS
+    seed: int = 0
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """Those of all data ranks, in the loader's order: pass 0 of rank 0, of rank 1, …"""
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        return [self._batch(generator) for _ in range(self.passes * self.layout.data)]
+
+    def _batch(self, generator: torch.Generator) -> Batch:
+        shape = (self.layout.micro_batch, self.length)
+        tokens, labels = (torch.randint(self.spec.vocab_size, shape, generator=generator) for _ in range(2))
+        counted = torch.randint(1, self.length + 1, (shape[0], 1), generator=generator)
+        labels[torch.arange(self.length)[None] >= counted] = IGNORE
+        ends = torch.randint(1, self.length, (shape[0], 1), generator=generator)
+        return {"tokens": tokens, "labels": labels, "documents": (torch.arange(self.length)[None] >= ends).int()}
+
+
+def read_subject(path: Path, overrides: Sequence[str] = ()) -> Subject:
+    """What the plan or job at `path` trains, in float32, whatever its precision."""
+    if path.suffix.lower() == PLAN_SUFFIX and not path.is_dir():
+        plan = Plan.load(path)
+        rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
+        return Subject(
+            plan.workload.spec, plan.layout, plan.levers, _few(passes // rows), plan.workload.sequence_length
+        )
+    job = load_job(path / "job.yaml" if path.is_dir() else path, overrides)
+    spec = replace(source_spec(job.model.source), **job.model.shape)  # type: ignore[arg-type]
+    settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
+    return Subject(
+        spec, job.layout, job.levers, _few(job.accumulation), job.data.sequence_length, settings=settings, seed=job.seed
+    )
+
+
+def _few(passes: int) -> int:
+    return max(1, min(passes, MOST_MICRO_BATCHES))
+
+
+def miniature(subject: Subject) -> Subject:
+    """The same structure, as small as the layout allows."""
+    layout = subject.layout.model_copy(update={"micro_batch": min(ROWS, subject.layout.micro_batch)})
+    passes = max(subject.passes, min(MOST_MICRO_BATCHES, layout.pipeline))
+    length = LENGTH * layout.context
+    return replace(subject, spec=_small(subject.spec, layout, length), layout=layout, passes=passes, length=length)
+
+
+def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
+    t = layout.tensor
+    group = min(2, spec.heads // spec.kv_heads)
+    kv_heads = t if spec.kv_heads % t == 0 else spec.kv_heads
+    layers = min(spec.layers, max(2, layout.pipeline * layout.stages_per_rank))
+    rope = spec.rope if spec.rope is None or spec.rope.scaling != "longrope" else replace(spec.rope, scaling="none")
+    window = None if spec.window is None else length // 4
+    return replace(
+        spec, vocab_size=96 + spec.vocab_size % 2, hidden_size=2 * WIDTH, layers=layers, heads=group * kv_heads,
+        kv_heads=kv_heads, head_dim=HEAD, mlp_size=WIDTH * t, max_positions=2 * length, rope=rope, window=window,
+        window_layers=tuple(layer for layer in spec.window_layers if layer < layers),
+        experts=None if spec.experts is None else _few_experts(spec.experts, layers, layout),
+    )  # fmt: skip
+
+
+def _few_experts(experts: Experts, layers: int, layout: Layout) -> Experts:
+    return replace(
+        experts, count=max(4, layout.expert), per_token=min(2, experts.per_token), mlp_size=WIDTH * layout.tensor,
+        shared_size=WIDTH * layout.tensor if experts.shared_size else 0,
+        dense_layers=tuple(layer for layer in experts.dense_layers if layer < layers - 1),
+    )  # fmt: skip
