@@ -12,6 +12,7 @@ copy, the weight that the model computes with, is written in the same pass. `fac
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tightfit.kernels.operators import on_device_of, operator
@@ -60,6 +61,12 @@ def adamw(
 ) -> None:  # fmt: skip
     """Update `weight`, its moments and its narrow `copy` in place."""
     _adamw(weight, copy, gradient, m, v, factor, *numbers, impl)
+    note_change(weight, copy)
+
+
+def note_change(*tensors: Tensor | None) -> None:
+    """Our operators write where autograd does not look: versions tell those who keep what they made of a weight."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
 
 def updated(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers) -> Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tightfit.kernels.adamw import NUMBERS, Numbers, new_weight, updated, write
+from tightfit.kernels.adamw import NUMBERS, Numbers, new_weight, note_change, updated, write
 from tightfit.kernels.dynamic_map import SIGNED, UNSIGNED, decode, decoded, encode, encoded
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.stochastic_rounding import stochastic
@@ -57,6 +57,7 @@ def adamw8bit(
 ) -> None:  # fmt: skip
     """Update `weight`, its moments and its narrow `copy` in place."""
     _adamw8bit(weight, copy, gradient, m, m_scale, v, v_scale, factor, *numbers, impl)
+    note_change(weight, copy)
 
 
 def widened(codes: Tensor, scale: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.levers.fp8 import use_fp8
 from tightfit.levers.loss import choose_loss
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
@@ -40,6 +41,7 @@ def apply(
     """What to call for forward and backward: the decoder itself, sharded in place or not, or DDP around it."""
     refuse_what_cannot_run(layout, levers)
     choose_loss(model, levers)
+    use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and levers.offload != "weights")
     tile_layers(model, levers.tiles)
     checkpoint_layers(model, levers)
     if mesh is not None and layout.pipeline > 1:

@@ -17,7 +17,7 @@ RUNNABLE = {
         "schedule",
         "stages_per_rank",
         "micro_batch",
-    ),
+    ),  # fmt: skip
     "levers": (
         "checkpoint_every",
         "num_checkpoints",
@@ -32,9 +32,11 @@ RUNNABLE = {
         "rounding",
         "update_in_backward",
         "tiles",
+        "matmul",
         "offload",
         "offload_keep_bytes",
         "offload_gradient_bytes",
+        "offload_update",
     ),
 }
 
