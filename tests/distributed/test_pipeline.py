@@ -1,4 +1,4 @@
-"""The ranks of a pipeline train as one process does: losses, norms, every gradient and every weight, step after step."""
+"""The ranks of a pipeline train as one process does: losses, norms, every gradient, every weight, step after step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +16,7 @@ from tightfit.jobs.levers import Levers
 
 Make = Callable[[int], Group]
 DEEP_TIED = replace(DEEP, tied=True)
+CLIPPED = Optimizer(lr=1e-3, eps=1e-4, clip_norm=0.1)
 SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "zero-bubble")
 CASES = {
     "gpipe": Piped(schedule="gpipe"),
@@ -36,8 +37,8 @@ CASES = {
     "interleaved-checkpointed": Piped(
         schedule="interleaved", stages_per_rank=2, levers=Levers(checkpoint_every=2, loss_chunk_bytes=1)
     ),
-    "clipped": Piped(pipeline=4, settings=Optimizer(lr=1e-3, clip_norm=0.1)),
-    "clipped-tied": Piped(spec=DEEP_TIED, settings=Optimizer(lr=1e-3, clip_norm=0.1)),
+    "clipped": Piped(pipeline=4, settings=CLIPPED),
+    "clipped-tied": Piped(spec=DEEP_TIED, settings=CLIPPED),
     "plain-loss": Piped(levers=Levers(loss="plain")),
     "small-loss-chunks": Piped(levers=Levers(loss_chunk_bytes=1)),
     "tiled": Piped(levers=Levers(tiles=2)),
@@ -45,11 +46,25 @@ CASES = {
     "learned-positions": Piped(spec=replace(GPT2, layers=5)),
     **{f"data-zero-{zero}": Piped(data=2, zero=zero, micro_batch=1) for zero in (0, 1)},
     **{f"data-zero-{zero}-tied": Piped(spec=DEEP_TIED, data=2, zero=zero, micro_batch=1) for zero in (0, 1)},
-    "data-zero-1-clipped": Piped(data=2, zero=1, micro_batch=1, settings=Optimizer(lr=1e-3, clip_norm=0.1)),
+    "data-zero-1-clipped": Piped(data=2, zero=1, micro_batch=1, settings=CLIPPED),
     "data-zero-1-interleaved": Piped(data=2, zero=1, micro_batch=1, schedule="interleaved", stages_per_rank=2),
     "data-zero-1-zero-bubble": Piped(data=2, zero=1, micro_batch=1, schedule="zero-bubble"),
     "data-zero-1-checkpointed": Piped(data=2, zero=1, micro_batch=1, levers=Levers(checkpoint_every=2)),
     "data-zero-0-zero-bubble": Piped(data=2, micro_batch=1, schedule="zero-bubble"),
+    **{
+        f"tensor{name}": Piped(spec=spec, tensor=2, sequence_parallel=parts, schedule=schedule)
+        for name, spec, parts, schedule in (
+            ("", DEEP, False, "1f1b"),
+            ("-sequence", DEEP, True, "1f1b"),
+            ("-sequence-tied", DEEP_TIED, True, "gpipe"),
+            ("-sequence-zero-bubble", DEEP, True, "zero-bubble"),
+        )
+    },
+    "tensor-sequence-checkpointed": Piped(tensor=2, levers=Levers(checkpoint_every=1)),
+    "tensor-interleaved": Piped(tensor=2, schedule="interleaved", stages_per_rank=2),
+    "tensor-clipped": Piped(tensor=2, spec=DEEP_TIED, settings=CLIPPED),
+    "tensor-data-zero-1": Piped(tensor=2, data=2, zero=1, micro_batch=1, steps=2),
+    "tensor-data-zero-0-tied": Piped(spec=DEEP_TIED, tensor=2, data=2, micro_batch=1, steps=2),
 }
 
 

@@ -28,8 +28,8 @@ def _pipeline(levers: Levers, layout: Layout, accumulation: int) -> str | None:
     ranks = layout.pipeline
     if layout.zero > 1:
         return (
-            f"layout.zero is {layout.zero}, which sends gradients and weights at each of a pipeline's micro-batches, and "
-            f"layout.pipeline is {ranks}; set layout.zero to 1 or layout.pipeline to 1"
+            f"layout.zero is {layout.zero}, which sends gradients and weights at each of a pipeline's micro-batches, "
+            f"and layout.pipeline is {ranks}; set layout.zero to 1 or layout.pipeline to 1"
         )
     if levers.offload_checkpoints:
         return (
@@ -39,8 +39,8 @@ def _pipeline(levers: Levers, layout: Layout, accumulation: int) -> str | None:
     recomputes = levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None
     if layout.schedule == "zero-bubble" and (recomputes or levers.tiles > 1):
         return (
-            "layout.schedule is zero-bubble, which goes backward twice, for inputs and for weights, and would recompute "
-            "layers both times; take 1f1b, or keep all activations"
+            "layout.schedule is zero-bubble, which goes backward twice, for inputs and for weights, and would "
+            "recompute layers both times; take 1f1b, or keep all activations"
         )
     rounds = max(1, accumulation // ranks)
     if layout.schedule in ("interleaved", "zero-bubble") and accumulation % rounds:

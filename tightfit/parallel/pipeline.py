@@ -50,7 +50,8 @@ def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: Preci
     dtype = COMPUTE_DTYPES[precision] if precision in COMPUTE_DTYPES else next(model.parameters()).dtype
     made = Pipeline(model, vars(model)[PIECES], mesh, layout, dtype)
     if layout.zero:
-        for stage in made.stages:
+        stages: list[Any] = made.stages  # which have what `shard` looks at in a decoder
+        for stage in stages:
             shard(stage, sharding_axes(mesh), layout.zero, precision)
     return made
 
@@ -114,7 +115,7 @@ class Pipeline(nn.Module):
         key = (len(batches), rows, length)
         if key not in self._engines:
             self._engines.clear()
-            streams = carried(self.decoder.spec, rows, length, self.dtype)
+            streams = carried(self.decoder.spec, self.layout, rows, length, self.dtype)
             stages = [LeanStage(stage, streams, self.device, self.group) for stage in self.stages]
             self._engines[key] = make_schedule(self.layout, stages, len(batches), self._scaled), stages
         return self._engines[key]
@@ -174,7 +175,7 @@ class Pipeline(nn.Module):
         if piece.is_first:
             return []
         found = []
-        for like in carried(self.decoder.spec, *_shape({"tokens": tokens}), self.dtype):
+        for like in carried(self.decoder.spec, self.layout, *_shape({"tokens": tokens}), self.dtype):
             found.append(torch.empty(like.shape, dtype=like.dtype, device=self.device))
             dist.recv(found[-1], group=self.group, group_src=(self.rank - 1) % self.layout.pipeline)
         return found

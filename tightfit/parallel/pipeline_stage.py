@@ -123,9 +123,11 @@ class Stage(nn.Module):
         return loss + experts.balance_weight * balance.squeeze() / routed * share
 
 
-def carried(spec: ModelSpec, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What goes from stage to stage for one micro-batch, without memory."""
-    stream = torch.empty(rows, length, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+def carried(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What goes from stage to stage for one micro-batch, without memory: of tokens that tensor ranks split, a part."""
+    split = layout.tensor > 1 and layout.sequence_parallel
+    tokens = (1, rows * length // layout.tensor) if split else (rows, length)
+    stream = torch.empty(*tokens, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
     if spec.experts is None:
         return (stream,)
     return stream, torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
