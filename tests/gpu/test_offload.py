@@ -11,6 +11,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers import state_link
+from tightfit.levers.host_update import faster_route
 from tightfit.models.decoder import Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
@@ -89,3 +90,20 @@ def test_streams_change_no_bit(
         matrices = sum(t.numel() for t in there.values() if t.ndim > 1)
         states = matrices * (12 if precision == "bf16" else 4)
         assert peak < most - 0.7 * states
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "weights"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_host_that_updates_differs_by_rounding(stayed: dict[Any, Any], offload: str, inside: bool) -> None:
+    results, held, _ = trained("bf16", offload=offload, update_in_backward=inside, offload_update="host")
+    wanted, there, _ = stayed["bf16", inside]
+    assert results == pytest.approx(wanted, rel=5e-3)
+    for name, tensor in held.items():
+        difference = (tensor.float() - there[name].float()).norm() / there[name].float().norm()
+        assert difference < 5e-3, name
+
+
+def test_both_routes_are_measured() -> None:
+    route, rates = faster_route(CUDA)
+    assert rates[route] == max(rates.values())
+    assert all(1e7 < rate < 1e11 for rate in rates.values())

@@ -30,6 +30,8 @@ class Levers(Section):
     """States kept in host memory: the optimizer's (with the master weights), or the weights as well."""
     offload_keep_bytes: int = Field(default=0, ge=0)
     """Of these states, so many bytes stay on the GPU."""
+    offload_update: Literal["gpu", "host", "auto"] = "gpu"
+    """Who updates offloaded float32 states: the GPU, to the bit as if they had stayed; the host; or who is faster."""
     offload_gradient_bytes: int = Field(default=2**30, ge=0)
     """With updates inside backward, gradients that may wait on the GPU for the link to the host."""
     offload_checkpoints: bool = False
@@ -65,7 +67,9 @@ class Levers(Section):
                 "levers.checkpoint_every, num_checkpoints and checkpoint_keep out"
             )
         if self.checkpoint_keep != "nothing" and not which:
-            return f"levers.checkpoint_keep is {self.checkpoint_keep}, but no layer is recomputed; set checkpoint_every=1"
+            return (
+                f"levers.checkpoint_keep is {self.checkpoint_keep}, but no layer is recomputed; set checkpoint_every=1"
+            )
         if self.checkpoint_keep == "matmuls" and self.tiles > 1:
             return "levers.checkpoint_keep is matmuls, which levers.tiles are there not to hold; set it to attention"
         if self.offload_checkpoints and not which and budget is None:

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+Mark = torch.cuda.Event | None
+"""A point in a stream; None where there are no streams."""
+
 
 class SideStream:
     """`with side:` queues what is inside on a stream of its own; the two waits order it against the current one."""
@@ -35,17 +38,17 @@ class SideStream:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def mark(self) -> "torch.cuda.Event | None":
+    def mark(self) -> Mark:
         """A point in this stream that others can wait for."""
         return None if self.stream is None else self.stream.record_event()
 
-    def wait_for(self, mark: "torch.cuda.Event | None") -> None:
+    def wait_for(self, mark: Mark) -> None:
         """What is queued here next begins after `mark`."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark)
 
 
-def current_waits_for(mark: "torch.cuda.Event | None") -> None:
+def current_waits_for(mark: Mark) -> None:
     """What the current stream is given next begins after `mark`."""
     if mark is not None:
         torch.cuda.current_stream().wait_event(mark)

@@ -1,8 +1,8 @@
 """Optimizer states that live on the host and pass through the GPU, a piece at a time, to be updated there.
 
-A host updates some 4 G weights a second, and half of that beside a busy link; a link of 50 GB/s each way carries 12
-bytes a weight in and out for as many, leaves the host's cores alone, and the arithmetic is the GPU's own, so the
-result is that of states that never left, to the bit. Copies in, updates and copies out each have a stream:
+Twelve bytes a weight go in and out, both ways at once; the host's cores are left alone, and the arithmetic is the
+GPU's own, so the result is that of states that never left, to the bit. (Where the host is faster than its link it can
+update float32 states itself: host_update.py.) Copies in, updates and copies out each have a stream:
 
     in      piece 3  piece 4 …         waits for a free slot of the ring
     update     piece 2  piece 3 …      waits for the piece, and for the gradient
@@ -16,12 +16,14 @@ until backward is over: then the link works through the next forward pass as wel
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tightfit.levers.side_stream import SideStream, current_waits_for
+from tightfit.levers.host_update import HostUpdates, HostWork
+from tightfit.levers.side_stream import Mark, SideStream, current_waits_for
 from tightfit.memory.host import claimed
 
 PIECE_ELEMENTS = 8 * 2**20
@@ -31,7 +33,6 @@ ALIGNMENT = 256
 IN_FLIGHT_BYTES = 512 * 2**20
 """Gradients that may wait for the link before the step does."""
 
-Mark = torch.cuda.Event | None
 UpdatePiece = Callable[[dict[str, Tensor], slice], None]
 """Updates some rows of a matrix, with those of its host tensors that are on the GPU now, by kind."""
 
@@ -74,6 +75,10 @@ class Update:
     run: UpdatePiece
     gradient: Tensor
     reads: tuple[Tensor, ...] = ()
+    on_host: HostWork | None = None
+    """The same for a host that updates; None where it cannot."""
+    returned: Future[Mark] | None = None
+    """What the host has made of it."""
 
 
 @dataclass
@@ -104,6 +109,8 @@ class StateLink:
         self.limited = False
         """Gradients come one by one and may be freed; otherwise all are there when the first update is sent."""
         self.late: list[Update] = []
+        self.host: HostUpdates | None = None
+        """Updates what it can instead of the GPU."""
 
     def adopt(self, home: Home) -> None:
         """Make the ring's slots large enough for its pieces. All homes come before the first update."""
@@ -135,6 +142,12 @@ class StateLink:
         for update in [each for each in self.in_flight if each.home is home]:
             self._wait_for(update)
 
+    def wait_for_host(self, home: Home) -> None:
+        """Until the host has updated what it updates itself of `home`; the current stream need not wait."""
+        for update in self.in_flight:
+            if update.home is home and update.returned is not None:
+                home.updated = update.returned.result()
+
     def synchronize(self) -> None:
         """Wait, on the host, until the states are all back."""
         while self.in_flight:
@@ -144,20 +157,27 @@ class StateLink:
 
     def _wait_for(self, update: Update) -> None:
         """Then its gradient may be freed: whatever takes its memory comes after it in the current stream."""
+        self.wait_for_host(update.home)
         current_waits_for(update.home.updated)
         self.in_flight = deque(each for each in self.in_flight if each is not update)
         self.in_flight_bytes -= update.gradient.nbytes
 
     def _send(self, update: Update) -> None:
+        self.in_flight.append(update)
+        self.in_flight_bytes += update.gradient.nbytes
+        update.home.updates += 1
+        if self.host is not None and update.on_host is not None:
+            update.returned = self.host.submit(update.on_host)
+        else:
+            self._send_pieces(update)
+
+    def _send_pieces(self, update: Update) -> None:
         self.updates.wait_for_current()  # for the gradient and for the last use of the weight
         home = update.home
         self.inbound.wait_for(home.settled)
         for begin in range(0, home.rows, home.rows_per_piece):
             self._send_piece(update, slice(begin, min(begin + home.rows_per_piece, home.rows)))
-        home.updates += 1
         home.updated, home.settled = self.updates.mark(), self.outbound.mark()
-        self.in_flight.append(update)
-        self.in_flight_bytes += update.gradient.nbytes
 
     def _send_piece(self, update: Update, rows: slice) -> None:
         slot = self.slots[self.turn % SLOTS]

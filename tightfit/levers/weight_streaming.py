@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.levers.side_stream import SideStream, current_waits_for
-from tightfit.levers.state_link import ALIGNMENT, Home, Mark, StateLink
+from tightfit.levers.side_stream import Mark, SideStream, current_waits_for
+from tightfit.levers.state_link import ALIGNMENT, Home, StateLink
 from tightfit.memory.host import claimed
 
 SLOTS = 2
@@ -87,7 +87,7 @@ class WeightStream:
         slot.layer, slot.updates = index, updates
         self.loader.wait_for_current()
         for each in self.streamed[index]:
-            self.link.settle(each.home)
+            self.link.wait_for_host(each.home)
             self.loader.wait_for(each.home.settled)
             with self.loader, torch.no_grad():
                 self._load(each)

@@ -17,7 +17,7 @@ RUNNABLE = {
         "schedule",
         "stages_per_rank",
         "micro_batch",
-    ),  # fmt: skip
+    ),
     "levers": (
         "checkpoint_every",
         "num_checkpoints",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
+from tightfit.levers.host_update import HostUpdates, faster_route
 from tightfit.levers.offload import LAYERS, STAYS, placements
 from tightfit.levers.state_link import Home, StateLink
 from tightfit.levers.weight_streaming import WEIGHT, Streamed, WeightStream
@@ -32,7 +33,7 @@ class Offloading:
         wide = named[0][1].dtype == torch.float32
         self.places = placements(named, levers, moment_bytes(levers, wide=wide) + 4 * self.masters)
         self.link = StateLink(device)
-        self.link.limited = levers.update_in_backward
+        self.link.limited, self.update = levers.update_in_backward, levers.offload_update
         self.homes: dict[str, Home] = {}
 
     def is_away(self, name: str) -> bool:
@@ -65,6 +66,9 @@ class Offloading:
             return
         assert isinstance(model, Decoder)
         self.link.open()
+        if "host" in (self.update, self.update == "auto" and faster_route(self.device)[0]):
+            largest = max(home.rows_per_piece * home.width for home in self.homes.values())
+            self.link.host = HostUpdates(self.device, largest, self.dtype)
         if any(home.weight_away for home in self.homes.values()):
             self._stream_weights(model, dict(named))
         outside = [home for name, home in self.homes.items() if not name.startswith(LAYERS)]

@@ -16,6 +16,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.state_format import Format
 from tightfit.kernels.adamw import Numbers
 from tightfit.kernels.stochastic_rounding import key_of
+from tightfit.levers.host_update import HostWork
 from tightfit.levers.optimizer_states import StateKind, States, state_kind
 from tightfit.levers.state_link import Home, StateLink, Update
 from tightfit.levers.weight_streaming import WEIGHT
@@ -75,10 +76,13 @@ class StreamedUpdater:
                 continue
             each.step += 1
             copy = None if copies is None or each.home.weight_away else _rows(copies[index].data, each.home)
-            flat = _rows(gradient, each.home)
-            run = partial(_update_rows, each, flat, copy, factor, self._numbers(each, lr))
+            flat, numbers = _rows(gradient, each.home), self._numbers(each, lr)
+            run = partial(_update_rows, each, flat, copy, factor, numbers)
             reads = (flat,) if factor is None else (flat, factor)
-            self.link.submit(Update(each.home, run, gradient, reads), late=each.late)
+            update = Update(each.home, run, gradient, reads)
+            if self.form == "fp32" and each.here is None:
+                update.on_host = HostWork(each.home.tensors, flat, copy, factor, numbers, each.home.rows_per_piece)
+            self.link.submit(update, late=each.late)
 
     def _numbers(self, each: Resident, lr: float) -> Numbers:
         s = self.settings
