@@ -22,8 +22,9 @@ from tightfit.jobs.layout import Layout
 AXES = ("pipeline", "data", "context", "tensor")
 HYBRID = ("replicate", "shard")
 """The data axis where groups of its ranks each hold a copy of what they shard."""
-BESIDE = "tightfit_hybrid"
-"""Where a mesh has the one that cuts its data axis in two: torch lets no mesh have an axis both whole and cut."""
+BESIDE = "tightfit_sharding"
+"""Where a mesh keeps its slices: torch lets no mesh have an axis both whole and cut, and slices wrongly among fake
+tensors, so it is done once, when the mesh is made."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -33,22 +34,39 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     degrees = {axis: getattr(layout, axis) for axis in AXES}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    if layout.copies > 1:
-        shape = {a: d for axis, degree in used.items() for a, d in _cut_in_groups(axis, degree, layout)}
-        vars(mesh)[BESIDE] = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    vars(mesh)[BESIDE] = _sliced(mesh, _with_groups(mesh, layout))
     return mesh
 
 
-def _cut_in_groups(axis: str, degree: int, layout: Layout) -> list[tuple[str, int]]:
-    if axis != "data":
-        return [(axis, degree)]
-    return list(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True))
+def _with_groups(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """The mesh with its data axis cut in two, where groups of ranks each hold a copy."""
+    if layout.copies == 1:
+        return mesh
+    shape: dict[str, int] = {}
+    for axis, degree in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        cut = dict(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True))
+        shape |= cut if axis == "data" else {axis: degree}
+    return init_device_mesh(mesh.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def sharding_axes(mesh: DeviceMesh, *others: str) -> DeviceMesh:
-    """The axes FSDP2 is given, `data` or the two it is cut in, and `others` behind them."""
-    beside: DeviceMesh | None = vars(mesh).get(BESIDE)
-    return mesh[("data", *others)] if beside is None else beside[(*HYBRID, *others)]
+def _sliced(mesh: DeviceMesh, grouped: DeviceMesh) -> dict[str, DeviceMesh]:
+    data = ("data",) if grouped is mesh else HYBRID
+    found = {"sharding": grouped[data]}
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        found |= {"tensor": mesh["tensor"], "both": grouped[(*data, "tensor")]}
+    return found
+
+
+def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes FSDP2 is given: `data`, or the two it is cut in."""
+    found: DeviceMesh = vars(mesh)[BESIDE]["sharding"]
+    return found
+
+
+def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """The tensor axis alone, and behind those FSDP2 is given."""
+    made = vars(mesh)[BESIDE]
+    return made["tensor"], made["both"]
 
 
 def check_world(layout: Layout, processes: int) -> None:

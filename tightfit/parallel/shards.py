@@ -106,7 +106,7 @@ def described(tensor: Tensor, split: Split | None) -> Tensor:
     shape[split.dim] = split.size if shape[split.dim] == own else shape[split.dim] * split.mesh.size()
     size = torch.Size(shape)
     return DTensor.from_local(
-        local(tensor.detach()), mesh, placements, run_check=False, shape=size, stride=_contiguous(size)
+        local(tensor).detach(), mesh, placements, run_check=False, shape=size, stride=_contiguous(size)
     )
 
 
@@ -177,5 +177,5 @@ def _bounds(shard: "DTensor") -> list[tuple[int, int]]:
         if dim is not None:
             first, counts[dim] = _chunk(counts[dim], mesh.size(axis), mesh.get_local_rank(axis))
             firsts[dim] += first
-    assert math.prod(counts) == local(shard).numel(), f"a shard with placements {shard.placements}"
+    assert math.prod(counts) == local(shard).numel(), f"{counts} of {shard.shape} as {shard.placements}"
     return list(zip(firsts, counts, strict=True))

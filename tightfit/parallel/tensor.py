@@ -40,7 +40,7 @@ from tightfit.models.decoder import Attention, Decoder, Surroundings
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.conjugate import copied, gathered, gradient_shared, own_part, scattered, summed
-from tightfit.parallel.mesh import sharding_axes
+from tightfit.parallel.mesh import tensor_axes
 from tightfit.parallel.shards import Split, local, remember_splits, splits_of
 
 CUTS = (
@@ -59,7 +59,7 @@ EIGHT_BIT_BLOCK = 256
 
 def tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Cut `model` for this rank of the mesh's tensor axis, in place; it may be on the meta device."""
-    axis, grid = mesh["tensor"], sharding_axes(mesh, "tensor")
+    axis, grid = tensor_axes(mesh)
     splits = {
         name: _split(name, p, axis, grid, sequence_parallel=sequence_parallel) for name, p in model.named_parameters()
     }
@@ -249,6 +249,11 @@ def refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | None:
         return f"layout.tensor is {t}, which leaves a rank without any of {spec.vocab_size} tokens; lower it"
     if levers.loss == "plain":
         return f"levers.loss is plain, which needs all logits, but layout.tensor is {t}; set levers.loss=fused"
+    if levers.tiles > 1:
+        return (
+            f"levers.tiles is {levers.tiles}, which takes layers apart where tensor ranks meet, but layout.tensor is "
+            f"{t}; set levers.tiles=1"
+        )
     return _states_refusal(spec, layout, levers)
 
 
