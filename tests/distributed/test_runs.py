@@ -123,7 +123,7 @@ def test_another_number_of_ranks_holds_the_same_bits(group: Make, make: Callable
 def write_again(fields: Fields, copy: str) -> None:
     """Load the newest checkpoint of a run and write it elsewhere from what this layout holds of it."""
     job = Job.model_validate(fields)
-    mesh = make_mesh(job.layout, "cpu") if job.layout.data > 1 else None
+    mesh = make_mesh(job.layout, "cpu") if job.layout.ranks > 1 else None
     p = prepare(job, checkpoints_of(job.output)[-1], str, show_bars=False, device=torch.device("cpu"), mesh=mesh)
     content = gathered(p.model, p.optimizer, COMPUTE_DTYPES[p.precision], p.ranks)
     if p.ranks.first:

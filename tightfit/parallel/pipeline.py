@@ -65,6 +65,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.decoder, self.layout, self.mesh, self.dtype = model, layout, mesh, dtype
         self.stages = [Stage(model, piece) for piece in pieces]
+        self.modules_of_stages = nn.ModuleList(self.stages)
         self.group, self.rank = mesh.get_group("pipeline"), mesh.get_local_rank("pipeline")
         self.scale = 1.0
         self._engines: dict[tuple[int, int, int], tuple[Any, list[LeanStage]]] = {}

@@ -9,8 +9,8 @@ Every method that talks must be called by all ranks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,21 @@ class Ranks:
     process: int = 0
     processes: int = 1
     stages: int = 1
-    """Pipeline ranks, each of which holds other weights."""
+    """Pipeline ranks, each of which holds other weights; theirs is the outermost axis."""
+    stage_group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
         """The ranks of the mesh's data axis, and all processes of the running group."""
         if mesh is None:
             return ALONE
-        data, stages = mesh["data"], mesh["pipeline"].size() if "pipeline" in (mesh.mesh_dim_names or ()) else 1
-        return cls(
-            data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size(), stages
+        data = mesh["data"]
+        found = cls(
+            data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size()
         )
+        if "pipeline" not in (mesh.mesh_dim_names or ()):
+            return found
+        return replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
 
     @property
     def first(self) -> bool:
@@ -80,6 +84,31 @@ class Ranks:
         box = [thing]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    @property
+    def speaks_for_stage(self) -> bool:
+        """Whether this process is in the pipeline of the first one, and hands it what its stage has."""
+        return self.process % (self.processes // self.stages) == 0
+
+    def united(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What all stages have, on the first process; nothing on the others. `own` is whole and in host memory."""
+        if self.stages == 1:
+            return own if self.first else {}
+        if not self.speaks_for_stage:
+            return {}
+        described: list[Any] | None = [None] * self.stages if self.first else None
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in own.items()]
+        dist.gather_object(shapes, described, group=self.stage_group, group_dst=0)
+        if described is None:
+            for tensor in own.values():
+                dist.send(tensor.contiguous(), group=self.stage_group, group_dst=0)
+            return {}
+        found = dict(own)
+        for stage, theirs in enumerate(described[1:], 1):
+            for name, shape, dtype in theirs:
+                dist.recv(tensor := torch.empty(shape, dtype=dtype), group=self.stage_group, group_src=stage)
+                found.setdefault(name, tensor)
+        return found
 
     def wait(self) -> None:
         """Until all processes are here."""

@@ -68,7 +68,7 @@ def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: 
         return Content(model, optimizer.state())
     weights = _wholes(model.state_dict(), ranks, dtype)
     states = _wholes(optimizer.state(), ranks)
-    return Content(_complete(model.spec, weights), states)
+    return Content(_complete(model.spec, ranks.united(weights)), ranks.united(states))
 
 
 def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
@@ -81,11 +81,12 @@ def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
 
 
 def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All of every tensor in host memory on the first rank, cast to `dtype` if given; nothing on the others."""
+    """All of every tensor that this stage has in host memory on the process that speaks for it, cast to `dtype` if
+    given; nothing on the others."""
     found = {}
     for name, tensor in tensors.items():
         complete = whole(tensor)
-        if ranks.first:
+        if ranks.speaks_for_stage:
             found[name] = complete.to("cpu", dtype or complete.dtype)
     return found
 
@@ -160,7 +161,9 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
     path = checkpoint / "training" / "state.safetensors"
     try:
         with safe_open(path, framework="pt") as file:
-            optimizer.load_state(_States(file), str(path))
+            saved = _States(file)
+            own = {name: saved[name] for name in optimizer.state()} if optimizer.stages > 1 else saved
+            optimizer.load_state(own, str(path))
             names = set(file.keys())
             if "rng/cpu" in names:
                 torch.set_rng_state(file.get_tensor("rng/cpu"))

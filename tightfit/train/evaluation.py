@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
-from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
 from tightfit.parallel.data import rest
 from tightfit.parallel.ranks import ALONE, Ranks
@@ -37,7 +37,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, batches: Iterable[Batch], device: torch.device, ranks: Ranks = ALONE) -> Evaluation:
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, ranks: Ranks = ALONE) -> Evaluation:
     """The loss of `model` over all `batches` of all ranks, each of which must have equally many."""
     total = torch.zeros((), device=device, dtype=torch.float64)
     tokens = 0

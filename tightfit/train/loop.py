@@ -198,7 +198,7 @@ class _Run:
         if p.held_out is None:
             return None
         batches = evaluation_batches(p.held_out, rows, rank=self.ranks.rank, world=self.ranks.world)
-        found = evaluate(p.model, batches, p.device, self.ranks)
+        found = evaluate(p.evaluated, batches, p.device, self.ranks)
         self._log(held_out_loss=found.loss, held_out_perplexity=found.perplexity)
         self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
         return found

@@ -161,4 +161,4 @@ def _evaluate(measuring: Measuring, p: Prepared) -> None:
     batches = evaluation_batches(p.held_out, p.job.layout.micro_batch, rank=p.ranks.rank, world=p.ranks.world)
     found = _fetched(measuring, islice(batches, 1))
     measuring.tracer.begin("evaluation")
-    evaluate(p.model, found, p.device, p.ranks)
+    evaluate(p.evaluated, found, p.device, p.ranks)

@@ -28,6 +28,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_weights, load_into, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.assembly import assemble, unfilled
@@ -70,6 +71,11 @@ class Prepared:
     facts: dict[str, Any]
     checkpoint: Path | None
     position_step: int
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """What computes a loss without gradients: a pipeline, or the decoder, which then needs no DDP around it."""
+        return self.module if isinstance(self.module, Pipeline) else self.model
 
 
 def claim_output(job: Job, *, resuming: bool, overwrite: bool) -> None:
@@ -274,7 +280,9 @@ def _assembled(
             init_weights(model, device=device)
 
     model = unfilled(spec, job.layout, precision, device, job.levers)
-    module, optimizer = assemble(model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill, job.seed)
+    module, optimizer = assemble(
+        model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill, job.seed, job.data.sequence_length
+    )
     return model, module, optimizer
 
 

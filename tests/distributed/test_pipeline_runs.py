@@ -1,0 +1,88 @@
+"""Whole runs of `tightfit train` on pipelines: they end as one process does, and go on where any layout stopped."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.distributed.group import Group
+from tests.distributed.test_runs import alone, assert_same_run, run_fields, torchrun, write_again
+from tests.train.jobs import checkpoint_files, tiny_job
+from tightfit.jobs.job import Job
+from tightfit.models.loading import checkpoints_of
+
+Make = Callable[[int], Group]
+SMALL = {"source": "tiny-llama", "shape": {"layers": 4, "hidden_size": 32, "mlp_size": 48}}
+
+
+@pytest.fixture
+def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
+    def made(name: str, layout: dict[str, Any] | None = None, **changes: Any) -> Job:
+        fields = {"layout": {"micro_batch": 1} | (layout or {}), "evaluation": {"max_rows": 5, "every": 2}, "steps": 4}
+        fields |= {"optimizer": {"lr": 1e-3}, "model": SMALL} | changes
+        return tiny_job(tmp_path / name, corpus, token_cache, **fields)
+
+    return made
+
+
+def run_on(group: Make, job: Job, **options: Any) -> list[dict[str, Any]]:
+    return group(job.layout.ranks).run(run_fields, job.model_dump(mode="json"), options)
+
+
+LAYOUTS = {
+    "1f1b": {"pipeline": 2},
+    "interleaved": {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2},
+    "zero-1": {"pipeline": 2, "data": 2, "zero": 1, "schedule": "zero-bubble"},
+    "tensor": {"pipeline": 2, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], name: str) -> None:
+    job, one = make("many", LAYOUTS[name]), make("one")
+    results = run_on(group, job)
+    straight = alone(one)
+    assert [result["rank"] for result in results] == list(range(job.layout.ranks))
+    assert all(result["end"] == results[0]["end"] for result in results)
+    assert results[0]["end"].tokens == straight.end.tokens  # type: ignore[union-attr]
+    assert results[0]["end"].loss == pytest.approx(straight.end.loss, rel=1e-5)  # type: ignore[union-attr]
+    assert_same_run(job.output, one.output)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_layouts_hold_the_same_bits(group: Make, make: Callable[..., Job], precision: str) -> None:
+    """Saved by ZeRO-3 on two; loaded and written again by pipelines, and from there by one process."""
+    fields = {"precision": precision, "steps": 1, "evaluation": {"max_rows": 1}}
+    run_on(group, make("moving", {"data": 2, "zero": 3}, **fields))
+    saved = checkpoint_files(checkpoints_of(make("moving").output)[-1])
+    for name, layout in LAYOUTS.items():
+        job, copy = make("moving", layout, **fields), make(f"copy-{name}").output
+        group(job.layout.ranks).run(write_again, job.model_dump(mode="json"), str(copy))
+        assert checkpoint_files(checkpoints_of(copy)[-1]) == saved, name
+
+
+def test_a_pipeline_stopped_and_resumed_is_bit_equal(group: Make, make: Callable[..., Job]) -> None:
+    whole, parts = (make(name, {"pipeline": 2}, steps=2) for name in ("whole", "parts"))
+    run_on(group, whole)
+    run_on(group, parts, stop_after=1)
+    run_on(group, parts, resume=True)
+    ours, theirs = (checkpoint_files(checkpoints_of(job.output)[-1]) for job in (parts, whole))
+    assert ours == theirs
+
+
+def test_torchrun_trains_a_pipeline_and_one_process_goes_on(make: Callable[..., Job], tmp_path: Path) -> None:
+    asked = {"max_rows": 2, "prompts": ["the quick"], "sample_tokens": 3}
+    job = make("launched", {"pipeline": 2}, evaluation=asked)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    done = torchrun(2, str(file), "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)  # one object: the other rank prints nothing
+    assert (result["step"], result["rank"], result["samples"][0][0]) == (4, 0, "the quick")
+    one = make("one", evaluation={"max_rows": 2})
+    alone(one)
+    assert_same_run(job.output, one.output)
+    assert alone(make("launched", steps=6), resume=True).step == 6
