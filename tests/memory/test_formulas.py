@@ -15,6 +15,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas import gpt
+from tightfit.memory.formulas import states as states_of
 from tightfit.memory.formulas.logits import chunk_bytes, chunk_rows, loss_cost, padded
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
@@ -96,9 +97,14 @@ def test_logits_of_two_long_rows() -> None:
 
 def test_constants_are_the_codes_own() -> None:
     from tightfit.kernels import logit_chunks
+    from tightfit.levers import state_link, weight_streaming
     from tightfit.train import optimizer
 
     assert BUCKET_BYTES == optimizer.BUCKET_BYTES
+    ring = (states_of.PIECE_ELEMENTS, states_of.STATE_SLOTS, states_of.IN_FLIGHT_BYTES, states_of.WEIGHT_SLOTS)
+    assert ring == (
+        state_link.PIECE_ELEMENTS, state_link.SLOTS, state_link.IN_FLIGHT_BYTES, weight_streaming.SLOTS,
+    )  # fmt: skip
     for columns in (1, 63, 64, 65, 50257, 128256):
         assert padded(columns) == logit_chunks.padded(columns)
     for total in (1, 255, 256, 1000, 8192, 65536):

@@ -36,6 +36,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("llama-3.1-8b", {}, {"update_in_backward": True, "checkpoint_every": 1}, "bf16", 1),
     ("llama-3.1-8b", {}, {"update_in_backward": True, "optimizer_states": "8bit"}, "pure-bf16", 1),
     ("llama-3.2-1b", {}, {"update_in_backward": True, "checkpoint_every": 1}, "fp32", 1),
+    ("llama-3.1-8b", {}, {"offload": "optimizer"}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"offload": "optimizer", "checkpoint_every": 1}, "pure-bf16", 2),
+    ("llama-3.1-8b", {}, {"offload": "optimizer", "update_in_backward": True, "checkpoint_every": 1}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"offload": "optimizer", "offload_keep_bytes": 14 * 10**9}, "bf16", 1),
+    ("llama-3.2-1b", {}, {"offload": "optimizer", "optimizer_states": "8bit"}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"offload": "weights", "checkpoint_every": 1}, "bf16", 1),
+    ("llama-3.1-8b", {}, {"offload": "weights", "checkpoint_every": 1, "update_in_backward": True}, "bf16", 1),
+    ("llama-3.2-1b", {}, {"offload": "weights", "checkpoint_every": 1, "update_in_backward": True}, "pure-bf16", 1),
 ]  # fmt: skip
 
 
@@ -53,3 +61,8 @@ def test_the_peak_is_the_simulations(
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.03)
     for phase in PHASES:
         assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase
+    assert found.allocated_bytes("backward", place="host") == pytest.approx(
+        truth.allocated_bytes("backward", place="host"), rel=0.03
+    )
+    if levers_given.offload != "none":
+        assert truth.allocated_bytes("backward", place="host") > 2**30

@@ -30,6 +30,7 @@ COMMUNICATION = ("fsdp", "c10d", "_c10d_functional")
 OWNER_DEPTH = 12
 SKIPPED = torch.ops.prim.device.default
 SUM = torch.ops.aten.add.Tensor
+BACKWARD = ("backward", "first step")
 ENGINE = "_engine_run_backward"
 DISPATCHERS = ("_fn", "inner")
 OWN_REFERENCES = 2
@@ -108,6 +109,7 @@ class Tracer(TorchDispatchMode):
         for parameter in parameters:
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(self._claim_gradient)
+                _to_front(parameter._post_accumulate_grad_hooks, hook.id)
                 self._stack.callback(hook.remove)
 
     def _claim_gradient(self, parameter: Tensor) -> None:
@@ -148,7 +150,7 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # its own local operations come back here
         held = self.scratch(func, args, kwargs)
         number = self.trace.allocate(self._scratch(held, func)) if held else None
-        summed = self._summed_in_place(args) if func is SUM and self.phase == "backward" else None
+        summed = self._summed_in_place(args) if func is SUM and self.phase in BACKWARD else None
         made = func(*args, **kwargs)
         if summed is not None:
             self._take_over(summed, made)
@@ -263,6 +265,14 @@ def _sharding_owner() -> tuple[Component, str] | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _to_front(hooks: Any, number: int) -> None:
+    """Call this hook before one that updates the parameter and drops the gradient; autograd goes by insertion."""
+    others = [(key, hook) for key, hook in hooks.items() if key != number]
+    own = hooks[number]
+    hooks.clear()
+    hooks.update([(number, own), *others])
 
 
 def _entering(stack: list[str], name: str) -> Callable[..., None]:

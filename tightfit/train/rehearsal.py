@@ -105,7 +105,7 @@ def rehearsed_step(workload: Workload, layout: Layout, levers: Levers, overheads
         introduce(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
         return program.step
 
-    return rehearsed(make, layout, overheads)
+    return rehearsed(make, layout, overheads, carries_over=levers.offload != "none")
 
 
 def _gpu_kernels(workload: Workload) -> Implementations:
@@ -116,10 +116,13 @@ def _gpu_kernels(workload: Workload) -> Implementations:
     return GPU_KERNELS if plain and fused else replace(GPU_KERNELS, attention="triton")
 
 
-def rehearsed(make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False) -> Trace:
+def rehearsed(
+    make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False, carries_over: bool = False
+) -> Trace:
     """Everything allocated and freed from building the model to the end of one step, on rank 0 of `layout`.
 
     `warm_up` goes before with a step that differs, such as the first of an optimizer that makes its states in it.
+    Where a step `carries_over` what the next one frees, a step goes before as well, and the trace has no repetition.
     """
     with ExitStack() as stack:
         mesh = None
@@ -130,9 +133,10 @@ def rehearsed(make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *,
         with FirstChunkOnly():
             step = make(mesh, tracer)
         tracer.trace.allocate(Allocation(overheads.workspace_bytes, "workspace", "cuBLAS"))
-        if warm_up:
+        if warm_up or carries_over:
             step(lambda phase: tracer.begin("first step"))
-        tracer.begin_step()
+        if not carries_over:
+            tracer.begin_step()
         step(tracer.begin)
     return tracer.trace
 

@@ -27,6 +27,7 @@ from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.params import largest_in_layer
 from tightfit.memory.formulas.rank import KINDS, RankMemory, rank_memory
 from tightfit.memory.formulas.share import ceil
+from tightfit.memory.formulas.states import IN_FLIGHT_BYTES
 from tightfit.memory.ledger import Ledger, Line, Phase
 
 BUCKET_BYTES = 256 * 2**20
@@ -143,11 +144,15 @@ def _forward(at: RankMemory) -> tuple[int, ...]:
 
 
 def _at_start(at: RankMemory) -> tuple[int, ...]:
-    """Gradients of the last step whose updates have not been waited for: the layers', as the first of them runs."""
-    cost, most = at.cost, at.states.waiting
-    left = at.element * (cost.params.all - cost.root - cost.embedding)
-    left = left if most is None else min(left, most)
-    return 0, max(left, at.states.gradients), *(0,) * len(KINDS), at.others, cost.tables, cost.working, 0
+    """Gradients of the last step whose updates have not been waited for, when the embedding is looked up."""
+    cost, held, most = at.cost, at.states, at.states.waiting
+    away = cost.params.all * held.host_moments // max(1, held.host_moments + held.moments)
+    if not held.moments:
+        away -= cost.vocabulary if most is None else cost.embedding
+    left = at.element * away
+    if most is not None:  # the link has worked on the others, the embedding's last
+        left = min(left, most - (IN_FLIGHT_BYTES if cost.embedding else 0))
+    return 0, max(left, held.gradients), *(0,) * len(KINDS), at.others, cost.tables, 0, 0
 
 
 def _at_first_gathering(at: RankMemory) -> tuple[int, ...]:
