@@ -13,6 +13,7 @@ from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.kernels.fp8_codes import E4M3, E5M2
+from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.fp8 import SCALINGS, use_fp8
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
@@ -157,7 +158,17 @@ def test_models_lose_little(spec: ModelSpec, matmul: Any) -> None:
     assert (exact - found).norm() < 0.2 * exact.norm()
 
 
-def test_tiles_and_checkpoints_do_not_mind() -> None:
+@pytest.mark.parametrize("matmul", MATMULS)
+def test_checkpointed_layers_have_the_same_gradients(matmul: Any) -> None:
+    plain, checkpointed = made(WIDE, matmul), made(WIDE, matmul)
+    checkpoint_layers(checkpointed, Levers(checkpoint_every=1))
+    losses = [accumulate(model, [ragged_batch(4)], CPU)[0].item() for model in (plain, checkpointed)]
+    assert losses[0] == losses[1]
+    for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_tiles_do_not_mind() -> None:
     whole, tiled = made(WIDE, "fp8-row"), made(WIDE, "fp8-row", tiles=3)
     losses = [accumulate(model, [ragged_batch(4)], CPU)[0].item() for model in (whole, tiled)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # rows have their own scales, in tiles or not

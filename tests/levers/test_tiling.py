@@ -11,14 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.training import GEMMA, GPT2, UNEVEN
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
+from tightfit.jobs.levers import Levers
+from tightfit.kernels.triton_support import Impl
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.tiled_function import in_tiles, tile_slices
 from tightfit.levers.tiling import head_groups, tile_layers
-from tightfit.models.decoder import Decoder
+from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.train.step import accumulate
 
-CPU = torch.device("cpu")
+CPU, aten = torch.device("cpu"), torch.ops.aten
 SPECS = {
     "llama": TINY,
     "gemma": GEMMA,
@@ -29,11 +32,13 @@ SPECS = {
 }
 
 
-def made(spec: ModelSpec, tiles: int, every: int = 0) -> Decoder:
+def made(spec: ModelSpec, tiles: int, every: int = 0, glu: Impl = "auto") -> Decoder:
     """Weights are the same whatever is asked for."""
-    model = tiny_model(spec)
+    torch.manual_seed(0)
+    model = Decoder(spec, Implementations(glu=glu))
+    init_weights(model)
     tile_layers(model, tiles)
-    checkpoint_layers(model, every)
+    checkpoint_layers(model, Levers(checkpoint_every=every))
     return model
 
 
@@ -96,7 +101,7 @@ class CountedProducts(TorchDispatchMode):
         self.widths, self.rows = widths, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if func in (aten.mm.default, aten.addmm.default, aten.addmm_.default):
             left, right = args[-2:]
             if {left.shape[1], right.shape[1]} == self.widths:
                 self.rows += left.shape[0]
@@ -112,6 +117,18 @@ def test_checkpointing_does_not_run_the_second_half_once_more() -> None:
             accumulate(made(spec, tiles, every), [batch], CPU)
         rows.append(counted.rows)
     assert rows == [3 * 3 * 48] * 2
+
+
+def test_a_gated_mlp_that_is_one_operation_leaves_its_last_product_out() -> None:
+    """Rows through gate, up and down: forward 3 N, 2 N again by the tiles, 3 N for the gradients of their inputs."""
+    batch, spec = ragged_batch(2, 24), replace(TINY, mlp_size=80, layers=1)
+    plain, tiled = made(spec, 1, glu="triton"), made(spec, 4, 1, glu="triton")
+    accumulate(plain, [batch], CPU)
+    with CountedProducts({32, 80}) as counted:
+        accumulate(tiled, [batch], CPU)
+    assert counted.rows == 8 * 48
+    for a, b in zip(plain.parameters(), tiled.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-5 * a.grad.norm() + 1e-8
 
 
 def test_gradients_of_narrow_weights_are_summed_wide() -> None:

@@ -14,12 +14,15 @@ second time only to be computed a third time, tile by tile. Limits: no second de
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from tightfit.kernels.recomputation import result_unwanted
 
 TileFunction = Callable[..., tuple[Tensor, ...]]
 """Outputs [B, t, ...] of a slice of the sequence and the inputs' [B, t, ...] there."""
@@ -32,6 +35,8 @@ class _Work:
     function: TileFunction
     tiles: int
     modules: Sequence[nn.Module]
+    result_matters: bool
+    """Whether gradients depend on what the function's last operation returns."""
     kept: Any = None
     """The node that saved the inputs."""
 
@@ -41,10 +46,14 @@ class _Work:
 
 
 def in_tiles(
-    function: TileFunction, inputs: Sequence[Tensor], modules: Sequence[nn.Module], tiles: int
-) -> tuple[Tensor, ...]:
-    """`function` of inputs [B, T, ...], `tiles` pieces of T (the last may be shorter); it may use `modules` only."""
-    work = _Work(function, tiles, modules)
+    function: TileFunction, inputs: Sequence[Tensor], modules: Sequence[nn.Module], tiles: int,
+    *, result_matters: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`function` of inputs [B, T, ...], `tiles` pieces of T (the last may be shorter); it may use `modules` only.
+
+    Without `result_matters` its last operation may leave its result undone where only gradients are wanted.
+    """
+    work = _Work(function, tiles, modules, result_matters)
     weights = work.weights()
     wanted = any(tensor.requires_grad for tensor in (*inputs, *weights))
     if not (torch.is_grad_enabled() and wanted):
@@ -119,7 +128,8 @@ def _tile_gradients(
     """The gradients of a tile's inputs (None where none is wanted) and of the weights from it."""
     wanted = [x for x in leaves if x.requires_grad]
     with torch.enable_grad():
-        made = work.function(part, *leaves)
+        with nullcontext() if work.result_matters else result_unwanted():
+            made = work.function(part, *leaves)
         found = iter(torch.autograd.grad(made, [*wanted, *weights], gradients, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in (*leaves, *weights)]
 

@@ -67,7 +67,10 @@ class TiledLayer:
         second = (own.o, layer.attention_post_norm, layer.mlp_norm, layer.mlp, layer.mlp_post_norm)
         heads = in_tiles(lambda part, x: self._projected(x, part, around), [x], _there(first), self.tiles)
         mixed = self._attended(heads, around)
-        (made,) = in_tiles(lambda part, x, *mixed: self._finished(x, mixed), [x, *mixed], _there(second), self.tiles)
+        (made,) = in_tiles(
+            lambda part, x, *mixed: self._finished(x, mixed), [x, *mixed], _there(second), self.tiles,
+            result_matters=layer.mlp_post_norm is not None,
+        )  # fmt: skip
         return made, None
 
     def _projected(self, x: Tensor, part: slice, around: Surroundings) -> tuple[Tensor, ...]:
