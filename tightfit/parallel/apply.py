@@ -22,16 +22,17 @@ from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
+from tightfit.parallel.shards import splits_of
 from tightfit.parallel.tensor import refusal, tensor_parallel
 from tightfit.plan.runnable import not_yet
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
-    """Leave of the weights what this rank has of each, before they have values. Comes before `apply`."""
+    """Leave of the weights what this rank has of each, before they have values. Comes before `apply`, and once."""
     refuse_what_cannot_run(layout, levers)
     if sentence := refusal(model.spec, layout, levers):
         raise UserError(sentence)
-    if mesh is not None and layout.tensor > 1:
+    if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
 
 

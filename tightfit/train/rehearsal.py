@@ -20,14 +20,16 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.ledger import Ledger
+from tightfit.memory.ledger import Ledger, Line
 from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
 from tightfit.memory.trace import Allocation, Replay, Trace, ledger_of_replay
 from tightfit.memory.tracing import Tracer
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.spec import ModelSpec
+from tightfit.parallel.apply import cut
 from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.pipeline import take_stages
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.assembly import Fill, assemble
 from tightfit.train.optimizer import MasterAdamW
@@ -65,17 +67,27 @@ MakeStep = Callable[[DeviceMesh | None, Tracer], Step]
 
 
 def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
-    """The ledger of a training step that is never run, for rank 0 of `layout`."""
-    replay = _replay(workload, layout, levers, overheads)
-    return ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
+    """The ledger of a training step that is never run: of the first rank of each pipeline stage that may be fullest."""
+    lines: list[Line] = []
+    for stage in telling_stages(layout):
+        replay = _replay(workload, layout, levers, overheads, stage)
+        ledger = ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
+        lines += [replace(line, rank=stage) for line in ledger.lines]
+    return Ledger("simulation", tuple(lines))
 
 
-def _replay(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads) -> Replay:
-    """The whole model where that is quick, else the moments that follow from two shallow ones."""
+def telling_stages(layout: Layout) -> list[int]:
+    """The first stage has most in flight, the last the loss; those between them hold ever less."""
+    return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+
+
+def _replay(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads, stage: int = 0) -> Replay:
+    """The whole model where that is quick, else the moments that follow from two shallow ones; a stage as it is."""
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
-    if layers <= DIRECT_LAYERS or more >= layers or _differs_by_layer(workload.spec, levers):
-        return rehearsed_step(workload, layout, levers, overheads).replay()
+    direct = layout.pipeline > 1 or layers <= DIRECT_LAYERS or more >= layers
+    if direct or _differs_by_layer(workload.spec, levers):
+        return rehearsed_step(workload, layout, levers, overheads, stage).replay()
     shallow, deeper = (
         rehearsed_step(_of_depth(workload, depth), layout, levers, overheads).replay() for depth in (few, more)
     )
@@ -97,15 +109,17 @@ def _of_depth(workload: Workload, layers: int) -> Workload:
     return replace(workload, spec=replace(workload.spec, layers=layers, window_layers=windowed))
 
 
-def rehearsed_step(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Trace:
-    """The trace behind that ledger."""
+def rehearsed_step(
+    workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, stage: int = 0
+) -> Trace:
+    """The trace behind that ledger, of the first rank of pipeline stage `stage`."""
 
     def make(mesh: DeviceMesh | None, tracer: Tracer) -> Step:
         program = build(workload, layout, levers, CPU, _gpu_kernels(workload), mesh, tracer)
         introduce(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
         return program.step
 
-    return rehearsed(make, layout, overheads, carries_over=levers.offload != "none")
+    return rehearsed(make, layout, overheads, carries_over=levers.offload != "none", stage=stage)
 
 
 def _gpu_kernels(workload: Workload) -> Implementations:
@@ -117,9 +131,10 @@ def _gpu_kernels(workload: Workload) -> Implementations:
 
 
 def rehearsed(
-    make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False, carries_over: bool = False
-) -> Trace:
-    """Everything allocated and freed from building the model to the end of one step, on rank 0 of `layout`.
+    make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False,
+    carries_over: bool = False, stage: int = 0,
+) -> Trace:  # fmt: skip
+    """Everything allocated and freed from building the model to the end of one step, on the first rank of a stage.
 
     `warm_up` goes before with a step that differs, such as the first of an optimizer that makes its states in it.
     Where a step `carries_over` what the next one frees, a step goes before as well, and the trace has no repetition.
@@ -127,7 +142,7 @@ def rehearsed(
     with ExitStack() as stack:
         mesh = None
         if layout.ranks > 1:
-            stack.enter_context(fake_world(layout.ranks))
+            stack.enter_context(fake_world(layout.ranks, stage * (layout.ranks // layout.pipeline)))
             mesh = make_mesh(layout, "cpu")
         tracer = stack.enter_context(simulated())
         with FirstChunkOnly():
@@ -154,8 +169,15 @@ def build(
     """A training step on tokens of no meaning, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, levers, device, impl, tracer)
     if tracer is not None:
+        if layout.zero:
+            with tracer.pause():  # what FSDP2 then takes its shards from has no memory either
+                if mesh is not None and layout.pipeline > 1:
+                    take_stages(decoder, mesh, layout, workload.sequence_length)
+                cut(decoder, mesh, layout, levers)
         tracer.begin("init")
-    module, optimizer = assemble(decoder, mesh, layout, levers, workload.precision, Optimizer(), device, fill)
+    module, optimizer = assemble(
+        decoder, mesh, layout, levers, workload.precision, Optimizer(), device, fill, length=workload.sequence_length
+    )
     scale = LossScale.for_precision(workload.precision)
     return Program(module, decoder, optimizer, _batches(workload, layout), device, scale, Ranks.of(mesh))
 
@@ -170,7 +192,7 @@ def _unfilled(
     So is one that will be offloaded: it is made on the host.
     """
     faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
-    shared = layout.zero > 0 or layout.tensor > 1
+    shared = layout.zero > 0 or layout.tensor * layout.pipeline > 1
     if offloaded and not faking:
         dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
         return blank_decoder(workload.spec, "cpu", dtype, impl)
@@ -199,7 +221,8 @@ def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: in
             tracer.claim(bucket.masters, "master weights")
         for index in range(len(bucket.masters)):
             tracer.claim(bucket.updater.states(index).values(), "optimizer states")
-    tracer.loss_follows(model.norm)
+    if model.norm is not None:  # which only the last stage of a pipeline has
+        tracer.loss_follows(model.norm)
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
         if index % period == period - 1 or index == last:
@@ -207,8 +230,13 @@ def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: in
 
 
 def _batches(workload: Workload, layout: Layout) -> list[Batch]:
-    """One micro-batch, or two where gradients are accumulated: more would repeat the second."""
+    """One micro-batch, or two where gradients are accumulated: more would repeat the second.
+
+    A pipeline has several in flight: all that gpipe has, of others two rounds.
+    """
     shape = (layout.micro_batch, workload.sequence_length)
-    passes = min(2, workload.global_batch // (layout.micro_batch * layout.data))
+    most = {1: 2}.get(layout.pipeline, 2 * layout.pipeline)
+    passes = workload.global_batch // (layout.micro_batch * layout.data)
+    passes = passes if layout.pipeline > 1 and layout.schedule == "gpipe" else min(most, passes)
     made = torch.randint(workload.spec.vocab_size, shape)
     return [{"tokens": made, "labels": made}] * max(1, passes)

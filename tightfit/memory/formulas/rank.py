@@ -113,7 +113,7 @@ def rank_memory(workload: Workload, layout: Layout, levers: Levers, rank: int) -
     return RankMemory(
         workload.spec, layout, levers, share, cost,
         states(workload, layout, levers, cost.params, accumulation, cost.widest.all),
-        accumulation, workload.weight_bytes, layout.data * layout.context,
+        accumulation, workload.weight_bytes, layout.data * layout.context // layout.copies,
         max(0, each * (pieces - chunks) // chunks), 2 * INDEX * share.tokens,
         offloaded * stored * max(pieces, chunks) // chunks, stored if offloaded else 0, layout.zero > 0,
     )  # fmt: skip

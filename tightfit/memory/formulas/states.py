@@ -85,7 +85,7 @@ def states(
     workload: Workload, layout: Layout, levers: Levers, params: Params, accumulation: int, widest: int = 0
 ) -> States:
     """Of a rank that holds `params` before data ranks split them, `widest` of them in one layer."""
-    e, ranks = workload.weight_bytes, layout.data * layout.context
+    e, ranks = workload.weight_bytes, layout.data * layout.context // layout.copies
     if layout.zero == 0:
         count, weights, reduced = params.all, e * params.all, 0
         masters = MASTER * count if workload.has_masters else 0

@@ -1,0 +1,230 @@
+"""The equivalence gate: silent where ranks train as one process does; where a split is broken it says so, and where."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.group import Group
+from tests.train.models import TINY, TINY_ROUTED
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.models.presets import preset
+from tightfit.parallel import conjugate, data, tensor
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.ranks import Ranks
+from tightfit.parallel.shards import local
+from tightfit.train import optimizer, step
+from tightfit.train.equivalence import TOLERANCE, Verdict, compare
+from tightfit.train.subject import Subject, miniature
+
+Make = Callable[[int], Group]
+TENSOR = Layout(tensor=2, micro_batch=2)
+WHOLE_STREAM = Layout(tensor=2, micro_batch=2, sequence_parallel=False)
+REPLICAS = Layout(data=2, micro_batch=2)
+SHARDS = Layout(data=2, zero=3, micro_batch=2)
+HYBRID = Layout(data=4, zero=2, shard_inside=2, micro_batch=2)
+
+
+def judge(subject: Subject, fault: str | None = None) -> Verdict:
+    """The verdict of all ranks, with a fault in the splitting where one is asked for."""
+    with FAULTS[fault]() if fault else patch.object(sys, "argv", sys.argv):
+        return compare(subject, make_mesh(subject.layout, "cpu"), torch.device("cpu"))
+
+
+def subject(layout: Layout, **changes: Any) -> Subject:
+    return Subject(replace(TINY, qk_norm=True), layout, passes=2, **changes)
+
+
+@pytest.mark.parametrize("layout", [TENSOR, WHOLE_STREAM, REPLICAS, SHARDS], ids=["tensor", "whole", "ddp", "zero-3"])
+def test_what_is_right_passes(group: Make, layout: Layout) -> None:
+    verdicts = group(2).run(judge, subject(layout, levers=Levers(checkpoint_every=1)))
+    assert len(verdicts) == 2
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    assert verdicts[0].same
+    assert verdicts[0].compared > 100
+    assert 0 < verdicts[0].largest.error < 2e-5
+
+
+def test_a_routed_model_passes(group: Make) -> None:
+    assert group(2).run(judge, Subject(TINY_ROUTED, TENSOR, passes=2))[0].same
+
+
+@contextmanager
+def no_partial_sums() -> Iterator[None]:
+    with patch.object(step, "sum_partial_gradients", lambda model: None):
+        yield
+
+
+@contextmanager
+def no_sum_in_backward() -> Iterator[None]:
+    with patch.object(conjugate._Copied, "backward", staticmethod(lambda ctx, dy: (dy, None))):
+        yield
+
+
+@contextmanager
+def scatter_without_sum() -> Iterator[None]:
+    """Backward of what was gathered: each rank takes its own part of the gradient instead of everybody's."""
+
+    def own(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return conjugate.own_part(dy, ctx.group), None
+
+    with patch.object(conjugate._Gathered, "backward", staticmethod(own)):
+        yield
+
+
+@contextmanager
+def blocks_twice_as_large() -> Iterator[None]:
+    original = tensor.Exchange.leave
+    with patch.object(tensor.Exchange, "leave", lambda self, y, bias: original(self, y, bias) * 2):
+        yield
+
+
+@contextmanager
+def averages() -> Iterator[None]:
+    original = data._summed
+
+    def averaged(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return original(group, bucket).then(lambda made: made.value() / group.size())
+
+    with patch.object(data, "_summed", averaged):
+        yield
+
+
+@contextmanager
+def no_reduction() -> Iterator[None]:
+    def kept(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with patch.object(data, "_summed", kept):
+        yield
+
+
+@contextmanager
+def divided_shards() -> Iterator[None]:
+    original = data.FSDPModule.set_gradient_divide_factor
+    with patch.object(data.FSDPModule, "set_gradient_divide_factor", lambda module, _: original(module, 2.0)):
+        yield
+
+
+@contextmanager
+def groups_apart() -> Iterator[None]:
+    """FSDP2 reduces inside groups and then forgets to add up what they have."""
+    collectives = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_collectives"]
+    forgetful = SimpleNamespace(**{**vars(dist), "all_reduce": lambda *arguments, **options: None})
+    with patch.object(collectives, "dist", forgetful):
+        yield
+
+
+@contextmanager
+def own_tokens_only() -> Iterator[None]:
+    with patch.object(Ranks, "sum", lambda ranks, tensor: tensor):
+        yield
+
+
+@contextmanager
+def copies_counted_twice() -> Iterator[None]:
+    with patch.object(optimizer, "pieces", lambda parameter, split: dist.get_world_size()):
+        yield
+
+
+@contextmanager
+def stale_shard() -> Iterator[None]:
+    """The second rank forgets to update its part of one weight."""
+    original = optimizer.MasterAdamW.step
+
+    def forgetful(self: optimizer.MasterAdamW, *arguments: Any) -> None:
+        named = {n: p for bucket in self.buckets for n, p in zip(bucket.names, bucket.parameters, strict=True)}
+        weight = local(named["layers.1.mlp.up.weight"])
+        before = weight.clone()
+        original(self, *arguments)
+        if dist.get_rank() == 1:
+            weight.copy_(before)
+
+    with patch.object(optimizer.MasterAdamW, "step", torch.no_grad()(forgetful)):
+        yield
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "no partial sums": no_partial_sums,
+    "no sum in backward": no_sum_in_backward,
+    "scatter without sum": scatter_without_sum,
+    "blocks twice as large": blocks_twice_as_large,
+    "averages": averages,
+    "no reduction": no_reduction,
+    "divided shards": divided_shards,
+    "groups apart": groups_apart,
+    "own tokens only": own_tokens_only,
+    "copies counted twice": copies_counted_twice,
+    "stale shard": stale_shard,
+}
+FOUND = [
+    ("no partial sums", TENSOR, "gradient", "norm.weight"),
+    ("no partial sums", WHOLE_STREAM, "gradient", "layers.1.attention.k_norm.weight"),
+    ("no sum in backward", WHOLE_STREAM, "gradient", "norm.weight"),
+    ("scatter without sum", TENSOR, "gradient", "norm.weight"),
+    ("blocks twice as large", WHOLE_STREAM, "loss", ""),
+    ("averages", REPLICAS, "gradient", "head.weight"),
+    ("no reduction", REPLICAS, "gradient", "head.weight"),
+    ("divided shards", SHARDS, "gradient", "head.weight"),
+    ("own tokens only", SHARDS, "loss", ""),
+    ("copies counted twice", TENSOR, "norm", ""),
+    ("stale shard", TENSOR, "weight", "layers.1.mlp.up.weight"),
+    ("stale shard", SHARDS, "weight", "layers.1.mlp.up.weight"),
+]
+
+
+@pytest.mark.parametrize(("fault", "layout", "kind", "name"), FOUND)
+def test_a_fault_is_found_where_it_is(group: Make, fault: str, layout: Layout, kind: str, name: str) -> None:
+    verdict = group(2).run(judge, subject(layout), fault)[0]
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.kind, verdict.first.name) == (1, kind, name)
+    assert verdict.first.error > 10 * TOLERANCE
+    assert verdict.first.layer == (int(name.split(".")[1]) if name.startswith("layers.") else None)
+    assert not verdict.same
+
+
+def test_groups_that_do_not_meet_are_found(group: Make) -> None:
+    assert group(4).run(judge, subject(HYBRID))[0].same
+    verdict = group(4).run(judge, subject(HYBRID), "groups apart")[0]
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.name) == ("gradient", "head.weight")
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "qwen3-8b", "gemma-2-9b", "gpt2", "mixtral-8x7b"])
+def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str) -> None:
+    large = Subject(preset(name), Layout(tensor=2, data=2, zero=3, micro_batch=4), passes=8, length=4096)
+    small = miniature(large)
+    ours, theirs = small.spec, large.spec
+    assert ours.params() < 100_000
+    for field in ("family", "tied", "norm", "qk_norm", "gated", "qkv_bias", "sandwich_norms", "logit_softcap"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    assert (ours.heads > ours.kv_heads) == (theirs.heads > theirs.kv_heads)
+    assert (ours.experts is None) == (theirs.experts is None)
+    assert ours.vocab_size % 2 == theirs.vocab_size % 2
+    assert group(4).run(judge, small)[0].same
+
+
+def test_the_verb_starts_its_own_processes(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: tiny-llama\ndata: notes.txt\noutput: out\nsteps: 1\nlayout: {tensor: 2, micro_batch: 4}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tightfit", "check", str(job), "--tiny", "--steps", "1", "--json"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["same"] is True
+    assert (told["ranks"], told["steps"], told["layout"]["tensor"]) == (2, 1, 2)

@@ -1,0 +1,154 @@
+"""Tensor ranks train as one process does, alone and beside every way of splitting data; so do hybrid shards."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed.group import Group
+from tests.distributed.test_equivalence import assert_same
+from tests.distributed.training import CPU, GEMMA, GPT2, UNEVEN, Case, build, micro_batches, run
+from tests.train.models import TINY, TINY_ROUTED
+from tightfit.errors import UserError
+from tightfit.jobs.job import Optimizer
+from tightfit.jobs.levers import Levers
+from tightfit.models.spec import Experts
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.ranks import Ranks
+from tightfit.parallel.shards import described, splits_of, whole
+from tightfit.train.precision import LossScale
+from tightfit.train.step import train_step
+
+Make = Callable[[int], Group]
+CLIPPED = Optimizer(lr=1e-3, eps=1e-4, clip_norm=0.1)
+FOUR = replace(TINY, kv_heads=4, qk_norm=True, qkv_bias=True, vocab_size=97)
+"""Heads for four ranks, and a vocabulary that no number of ranks divides."""
+BIASED = replace(GPT2, gated=True, activation="silu", rope=TINY.rope, qk_norm=True)
+SHARED = replace(TINY_ROUTED, experts=Experts(count=4, per_token=2, mlp_size=32, shared_size=16, dense_layers=(0,),
+                                              balance_weight=0.01))  # fmt: skip
+CASES = {
+    "two": Case(tensor=2),
+    "two-accumulated-clipped": Case(spec=FOUR, tensor=2, micro_batch=2, settings=CLIPPED),
+    "two-gemma": Case(spec=GEMMA, tensor=2, micro_batch=4),
+    "two-learned-positions": Case(spec=GPT2, tensor=2, micro_batch=4),
+    "two-biases": Case(spec=BIASED, tensor=2, micro_batch=4),
+    "two-checkpointed": Case(spec=FOUR, tensor=2, micro_batch=4, levers=Levers(checkpoint_every=1)),
+    "two-half-checkpointed": Case(spec=replace(FOUR, layers=3), tensor=2, micro_batch=4,
+                                  levers=Levers(checkpoint_every=2, loss_chunk_bytes=1)),
+    "two-attention-kept": Case(tensor=2, micro_batch=4, levers=Levers(checkpoint_every=1, checkpoint_keep="attention")),
+    "two-matmuls-kept": Case(tensor=2, micro_batch=4, levers=Levers(checkpoint_every=1, checkpoint_keep="matmuls")),
+    "two-checkpoints-on-host": Case(tensor=2, micro_batch=4,
+                                    levers=Levers(checkpoint_every=1, offload_checkpoints=True)),
+    "two-wide-moments": Case(tensor=2, micro_batch=4, levers=Levers(optimizer_states="fp32")),
+    "four": Case(spec=FOUR, tensor=4),
+    "four-tied-checkpointed": Case(spec=replace(FOUR, tied=True), tensor=4, micro_batch=4,
+                                   levers=Levers(checkpoint_every=1)),
+    **{
+        f"two-by-two-zero-{zero}": Case(
+            spec=replace(FOUR, tied=zero % 2 == 1), data=2, zero=zero, tensor=2, micro_batch=2, settings=CLIPPED,
+            levers=Levers(checkpoint_every=zero // 2),
+        )
+        for zero in range(4)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole-stream", "split-stream"])
+@pytest.mark.parametrize("name", CASES)
+def test_tensor_ranks_train_as_one_process_does(group: Make, name: str, sequence_parallel: bool) -> None:
+    case = replace(CASES[name], sequence_parallel=sequence_parallel)
+    found = group(case.layout.ranks).run(run, case)
+    assert all(trace.results == found[0].results for trace in found)
+    assert_same(found[0], run(case.alone()))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("spec", [TINY_ROUTED, SHARED], ids=["routed", "shared"])
+def test_tensor_ranks_route_alike(group: Make, spec: object, sequence_parallel: bool) -> None:
+    """Balance is not linear in rows: the truth takes the same micro-batches."""
+    case = Case(spec=spec, tensor=2, micro_batch=4, sequence_parallel=sequence_parallel)  # type: ignore[arg-type]
+    assert_same(group(2).run(run, case)[0], run(replace(case.alone(), micro_batch=4)))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shards_inside_groups_train_as_one_process_does(group: Make, zero: int) -> None:
+    case = Case(spec=UNEVEN, data=4, zero=zero, shard_inside=2, micro_batch=1, settings=CLIPPED)
+    assert_same(group(4).run(run, case)[0], run(case.alone()))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
+def test_sixteen_bits_stay_near_the_truth(group: Make, precision: str) -> None:
+    """As near as one process in 16 bits is; states have its formats and, whole, its shapes."""
+    case = Case(tensor=2, micro_batch=4, steps=2, precision=precision)  # type: ignore[arg-type]
+    alone = run(replace(case, tensor=1))
+    truth, found = run(case.alone_in("fp32")), group(2).run(run, case)[0]
+    assert {n: (t.dtype, t.shape) for n, t in found.states.items()} == {
+        n: (t.dtype, t.shape) for n, t in alone.states.items()
+    }
+    for name, gradient in truth.gradients[0].items():
+        ours, theirs = ((t.gradients[0][name].float() - gradient).norm() / gradient.norm() for t in (found, alone))
+        assert 0 < ours < 1.5 * theirs + 2e-3, name
+    assert [r.loss for r in found.results] == pytest.approx([r.loss for r in truth.results], rel=2e-2)
+
+
+def test_eight_bit_states_are_those_of_one_process(group: Make) -> None:
+    """Where blocks of a row stay whole on a rank; from the same gradients the same bits."""
+    spec = replace(TINY, head_dim=128, mlp_size=512, layers=1)
+    case = Case(spec=spec, tensor=2, micro_batch=4, steps=1, levers=Levers(optimizer_states="8bit"))
+    found, alone = group(2).run(run, case)[0], run(replace(case, tensor=1))
+    for name, state in alone.states.items():
+        assert found.states[name].shape == state.shape, name
+        wrong = (found.states[name].float() - state.float()).abs() > 1e-5 + 1e-3 * state.float().abs()
+        assert wrong.float().mean() < 0.02, name  # gradients differ in their last bits, and so may a code
+
+
+def test_what_all_ranks_have_stays_bit_equal(group: Make) -> None:
+    norms = group(4).run(replicated_after_steps, Case(spec=FOUR, tensor=4, micro_batch=2))
+    assert len(norms[0]) > 4
+    for other in norms[1:]:
+        assert all(torch.equal(other[name], norm) for name, norm in norms[0].items())
+
+
+def replicated_after_steps(case: Case) -> dict[str, torch.Tensor]:
+    mesh = make_mesh(case.layout, "cpu")
+    decoder, module, optimizer = build(case, mesh)
+    for step in range(3):
+        train_step(module, optimizer, micro_batches(case, step, 0), CPU, 1e-2, LossScale(), ranks=Ranks.of(mesh))
+    return {n: p.detach() for n, p in decoder.named_parameters() if splits_of(decoder)[n].dim is None}
+
+
+def test_a_rank_holds_its_share(group: Make) -> None:
+    """Of matrices and the vocabulary a quarter, up to a row; of norms all. The state dict describes whole tensors."""
+    whole_shapes = {n: p.shape for n, p in build(Case(spec=FOUR), None)[0].named_parameters()}
+    for shapes in group(4).run(shapes_held, Case(spec=FOUR, tensor=4)):
+        for name, (held, told) in shapes.items():
+            assert told == whole_shapes[name], name
+            if len(told) == 2:
+                assert held.numel() * 4 <= told.numel() + 4 * max(told), name
+            else:
+                assert held == told or held.numel() * 4 == told.numel(), name
+
+
+def shapes_held(case: Case) -> dict[str, tuple[torch.Size, torch.Size]]:
+    decoder, _, _ = build(case, make_mesh(case.layout, "cpu"))
+    state = decoder.state_dict()
+    assert all(torch.equal(whole(t), whole(described(p.data, splits_of(decoder)[n])))
+               for n, p in decoder.named_parameters() for t in [state[n]])  # fmt: skip
+    return {n: (p.shape, state[n].shape) for n, p in decoder.named_parameters()}
+
+
+def test_rows_that_do_not_divide_are_refused(group: Make) -> None:
+    case = Case(spec=FOUR, tensor=4, micro_batch=1, rows=1)
+    sentences = group(4).run(step_on_odd_rows, case)
+    assert all("1 rows of 15 tokens cannot be split evenly over 4 tensor ranks" in s for s in sentences)
+
+
+def step_on_odd_rows(case: Case) -> str:
+    decoder, _, _ = build(case, make_mesh(case.layout, "cpu"))
+    batch = {name: value[:, :15] for name, value in micro_batches(case, 0, 0)[0].items()}
+    try:
+        decoder(**batch)
+    except UserError as error:
+        return str(error)
+    return "nothing was wrong"
