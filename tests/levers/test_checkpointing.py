@@ -1,46 +1,199 @@
-"""Activation checkpointing changes memory, not numbers."""
+"""Activation checkpointing changes memory, not numbers: every way of it, alone and together, to the bit."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.distributed.training import GEMMA, GPT2, TIED
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
+from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.train.step import accumulate
 
 CPU = torch.device("cpu")
+LAYERS = 4
+DENSE = replace(TINY, layers=LAYERS)
+SPECS = {
+    "dense": DENSE,
+    "tied": replace(TIED, layers=LAYERS),
+    "routed": replace(TINY_ROUTED, layers=LAYERS),
+    "gemma": replace(GEMMA, layers=LAYERS, window_layers=(0, 2)),
+    "gpt2": replace(GPT2, layers=LAYERS),
+}
+KERNELS = Implementations(attention="triton", norm="triton", rope="triton", glu="triton")
+ALL: dict[str, Any] = {"checkpoint_every": 1}
+OFFLOADED = ALL | {"offload_checkpoints": True}
+INPUT_BYTES = 4 * 16 * 32 * 4
+LEVERS: dict[str, dict[str, Any]] = {
+    "all": ALL,
+    "every second": {"checkpoint_every": 2},
+    "three": {"num_checkpoints": 3},
+    "keep attention": ALL | {"checkpoint_keep": "attention"},
+    "keep matmuls": ALL | {"checkpoint_keep": "matmuls"},
+    "three keep matmuls": {"num_checkpoints": 3, "checkpoint_keep": "matmuls"},
+    "offload": OFFLOADED,
+    "offload two": OFFLOADED | {"checkpoint_host_bytes": 2 * INPUT_BYTES},
+    "offload none": OFFLOADED | {"checkpoint_host_bytes": INPUT_BYTES - 1},
+    "offload, keep attention": OFFLOADED | {"checkpoint_keep": "attention"},
+    "offload, keep matmuls": OFFLOADED | {"checkpoint_keep": "matmuls"},
+    "offload three": {"num_checkpoints": 3, "offload_checkpoints": True},
+    "budget": {"checkpoint_budget_bytes": 16 * INPUT_BYTES},
+    "budget, offload": {"checkpoint_budget_bytes": 16 * INPUT_BYTES, "offload_checkpoints": True},
+}
 
 
-def saved_bytes(every: int) -> int:
-    """Bytes autograd holds between forward and backward."""
-    model = tiny_model()
-    checkpoint_layers(model, Levers(checkpoint_every=every))
+def gradients(model: Decoder, batches: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of packed micro-batches, the second time round: host buffers are used again."""
+    for _ in range(2):
+        model.zero_grad()
+        loss, _ = accumulate(model, [ragged_batch(4, seed=seed) for seed in range(batches)], CPU)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(model.parameters()))
+    return loss, found
+
+
+def assert_same(model: Decoder, other: Decoder) -> None:
+    (loss, found), (expected_loss, expected) = gradients(model), gradients(other)
+    assert torch.equal(loss, expected_loss)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("levers", LEVERS.values(), ids=LEVERS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_loss_and_gradients_are_bit_identical(spec: ModelSpec, levers: dict[str, Any]) -> None:
+    model = tiny_model(spec)
+    checkpoint_layers(model, Levers.model_validate(levers))
+    assert_same(model, tiny_model(spec))
+
+
+def with_kernels(spec: ModelSpec, levers: dict[str, Any]) -> Decoder:
+    """The decoder on the operators a GPU runs, two layers of it."""
+    torch.manual_seed(0)
+    model = Decoder(replace(spec, layers=2), KERNELS)
+    checkpoint_layers(model, Levers.model_validate(levers))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dense", "keep attention"), ("dense", "offload, keep matmuls"), ("routed", "keep matmuls")]
+)
+def test_kernels_operators_are_bit_identical(kind: str, name: str) -> None:
+    """On a row of eight tokens, as the interpreter is slow."""
+    tokens = torch.randint(0, 96, (1, 8), generator=torch.Generator().manual_seed(0))
+    found = []
+    for levers in (LEVERS[name], {}):
+        model = with_kernels(SPECS[kind], levers)
+        init_weights(model)
+        model(tokens, tokens).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Counting(TorchDispatchMode):
+    """How often each operation is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counts(levers: dict[str, Any], spec: ModelSpec = DENSE) -> Counter[str]:
+    """In one step on fake tensors, which compute nothing."""
+    with FakeTensorMode(), Counting() as counting:
+        tokens = torch.zeros(4, 16, dtype=torch.long)
+        with_kernels(spec, levers)(tokens, tokens).loss.backward()
+    return counting.counts
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    """Per layer there are seven products; the last is never computed again, nor is its activation."""
+    none, nothing, attention, matmuls = (
+        counts(levers) for levers in ({}, ALL, LEVERS["keep attention"], LEVERS["keep matmuls"])
+    )
+    assert [each["flash_attention"] for each in (none, nothing, attention, matmuls)] == [2, 4, 2, 2]
+    assert [each["mm"] - none["mm"] for each in (nothing, attention, matmuls)] == [12, 12, 0]
+    assert [each["rope"] - none["rope"] for each in (nothing, attention, matmuls)] == [2, 2, 2]
+    assert [each["glu"] - none["glu"] for each in (nothing, attention, matmuls)] == [0, 0, 0]
+
+
+def test_a_norm_after_the_last_product_has_it_computed_again() -> None:
+    gemma = replace(SPECS["gemma"], attention_softcap=None)
+    none, nothing, matmuls = (counts(levers, gemma) for levers in ({}, ALL, LEVERS["keep matmuls"]))
+    assert nothing["mm"] - none["mm"] == 14
+    assert matmuls["mm"] == none["mm"]
+
+
+@pytest.mark.parametrize("name", ["all", "keep attention", "offload, keep matmuls", "budget"])
+def test_random_numbers_are_those_of_the_first_time(name: str) -> None:
+    def with_dropout(levers: dict[str, Any]) -> Decoder:
+        model = tiny_model(DENSE)
+        for layer in model.layers:
+            layer.mlp.register_forward_pre_hook(lambda _, given: (F.dropout(given[0], 0.5),))
+        checkpoint_layers(model, Levers.model_validate(levers))
+        torch.manual_seed(3)
+        return model
+
+    made = with_dropout(LEVERS[name])
+    loss, found = gradients(made)
+    other = with_dropout({})
+    expected_loss, expected = gradients(other)
+    assert torch.equal(loss, expected_loss)
+    assert all(torch.equal(found[parameter], expected[parameter]) for parameter in found)
+    assert not torch.equal(loss, gradients(tiny_model(DENSE))[0]), "nothing was dropped"
+
+
+def test_nothing_is_kept_where_no_gradients_are_wanted() -> None:
+    model = tiny_model(DENSE)
+    checkpoint_layers(model, Levers.model_validate(LEVERS["offload, keep matmuls"]))
     batch = ragged_batch(4)
-    held: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(batch["tokens"], batch["labels"], documents=batch["documents"])
-    return sum(held.values())
+    with torch.no_grad(), Counting() as counting:
+        loss = model(batch["tokens"], batch["labels"], documents=batch["documents"]).loss
+    assert torch.equal(loss, tiny_model(DENSE)(batch["tokens"], batch["labels"], documents=batch["documents"]).loss)
+    assert not counting.counts["copy_"]
 
 
-@pytest.mark.parametrize("spec", [TINY, TINY_ROUTED], ids=["dense", "routed"])
-@pytest.mark.parametrize("every", [1, 2])
-def test_loss_and_gradients_are_bit_identical(spec: ModelSpec, every: int) -> None:
-    plain, checkpointed = tiny_model(spec), tiny_model(spec)
-    checkpoint_layers(checkpointed, Levers(checkpoint_every=every))
-    losses = [accumulate(model, [ragged_batch(4)], CPU)[0] for model in (plain, checkpointed)]
-    assert torch.equal(*losses)
-    for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert torch.equal(a.grad, b.grad), name
+@pytest.mark.parametrize(
+    ("levers", "words"),
+    [
+        ({"checkpoint_every": 1, "num_checkpoints": 2}, ["num_checkpoints is 2", "leave one"]),
+        ({"checkpoint_budget_bytes": 1, "checkpoint_every": 1}, ["checkpoint_budget_bytes", "leave"]),
+        ({"checkpoint_budget_bytes": 1, "checkpoint_keep": "matmuls"}, ["checkpoint_budget_bytes", "leave"]),
+        ({"checkpoint_keep": "attention"}, ["checkpoint_keep is attention", "checkpoint_every=1"]),
+        ({"checkpoint_every": 1, "checkpoint_keep": "matmuls", "tiles": 2}, ["tiles", "attention"]),
+        ({"offload_checkpoints": True}, ["offload_checkpoints", "set it to 1"]),
+        ({"checkpoint_every": 1, "checkpoint_host_bytes": 1}, ["checkpoint_host_bytes", "offload_checkpoints"]),
+        ({"checkpoint_every": 1, "checkpoint_format": "fp8"}, ["checkpoint_format", "offload_checkpoints"]),
+        (
+            {"checkpoint_budget_bytes": 1, "offload_checkpoints": True, "checkpoint_host_bytes": 1},
+            ["checkpoint_budget_bytes", "checkpoint_host_bytes out"],
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(levers: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Levers.model_validate(levers)
+    assert all(word in str(caught.value) for word in words)
 
 
-def test_it_saves_memory_in_order() -> None:
-    none, second, all_layers = saved_bytes(0), saved_bytes(2), saved_bytes(1)
-    assert all_layers < second < none
+def test_more_checkpoints_than_layers_get_a_sentence() -> None:
+    model = tiny_model(DENSE)
+    checkpoint_layers(model, Levers(num_checkpoints=5))
+    with pytest.raises(UserError, match="num_checkpoints is 5, but the model has 4 layers"):
+        accumulate(model, [ragged_batch(4)], CPU)
