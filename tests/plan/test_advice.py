@@ -105,9 +105,11 @@ def test_8b_does_not_fit_one_80_gb_card_without_offload() -> None:
     for card in ("A100-80GB", "H100-80GB"):
         refused = planned("llama-3.1-8b", card, 512, 8, "levers.offload=none")
         assert not refused.plan.fits
-        assert refused.plan.missing_gpu_bytes > 128e9 - 80 * 2**30
+        assert refused.plan.missing_gpu_bytes > 112e9 - 80 * 2**30, "gradients need not all be there at once"
+        whole = planned("llama-3.1-8b", card, 512, 8, "levers.offload=none", "levers.update_in_backward=false")
+        assert whole.plan.missing_gpu_bytes > 128e9 - 80 * 2**30
         offered = [str(change) for change in refused.changes]
-        host_gib = 14 * 8_030_261_248 / 2**30  # gradients, masters and two moments a weight
+        host_gib = 12 * 8_030_261_248 / 2**30  # masters and two moments a weight
         assert f"let the planner choose: levers.offload (and {host_gib:.0f} GiB of host memory a node)" in offered
         assert any(change.startswith("more cards: 2x") for change in offered)
         assert any(change.startswith("another card: 1xH200") for change in offered)

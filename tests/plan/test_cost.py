@@ -1,6 +1,7 @@
 """Step times: against measured steps, against counts made another way, and by what must not happen."""
 
 import csv
+from typing import Any
 
 import pytest
 
@@ -108,13 +109,80 @@ def test_zero_stages_send_what_the_table_of_data_parallelism_says() -> None:
     assert times[0] < times[1] < times[2] < times[3]
 
 
-def test_offloaded_adam_runs_at_the_hosts_speed() -> None:
-    found = step("llama-3.1-8b", "H100-80GB", 4096, 1, Layout(micro_batch=1), Levers(offload="optimizer"))
-    assert found.offload_s > 8.03e9 / 4.3e9
-    eight = step(
-        "llama-3.1-8b", "8xH100-80GB", 4096, 8, Layout(data=8, zero=3, micro_batch=1), Levers(offload="optimizer")
-    )
-    assert eight.offload_s == pytest.approx(found.offload_s, rel=0.25)  # eight ranks share the host and the weights
+LINK = 55e9
+"""Bytes a second each way of PCIe 5 beside an H100, as copies go."""
+
+
+def offload_s(levers: Levers, rows: int = 1, length: int = 4096, precision: Any = "bf16") -> tuple[float, StepTime]:
+    asked = question("llama-3.1-8b", "H100-80GB", length, rows, precision=precision)
+    found = Costs(asked.workload, asked.machine).step(Layout(micro_batch=1), levers)
+    return found.offload_s, found
+
+
+def test_offloaded_states_pass_at_the_links_speed_behind_the_next_forward() -> None:
+    exposed, found = offload_s(Levers(offload="optimizer"))
+    link_s = 12 * 8.03e9 / LINK
+    assert link_s - found.compute_s / 2 < exposed < link_s
+    assert exposed == pytest.approx(link_s - found.compute_s / 3, rel=0.05)
+    narrow, _ = offload_s(Levers(offload="optimizer", optimizer_states="8bit"))
+    assert narrow == pytest.approx(exposed - 6 * 8.03e9 / LINK, rel=0.02)
+
+
+def test_updates_inside_backward_hide_the_link_behind_it_too() -> None:
+    after, plain = offload_s(Levers(offload="optimizer"), length=32768)
+    inside, _ = offload_s(Levers(offload="optimizer", update_in_backward=True), length=32768)
+    link_s = 12 * 8.03e9 / LINK
+    assert after == pytest.approx(max(0.0, link_s - plain.compute_s / 3), abs=0.3)
+    assert inside == 0.0
+    everything = Levers(offload="optimizer", update_in_backward=True, offload_gradient_bytes=2**29)
+    nothing_late, found = offload_s(everything)
+    assert nothing_late == pytest.approx(link_s - found.compute_s * 2 / 3, rel=0.05)
+
+
+def test_what_stays_on_the_gpu_does_not_travel() -> None:
+    whole, _ = offload_s(Levers(offload="optimizer"))
+    half, _ = offload_s(Levers(offload="optimizer", offload_keep_bytes=int(6 * 8.03e9)))
+    assert whole - half == pytest.approx(6 * 8.03e9 / LINK, rel=0.01)
+    assert offload_s(Levers(offload="optimizer", offload_keep_bytes=10**12))[0] == 0.0
+
+
+def test_weights_travel_with_every_micro_batch() -> None:
+    levers = Levers(offload="weights", checkpoint_every=1)
+    states, found = offload_s(Levers(offload="optimizer", checkpoint_every=1), 4)
+    weights, _ = offload_s(levers, 4)
+    fetched = 4 * 8.03e9 / LINK  # float32 masters
+    forward = (found.compute_s + found.recompute_s) / 4 / 4
+    assert weights - states > 3 * (fetched - forward)
+
+
+def test_the_host_updates_at_its_own_speed() -> None:
+    on_host, found = offload_s(Levers(offload="optimizer", offload_update="host"))
+    assert on_host == pytest.approx(8.03e9 / 4.3e9 - found.compute_s / 3, rel=0.05)
+    best, _ = offload_s(Levers(offload="optimizer", offload_update="auto"))
+    assert best == min(on_host, offload_s(Levers(offload="optimizer"))[0])
+
+
+def test_levels_of_keeping_cost_what_they_compute_again() -> None:
+    """Between everything again and nothing again, in the order of what is kept; a budget buys time with bytes."""
+    asked = question("llama-3.1-8b", "H200", 8192, 1)
+    frame = Costs(asked.workload, asked.machine).frame(Layout(micro_batch=1))
+    kept = [Levers(checkpoint_every=1, checkpoint_keep=keep) for keep in ("nothing", "attention", "matmuls")]
+    times = [frame.step(each).recompute_s for each in (*kept, Levers())]
+    assert times[0] > times[1] > times[2] > times[3] == 0.0
+    budgets = [frame.step(Levers(checkpoint_budget_bytes=gib * 2**30)).recompute_s for gib in (3, 8, 16, 200)]
+    assert times[0] > budgets[0] > budgets[1] > budgets[2] > budgets[3] == 0.0
+    every_other = frame.step(Levers(num_checkpoints=16)).recompute_s
+    assert every_other == pytest.approx(times[0] / 2)
+
+
+def test_fp8_makes_products_cheaper_where_the_card_has_it() -> None:
+    for card, faster in (("H200", True), ("A100-80GB", False)):
+        asked = question("llama-3.1-8b", card, 8192, 1)
+        costs = Costs(asked.workload, asked.machine)
+        layout = Layout(micro_batch=1)
+        native, narrow = (costs.step(layout, each).compute_s for each in (Levers(), Levers(matmul="fp8-tensor")))
+        assert (narrow < native) is faster
+        assert narrow > native / 2
 
 
 def test_tensor_ranks_pay_for_slow_links() -> None:

@@ -94,10 +94,10 @@ def test_runnable_pins_leave_what_the_trainer_runs() -> None:
     found = answer(replace(asked, pins=pins)).plan
     assert found.layout.zero == 3
     assert not_yet(found.layout, found.levers) is None
-    split = planned("llama-3.1-8b", "8xV100-32GB", 512, 8, "layout.tensor=2").plan
+    split = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=2").plan
     sentence = not_yet(split.layout, split.levers)
     assert sentence is not None
-    assert "layout.tensor is 2" in sentence
+    assert "layout.context is 2" in sentence
 
 
 def test_pins_print_as_they_are_written() -> None:

@@ -1,7 +1,6 @@
 """The search against trying everything; what it prefers when things are equal; and how quick it is."""
 
 import time
-from itertools import product
 
 import pytest
 
@@ -22,7 +21,9 @@ def by_trying_everything(asked: Question) -> dict[Kind, float]:
     costs = Costs(asked.workload, machine)
     room = COMFORT * machine.accelerator.memory_bytes
     best: dict[Kind, float] = {}
-    for layout, levers in product(space.layouts(), space.levers(offload=machine.host_bytes is not None)):
+    every = space.levers(offload=machine.host_bytes is not None)
+    pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, every))
+    for layout, levers in pairs:
         gpu, host = peak(asked.workload, layout, levers)
         if gpu > room or (machine.host_bytes is not None and host * machine.per_node > machine.host_bytes):
             continue

@@ -19,8 +19,12 @@ from tightfit.hardware.efficiency import MEASURED, Efficiency
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.state_format import is_torch_adamw, moment_bytes
+from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.keeping import Level, layer_levels
+from tightfit.memory.formulas.pipeline import stage
+from tightfit.memory.formulas.share import share_of
+from tightfit.memory.formulas.states import IN_FLIGHT_BYTES
 from tightfit.plan.bubble import bubble_s
 from tightfit.plan.communication import Group, make_group
 from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
@@ -29,6 +33,10 @@ from tightfit.plan.work import layer_work, sharded_params
 
 CONTENTION = 16 / 132
 """Of an H100's multiprocessors, those that NCCL's kernels take (one per channel) from the compute they hide behind."""
+
+
+FP8_SHARE = 0.7
+"""Of fp8's rate over bf16's, what is left once tensors have been scaled and cast; assumed, not measured yet."""
 
 
 class Costs:
@@ -152,8 +160,9 @@ class Frame:
         layout, micro = self.layout, self.micro_batches
         recompute, again = self._recompute(levers)
         plain = self.time.plain_loss_s if levers.loss == "plain" else 0.0
-        forward = max(self.forward_s, self.forward_launch_s)
-        backward = max(self.backward_s + plain, self.backward_launch_s)
+        saved = self._saved_by_fp8(levers)
+        forward = max(self.forward_s - saved, self.forward_launch_s)
+        backward = max(self.backward_s - 2 * saved + plain, self.backward_launch_s)
         collectives = self.tensor_s + self.expert_s
         whole_forward = forward + collectives + self.context_forward_s
         whole_backward = backward + collectives + self.context_backward_s
@@ -174,13 +183,45 @@ class Frame:
             optimizer_s=self._optimizer_s(levers),
         )
 
+    def _saved_by_fp8(self, levers: Levers) -> float:
+        """Seconds of a forward pass that layers' products in fp8 save."""
+        rates = self.costs.machine.accelerator.rates
+        if levers.matmul == "native" or not rates.fp8 or not rates.bf16:
+            return 0.0
+        return self.layers * self.time.matmul_s * max(0.0, 1 - rates.bf16 / (rates.fp8 * FP8_SHARE))
+
     def _recompute(self, levers: Levers) -> tuple[float, float]:
         """Seconds of forward computed again per micro-batch, and the share of layers that is."""
-        share = math.ceil(self.layers / levers.checkpoint_every) / self.layers if levers.checkpoint_every else 0.0
-        again = share * self.layers * self.time.forward_s
+        if (
+            levers.checkpoint_budget_bytes is None
+            and levers.checkpoint_keep == "nothing"
+            and not levers.num_checkpoints
+        ):
+            share = math.ceil(self.layers / levers.checkpoint_every) / self.layers if levers.checkpoint_every else 0.0
+            again = share * self.layers * self.time.forward_s
+        else:
+            levels = self._levels(levers)
+            share = sum(level != "everything" for level in levels) / len(levels)
+            again = self.layers * sum(self._again_s(level) for level in levels) / len(levels)
         if levers.tiles > 1:
             again += (1 - share) * self.layers * self.time.mlp_forward_s
         return max(again, share * self.forward_launch_s), share
+
+    def _levels(self, levers: Levers) -> tuple[Level, ...]:
+        """What each layer of the first pipeline rank keeps."""
+        workload, pipeline = self.costs.workload, self.layout.pipeline
+        own = stage(workload.spec.layers, pipeline, 0)
+        return layer_levels(workload.spec, levers, share_of(workload, self.layout, levers), own.first, own.last)
+
+    def _again_s(self, level: Level) -> float:
+        """Of one layer that keeps so much."""
+        time = self.time
+        return {
+            "nothing": time.forward_s,
+            "attention": time.forward_s - time.attention_forward_s,
+            "matmuls": time.passes_s,
+            "everything": 0.0,
+        }[level]
 
     def _data_s(self, levers: Levers, forward_s: float, backward_s: float) -> float:
         """Exposed traffic of a step; parallel/data.py says what each stage gathers and reduces, and when."""
@@ -200,24 +241,68 @@ class Frame:
         return self.micro_batches * (gathered + both)
 
     def _offload_s(self, levers: Levers, forward_s: float, backward_s: float) -> float:
-        """Copies over the host link that compute does not hide, and Adam on the host (all ranks of a node share it)."""
+        """Copies over the host link that compute does not hide; both ways run at once.
+
+        Checkpoints go out in forward and return in backward, weights come before each. States pass in backward where
+        weights are updated there, but for the late ones; these, or else all of them, in the next step's first forward.
+        """
         if levers.offload == "none" and not levers.offload_checkpoints:
             return 0.0
-        machine, width = self.costs.machine, self.costs.workload.weight_bytes
-        link = machine.accelerator.host.copy_bytes_s
-        down_forward = up_forward = up_backward = once = 0.0
+        out_forward, in_forward, in_backward = self._streams_s(levers)
+        plain = max(0.0, max(out_forward, in_forward) - forward_s) + max(0.0, in_backward - backward_s)
+        if levers.offload == "none":
+            return self.micro_batches * plain
+        states = self._states_s(levers)
+        late = states * (self._late_share(levers) if levers.update_in_backward else 1.0)
+        once = max(0.0, max(out_forward, in_forward + late) - forward_s)
+        once += max(0.0, in_backward + states - late - backward_s)
+        return (self.micro_batches - 1) * plain + once
+
+    def _streams_s(self, levers: Levers) -> tuple[float, float, float]:
+        """Link seconds of one micro-batch: out and in while forward runs, in while backward does."""
+        workload, link = self.costs.workload, self.costs.machine.accelerator.host.copy_bytes_s
+        out_forward = in_forward = in_backward = 0.0
         if levers.offload_checkpoints:
-            kept = self.checkpoint_bytes * math.ceil(self.layers / levers.checkpoint_every) / link
-            down_forward, up_backward = kept, kept
-        if levers.offload != "none":
-            grads = self.own_params * (4 if self.costs.workload.has_masters else width) / link
-            adam = self.own_params * min(machine.per_node, self.layout.ranks) / self.costs.efficiency.host_adam_params_s
-            once = max(0.0, grads - backward_s) + adam + self.own_params * width / link
+            recomputed = self._recompute(levers)[1] * self.layers
+            if levers.checkpoint_host_bytes is not None:
+                recomputed = min(recomputed, levers.checkpoint_host_bytes / self.checkpoint_bytes)
+            out_forward = in_backward = recomputed * self.checkpoint_bytes / link
         if levers.offload == "weights":
-            fetched = self.own_params * width / link
-            up_forward, up_backward = fetched, up_backward + fetched
-        hidden = max(0.0, max(down_forward, up_forward) - forward_s) + max(0.0, up_backward - backward_s)
-        return self.micro_batches * hidden + once
+            each = 4 if workload.has_masters else workload.weight_bytes
+            fetched = self.own_params * self._away_share(levers) * each / link
+            in_forward, in_backward = fetched, in_backward + fetched
+        return out_forward, in_forward, in_backward
+
+    def _states_s(self, levers: Levers) -> float:
+        """Link seconds of a step's states one way, or the time the host takes where it updates them."""
+        workload, machine = self.costs.workload, self.costs.machine
+        away, link = self.own_params * self._away_share(levers), machine.accelerator.host.copy_bytes_s
+        passing = away * self._passing_bytes(levers) / link
+        gradients = away * 4 / link
+        ranks = min(machine.per_node, self.layout.ranks)
+        on_host = max(gradients, away * ranks / self.costs.efficiency.host_adam_params_s)
+        wide = workload.has_masters and state_format(levers, wide=True) == "fp32"
+        if levers.offload_update == "gpu" or not wide:
+            return passing
+        return on_host if levers.offload_update == "host" else min(passing, on_host)
+
+    def _passing_bytes(self, levers: Levers) -> float:
+        """Of one weight, each way: moments, and the master or a weight that is away as well."""
+        workload = self.costs.workload
+        updated = 4 if workload.has_masters else workload.weight_bytes if levers.offload == "weights" else 0
+        return moment_bytes(levers, wide=workload.updates_wide) + updated
+
+    def _away_share(self, levers: Levers) -> float:
+        """Of this rank's weights, those whose belongings are on the host."""
+        masters = 4 if self.costs.workload.has_masters else 0
+        kept = moment_bytes(levers, wide=self.costs.workload.updates_wide) + masters
+        kept += self.costs.workload.weight_bytes if levers.offload == "weights" else 0
+        return max(0.0, 1 - levers.offload_keep_bytes / kept / self.own_params)
+
+    def _late_share(self, levers: Levers) -> float:
+        """Of updates inside backward, those that are put off until it is over."""
+        late = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
+        return min(1.0, late / (self.own_params * self.costs.workload.weight_bytes))
 
     def _optimizer_s(self, levers: Levers) -> float:
         """Bytes that AdamW and the adding of gradients move, at the card's bandwidth.
@@ -225,19 +310,18 @@ class Frame:
         As train/optimizer.py goes about it: gradients are read for their norm; beside masters they are widened (read
         and written), and the weights narrowed after (read and written); the update reads and writes gradients (scaled
         in it), what it updates, and both moments. Shards are masters already, and nothing is widened or narrowed.
+        Updates inside backward or of states on the host move less, but run beside other work: counted as much.
         """
         workload, width = self.costs.workload, self.costs.workload.weight_bytes
         kept = 4 if workload.has_masters and self.layout.zero else width
         summed = self.own_params if self.layout.zero >= 2 else self.dense + self.experts
         added = (self.micro_batches - 1) * summed * (width + 2 * kept)
-        if levers.offload != "none":
-            return added / self.costs.rates.bytes_s
         updated = 4 if workload.has_masters else width
         copies = workload.has_masters and not self.layout.zero
-        if is_torch_adamw(levers, wide=workload.updates_wide):
-            moved = kept + (2 * (width + 4) if copies else 0) + 4 * updated
-        else:  # gradients are read as they are, and written nowhere
-            moved = 2 * kept + (width if copies else 0) + 2 * updated
+        moved = kept + (2 * (width + 4) if copies else 0) + 4 * updated
+        stays = levers.offload == "none" and not levers.update_in_backward
+        if stays and not is_torch_adamw(levers, wide=workload.updates_wide):
+            moved = 2 * kept + (width if copies else 0) + 2 * updated  # gradients are read as they are, written nowhere
         moments = moment_bytes(levers, wide=workload.updates_wide)
         return (added + self.own_params * (moved + 2 * moments)) / self.costs.rates.bytes_s
 

@@ -32,6 +32,10 @@ class LayerTime:
     attention_forward_s: float
     attention_backward_s: float
     mlp_forward_s: float
+    matmul_s: float
+    """Of forward, the matrix products'."""
+    passes_s: float
+    """Of forward, what memory bounds: norms, rope and the gate."""
     head_forward_s: float
     head_backward_s: float
     plain_loss_s: float
@@ -78,6 +82,8 @@ def layer_time(
         attention_forward_s=attention,
         attention_backward_s=attention_backward,
         mlp_forward_s=matmul * work.mlp_share + gate_s,
+        matmul_s=matmul,
+        passes_s=pass_s * norms + gate_s,
         head_forward_s=head,
         head_backward_s=2 * head + LOGIT_PASSES["fused"] * logits_s,
         plain_loss_s=(LOGIT_PASSES["plain"] - LOGIT_PASSES["fused"]) * logits_s,

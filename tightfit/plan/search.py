@@ -81,6 +81,14 @@ def search(space: Space) -> Found:
     return found
 
 
+class _Choices:
+    """Sets of levers, the strongest of each group, and those that show whether anything fits."""
+
+    def __init__(self, levers: list[Levers], any_host: bool) -> None:
+        self.levers, self.ceilings = levers, ceilings(levers)
+        self.strongest = [levers[-1]] if any_host else list(self.ceilings.values())[::-1]
+
+
 class _Search:
     """One pass over a space with given levers and a given share of the card."""
 
@@ -91,8 +99,7 @@ class _Search:
         self.nearest: Candidate | None = None
         self.best: dict[Kind, Candidate] = {}
         self.too_large: dict[tuple[int | str, ...], int] = {}
-        self.ceilings = ceilings(self.levers)
-        self.strongest = [self.levers[-1]] if space.machine.host_bytes is None else list(self.ceilings.values())[::-1]
+        self.choices: dict[bool, _Choices] = {}
 
     def run(self) -> Found:
         frames = [self.costs.frame(layout) for layout in self._feasible()]
@@ -110,7 +117,8 @@ class _Search:
         for family in self.space.families():
             self.layouts += len(family)
             frames = [self.costs.frame(layout) for layout in self.space.leanest(family)]
-            best = min((self._measure(f, each) for f in frames for each in self.strongest), key=self._excess)
+            tried = (self._measure(f, each) for f in frames for each in self._choices(f).strongest)
+            best = min(tried, key=self._excess)
             if self._fits(best):
                 kept += family
             elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
@@ -125,7 +133,7 @@ class _Search:
             return
         failed: list[Levers] = []
         open_groups: dict[Group, bool] = {}
-        costs = ((frame.step(each).step_s, each) for each in self.levers)
+        costs = ((frame.step(each).step_s, each) for each in self._choices(frame).levers)
         for step_s, levers in sorted(costs, key=lambda pair: pair[0]):
             if step_s >= limit:
                 return
@@ -137,11 +145,19 @@ class _Search:
                 return
             failed.append(levers)
 
+    def _choices(self, frame: Frame) -> _Choices:
+        """What levers this layout can have."""
+        accumulates = self.space.accumulates(frame.layout)
+        if accumulates not in self.choices:
+            levers = self.space.levers_of(frame.layout, self.levers)
+            self.choices[accumulates] = _Choices(levers, self.space.machine.host_bytes is None)
+        return self.choices[accumulates]
+
     def _may_fit(self, frame: Frame, levers: Levers, known: dict[Group, bool]) -> bool:
         """Whether the strongest levers of the same group fit; `known` remembers that of one layout."""
         group = group_of(levers)
         if group not in known:
-            known[group] = self._fits(self._measure(frame, self.ceilings[group]))
+            known[group] = self._fits(self._measure(frame, self._choices(frame).ceilings[group]))
         return known[group]
 
     def _is_too_large(self, frame: Frame) -> bool:
@@ -153,7 +169,7 @@ class _Search:
         )  # fmt: skip
         if layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
             return True
-        if any(self._fits(self._measure(frame, each)) for each in self.strongest):
+        if any(self._fits(self._measure(frame, each)) for each in self._choices(frame).strongest):
             return False
         self.too_large[siblings] = layout.micro_batch
         return True

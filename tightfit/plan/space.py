@@ -149,6 +149,7 @@ class Space:
             "tiles": TILES,
             "loss_chunk_bytes": (Levers().loss_chunk_bytes, 0),
             "loss": ("fused",),
+            "update_in_backward": (False, True) if self._may_update_in_backward else (False,),
         }
         choices |= {name: (value,) for name, value in self.pins.levers.items()}
         sets = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
@@ -156,8 +157,18 @@ class Space:
         return [
             Levers(**each)
             for each in sets
-            if not each["offload_checkpoints"] or 0 < each["checkpoint_every"] <= sparsest
+            if (not each["offload_checkpoints"] or _recomputes(each, sparsest)) and _lets_weights_go(each)
         ]
+
+    def levers_of(self, layout: Layout, levers: list[Levers]) -> list[Levers]:
+        """Those of `levers` that `layout` can have: an update inside backward needs the whole batch in one."""
+        if not self._may_update_in_backward or not self.accumulates(layout):
+            return levers
+        return [each for each in levers if not each.update_in_backward]
+
+    @property
+    def _may_update_in_backward(self) -> bool:
+        return self.machine.ranks == 1 and self.workload.precision != "fp16"
 
     def check(self) -> None:
         """A sentence where pins or the batch leave no layout at all."""
@@ -189,6 +200,17 @@ class Space:
             f"global batch {self.workload.global_batch} cannot be split over the {ranks} GPUs of {self.machine.text}; "
             f"take a multiple of {ranks} rows"
         )
+
+
+def _recomputes(chosen: dict[str, Any], sparsest: float) -> bool:
+    """Whether there are checkpoints to offload."""
+    others = chosen.get("num_checkpoints") or chosen.get("checkpoint_budget_bytes") is not None
+    return bool(others) or 0 < chosen["checkpoint_every"] <= sparsest
+
+
+def _lets_weights_go(chosen: dict[str, Any]) -> bool:
+    """Weights on the host must not be remembered by autograd: every layer is computed again."""
+    return bool(chosen["offload"] != "weights" or chosen["checkpoint_every"] == 1)
 
 
 def _splits_heads(tensor: int, heads: int) -> bool:
