@@ -28,7 +28,7 @@ STEPS = 6
 EVERYTHING = 2**40
 
 
-def trained(precision: Any, **levers: Any) -> tuple[list[float], dict[str, Tensor], int]:
+def trained(precision: Any, steps: int = STEPS, **levers: Any) -> tuple[list[float], dict[str, Tensor], int]:
     """Losses and norms, weights in host memory, and the peak of allocated memory of the steps."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -45,7 +45,7 @@ def trained(precision: Any, **levers: Any) -> tuple[list[float], dict[str, Tenso
     )
     generator, results = torch.Generator().manual_seed(1), []
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS):
+    for _ in range(steps):
         tokens = torch.randint(SPEC.vocab_size, (2, 1024), generator=generator)
         batch = {"tokens": tokens, "labels": tokens}
         result = train_step(model, optimizer, [batch], CUDA, 1e-3, LossScale.for_precision(precision))
@@ -89,18 +89,20 @@ def test_streams_change_no_bit(
     if pieces == 300_000:
         matrices = sum(t.numel() for t in there.values() if t.ndim > 1)
         states = matrices * (12 if precision == "bf16" else 4)
-        assert peak < most - 0.7 * states
+        assert peak < most - 0.5 * states
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "weights"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_host_that_updates_differs_by_rounding(stayed: dict[Any, Any], offload: str, inside: bool) -> None:
-    results, held, _ = trained("bf16", offload=offload, update_in_backward=inside, offload_update="host")
-    wanted, there, _ = stayed["bf16", inside]
-    assert results == pytest.approx(wanted, rel=5e-3)
+def test_a_host_that_updates_differs_by_rounding(offload: str, inside: bool) -> None:
+    """One step: from there on differences in the last bit of a gradient become differences in Adam's next sign."""
+    levers = {"offload": offload, "update_in_backward": inside, "steps": 1}
+    results, held, _ = trained("bf16", **levers, offload_update="host")
+    wanted, there, _ = trained("bf16", **levers)
+    assert results == wanted
     for name, tensor in held.items():
-        difference = (tensor.float() - there[name].float()).norm() / there[name].float().norm()
-        assert difference < 5e-3, name
+        assert torch.allclose(tensor.float(), there[name].float(), rtol=2**-7, atol=1e-5), name
+        assert (tensor != there[name]).float().mean() < 0.01, name
 
 
 def test_both_routes_are_measured() -> None:

@@ -1,5 +1,7 @@
 """Updates inside backward: torch's AdamW step for step, gradients gone, clipping by the norm of the step before."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -150,3 +152,13 @@ def test_the_simulation_shows_gradients_gone() -> None:
     saved = usual.allocated_bytes("optimizer") - inside.allocated_bytes("optimizer")
     assert saved >= gradients
     assert usual.allocated_bytes("backward") - inside.allocated_bytes("backward") > 9 / 12 * gradients
+
+
+def test_an_optimizer_goes_when_nobody_needs_it() -> None:
+    """Hooks on parameters do not keep it, and the memory of its states, for ever."""
+    model, optimizer = assembled(FREE)
+    train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-2, LossScale())
+    there = weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert there() is None

@@ -12,9 +12,10 @@ Mark = torch.cuda.Event | None
 class SideStream:
     """`with side:` queues what is inside on a stream of its own; the two waits order it against the current one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, first: bool = False) -> None:
+        """Kernels of one that goes `first` need not wait until a large kernel of the step has left room for them."""
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=-1 if first else 0) if device.type == "cuda" else None
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:

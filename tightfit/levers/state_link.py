@@ -26,9 +26,9 @@ from tightfit.levers.host_update import HostUpdates, HostWork
 from tightfit.levers.side_stream import Mark, SideStream, current_waits_for
 from tightfit.memory.host import claimed
 
-PIECE_ELEMENTS = 8 * 2**20
+PIECE_ELEMENTS = 4 * 2**20
 """Weights updated at a time: as many rows of a matrix as have so many."""
-SLOTS = 3
+SLOTS = 6
 ALIGNMENT = 256
 IN_FLIGHT_BYTES = 512 * 2**20
 """Gradients that may wait for the link before the step does."""
@@ -101,7 +101,8 @@ class StateLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.staging_bytes = device, 0
-        self.inbound, self.updates, self.outbound = SideStream(device), SideStream(device), SideStream(device)
+        self.inbound, self.outbound = SideStream(device), SideStream(device)
+        self.updates = SideStream(device, first=True)
         self.slots: list[_Slot] = []
         self.turn = 0
         self.in_flight: deque[Update] = deque()

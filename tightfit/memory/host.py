@@ -88,7 +88,7 @@ def _mapped(size: int) -> Tensor:
         ) from None
     with suppress(OSError):  # kernels without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-    made = torch.frombuffer(pages, dtype=torch.uint8)
+    made = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch the pages, which CUDA does with one
     code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), size, 0))
     if code:
         raise UserError(

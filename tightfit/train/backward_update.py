@@ -11,6 +11,7 @@ A loss that is not finite is noticed before backward; gradients that are not, on
 Refused (jobs/agreement.py): accumulation, several ranks, fp16. As in Lv et al. 2023 (LOMO), here with AdamW.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,8 +35,9 @@ class BackwardUpdate:
         self.previous_norm = torch.zeros((), dtype=torch.float32, device=device)
         """Of the step before; 0 where there was none."""
         self.squares = torch.zeros((), dtype=torch.float32, device=device)
-        for parameter, apply in updates:
-            parameter.register_post_accumulate_grad_hook(self._hook(apply))
+        self.applies = [apply for _, apply in updates]
+        for number, (parameter, _) in enumerate(updates):
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
 
     def begin(self, lr: float) -> None:
         """A backward pass follows, whose updates have this learning rate."""
@@ -50,18 +52,27 @@ class BackwardUpdate:
         self.previous_norm.copy_(self.squares.sqrt())
         return self.previous_norm.clone()
 
-    def _hook(self, apply: Apply) -> Callable[[Tensor], None]:
-        @torch.no_grad()
-        def update(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            own = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-            self.squares += own.square()
-            apply(self.lr, self._factor(own))
-
-        return update
+    @torch.no_grad()
+    def complete(self, number: int, gradient: Tensor) -> None:
+        """All of the gradient of parameter `number` is there."""
+        own = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        self.squares += own.square()
+        self.applies[number](self.lr, self._factor(own))
 
     def _factor(self, own_norm: Tensor) -> Tensor | None:
         if not self.clip_norm:
             return None
         norm = torch.where(self.previous_norm > 0, self.previous_norm, self.count**0.5 * own_norm)
         return (self.clip_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+
+
+def _hook(updates: "weakref.ref[BackwardUpdate]", number: int) -> Callable[[Tensor], None]:
+    """Parameters must not keep the optimizer alive: nobody could find that circle, which goes through autograd."""
+
+    def complete(parameter: Tensor) -> None:
+        alive = updates()
+        assert alive is not None, "a backward pass after the optimizer is gone"
+        assert parameter.grad is not None
+        alive.complete(number, parameter.grad)
+
+    return complete
