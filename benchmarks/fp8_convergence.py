@@ -1,8 +1,8 @@
 """What fp8 matmuls cost in loss: the same steps on real text in bf16 and in fp8, scaled per tensor and per row.
 
-The model, the text and the steps are those of optimizer_states.py: a SmolLM2-135M-shaped model in bf16 with float32
-masters on a GPU, nano-llama in float32 on a CPU, where products of 8-bit codes are computed in float32. Runs in bf16
-drift apart by rounding alone: one whose layers work in two tiles, exact but in another order, shows how far.
+The model, the text and the steps are those of optimizer_states.py: ten layers of SmolLM2-135M's shape in bf16 with
+float32 masters on a GPU, nano-llama in float32 on a CPU, where products of 8-bit codes are computed in float32. Runs in
+bf16 drift apart by rounding alone: one whose layers work in two tiles, exact but in another order, shows how far.
 
     python benchmarks/fp8_convergence.py --results DIR
 """
@@ -13,17 +13,11 @@ from statistics import mean
 from typing import Any
 
 import torch
-from optimizer_states import LAST, Curve, Variant, train
+from optimizer_states import LAST, Curve, Variant, shallow, text_rows, train
 from results import RESULTS, append_row
 
 from tightfit.jobs.levers import Levers
-from tightfit.models.resolve import resolve_spec
-from tightfit.models.tokenizer import train_tokenizer
 from tightfit.report.curves import smoothed
-from tightfit.train.data.dataset import PackedText
-from tightfit.train.data.shards import prepare_text
-from tightfit.train.data.sources import find_sources
-from tightfit.train.data.texts import read_texts
 
 VARIANTS = {
     "native": Variant(Levers()),
@@ -78,13 +72,10 @@ def main(folder: Path, commit: str | None, steps: int, length: int, model: str |
     """Train all of them and append a row for each."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model or ("smollm2-135m" if device.type == "cuda" else "nano-llama")
-    spec = resolve_spec(model)
-    texts = [piece.text for piece in read_texts(find_sources(["stdlib"]))]
-    tokenizer = train_tokenizer(texts, min(8192, spec.vocab_size))
-    store = prepare_text(["stdlib"], tokenizer, cache_dir=folder / "tokens", vocab_size=spec.vocab_size)
-    rows = PackedText(store, length, separate_documents=False)
-    print(f"{device}: {model}, {store.tokens_total:,} tokens, {steps} steps of 8 × {length} each", flush=True)
-    common = {"model": model, "steps": steps, "sequence_length": length, "batch": 8}
+    spec = shallow(model)
+    rows = text_rows(folder, spec, length)
+    print(f"{device}: {model}, {spec.layers} layers, {steps} steps of 8 × {length} each", flush=True)
+    common = {"model": model, "layers": spec.layers, "steps": steps, "sequence_length": length, "batch": 8}
     curves: dict[str, Curve] = {}
     for name, variant in VARIANTS.items():
         curves[name] = train(rows, spec, variant, steps, device)

@@ -1,10 +1,10 @@
 """What narrower optimizer states cost: the same steps on real text in every format, their curves and bytes a parameter.
 
-A SmolLM2-135M-shaped model on a GPU (bf16 with float32 masters), nano-llama in float32 on a CPU, with a tokenizer
-trained on Python's standard library, which is the text as well. The last two runs have bf16 weights and no masters,
-rounded to nearest and stochastically; these are left out on CPUs, most of which have no instructions for bf16.
-Bytes are those of masters and moments, counted from the tensors. Documents follow each other in a row without a border:
-attention is then the plain causal one.
+Ten layers of SmolLM2-135M's shape on a GPU (bf16 with float32 masters; with all thirty a step is launches of small
+kernels and little else), nano-llama in float32 on a CPU, with a tokenizer trained on Python's standard library, which is
+the text as well. The last two runs have bf16 weights and no masters, rounded to nearest and stochastically; these are
+left out on CPUs, most of which have no instructions for bf16. Bytes are those of masters and moments, counted from the
+tensors. Documents follow each other in a row without a border: attention is then the plain causal one.
 
     python benchmarks/optimizer_states.py --results DIR
 """
@@ -12,7 +12,7 @@ attention is then the plain causal one.
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -41,6 +41,7 @@ from tightfit.train.step import train_step
 
 SETTINGS = Optimizer(lr=5e-4)
 COLORS = ("#1f5fa8", "#d1495b", "#2a9d5c", "#8a5bc7", "#e0912f", "#888888", "#111111")
+MOST_LAYERS = 10
 LAST = 20
 """Steps whose mean loss is called final."""
 
@@ -79,6 +80,20 @@ class Curve:
     state_bytes: float
     """Masters and moments of one parameter."""
     step_ms: float
+
+
+def shallow(model: str) -> ModelSpec:
+    """A shape with at most so many layers that kernels, not their launches, take a step's time."""
+    spec = resolve_spec(model)
+    return replace(spec, layers=min(spec.layers, MOST_LAYERS))
+
+
+def text_rows(folder: Path, spec: ModelSpec, length: int) -> PackedText:
+    """Rows of `length` tokens, one document after another."""
+    texts = [piece.text for piece in read_texts(find_sources(["stdlib"]))]
+    tokenizer = train_tokenizer(texts, min(8192, spec.vocab_size))
+    store = prepare_text(["stdlib"], tokenizer, cache_dir=folder / "tokens", vocab_size=spec.vocab_size)
+    return PackedText(store, length, separate_documents=False)
 
 
 def train(rows: PackedText, spec: ModelSpec, variant: Variant, steps: int, device: torch.device) -> Curve:
@@ -142,16 +157,13 @@ def main(folder: Path, commit: str | None, steps: int, length: int, model: str |
     """Train all of them and append a row for each."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model or ("smollm2-135m" if device.type == "cuda" else "nano-llama")
-    spec = resolve_spec(model)
-    vocab_size = min(8192, spec.vocab_size)
-    tokenizer = train_tokenizer([piece.text for piece in read_texts(find_sources(["stdlib"]))], vocab_size)
-    store = prepare_text(["stdlib"], tokenizer, cache_dir=folder / "tokens", vocab_size=spec.vocab_size)
-    rows = PackedText(store, length, separate_documents=False)
-    print(f"{device}: {model}, {store.tokens_total:,} tokens, {steps} steps of 8 × {length} each", flush=True)
+    spec = shallow(model)
+    rows = text_rows(folder, spec, length)
+    print(f"{device}: {model}, {spec.layers} layers, {steps} steps of 8 × {length} each", flush=True)
     chosen = {name: variant for name, variant in VARIANTS.items() if not names or name in {"fp32", *names}}
     if device.type == "cpu":
         chosen = {name: variant for name, variant in chosen.items() if not variant.pure}
-    common = {"model": model, "steps": steps, "sequence_length": length, "batch": 8}
+    common = {"model": model, "layers": spec.layers, "steps": steps, "sequence_length": length, "batch": 8}
     curves: dict[str, Curve] = {}
     for name, variant in chosen.items():
         curves[name] = train(rows, spec, variant, steps, device)
