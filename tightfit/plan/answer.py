@@ -21,6 +21,7 @@ from tightfit.plan.plan import Plan
 from tightfit.plan.runnable import not_yet
 from tightfit.plan.search import COMFORT, Candidate, search
 from tightfit.plan.space import Space
+from tightfit.plan.spending import spend
 
 DEFAULT_LENGTH = 4096
 DEFAULT_STEP_TOKENS = 2**22
@@ -94,7 +95,7 @@ def answer(question: Question) -> Answer:
     """Search, and say what there is to say about the result."""
     found = search(question.space)
     best = found.best or found.nearest
-    plan = question.plan(best)
+    plan = question.plan(spend(question.space, best) if found.best else best)
     others = tuple(each for each in found.plans if each is not best)[:MOST_ALTERNATIVES]
     needed = () if plan.fits else tuple(changes(question.space))
     return Answer(

@@ -24,7 +24,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.keeping import Level, layer_levels
 from tightfit.memory.formulas.pipeline import stage
 from tightfit.memory.formulas.share import share_of
-from tightfit.memory.formulas.states import IN_FLIGHT_BYTES
+from tightfit.memory.formulas.states import IN_FLIGHT_BYTES, kept_weights
 from tightfit.plan.bubble import bubble_s
 from tightfit.plan.communication import Group, make_group
 from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
@@ -297,7 +297,8 @@ class Frame:
         masters = 4 if self.costs.workload.has_masters else 0
         kept = moment_bytes(levers, wide=self.costs.workload.updates_wide) + masters
         kept += self.costs.workload.weight_bytes if levers.offload == "weights" else 0
-        return max(0.0, 1 - levers.offload_keep_bytes / kept / self.own_params)
+        count = int(self.own_params)
+        return 1 - kept_weights(self.costs.workload, self.layout, levers, count, kept)[1] / count
 
     def _late_share(self, levers: Levers) -> float:
         """Of updates inside backward, those that are put off until it is over."""

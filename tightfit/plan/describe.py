@@ -27,16 +27,36 @@ def describe_layout(layout: Layout) -> str:
     return f"{' × '.join(parts) or 'one GPU'}{experts}, micro-batch {layout.micro_batch}"
 
 
+def _checkpointing(levers: Levers) -> str:
+    """`checkpoint one layer in 2, keeping attention, inputs on the host`."""
+    if levers.checkpoint_budget_bytes is not None:
+        said = f"recompute what {_gib(levers.checkpoint_budget_bytes)} of activations do not hold"
+    elif levers.num_checkpoints:
+        said = f"checkpoint {levers.num_checkpoints} layers"
+    elif levers.checkpoint_every:
+        said = (
+            f"checkpoint {'every layer' if levers.checkpoint_every == 1 else f'one layer in {levers.checkpoint_every}'}"
+        )
+    else:
+        return ""
+    kept = {"nothing": "", "attention": ", keeping attention", "matmuls": ", keeping matmuls"}[levers.checkpoint_keep]
+    lossy = " in fp8 (lossy)" if levers.checkpoint_format == "fp8" else ""
+    return f"{said}{kept}{f', kept on the host{lossy}' if levers.offload_checkpoints else ''}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
 def describe_levers(levers: Levers) -> str:
     """`checkpoint every layer, optimizer on the host`."""
-    said = []
-    if levers.checkpoint_every:
-        every = levers.checkpoint_every
-        which = "every layer" if every == 1 else f"one layer in {every}"
-        where = ", kept on the host" if levers.offload_checkpoints else ""
-        said.append(f"checkpoint {which}{where}")
+    said = [_checkpointing(levers)] if _checkpointing(levers) else []
     if levers.offload != "none":
-        said.append("optimizer on the host" if levers.offload == "optimizer" else "weights and optimizer on the host")
+        here = f" but for {_gib(levers.offload_keep_bytes)}" if levers.offload_keep_bytes else ""
+        which = "optimizer" if levers.offload == "optimizer" else "weights and optimizer"
+        said.append(f"{which} on the host{here}")
+    if levers.matmul != "native":
+        said.append(f"{levers.matmul} matmuls (lossy)")
     if levers.tiles > 1:
         said.append(f"MLP in {levers.tiles} tiles")
     if levers.loss == "plain":

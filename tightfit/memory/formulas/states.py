@@ -116,7 +116,7 @@ def _offloaded(
     e, streams = workload.weight_bytes, levers.offload == "weights"
     moments = moment_bytes(levers, wide=workload.updates_wide)
     passing = moments + (MASTER if workload.has_masters else 0)
-    ends, kept = _kept_weights(workload, layout, levers, count, passing + (e if streams else 0))
+    ends, kept = kept_weights(workload, layout, levers, count, passing + (e if streams else 0))
     away = count - kept
     away_layers = max(0, min(away, count - ends)) if streams and plain.weights else 0
     on_link = passing + (e if streams and not workload.has_masters else 0)
@@ -134,7 +134,7 @@ def _offloaded(
     )
 
 
-def _kept_weights(
+def kept_weights(
     workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float
 ) -> tuple[int, int]:  # fmt: skip
     """Weights outside layers, and those whose belongings stay: whole vocabulary matrices, then layers."""
