@@ -1,8 +1,8 @@
 """What narrower optimizer states cost: the same steps on real text in every format, their curves and bytes a parameter.
 
 Ten layers of SmolLM2-135M's shape on a GPU (bf16 with float32 masters; with all thirty a step is launches of small
-kernels and little else), nano-llama in float32 on a CPU, with a tokenizer trained on Python's standard library, which is
-the text as well. The last two runs have bf16 weights and no masters, rounded to nearest and stochastically; these are
+kernels and little else), nano-llama in float32 on a CPU, with a tokenizer trained on the text, Python's
+standard library. The last two runs have bf16 weights and no masters, rounded to nearest and stochastically; these are
 left out on CPUs, most of which have no instructions for bf16. Bytes are those of masters and moments, counted from the
 tensors. Documents follow each other in a row without a border: attention is then the plain causal one.
 

@@ -65,8 +65,9 @@ class TiledLayer:
         layer, own = self.layer, self.layer.attention
         first = (layer.attention_norm, own.q, own.k, own.v, own.q_norm, own.k_norm)
         second = (own.o, layer.attention_post_norm, layer.mlp_norm, layer.mlp, layer.mlp_post_norm)
-        heads = in_tiles(lambda part, x: self._projected(x, part, around), [x], _there(first), self.tiles)
-        mixed = self._attended(heads, around)
+        mixed = self._attended(
+            in_tiles(lambda part, x: self._projected(x, part, around), [x], _there(first), self.tiles), around
+        )
         (made,) = in_tiles(
             lambda part, x, *mixed: self._finished(x, mixed), [x, *mixed], _there(second), self.tiles,
             result_matters=layer.mlp_post_norm is not None,
