@@ -56,8 +56,8 @@ def test_the_loss_is_chosen_from_outside() -> None:
 @pytest.mark.parametrize(
     ("layout", "levers", "words"),
     [
-        (Layout(tensor=2), Levers(), ["layout.tensor is 2", "layout.data"]),
-        (Layout(pipeline=2), Levers(), ["layout.pipeline is 2", "layout.zero"]),
+        (Layout(context=2), Levers(), ["layout.context is 2", "layout.data"]),
+        (Layout(data=2, expert=2), Levers(), ["layout.expert is 2", "layout.tensor"]),
     ],
 )
 def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:

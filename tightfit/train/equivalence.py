@@ -37,6 +37,9 @@ from tightfit.train.subject import Subject
 TOLERANCE = 1e-4
 LEAST_SHARE = 1e-3
 """Of the norm of all gradients: errors of smaller ones are measured against this."""
+LEAST_WEIGHT = 1e-2
+"""Ten updates of the gate's learning rate: errors of smaller weights, such as new biases, are measured against this."""
+LEAST_NUMBER = 1e-6
 Look = Callable[[str], None]
 
 
@@ -168,22 +171,21 @@ class _Comparison:
 
     def number(self, step: int, kind: str, ours: float, theirs: float) -> None:
         """One that all ranks know."""
-        self.found.append(Difference(step, kind, "", None, _error(abs(ours - theirs), abs(theirs))))
+        self.found.append(Difference(step, kind, "", None, abs(ours - theirs) / max(abs(theirs), LEAST_NUMBER)))
 
     def tensors(self, step: int, kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor] | None) -> None:
         """Of all ranks' parts, gathered one after another, and the truth where it is known."""
-        least = 0.0
+        everything = 0.0
         if theirs is not None and kind == "gradient":
-            least = LEAST_SHARE * sum(float(t.double().square().sum()) for t in theirs.values()) ** 0.5
+            everything = sum(float(t.double().square().sum()) for t in theirs.values()) ** 0.5
         for name, tensor in gathered_here(ours, self.ranks):
             if theirs is None:
                 continue
             error = float("inf")
             if tensor is not None and name in theirs:
                 truth = theirs[name].double()
-                error = _error(
-                    float((tensor.to(truth.device).double() - truth).norm()), max(float(truth.norm()), least)
-                )
+                least = LEAST_SHARE * everything if kind == "gradient" else LEAST_WEIGHT * truth.numel() ** 0.5
+                error = float((tensor.to(truth.device).double() - truth).norm()) / max(float(truth.norm()), least)
             self.found.append(Difference(step, kind, name, _layer(name), error))
 
     def verdict(self, steps: int, losses: Sequence[float]) -> Verdict:
@@ -194,10 +196,6 @@ class _Comparison:
         largest = max(found, key=lambda d: float("inf") if d.error != d.error else d.error, default=nothing)
         first = wrong[0] if wrong else None
         return Verdict(self.ranks.processes, steps, len(found), len(wrong), first, largest, tuple(losses))
-
-
-def _error(distance: float, size: float) -> float:
-    return distance / size if size else (0.0 if distance == 0 else float("inf"))
 
 
 PLACES = {"start": 0, "loss": 1, "gradient": 2, "norm": 3, "weight": 4}

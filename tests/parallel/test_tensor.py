@@ -1,0 +1,131 @@
+"""What documentation and planner say of tensor parallelism: what ranks send, what they keep, what is refused."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.training import CPU, Case, build, micro_batches
+from tests.parallel.fake import fake_group
+from tests.parallel.test_data import Traffic
+from tests.train.models import TINY, TINY_ROUTED
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.apply import cut
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.ranks import Ranks
+from tightfit.parallel.shards import splits_of
+from tightfit.parallel.tensor import refusal
+from tightfit.plan.traffic import TensorCalls, backward_calls, forward_calls
+from tightfit.train.precision import LossScale
+from tightfit.train.step import train_step
+
+ROWS, LENGTH = 4, 16
+NAMES = {"allreduce_": "all_reduces", "_allgather_base_": "all_gathers", "_reduce_scatter_base_": "reduce_scatters"}
+SPEC = replace(TINY, heads=8, kv_heads=4, layers=3, hidden_size=64)
+"""Its stream of 64 tokens × 64 is larger than any sum of norms' gradients."""
+
+
+def counted_calls(case: Case) -> tuple[TensorCalls, Counter[tuple[str, torch.dtype]]]:
+    """Collectives of a step of one micro-batch over all of its tokens × hidden size, and the elements of the others."""
+    with fake_group(case.layout.ranks):
+        mesh = make_mesh(case.layout, "cpu")
+        _, module, optimizer = build(case, mesh)
+        with Traffic() as traffic:
+            train_step(module, optimizer, micro_batches(case, 0, 0), CPU, 1e-3, LossScale(), ranks=Ranks.of(mesh))
+    stream = ROWS * LENGTH * case.spec.hidden_size
+    calls = {NAMES[name]: count // stream for (name, _), count in traffic.elements.items() if name in NAMES}
+    rest = Counter({key: count % stream if key[0] in NAMES else count for key, count in traffic.elements.items()})
+    return TensorCalls(**calls), rest
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_traffic_is_what_the_planner_counts(sequence_parallel: bool, every: int) -> None:
+    case = Case(
+        spec=SPEC, tensor=4, sequence_parallel=sequence_parallel, rows=ROWS, micro_batch=ROWS,
+        levers=Levers(checkpoint_every=every),
+    )  # fmt: skip
+    recomputed = {0: 0, 1: 3, 2: 2}[every]
+    expected = forward_calls(3, sequence_parallel=sequence_parallel).plus(
+        backward_calls(3, recomputed, sequence_parallel=sequence_parallel)
+    )
+    calls, rest = counted_calls(case)
+    assert calls == expected
+    norms = (2 * 3 + 1) * SPEC.hidden_size if sequence_parallel else 0  # once a step, all in one message
+    assert +rest == +Counter({("allreduce_", torch.float32): norms})  # the loss's own are inside its operator
+
+
+def test_sent_elements_are_those_of_rings() -> None:
+    whole, split = (forward_calls(2, sequence_parallel=sp) for sp in (False, True))
+    assert whole.sent_elements(100, 4) == split.sent_elements(100, 4) == 5 * 2 * 100 * 3 / 4
+    assert whole.sent_elements(100, 1) == 0
+
+
+def kept_bytes(case: Case) -> int:
+    """What autograd keeps of a forward pass on the first of the ranks, parameters left out."""
+    with fake_group(case.layout.ranks):
+        decoder, module, _ = build(case, make_mesh(case.layout, "cpu"))
+        own = {p.untyped_storage()._cdata for p in decoder.parameters()}
+        seen: dict[int, Any] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                seen[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made = module(**micro_batches(case, 0, 0)[0])
+        kept = sum(storage.nbytes() for storage in seen.values())
+        del made
+        return kept
+
+
+def test_a_split_stream_keeps_a_share_of_everything() -> None:
+    """Of four ranks each keeps about a quarter: what was gathered for a block is let go of when it ends."""
+    whole = kept_bytes(Case(spec=SPEC, rows=ROWS, micro_batch=ROWS))
+    split = kept_bytes(Case(spec=SPEC, rows=ROWS, micro_batch=ROWS, tensor=4))
+    plain = kept_bytes(Case(spec=SPEC, rows=ROWS, micro_batch=ROWS, tensor=4, sequence_parallel=False))
+    stream = 4 * ROWS * LENGTH * SPEC.hidden_size
+    assert plain > split + 3 * 3 * stream  # four whole streams a layer against four quarters
+    assert split < whole / 4 + 2 * stream  # and the hidden states of the loss with their gradient
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "levers", "words"),
+    [
+        (TINY, Layout(tensor=3), Levers(), "layout.tensor is 3, but the model has 4 attention heads"),
+        (TINY, Layout(tensor=4), Levers(), "layout.tensor is 4, but the model has 2 key and value heads"),
+        (replace(TINY, mlp_size=65), Layout(tensor=2), Levers(), "has 65 MLP columns; give a number that divides them"),
+        (TINY_ROUTED, Layout(tensor=2), Levers(loss="plain"), "levers.loss is plain, which needs all logits"),
+        (TINY, Layout(tensor=2), Levers(tiles=2), "levers.tiles is 2, which takes layers apart"),
+        (TINY, Layout(tensor=2), Levers(optimizer_states="factored"), "needs all rows and columns of a weight"),
+        (TINY, Layout(tensor=2), Levers(optimizer_states="8bit"), "blocks of 256 do not divide rows cut in 2"),
+        (replace(SPEC, vocab_size=9), Layout(tensor=4), Levers(), "leaves a rank without any of 9 tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_gets_a_sentence(spec: ModelSpec, layout: Layout, levers: Levers, words: str) -> None:
+    sentence = refusal(spec, layout, levers)
+    assert sentence is not None
+    assert words in sentence
+    decoder, _, _ = build(Case(spec=spec), None)
+    with pytest.raises(UserError, match=r"layout\.tensor"):
+        cut(decoder, None, layout, levers)
+    assert refusal(spec, Layout(), levers) is None
+
+
+def test_every_parameter_has_its_split() -> None:
+    """Nothing is whole by accident: only norms, biases after a sum, positions and the router are."""
+    with fake_group(2):
+        for spec in (replace(TINY, qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True), TINY_ROUTED):
+            decoder, _, _ = build(Case(spec=spec, tensor=2), make_mesh(Layout(tensor=2), "cpu"))
+            splits = splits_of(decoder)
+            assert splits.keys() >= dict(decoder.named_parameters()).keys()
+            whole = {n for n, split in splits.items() if split.dim is None}
+            assert all("norm" in n or "router" in n or n.endswith(("o.bias", "down.bias")) for n in whole), whole
+            assert all(splits[n].summed for n in whole)
