@@ -161,7 +161,7 @@ def _waiting(at: RankMemory, *, at_last_layer: bool = False) -> int:
 
 def _arriving(at: RankMemory, place: Place) -> int:
     """Of recomputed layers whose inputs are on the host: while one is at work, the next one's comes."""
-    return 0 if place.is_first else at.arriving
+    return at.arriving if place.awaits else 0
 
 
 def _at_embedding(at: RankMemory) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def cheapest(options: Sequence[Sequence[Option]], counts: Sequence[int], budget:
             for b in of_kind
             if a.bytes + b.bytes <= budget
         )
-        sums = _unbeaten(joined) if len(sums) > 1 else of_kind
+        sums = _unbeaten(joined)
     return min(sums, key=lambda choice: choice.seconds, default=None)
 
 

@@ -39,6 +39,8 @@ class Place(NamedTuple):
     """and where they are added to what is there."""
     is_first: bool
     is_last: bool
+    awaits: bool
+    """Whether the input of a recomputed layer before it is on its way from the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,19 @@ def _place(spec: ModelSpec, candidate: Candidate, share: Share, offloaded: int) 
         kept_by_kind(spec, candidate.before, share, offloaded), _params(spec, candidate.layer, share).all, after,
         _fullest(cost, candidate.level, share, added=False),
         _fullest(cost, candidate.level, share, added=True),
-        candidate.is_first, candidate.is_last,
+        candidate.is_first, candidate.is_last, _awaits(candidate, offloaded),
     )  # fmt: skip
+
+
+def _awaits(candidate: Candidate, offloaded: int) -> bool:
+    """A recomputed layer, this one or one after it, has called the one before, whose input is on the host."""
+    before = _recomputed(candidate.before)
+    called = candidate.level != "everything" or _recomputed(candidate.after) > 0
+    return called and 0 < before <= offloaded
+
+
+def _recomputed(classes: Classes) -> int:
+    return sum(count for _, level, count in classes if level != "everything")
 
 
 def _fullest(cost: LayerCost, level: Level, share: Share, *, added: bool) -> Moment:
@@ -189,13 +202,12 @@ def _weights(
 
 def kept_by_kind(spec: ModelSpec, classes: Classes, share: Share, offloaded: int) -> tuple[int, ...]:
     """What layers keep on the GPU until backward; of the first `offloaded` recomputed ones the input is not there."""
-    found, recomputed = [0] * len(KINDS), 0
+    found = [0] * len(KINDS)
     for layer, level, count in classes:
-        recomputed += count * (level != "everything")
         for kind, size in enumerate(_layer_kinds(spec, layer, share, level)):
             found[kind] += count * size
-    if offloaded and recomputed:
-        found[0] -= min(offloaded, recomputed) * layer_cost(spec, classes[0][0], share).entry
+    if offloaded and classes:
+        found[0] -= min(offloaded, _recomputed(classes)) * layer_cost(spec, classes[0][0], share).entry
     return tuple(found)
 
 
