@@ -26,6 +26,9 @@ OPERATIONS = {
 }
 """Operation → the function that yields its cases; imported when asked for."""
 ROUNDS = 25
+FEWEST_ROUNDS = 7
+MEASURING_S = 3.0
+"""Steps so slow that so many rounds would take longer get fewer."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ class _Bench:
         difference = self._difference(results.pop())
         self._restore()
         extra = extra_bytes(lambda: self._step(forward), self.device)
-        timing = time_step(lambda: self._step(forward), self._restore, self.device, ROUNDS)
+        warm_s = first_call_s(lambda: self._step(forward), self.device)
+        rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(MEASURING_S / warm_s)))
+        timing = time_step(lambda: self._step(forward), self._restore, self.device, rounds)
         share = self.limits.ideal_ms(self.case.bound_by, self.case.work) / timing.p50_ms
         case = self.case
         return Measurement(case.operation, case.shape, self.dtype, peer, timing, share, extra, first, difference)
