@@ -3,7 +3,7 @@
 Fake tensors have shapes and storages but no bytes, and a fake process group answers for all other ranks, so the real
 training code runs as it is, in seconds and in no memory, for any model and world size. They stand on the CPU (torch
 without CUDA cannot hold fake CUDA tensors through autograd); `cuda_rules` replaces what would differ there.
-Limits: ranks are alike (rank 0 is traced), and values are unknown, so routed tokens are taken to be balanced.
+Limits: ranks are alike (the first of each pipeline stage is traced), and values are unknown, so routed tokens are taken to be balanced.
 """
 
 from collections.abc import Iterator
@@ -29,13 +29,13 @@ def simulated() -> Iterator[Tracer]:
 
 
 @contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """A process group in which this process is rank 0 of `ranks` and the others always agree."""
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """A process group in which this process is rank `rank` of `ranks` and the others always agree."""
     if dist.is_initialized():
         raise UserError("a simulated world cannot be made inside a running process group; simulate in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
