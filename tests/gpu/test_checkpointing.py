@@ -68,7 +68,7 @@ def trained(spec: ModelSpec, levers: dict[str, Any], packed: bool) -> tuple[torc
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def deterministic() -> Any:
     """cuDNN's attention sums dQ in any order; ours does not."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -123,13 +123,19 @@ def peak(levers: dict[str, Any]) -> tuple[int, int]:
         model.zero_grad()
         torch.cuda.synchronize()
         gc.collect()
-        start = torch.cuda.memory_allocated()
+        start = requested_bytes()
         torch.cuda.reset_peak_memory_stats()
         loss = model(batch["tokens"], batch["labels"]).loss
-        between = torch.cuda.memory_allocated() - start
+        between = requested_bytes() - start
         loss.backward()
         torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - start, between
+        loss = None
+    return requested_bytes("peak") - start, between
+
+
+def requested_bytes(when: str = "current") -> int:
+    """What tensors asked for; the blocks they were given may be larger."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
 
 
 def test_memory_falls_in_order() -> None:
@@ -144,6 +150,7 @@ def test_memory_falls_in_order() -> None:
 
 
 def test_host_buffers_are_made_once_and_given_back() -> None:
+    gc.collect()
     before = pinned_bytes()
     model = decoder(SPEC, ALL | {"offload_checkpoints": True})
     held = []
