@@ -115,11 +115,17 @@ class _InTiles(torch.autograd.Function):
         for part in tile_slices(inputs[0].shape[1], work.tiles):
             leaves = [x[:, part].detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
             found = _tile_gradients(work, part, leaves, weights, [g[:, part] for g in gradients])
-            for whole, gradient in zip(made, found, strict=False):
-                if whole is not None:
-                    whole[:, part].copy_(gradient) if gradient is not None else whole[:, part].zero_()
+            _write(made, part, found)
             sums = [_added(total, gradient) for total, gradient in zip(sums, found[len(leaves) :], strict=True)]
+            del found  # before the next tile's are made
         return None, *made, *_narrowed(sums, weights)
+
+
+def _write(made: list[Tensor | None], part: slice, found: list[Tensor | None]) -> None:
+    """The gradients of a tile's inputs into their places."""
+    for whole, gradient in zip(made, found, strict=False):
+        if whole is not None:
+            whole[:, part].copy_(gradient) if gradient is not None else whole[:, part].zero_()
 
 
 def _tile_gradients(

@@ -6,8 +6,8 @@ keep their input and one or two float32 per row; rope keeps its tables only; fla
 their product again. A test compares each layer's bytes with what autograd really keeps.
 
 Moments are those of the backward pass, in its order, and of a forward pass through the layer. They count gradients of
-activations; the gradients of weights are the business of training.py. Limits: tensor, context and tiles follow the
-papers (Megatron; Arctic Long Sequence Training for tiles), as their code is not here yet.
+activations; the gradients of weights are the business of training.py. Layers in tiles have a file of their own,
+tiles.py. Limits: context follows the papers, as its code is not here yet.
 """
 
 from dataclasses import dataclass
@@ -74,6 +74,10 @@ def attention_kind(spec: ModelSpec, layer: int, share: Share) -> AttentionKind:
 
 def layer_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
     """Everything layer `layer` keeps for backward."""
+    if is_tiled(spec, layer, share):
+        from tightfit.memory.formulas.tiles import tiled_kept
+
+        return tiled_kept(spec, share)
     return (*attention_kept(spec, share), *mlp_kept(spec, layer, share))
 
 
@@ -82,12 +86,12 @@ def level_kept(spec: ModelSpec, layer: int, share: Share, level: Level) -> tuple
     """Everything layer `layer` keeps for backward at `level` (levers/checkpoint_keep.py)."""
     if level == "everything":
         return layer_kept(spec, layer, share)
-    found = [Kept("residual", "layer input", _stream(spec, share), "to compute the layer again")]
-    attended = _attended(spec, share)
+    found = [Kept("residual", "layer input", stream_bytes(spec, share), "to compute the layer again")]
+    of_attention = attended(spec, share)
     if level != "nothing":
-        found += [kept for kept in attended if kept.name in ("output", "logsumexp")]
+        found += [kept for kept in of_attention if kept.name in ("output", "logsumexp")]
     if level == "matmuls":
-        found += [kept for kept in attended if kept.name in ("queries", "keys and values")]
+        found += [kept for kept in of_attention if kept.name in ("queries", "keys and values")]
         found += _products(spec, layer, share)
     return tuple(found)
 
@@ -116,7 +120,7 @@ def _products(spec: ModelSpec, layer: int, share: Share) -> list[Kept]:
 
 def attention_kept(spec: ModelSpec, share: Share) -> tuple[Kept, ...]:
     """Of the first half: from the residual stream to the attention's output before it is added."""
-    stream, statistics = _stream(spec, share), _statistics(spec, share.outer_tokens)
+    stream, statistics = stream_bytes(spec, share), _statistics(spec, share.outer_tokens)
     found = [
         Kept("residual", "layer input", stream, "row_norm keeps its input"),
         Kept("norms", "attention norm statistics", statistics, "row_norm keeps float32 per row"),
@@ -131,7 +135,7 @@ def attention_kept(spec: ModelSpec, share: Share) -> tuple[Kept, ...]:
             Kept("norms", "query and key norm statistics", _statistics(spec, share.tokens * heads),
                  "row_norm keeps float32 per row"),
         ]  # fmt: skip
-    found += _attended(spec, share)
+    found += attended(spec, share)
     if spec.sandwich_norms:
         found += [
             Kept("norms", "attention output before its norm", stream, "row_norm keeps its input"),
@@ -140,7 +144,7 @@ def attention_kept(spec: ModelSpec, share: Share) -> tuple[Kept, ...]:
     return tuple(found)
 
 
-def _attended(spec: ModelSpec, share: Share) -> list[Kept]:
+def attended(spec: ModelSpec, share: Share) -> list[Kept]:
     n, e, heads = share.tokens, share.element_bytes, share.heads(spec)
     queries, keys = n * heads * spec.head_dim * e, n * share.kv_heads(spec) * spec.head_dim * e
     return [
@@ -153,14 +157,13 @@ def _attended(spec: ModelSpec, share: Share) -> list[Kept]:
 
 def mlp_kept(spec: ModelSpec, layer: int, share: Share) -> tuple[Kept, ...]:
     """Of the second half: from the sum with the attention's output to the MLP's output before it is added."""
-    stream, statistics = _stream(spec, share), _statistics(spec, share.outer_tokens)
+    stream, statistics = stream_bytes(spec, share), _statistics(spec, share.outer_tokens)
     found = [
         Kept("residual", "sum after attention", stream, "row_norm keeps the sum it norms"),
         Kept("norms", "MLP norm statistics", statistics, "row_norm keeps float32 per row"),
         Kept("mlp", "input", stream, "gate and up projections (or router) share the norm's output"),
     ]
-    if share.tiles == 1:
-        found += _routed(spec, share) if spec.is_routed(layer) else _projected(spec, spec.mlp_size, share)
+    found += _routed(spec, share) if spec.is_routed(layer) else _projected(spec, spec.mlp_size, share)
     if spec.sandwich_norms:
         found += [
             Kept("norms", "MLP output before its norm", stream, "row_norm keeps its input"),
@@ -209,12 +212,16 @@ def _routed(spec: ModelSpec, share: Share) -> list[Kept]:
 @lru_cache(maxsize=4096)
 def layer_cost(spec: ModelSpec, layer: int, share: Share) -> LayerCost:
     """All of layer `layer`'s numbers on one rank."""
+    if is_tiled(spec, layer, share):
+        from tightfit.memory.formulas.tiles import tiled_cost
+
+        return tiled_cost(spec, layer, share)
     first = sum(kept.bytes for kept in attention_kept(spec, share))
     second = sum(kept.bytes for kept in mlp_kept(spec, layer, share))
     extra = _mlp_forward_extra(spec, layer, share)
     mlp = _routed_moments(spec, first + second, share) if spec.is_routed(layer) else _mlp_moments(
         spec, first + second, share)  # fmt: skip
-    stream = _stream(spec, share)
+    stream = stream_bytes(spec, share)
     return LayerCost(
         kept=first + second,
         entry=stream,
@@ -225,6 +232,11 @@ def layer_cost(spec: ModelSpec, layer: int, share: Share) -> LayerCost:
             "recomputed forward", first + second, stream + (extra if needs_last(spec, layer) else 0), 0, 0, 0
         ),
     )
+
+
+def is_tiled(spec: ModelSpec, layer: int, share: Share) -> bool:
+    """Whether layer `layer` works in tiles: where any is, all are but those routed to experts."""
+    return share.tiles > 1 and not spec.is_routed(layer)
 
 
 def needs_last(spec: ModelSpec, layer: int) -> bool:
@@ -244,13 +256,10 @@ def forward_beside(spec: ModelSpec, layer: int, share: Share, level: Level) -> i
 
 def _mlp_moments(spec: ModelSpec, kept: int, share: Share) -> tuple[Moment, ...]:
     """The product's gradient beside the kept gate and up (whose gradients replace them), then the input's gradient."""
-    stream, full = _stream(spec, share), share.tokens * spec.hidden_size * share.element_bytes
+    stream, full = stream_bytes(spec, share), share.tokens * spec.hidden_size * share.element_bytes
     width = ceil(spec.mlp_size, share.tensor)
     inner, matrix = share.tokens * width * share.element_bytes, spec.hidden_size * width
     matrices = (3 if spec.gated else 2) * matrix
-    if share.tiles > 1:
-        tile = 3 * ceil(inner, share.tiles)
-        return (Moment("MLP, tile by tile", kept, stream + full + tile, 0, matrices, matrices, matrices),)
     return (
         Moment("gradient of the MLP's product", kept, stream + inner, 0, matrix, matrix),
         Moment("gradient of the MLP's input", kept, stream + full, 0, matrices, matrices),
@@ -262,7 +271,7 @@ def _routed_moments(spec: ModelSpec, kept: int, share: Share) -> tuple[Moment, .
     experts = spec.experts
     assert experts is not None
     n, e, k = share.tokens, share.element_bytes, experts.per_token
-    stream, copies = _stream(spec, share), n * k * spec.hidden_size * e
+    stream, copies = stream_bytes(spec, share), n * k * spec.hidden_size * e
     width = ceil(experts.mlp_size, share.tensor)
     matrix = ceil(experts.count, share.expert) * spec.hidden_size * width
     shared = spec.mlp_params(experts.shared_size) // share.tensor if experts.shared_size else 0
@@ -282,16 +291,11 @@ def _sent_copies(spec: ModelSpec, share: Share) -> int:
 
 def _attention_moments(spec: ModelSpec, layer: int, share: Share, held: int, mlp_weights: int) -> tuple[Moment, ...]:
     n, e, heads = share.tokens, share.element_bytes, share.heads(spec)
-    stream, queries = _stream(spec, share), n * heads * spec.head_dim * e
+    stream, queries = stream_bytes(spec, share), n * heads * spec.head_dim * e
     keys = n * share.kv_heads(spec) * spec.head_dim * e
     output = heads * spec.head_dim * spec.hidden_size
     others = spec.hidden_size * (heads + 2 * share.kv_heads(spec)) * spec.head_dim
-    grouped = heads != share.kv_heads(spec)
-    work = STATISTIC * n * heads  # a float32 per row and head (flash_attention_backward.py)
-    if attention_kind(spec, layer, share) == "fused":
-        # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd
-        # and cuDNN's sdpa_backward alike.
-        work += (queries // e * STATISTIC if e < STATISTIC else 0) + 2 * queries * grouped
+    work = attention_workspace(spec, layer, share)
     ring = 4 * keys if share.context > 1 else 0  # the neighbours' keys and values, arriving while others are used
     arrived = stream + 2 * queries + 2 * keys  # of the residual stream, the output, q, k and v
     projections = stream + queries + 2 * keys + 2 * n * spec.hidden_size * e
@@ -300,6 +304,18 @@ def _attention_moments(spec: ModelSpec, layer: int, share: Share, held: int, mlp
         Moment("attention", held, arrived, work + ring, mlp_weights + output, output),
         Moment("gradient of the projections' input", 2 * stream, projections, 0, every, others),
     )
+
+
+def attention_workspace(spec: ModelSpec, layer: int, share: Share) -> int:
+    """What attention's backward holds while it runs, beside its inputs and results."""
+    heads, e = share.heads(spec), share.element_bytes
+    queries = share.tokens * heads * spec.head_dim * e
+    work = STATISTIC * share.tokens * heads  # a float32 per row and head (flash_attention_backward.py)
+    if attention_kind(spec, layer, share) == "fused":
+        # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd
+        # and cuDNN's sdpa_backward alike.
+        work += (queries // e * STATISTIC if e < STATISTIC else 0) + 2 * queries * (heads != share.kv_heads(spec))
+    return work
 
 
 def _mlp_forward_extra(spec: ModelSpec, layer: int, share: Share) -> int:
@@ -311,22 +327,20 @@ def _mlp_forward_extra(spec: ModelSpec, layer: int, share: Share) -> int:
         return pieces + 2 * full + _sent_copies(spec, share)
     inner = share.tokens * ceil(spec.mlp_size, share.tensor) * share.element_bytes
     alive = inner if spec.gated and not spec.mlp_bias else 0
-    if share.tiles > 1:
-        alive = (3 if spec.gated else 2) * ceil(inner, share.tiles)
     return alive + full
 
 
 def _working(spec: ModelSpec, layer: int, share: Share) -> int:
     """In a forward pass that keeps nothing: the sum, its norm and the MLP's own, when the MLP ends."""
-    stream, full = _stream(spec, share), share.tokens * spec.hidden_size * share.element_bytes
+    stream, full = stream_bytes(spec, share), share.tokens * spec.hidden_size * share.element_bytes
     if spec.is_routed(layer):
         assert spec.experts is not None
         return 2 * stream + (4 * spec.experts.per_token + 2) * full + _sent_copies(spec, share)
-    inner = ceil(share.tokens * ceil(spec.mlp_size, share.tensor) * share.element_bytes, share.tiles)
+    inner = share.tokens * ceil(spec.mlp_size, share.tensor) * share.element_bytes
     return 2 * stream + full + (3 if spec.gated else 2) * inner
 
 
-def _stream(spec: ModelSpec, share: Share) -> int:
+def stream_bytes(spec: ModelSpec, share: Share) -> int:
     """The residual stream between two layers."""
     return share.outer_tokens * spec.hidden_size * share.element_bytes
 

@@ -1,0 +1,60 @@
+"""Formulas of layers in tiles against what autograd keeps and against the real step on fake tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.memory.test_formulas_layer import LENGTH, ROWS, Saved, decoder
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.levers import tiling
+from tightfit.memory.formulas.layer import layer_kept
+from tightfit.memory.formulas.overheads import Overheads
+from tightfit.memory.formulas.share import Share
+from tightfit.memory.formulas.tiles import head_groups
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.models.presets import preset
+from tightfit.train.rehearsal import rehearse
+
+CASES: list[tuple[str, int, dict[str, Any], str]] = [
+    ("llama-3.1-8b", 8192, {"tiles": 8}, "pure-bf16"),
+    ("llama-3.1-8b", 65536, {"tiles": 16, "checkpoint_every": 1}, "pure-bf16"),
+    ("llama-3.1-8b", 16384, {"tiles": 4, "checkpoint_every": 1, "checkpoint_keep": "attention"}, "bf16"),
+    ("qwen3-8b", 8192, {"tiles": 4}, "fp32"),
+]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-gpt2"])
+def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
+    spec, tiles = preset(name), 4
+    model = decoder(spec, torch.float16)
+    tiling.tile_layers(model, tiles)
+    x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
+    around = model.surroundings(x, torch.arange(LENGTH)[None], None, None)
+    with Saved(model, torch.zeros(1)).watching() as saved:
+        made, _ = model.layers[0](x * 1.0, around)
+    assert made.shape == x.shape
+    assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, 0, Share(ROWS, LENGTH, 2, tiles=tiles)))
+
+
+@pytest.mark.parametrize(("model", "length", "levers", "precision"), CASES)
+def test_the_peak_is_the_simulations(model: str, length: int, levers: dict[str, Any], precision: Any) -> None:
+    spec = replace(preset(model), layers=3, vocab_size=4096)
+    workload = Workload(spec=spec, sequence_length=length, global_batch=1, precision=precision)
+    layout, given = Layout(micro_batch=1), Levers.model_validate(levers)
+    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0))
+    truth = rehearse(workload, layout, given)
+    assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.03)
+    for phase in ("forward", "loss", "backward", "optimizer"):
+        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase  # type: ignore[arg-type]
+    whole = rehearse(workload, layout, given.model_copy(update={"tiles": 1}))
+    assert truth.allocated_bytes("backward") < whole.allocated_bytes("backward")
+
+
+def test_the_planner_and_the_lever_group_heads_alike() -> None:
+    for kv_heads in (1, 3, 8, 12):
+        for tiles in (1, 2, 5, 8, 100):
+            assert head_groups(kv_heads, tiles) == tiling.head_groups(kv_heads, tiles)
