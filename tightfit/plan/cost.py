@@ -29,6 +29,7 @@ from tightfit.plan.bubble import bubble_s
 from tightfit.plan.communication import Group, make_group
 from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
 from tightfit.plan.steptime import StepTime
+from tightfit.plan.traffic import TensorCalls, again_calls, forward_calls, regather_calls
 from tightfit.plan.work import layer_work, sharded_params
 
 CONTENTION = 16 / 132
@@ -102,7 +103,7 @@ class Frame:
             ends = max(spec.embedding_params, spec.vocab_size * spec.hidden_size)
         self.dense = (dense * self.layers + ends) / layout.tensor
         self.experts = experts * self.layers / layout.tensor / layout.expert
-        shards = layout.data * layout.context if layout.zero else 1
+        shards = layout.data * layout.context // layout.copies if layout.zero else 1
         self.own_params = self.dense / shards + self.experts / (max(1, shards // layout.expert) if layout.zero else 1)
 
     def _count_compute(self) -> None:
@@ -122,8 +123,7 @@ class Frame:
         tokens = layout.micro_batch * workload.sequence_length / layout.context
         hidden_bytes = tokens * spec.hidden_size * width
         outer = layout.tensor if layout.sequence_parallel else 1
-        sums = 2 * self.layers + 1
-        self.tensor_s = sums * costs.group(1, layout.tensor).all_reduce_s(hidden_bytes)
+        self._count_tensor(hidden_bytes)
         ring = costs.group(layout.tensor, layout.context)
         hand_on = (layout.context - 1) * ring.send_s(2 * tokens * spec.kv_size / layout.tensor * width)
         self.context_forward_s = self.layers * max(0.0, hand_on - self.time.attention_forward_s)
@@ -136,10 +136,22 @@ class Frame:
         self.send_s = layout.stages_per_rank * stages.send_s(hidden_bytes / outer)
         self.checkpoint_bytes = hidden_bytes / outer
 
+    def _count_tensor(self, hidden_bytes: float) -> None:
+        """What tensor ranks exchange: one way, to recompute all layers, and behind backward."""
+        group, split = self.costs.group(1, self.layout.tensor), self.layout.sequence_parallel
+        reduce_s, gather_s = group.all_reduce_s(hidden_bytes), group.all_gather_s(hidden_bytes)
+
+        def seconds(calls: TensorCalls) -> float:
+            return calls.all_reduces * reduce_s + (calls.all_gathers + calls.reduce_scatters) * gather_s
+
+        self.tensor_s = seconds(forward_calls(self.layers, sequence_parallel=split))
+        self.tensor_again_s = seconds(again_calls(self.layers, sequence_parallel=split))
+        self.tensor_hidden_s = seconds(regather_calls(self.layers, sequence_parallel=split))
+
     def _sync(self) -> _Sync:
         """Weights and gradients over data and context ranks, in one collective per layer."""
         layout, workload = self.layout, self.costs.workload
-        ranks = layout.data * layout.context
+        ranks = layout.data * layout.context // layout.copies
         group = self.costs.group(layout.tensor, ranks)
         expert_group = self.costs.group(layout.tensor * layout.expert, max(1, ranks // layout.expert))
         calls = self.layers + 1
@@ -163,9 +175,9 @@ class Frame:
         saved = self._saved_by_fp8(levers)
         forward = max(self.forward_s - saved, self.forward_launch_s)
         backward = max(self.backward_s - 2 * saved + plain, self.backward_launch_s)
-        collectives = self.tensor_s + self.expert_s
-        whole_forward = forward + collectives + self.context_forward_s
-        whole_backward = backward + collectives + self.context_backward_s
+        whole_forward = forward + self.tensor_s + self.expert_s + self.context_forward_s
+        regathered = _exposed((1 - again) * self.tensor_hidden_s, backward, 2 * self.layers)
+        whole_backward = backward + self.tensor_s + regathered + self.expert_s + self.context_backward_s
         sends = 2 * self.send_s
         idle = bubble_s(
             layout.schedule, layout.pipeline, layout.stages_per_rank, whole_forward + sends, whole_backward, recompute
@@ -173,7 +185,7 @@ class Frame:
         return StepTime(
             compute_s=micro * (forward + backward),
             recompute_s=micro * recompute,
-            tensor_s=micro * (2 + again) * self.tensor_s,
+            tensor_s=micro * (2 * self.tensor_s + regathered + again * self.tensor_again_s),
             context_s=micro * ((1 + again) * self.context_forward_s + self.context_backward_s),
             expert_s=micro * (2 + again) * self.expert_s,
             data_s=self._data_s(levers, whole_forward, whole_backward + recompute),
@@ -230,15 +242,23 @@ class Frame:
             return 0.0
         gathered = _exposed(sync.gather_s, forward_s, calls)
         reduced = _exposed(sync.reduce_s, backward_s, calls)
+        between = self._between_s()
         match layout.zero:
             case 0:
                 return _exposed(sync.all_reduce_s, backward_s, calls)
             case 1:
-                return gathered + reduced
+                return gathered + reduced + between
             case 2:
-                return gathered + self.micro_batches * reduced
+                return gathered + self.micro_batches * reduced + between
         both = _exposed(sync.gather_s + sync.reduce_s, backward_s, calls)
-        return self.micro_batches * (gathered + both)
+        return self.micro_batches * (gathered + both) + between
+
+    def _between_s(self) -> float:
+        """Once a step, groups that each hold a copy add up their shards of the gradients; taken to be in nobody's
+        shadow."""
+        layout, workload = self.layout, self.costs.workload
+        group = self.costs.group(layout.tensor * layout.context * max(1, layout.shard_inside), layout.copies)
+        return group.all_reduce_s(self.own_params * (4 if workload.has_masters else workload.weight_bytes))
 
     def _offload_s(self, levers: Levers, forward_s: float, backward_s: float) -> float:
         """Copies over the host link that compute does not hide; both ways run at once.

@@ -39,8 +39,19 @@ def forward_calls(layers: int, *, sequence_parallel: bool, ends: int = 1) -> Ten
 
 
 def backward_calls(layers: int, recomputed: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
-    """Of the backward pass, in which `recomputed` of the layers are run again."""
+    """Of the backward pass, in which `recomputed` of the layers are run again and the others gather again."""
     made = forward_calls(layers, sequence_parallel=sequence_parallel, ends=ends)
-    if not sequence_parallel:
-        return made.plus(TensorCalls(recomputed))
-    return made.plus(TensorCalls(0, 2 * layers, 2 * recomputed))
+    kept = layers - recomputed
+    return made.plus(again_calls(recomputed, sequence_parallel=sequence_parallel)).plus(
+        regather_calls(kept, sequence_parallel=sequence_parallel)
+    )
+
+
+def again_calls(recomputed: int, *, sequence_parallel: bool) -> TensorCalls:
+    """Of recomputing layers."""
+    return TensorCalls(0, 2 * recomputed, 2 * recomputed) if sequence_parallel else TensorCalls(recomputed)
+
+
+def regather_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:
+    """Of bringing back what the blocks of layers took in: a block ahead of backward, which hides them."""
+    return TensorCalls(0, 2 * layers if sequence_parallel else 0)
