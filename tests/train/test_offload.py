@@ -82,6 +82,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
         ("bf16", {"optimizer_states": "8bit"}),
         ("pure-bf16", {"rounding": "stochastic", "update_in_backward": True}),
         ("fp32", {"offload_keep_bytes": 60_000}),
+        ("fp32", {"tiles": 3}),
+        ("fp32", {"tiles": 3, "update_in_backward": True, "offload_checkpoints": True}),
+        ("fp32", {"checkpoint_keep": "attention", "offload_checkpoints": True, "checkpoint_host_bytes": 10_000}),
     ],
 )
 def test_what_left_is_what_stayed(offload: str, precision: str, levers: dict[str, Any]) -> None:

@@ -45,9 +45,7 @@ class _Slot:
 class WeightStream:
     """Brings the weights of layers that are about to run; in backward, those below."""
 
-    def __init__(
-        self, layers: Sequence[nn.Module], streamed: Sequence[Sequence[Streamed]], dtype: torch.dtype, link: StateLink
-    ) -> None:
+    def __init__(self, streamed: Sequence[Sequence[Streamed]], dtype: torch.dtype, link: StateLink) -> None:
         self.streamed, self.link, device = streamed, link, link.device
         self.loader = SideStream(device)
         size = max(sum(_room(each.parameter.numel() * dtype.itemsize) for each in layer) for layer in streamed)
@@ -56,8 +54,12 @@ class WeightStream:
         pieces = [each.home.tensors[WEIGHT][: each.home.rows_per_piece] for layer in streamed for each in layer]
         widest = max(piece.nbytes for piece in pieces) if narrowed else 0
         self.staging = self._memory(widest, "workspace", "masters on their way")
-        for index, layer in enumerate(layers):
+        for index in range(len(streamed)):
             self._settle_in(index, dtype)
+
+    def wrap(self, layers: Sequence[nn.Module]) -> None:
+        """Bring weights before each layer's forward as it is now; recomputing must come around that."""
+        for index, layer in enumerate(layers):
             layer.forward = partial(self._run, index, layer.forward)
 
     def _memory(self, size: int, component: Any, detail: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Levers and splits put on a decoder, in one order: tensor split, loss, tiling, checkpointing, data parallelism.
+"""Levers and splits put on a decoder, in one order: tensor split, loss, fp8, tiling, checkpointing, data parallelism.
 
 Tiling and checkpointing change what a layer's forward is, and data parallelism hooks itself around that forward:
 recomputing inside the hooks finds the weights that backward has gathered anyway. Tensor parallelism cuts weights before
@@ -6,6 +6,8 @@ they have memory (`cut`) and puts its collectives around a layer's blocks, insid
 sharded are given values afterwards (each rank fills its rows); a model that is replicated must have its values and its
 dtype before. `train/assembly.py` does both, with the optimizer.
 """
+
+from collections.abc import Callable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,13 +39,20 @@ def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers)
 
 
 def apply(
-    model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName
-) -> nn.Module:
-    """What to call for forward and backward: the decoder itself, sharded in place or not, or DDP around it."""
+    model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName,
+    inside_checkpoints: Callable[[Decoder], None] | None = None,
+) -> nn.Module:  # fmt: skip
+    """What to call for forward and backward: the decoder itself, sharded in place or not, or DDP around it.
+
+    `inside_checkpoints` changes layers' forward once more before they are checkpointed: what it adds is done again
+    when they are computed again.
+    """
     refuse_what_cannot_run(layout, levers)
     choose_loss(model, levers)
     use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and levers.offload != "weights")
     tile_layers(model, levers.tiles)
+    if inside_checkpoints is not None:
+        inside_checkpoints(model)
     checkpoint_layers(model, levers)
     if mesh is not None and layout.pipeline > 1:
         return pipelined(model, mesh, layout, precision)

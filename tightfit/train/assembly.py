@@ -71,5 +71,5 @@ def assemble(
         model = model.to(dtype)
     optimizer = MasterAdamW(model, settings, dtype if masters else None, levers, seed, device)
     optimizer.gradients_stay = layout.data > 1 and layout.pipeline == 1
-    module = apply(model, mesh, layout, levers, precision)
+    module = apply(model, mesh, layout, levers, precision, optimizer.stream_weights)
     return module, counting(optimizer, module)

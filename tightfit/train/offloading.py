@@ -35,6 +35,7 @@ class Offloading:
         self.link = StateLink(device)
         self.link.limited, self.update = levers.update_in_backward, levers.offload_update
         self.homes: dict[str, Home] = {}
+        self.stream: WeightStream | None = None
 
     def is_away(self, name: str) -> bool:
         """Whether this parameter's states are on the host."""
@@ -96,7 +97,7 @@ class Offloading:
              if home.weight_away and name.startswith(f"{LAYERS}{index}.")]
             for index in range(len(model.layers))
         ]  # fmt: skip
-        WeightStream(list(model.layers), streamed, self.dtype, self.link)
+        self.stream = WeightStream(streamed, self.dtype, self.link)
 
 
 def _settle(link: StateLink, homes: list[Home], *_: object) -> None:

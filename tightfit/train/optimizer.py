@@ -22,6 +22,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.models.decoder import Decoder
 from tightfit.parallel.shards import (
     copy_whole,
     described,
@@ -194,6 +195,11 @@ class MasterAdamW:
             parameter.grad.zero_()
         else:
             parameter.grad = None
+
+    def stream_weights(self, model: Decoder) -> None:
+        """Bring weights that live on the host before each layer's forward, as that is now."""
+        if self.offloading is not None and self.offloading.stream is not None:
+            self.offloading.stream.wrap(list(model.layers))
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor by `kind/parameter name`; masters included where they exist. Of shards, shards."""
