@@ -2,8 +2,8 @@
 
 A layer keeps one of four levels (keeping.py), each with bytes (layer.py) and seconds of recomputation. Layers of a kind
 (routed or not, windowed or not) are alike, so a choice is a number of layers per kind and level: a multiple-choice
-knapsack, small enough to be solved exactly. All choices of each kind are listed without those that another beats in
-both bytes and seconds; kinds are added up in the same way, and the quickest sum within the budget is taken.
+knapsack, small enough to be solved exactly. Where there are several kinds, all choices of each are listed without those
+that another beats in both bytes and seconds; kinds are added up likewise, and the quickest sum in the budget is taken.
 
 Seconds are those of one card, an H200 at measured shares of its rates, whatever card it is for: only their ratios
 matter, and a plan, its simulation and the run must choose alike. Bytes are what layers keep from forward to backward,
@@ -63,25 +63,50 @@ def cheapest_levels(spec: ModelSpec, share: Share, layers: range, budget: int, o
 
 def cheapest(options: Sequence[Sequence[Option]], counts: Sequence[int], budget: int) -> Choice | None:
     """The quickest choice within `budget` for `counts[k]` layers with `options[k]` each; None where none fits."""
+    if len(options) == 1:
+        return _quickest(options[0], counts[0], budget)
     sums = [Choice(0, 0.0, ())]
     for each, count in zip(options, counts, strict=True):
         of_kind = _unbeaten(_choices(each, count, budget))
-        joined = (
-            Choice(a.bytes + b.bytes, a.seconds + b.seconds, a.counts + b.counts)
-            for a in sums
-            for b in of_kind
-            if a.bytes + b.bytes <= budget
-        )
-        sums = _unbeaten(joined)
+        sums = _unbeaten(_sum(a, b) for a in sums for b in of_kind if a.bytes + b.bytes <= budget)
     return min(sums, key=lambda choice: choice.seconds, default=None)
+
+
+def _sum(a: Choice, b: Choice) -> Choice:
+    return Choice(a.bytes + b.bytes, a.seconds + b.seconds, a.counts + b.counts)
 
 
 def _choices(options: Sequence[Option], count: int, budget: int) -> Iterator[Choice]:
     """Every way to deal `count` layers to `options` within `budget`."""
     for dealt in _dealt(count, len(options)):
-        size = sum(n * option.bytes for n, option in zip(dealt, options, strict=True))
-        if size <= budget:
-            yield Choice(size, sum(n * option.seconds for n, option in zip(dealt, options, strict=True)), (dealt,))
+        choice = _choice(options, dealt)
+        if choice.bytes <= budget:
+            yield choice
+
+
+def _choice(options: Sequence[Option], dealt: tuple[int, ...]) -> Choice:
+    pairs = list(zip(dealt, options, strict=True))
+    return Choice(sum(n * o.bytes for n, o in pairs), sum(n * o.seconds for n, o in pairs), (dealt,))
+
+
+def _quickest(options: Sequence[Option], count: int, budget: int) -> Choice | None:
+    """The quickest way to deal `count` layers of one kind within `budget`.
+
+    Of two options, the quicker one is taken as often as it fits, whatever is taken of the others: so only those are
+    gone through.
+    """
+    slow, quick = (0, 1) if options[1].seconds <= options[0].seconds else (1, 0)
+    more = options[quick].bytes - options[slow].bytes
+    best: Choice | None = None
+    for left, *others in _dealt(count, len(options) - 1):
+        held = sum(n * option.bytes for n, option in zip(others, options[2:], strict=True))
+        room = budget - held - left * options[slow].bytes
+        taken = left if more <= 0 or room >= left * more else max(0, room // more)
+        two = (left - taken, taken) if quick else (taken, left - taken)
+        choice = _choice(options, (*two, *others))
+        if choice.bytes <= budget and (best is None or choice.seconds < best.seconds):
+            best = choice
+    return best
 
 
 @lru_cache(maxsize=64)
