@@ -44,6 +44,15 @@ CASES = {
         f"{zero}-checkpointed": Case(data=2, zero=zero, micro_batch=2, levers=Levers(checkpoint_every=1))
         for zero in range(4)
     },
+    **{
+        f"{zero}-checkpoints-on-the-host": Case(
+            data=2,
+            zero=zero,
+            micro_batch=2,
+            levers=Levers(checkpoint_every=1, checkpoint_keep="matmuls", offload_checkpoints=True),
+        )
+        for zero in (0, 3)
+    },
     **{f"{zero}-uneven-shards": Case(spec=UNEVEN, data=4, zero=zero, micro_batch=1) for zero in range(4)},
     "3-tied-checkpointed-four": Case(
         spec=TIED, data=4, zero=3, micro_batch=1, levers=Levers(checkpoint_every=2, loss_chunk_bytes=1)
