@@ -21,6 +21,8 @@ CUDA = torch.device("cuda")
 SPEC = preset("smollm2-135m")
 LAYOUT = Layout(micro_batch=8)
 STEPS = 2
+GIVEN_ALONG = 0.03
+"""Share of a model of small matrices that is the ends of blocks, which were not worth splitting off."""
 
 
 def clear() -> None:
@@ -59,7 +61,7 @@ def test_the_ledger_is_what_the_allocator_says(precision: PrecisionName, checkpo
     workload = Workload(spec=SPEC, sequence_length=512, global_batch=8, precision=precision)
     levers = Levers(checkpoint_every=checkpoint_every)
     ledger, peak = measured_step(workload, levers)
-    assert ledger.peak_allocated_bytes() == pytest.approx(peak, rel=0.01)
+    assert ledger.peak_allocated_bytes() == peak
     simulated = rehearse(workload, LAYOUT, levers)
     assert simulated.peak_allocated_bytes() == pytest.approx(peak, rel=0.03)
     states = {"bf16": {"master weights": 4, "optimizer states": 8}, "pure-bf16": {"optimizer states": 4}}[precision]
@@ -69,6 +71,7 @@ def test_the_ledger_is_what_the_allocator_says(precision: PrecisionName, checkpo
             held = sum(line.bytes for line in lines if line.component == component and not line.detail)
             each = width // 2 if component == "optimizer states" else width
             times = 2 if component == "optimizer states" else 1
-            assert held == pytest.approx(times * in_blocks(each), rel=1e-3), (phase, component)
+            least = times * in_blocks(each)
+            assert least <= held <= (1 + GIVEN_ALONG) * least, (phase, component)
         weights = sum(line.bytes for line in lines if line.component == "weights")
-        assert weights == pytest.approx(in_blocks(2), rel=1e-2), phase
+        assert in_blocks(2) <= weights <= (1 + GIVEN_ALONG) * in_blocks(2), phase

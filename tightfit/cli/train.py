@@ -22,6 +22,12 @@ def train(
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Save and stop after this step; the schedule still spans all steps.")
     ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Choose the fastest levers that fit this machine, and say why.")
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="Use the GPU as if it had only this much memory: 24GB.", show_default=False)
+    ] = None,
     fields: Annotated[bool, typer.Option("--fields", help="List every field of a job file with its meaning.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result (or the fields) as one JSON object.")
@@ -35,28 +41,49 @@ def train(
     \b
     tightfit train                                   the embedded example
     tightfit train job.yaml -o steps=500             a job of yours, with a change
+    tightfit train job.yaml --fit                    with the levers that fit this GPU
     tightfit train runs/mine --resume                go on where it stopped
     tightfit train plan.json -o data.train=notes -o output=runs/mine -o steps=500
                                                      what `tightfit plan --save` found
+    \b
+    Exit codes: 2 for a mistake in what was given, 3 when the GPU ran out of memory, 130 or 143 when stopped.
     """
     if fields:
         from tightfit.jobs.fields import field_rows
         from tightfit.report.tables import print_fields
 
         return print_fields(list(field_rows()), as_json=as_json)
+    from tightfit.hardware.sizes import parse_bytes
     from tightfit.jobs.load import default_job
     from tightfit.plan.job import read_job
 
     overrides = override or []
     loaded, plan = (default_job(overrides), None) if job is None else read_job(job, overrides)
 
+    from tightfit.report.fitting import print_fit, print_fit_beside_run
+    from tightfit.report.out_of_memory import print_shortage
     from tightfit.report.prediction import prediction
     from tightfit.report.run import print_result
+    from tightfit.train.fitting import cap_memory, fit_job
     from tightfit.train.loop import run_job
+    from tightfit.train.shortage import EXIT_CODE, RunOutOfMemoryError
 
-    result = run_job(loaded, resume=resume, overwrite=overwrite, stop_after=stop_after, quiet=as_json)
+    cap = None if memory is None else parse_bytes(memory, "--memory")
+    if cap is not None:
+        cap_memory(cap)
+    fitted = fit_job(loaded, cap) if fit or loaded.fit else None
+    if fitted is not None:
+        loaded, plan = fitted.job, fitted.plan or plan
+        print_fit(fitted, as_json=as_json)
+    try:
+        result = run_job(loaded, resume=resume, overwrite=overwrite, stop_after=stop_after, quiet=as_json)
+    except RunOutOfMemoryError as error:
+        print_shortage(error.shortage)
+        raise typer.Exit(EXIT_CODE) from None
     if result.rank == 0:
         planned = None if plan is None else prediction(plan, loaded, result)
         print_result(result, as_json=as_json, prediction=planned)
+    if fitted is not None and fitted.plan is not None and result.stopped_by is None:
+        print_fit_beside_run(fitted, as_json=as_json)
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)

@@ -6,7 +6,7 @@ Nothing in this module imports torch: a job can be checked and planned on a lapt
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -170,13 +170,22 @@ class Job(Section):
     layout: Layout = Layout()
     """How it is spread over ranks; more than one needs torchrun."""
     levers: Levers = Levers()
-    """What is spent less of, at what price."""
+    """What is spent less of, at what price; `auto` is short for `fit: true`."""
+    fit: bool = False
+    """Choose the levers (but those given) and, unless given, the micro-batch that fit this machine and are fastest."""
     evaluation: Evaluation = Evaluation()
     """Held-out loss and samples."""
     saving: Saving = Saving()
     """Checkpoints."""
     logging: Logging = Logging()
     """What is written down along the way."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_levers(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("levers") == "auto":
+            return {**fields, "levers": {}, "fit": True}
+        return fields
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -22,7 +22,6 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.keeping import Level, layer_levels
-from tightfit.memory.formulas.pipeline import stage
 from tightfit.memory.formulas.share import share_of
 from tightfit.memory.formulas.states import IN_FLIGHT_BYTES, kept_weights
 from tightfit.plan.bubble import bubble_s
@@ -221,9 +220,8 @@ class Frame:
 
     def _levels(self, levers: Levers) -> tuple[Level, ...]:
         """What each layer of the first pipeline rank keeps."""
-        workload, pipeline = self.costs.workload, self.layout.pipeline
-        own = stage(workload.spec.layers, pipeline, 0)
-        return layer_levels(workload.spec, levers, share_of(workload, self.layout, levers), own.first, own.last)
+        workload = self.costs.workload
+        return layer_levels(workload.spec, levers, share_of(workload, self.layout, levers), 0, self.layers)
 
     def _again_s(self, level: Level) -> float:
         """Of one layer that keeps so much."""

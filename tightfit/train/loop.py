@@ -21,6 +21,8 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import peak_resident_bytes
 from tightfit.jobs.job import Job
+from tightfit.jobs.workload import Workload
+from tightfit.memory.ledger import Phase
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel, load_model
 from tightfit.parallel.apply import refuse_what_cannot_run
@@ -41,6 +43,7 @@ from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, claim_output, prepare
 from tightfit.train.progress import RunProgress
 from tightfit.train.schedule import lr_ratio
+from tightfit.train.shortage import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
 
 
@@ -116,6 +119,7 @@ class _Run:
         """The signal that this rank was sent; `stopped_by` is what all ranks have agreed on."""
         self.stopped_by: int | None = None
         self.quiet = quiet
+        self.phase: Phase = "forward"
         self.saved: Path | None = prepared.checkpoint
 
     def go(self) -> RunResult:
@@ -162,7 +166,9 @@ class _Run:
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         p = self.p
         try:
-            return train_step(p.module, p.optimizer, micro_batches, p.device, lr, p.scale, ranks=self.ranks)
+            return train_step(
+                p.module, p.optimizer, micro_batches, p.device, lr, p.scale, self._in_phase, ranks=self.ranks
+            )
         except NotFiniteError as error:
             when = (
                 "in which weights were changed already;" if error.weights_changed else "before the weights changed and"
@@ -171,12 +177,14 @@ class _Run:
                 f"step {self.step + 1}: {error}; training stopped {when} "
                 f"{what_is_safe(self.job.output)}; lower optimizer.lr (now {self.job.optimizer.lr:g}) or warm up longer"
             ) from None
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"step {self.step + 1}: the GPU ran out of memory; lower layout.micro_batch "
-                f"(now {self.job.layout.micro_batch}), shorten data.sequence_length or set "
-                f"levers.checkpoint_every=1; {what_is_safe(self.job.output)}"
-            ) from None
+        except torch.OutOfMemoryError as error:
+            workload = Workload.of_job(self.job, p.model.spec, p.precision)
+            running = Running(self.job, workload, p.model, p.optimizer, p.device)
+            safe = what_is_safe(self.job.output)
+            raise RunOutOfMemoryError(shortage_of(error, running, self.step + 1, self.phase, safe)) from None
+
+    def _in_phase(self, phase: Phase) -> None:
+        self.phase = phase
 
     def _after_step(self, result: StepResult, lr: float, rate: float) -> None:
         job, ends = self.job, self.step >= self.last_step
