@@ -17,6 +17,7 @@ from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
@@ -100,6 +101,17 @@ def test_kernels_operators_are_bit_identical(kind: str, name: str) -> None:
         model(tokens, tokens).loss.backward()
         found.append([p.grad for p in model.parameters()])
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["all", "keep attention", "offload, keep attention", "budget"])
+@pytest.mark.parametrize("kind", ["dense", "gemma"])
+def test_tiled_layers_are_bit_identical(kind: str, name: str) -> None:
+    levers = Levers.model_validate(LEVERS[name] | {"tiles": 3})
+    models = [tiny_model(SPECS[kind]) for _ in range(2)]
+    for model in models:
+        tile_layers(model, levers.tiles)
+    checkpoint_layers(models[0], levers)
+    assert_same(*models)
 
 
 class Counting(TorchDispatchMode):
