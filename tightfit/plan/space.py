@@ -27,6 +27,8 @@ from tightfit.plan.pins import Pins
 LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64
 TILES = (1, 8)
+TILED_LENGTH = 16384
+"""From this length on tiles save more of activations than their float32 sums of weights' gradients take."""
 PIECES = (2, 4)
 NO_PINS = Pins()
 PARTICULAR = ("optimizer_states", "rounding", "update_in_backward")
@@ -146,7 +148,7 @@ class Space:
             "optimizer_states": ("auto", "bf16", "8bit") if self.lossy else ("auto",),
             "checkpoint_every": (0, 4, 2, 1),
             "offload_checkpoints": (False, True) if offload else (False,),
-            "tiles": TILES,
+            "tiles": TILES if self.workload.sequence_length >= TILED_LENGTH else (1,),
             "loss_chunk_bytes": (Levers().loss_chunk_bytes, 0),
             "loss": ("fused",),
             "update_in_backward": (False, True) if self._may_update_in_backward else (False,),
