@@ -21,7 +21,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.params import Params, vocabulary_params
 
 MASTER = 4
-PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_SLOTS, IN_FLIGHT_BYTES = 8 * 2**20, 3, 2, 512 * 2**20
+PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_SLOTS, IN_FLIGHT_BYTES = 4 * 2**20, 6, 2, 512 * 2**20
 """Of levers/state_link.py and levers/weight_streaming.py, which this file must not import; a test compares them."""
 
 
