@@ -6,10 +6,12 @@ of tokens, in the order of rows and positions laid out one after another: norms 
 and what is gathered that way is contiguous, so no collective needs a copy beside it.
 
 What was gathered for a projection would be its largest saved tensor. `scattered` lets go of its memory when the block
-is done and gathers it again when backward comes back; while a checkpointed layer is recomputed it stays, as it is
-needed at once. Groups are one mesh axis. All ranks of the group must call every function, in the same order.
+is done (`Taken`) and gathers it again in backward, a block ahead of need: on GPUs the collective runs while the block
+after it computes. While a checkpointed layer is recomputed it stays, as it is needed at once. Groups are one mesh axis.
+All ranks of the group must call every function, in the same order.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -37,12 +39,42 @@ def gathered(x: Tensor, group: Group) -> Tensor:
     return _Gathered.apply(x, group)
 
 
-def scattered(x: Tensor, group: Group, piece: Tensor | None = None, whole: Tensor | None = None) -> Tensor:
+class Taken:
+    """What a block took in: `whole`, gathered from `piece`, whose memory is given back until backward.
+
+    It is not kept alive here: autograd does that, unless the layer is to be recomputed.
+    """
+
+    def __init__(self, piece: Tensor, whole: Tensor, before: "Taken | None" = None) -> None:
+        self._tensors = weakref.ref(piece), weakref.ref(whole)
+        self.before = before
+        """Of the block before, whose backward comes next."""
+        self._work: Any = None
+
+    def begin(self, group: Group) -> None:
+        """Start to gather again, if that is needed."""
+        piece, whole = (found() for found in self._tensors)
+        if piece is not None and whole is not None and self._work is None:
+            self._work = _gather_again(group, piece, whole)
+
+    def finish(self, group: Group, piece: Tensor, whole: Tensor) -> None:
+        """Have all of it back, and the block before on its way."""
+        work = self._work or _gather_again(group, piece, whole)
+        if work is not None:
+            with torch.autograd._unsafe_preserve_version_counter(whole):  # type: ignore[attr-defined]
+                work.wait()
+        if self.before is not None:
+            self.before.begin(group)
+        self.before = self._work = None
+
+
+def scattered(x: Tensor, group: Group, piece: Tensor | None = None, whole: Tensor | None = None,
+              taken: Taken | None = None) -> Tensor:  # fmt: skip
     """This rank's tokens [1, n, H] of Σ x [..., H]; gradients are gathered.
 
-    `whole`, gathered from `piece`, is let go of until then.
+    `whole`, gathered from `piece`, is let go of until then, as `taken` says.
     """
-    return _Scattered.apply(x, group, piece, whole)
+    return _Scattered.apply(x, group, piece, whole, taken)
 
 
 def own_part(x: Tensor, group: Group) -> Tensor:
@@ -55,10 +87,9 @@ def gradient_shared(x: Tensor, group: Group) -> Tensor:
     return _GradientShared.apply(x, group.size())
 
 
-def _all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+def _all_gather(x: Tensor, group: Group) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if out is None:
-        out = rows.new_empty(rows.shape[0] * group.size(), rows.shape[1])
+    out = rows.new_empty(rows.shape[0] * group.size(), rows.shape[1])
     ALL_GATHER(out, rows, group=group)
     return out
 
@@ -115,8 +146,10 @@ class _Gathered(torch.autograd.Function):
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, piece: Tensor | None, whole: Tensor | None) -> Tensor:
-        ctx.group, ctx.shape = group, x.shape
+    def forward(
+        ctx: Any, x: Tensor, group: Group, piece: Tensor | None, whole: Tensor | None, taken: Taken | None
+    ) -> Tensor:
+        ctx.group, ctx.shape, ctx.taken = group, x.shape, taken
         if piece is not None and whole is not None and ctx.needs_input_grad[0]:
             ctx.save_for_backward(piece, whole)
             if not recomputing():
@@ -124,21 +157,24 @@ class _Scattered(torch.autograd.Function):
         return _reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         held: tuple[Tensor, ...] = ctx.saved_tensors  # asked for once: checkpointing computes them again
+        gradient = _all_gather(dy, ctx.group).view(ctx.shape)
         if held:
-            _gather_again(ctx.group, *held)
-        return _all_gather(dy, ctx.group).view(ctx.shape), None, None, None
+            ctx.taken.finish(ctx.group, *held)
+        return gradient, None, None, None, None
 
 
-def _gather_again(group: Group, piece: Tensor, whole: Tensor) -> None:
+def _gather_again(group: Group, piece: Tensor, whole: Tensor) -> Any:
     """Into the very memory that operations of forward have saved; autograd must not take that for a change."""
     storage = whole.untyped_storage()
     if storage.size():
-        return
+        return None
     storage.resize_(whole.numel() * whole.element_size())
+    rows = piece.reshape(-1, piece.shape[-1]).contiguous()
+    later = whole.is_cuda  # gloo counts a change of its output whenever it is done
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(whole):  # type: ignore[attr-defined]
-        _all_gather(piece, group, whole.view(-1, whole.shape[-1]))
+        return ALL_GATHER(whole.view(-1, whole.shape[-1]), rows, group=group, async_op=later)
 
 
 class _OwnPart(torch.autograd.Function):

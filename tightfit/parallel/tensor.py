@@ -13,11 +13,12 @@ they cost a dispatch per operation and keep fused kernels and DDP out, so they o
 | sequence-parallel | all-gather | reduce-scatter | tokens / t each | as many bytes, and 2 all-gathers |
 
 The two more all-gathers bring back what a block's projections took in, which is let go of after forward rather than
-kept. Whose gradients are parts of a sum over tensor ranks: norms of queries and keys and the router always; under
-sequence parallelism also the other norms and the biases added after a block. `sum_partial_gradients` adds them up, once
-a step. Biases of o and down are added after the sum, once. Each rank routes all tokens and computes its columns of
-every expert. Refused with a sentence: degrees that do not divide heads, key heads or MLP widths, and what needs whole
-rows of logits. Weights that all ranks have stay equal because their gradients are, bit for bit.
+kept; they run while the block after it computes. Whose gradients are parts of a sum over tensor ranks: norms of queries
+and keys and the router always; under sequence parallelism also the other norms and the biases added after a block.
+`sum_partial_gradients` adds them up, once a step. Biases of o and down are added after the sum, once. Each rank routes
+all tokens and computes its columns of every expert. Refused with a sentence: degrees that do not divide heads, key
+heads or MLP widths, and what needs whole rows of logits. Weights that all ranks have stay equal because their gradients
+are, bit for bit.
 """
 
 import re
@@ -39,7 +40,16 @@ from tightfit.kernels.vocab_parallel import VocabularyRows, embedded_here
 from tightfit.models.decoder import Attention, Decoder, Surroundings
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.conjugate import copied, gathered, gradient_shared, own_part, scattered, summed
+from tightfit.parallel.conjugate import (
+    Taken,
+    copied,
+    gathered,
+    gradient_shared,
+    own_part,
+    recomputing,
+    scattered,
+    summed,
+)
 from tightfit.parallel.mesh import tensor_axes
 from tightfit.parallel.shards import Split, local, remember_splits, splits_of
 
@@ -128,6 +138,13 @@ class SequenceExchange(Exchange):
     """Tokens of a row, which attention is told."""
     piece: Tensor | None = None
     whole: Tensor | None = None
+    latest: Taken | None = None
+    """Of the last block of this forward pass."""
+
+    def start(self) -> None:
+        """A forward pass begins: no block of it is before the next."""
+        if not recomputing():
+            self.latest = None
 
     def enter(self, x: Tensor) -> Tensor:
         """Tokens of all ranks; kept in mind until the block is left."""
@@ -139,7 +156,12 @@ class SequenceExchange(Exchange):
         """This rank's tokens of the sum."""
         piece, whole = self.piece, self.whole
         self.piece = self.whole = None
-        made = scattered(y, self.group, piece, whole)
+        assert piece is not None, "a block is left that was not entered"
+        assert whole is not None
+        taken = Taken(piece, whole, None if recomputing() else self.latest)
+        if not recomputing():
+            self.latest = taken
+        made = scattered(y, self.group, piece, whole, taken)
         return made if bias is None else made + bias
 
     def embed(self, x: Tensor, *, positions: bool) -> Tensor:
@@ -166,6 +188,8 @@ def _hook(model: Decoder, exchange: Exchange, rows: VocabularyRows) -> None:
     model.impl = replace(model.impl, vocabulary=rows)
     if model.embed is not None:
         model.embed.forward = partial(_embed, model.embed, rows, exchange, positions)  # type: ignore[method-assign]
+    if isinstance(exchange, SequenceExchange):
+        next(iter(model.layers)).register_forward_pre_hook(lambda _, given: exchange.start())
     if (first := model.layers._modules.get("0")) is not None:
         first.register_forward_pre_hook(lambda _, given: (exchange.begin(given[0], positions=positions), *given[1:]))
     if model.norm is not None:
