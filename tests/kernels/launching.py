@@ -14,13 +14,16 @@ from torch import Tensor
 
 import tightfit.kernels.adamw
 import tightfit.kernels.adamw8bit
+import tightfit.kernels.fp8_mlp
+import tightfit.kernels.fp8_quantize
 import tightfit.kernels.glu
 import tightfit.kernels.rope
 import tightfit.kernels.row_norm
 from tightfit.kernels.triton_support import triton
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
-         torch.int8: "*i8", torch.uint8: "*u8"}  # fmt: skip
+         torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
+         torch.float8_e5m2: "*fp8e5"}  # fmt: skip
 
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], warps: int, capability: int) -> Any:
@@ -81,7 +84,20 @@ def launch_updates(x: Tensor) -> None:
         tightfit.kernels.adamw8bit._launch(weight, copy, x, m, m_scale, v, v_scale, factor, numbers)
 
 
+def launch_codes(x: Tensor) -> None:
+    """What fp8 matmuls launch beside their products, on cards that have them."""
+    fp8, mlp = tightfit.kernels.fp8_quantize, tightfit.kernels.fp8_mlp
+    for dtype in fp8.LARGEST:
+        fp8._launch(x, None, dtype, True, True)
+    fp8._launch_rows(x)
+    fp8._launch_columns(x)
+    mlp._launch(x, x, "silu")
+    mlp._launch_backward(x, x, x, x, x, "silu")
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         catch_launches(int(argument))
         launch_everything(torch.float16 if int(argument) < 80 else torch.bfloat16)
+        if int(argument) >= 90:
+            launch_codes(torch.ones(64, 1024, dtype=torch.bfloat16))

@@ -102,9 +102,13 @@ def _gradients_and_product(
 
 
 def _run(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
-    if not use_triton("auto", gate):
-        made = glu_eager(gate, up, activation)
-        return made, made.abs().amax().float()
+    if use_triton("auto", gate):
+        return _launch(gate, up, activation)
+    made = glu_eager(gate, up, activation)
+    return made, made.abs().amax().float()
+
+
+def _launch(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
     made, largest = _fake(gate, up, activation)
     with on_device_of(gate):
         _forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
@@ -118,14 +122,20 @@ def _fake(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run_backward(d_product: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, activation: Any) -> Tensor:
-    if not use_triton("auto", gate):
-        with torch.enable_grad():
-            leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
-            product = glu_eager(*leaves, activation)
-        found = torch.autograd.grad(product, leaves, d_product)
-        for place, value in zip((d_gate, d_up, d_product), (*found, product.detach()), strict=True):
-            place.copy_(value)
-        return torch.stack([x.abs().amax().float() for x in (d_gate, d_up, d_product)])
+    if use_triton("auto", gate):
+        return _launch_backward(d_product, gate, up, d_gate, d_up, activation)
+    with torch.enable_grad():
+        leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        product = glu_eager(*leaves, activation)
+    found = torch.autograd.grad(product, leaves, d_product)
+    for place, value in zip((d_gate, d_up, d_product), (*found, product.detach()), strict=True):
+        place.copy_(value)
+    return torch.stack([x.abs().amax().float() for x in (d_gate, d_up, d_product)])
+
+
+def _launch_backward(
+    d_product: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, activation: Any
+) -> Tensor:
     largest = torch.zeros(3, dtype=torch.float32, device=gate.device)
     with on_device_of(gate):
         _backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](

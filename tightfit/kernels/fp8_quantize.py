@@ -87,11 +87,17 @@ def _transposed(q: Tensor) -> Tensor:
 def _run(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, plain: bool, transposed: bool, impl: Impl
 ) -> tuple[Tensor, ...]:
-    if not use_triton(impl, x):
-        amax = x.abs().amax() if amax is None else amax
-        scale = amax.float().view(()).clamp(min=TINIEST) / LARGEST[dtype]
-        q, none = rounded(x, scale, dtype), x.new_empty(0, dtype=dtype)
-        return (q if plain else none), (_transposed(q) if transposed else none), scale
+    if use_triton(impl, x):
+        return _launch(x, amax, dtype, plain, transposed)
+    amax = x.abs().amax() if amax is None else amax
+    scale = amax.float().view(()).clamp(min=TINIEST) / LARGEST[dtype]
+    q, none = rounded(x, scale, dtype), x.new_empty(0, dtype=dtype)
+    return (q if plain else none), (_transposed(q) if transposed else none), scale
+
+
+def _launch(
+    x: Tensor, amax: Tensor | None, dtype: torch.dtype, plain: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     scale = _largest(x) if amax is None else amax.view(())
     scale = scale.clamp(min=TINIEST) / LARGEST[dtype]
@@ -99,11 +105,15 @@ def _run(
 
 
 def _run_rows(x: Tensor, impl: Impl) -> tuple[Tensor, ...]:
-    if not use_triton(impl, x):
-        scale = x.abs().amax(-1, keepdim=True).float().clamp(min=TINIEST) / LARGEST[torch.float8_e4m3fn]
-        return rounded(x, scale, torch.float8_e4m3fn), scale
+    if use_triton(impl, x):
+        return _launch_rows(x)
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=TINIEST) / LARGEST[torch.float8_e4m3fn]
+    return rounded(x, scale, torch.float8_e4m3fn), scale
+
+
+def _launch_rows(x: Tensor) -> tuple[Tensor, ...]:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    q, scale = _fake_rows(x, impl)
+    q, scale = _fake_rows(x, "triton")
     assert x.shape[1] <= WIDEST_ROW, f"rows of {x.shape[1]}"
     cols = triton.next_power_of_2(x.shape[1])
     with on_device_of(x):
@@ -115,9 +125,13 @@ def _run_rows(x: Tensor, impl: Impl) -> tuple[Tensor, ...]:
 
 
 def _run_columns(x: Tensor, impl: Impl) -> tuple[Tensor, ...]:
-    if not use_triton(impl, x):
-        scale = x.abs().amax(0).float().clamp(min=TINIEST) / LARGEST[torch.float8_e4m3fn]
-        return _transposed(rounded(x, scale, torch.float8_e4m3fn)), scale[:, None]
+    if use_triton(impl, x):
+        return _launch_columns(x)
+    scale = x.abs().amax(0).float().clamp(min=TINIEST) / LARGEST[torch.float8_e4m3fn]
+    return _transposed(rounded(x, scale, torch.float8_e4m3fn)), scale[:, None]
+
+
+def _launch_columns(x: Tensor) -> tuple[Tensor, ...]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     largest = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
     with on_device_of(x):
