@@ -99,9 +99,7 @@ def _launch(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    scale = _largest(x) if amax is None else amax.view(())
-    scale = scale.clamp(min=TINIEST) / LARGEST[dtype]
-    return *_cast(x, scale, dtype, plain, transposed, by_column=False), scale
+    return _cast(x, _largest(x) if amax is None else amax, dtype, plain, transposed, by_column=False)
 
 
 def _run_rows(x: Tensor, impl: Impl) -> tuple[Tensor, ...]:
@@ -137,9 +135,8 @@ def _launch_columns(x: Tensor) -> tuple[Tensor, ...]:
     with on_device_of(x):
         grid = (triton.cdiv(x.shape[0], TILE_ROWS), triton.cdiv(x.shape[1], TILE_COLUMNS))
         column_amax_kernel[grid](x, largest, *x.shape, x.stride(0), ROWS=TILE_ROWS, COLS=TILE_COLUMNS)
-    scale = largest.clamp_(min=TINIEST) / LARGEST[torch.float8_e4m3fn]
-    _, transposed = _cast(x, scale, torch.float8_e4m3fn, False, True, by_column=True)
-    return transposed, scale[:, None]
+    _, transposed, scale = _cast(x, largest, torch.float8_e4m3fn, False, True, by_column=True)
+    return transposed, scale
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -152,17 +149,19 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _cast(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, transposed: bool, *, by_column: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, transposed: bool, *, by_column: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of what has these largest magnitudes, one or one per column."""
     q, q_t = _shapes(x, dtype, plain, transposed)
     M, K = x.shape
+    scale = torch.empty((K, 1) if by_column else (), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(aligned(M), TILE_ROWS), triton.cdiv(K, TILE_COLUMNS))
     with on_device_of(x):
         cast_kernel[grid](
-            x, q, q_t, scale, M, K, x.stride(0), aligned(M), LARGEST=LARGEST[dtype], PLAIN=plain,
-            TRANSPOSED=transposed, BY_COLUMN=by_column, ROWS=TILE_ROWS, COLS=TILE_COLUMNS, num_warps=8,
+            x, q, q_t, largest, scale, M, K, x.stride(0), aligned(M), LARGEST=LARGEST[dtype], TINIEST=TINIEST,
+            PLAIN=plain, TRANSPOSED=transposed, BY_COLUMN=by_column, ROWS=TILE_ROWS, COLS=TILE_COLUMNS, num_warps=8,
         )  # fmt: skip
-    return q, q_t
+    return q, q_t, scale
 
 
 @triton.jit
@@ -199,15 +198,24 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def cast_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, q_ptr, q_t_ptr, scale_ptr, M, K, stride, t_stride, LARGEST: tl.constexpr, PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BY_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, q_ptr, q_t_ptr, largest_ptr, scale_ptr, M, K, stride, t_stride, LARGEST: tl.constexpr,
+    TINIEST: tl.constexpr, PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, BY_COLUMN: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile, written as it lies and transposed; beyond the last row the transposed one has zeros."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
     here = (row[:, None] < M) & (col[None, :] < K)
     x = tl.load(x_ptr + row[:, None] * stride + col[None, :], mask=here, other=0).to(tl.float32)
-    scale = tl.load(scale_ptr + col, mask=col < K, other=1.0)[None, :] if BY_COLUMN else tl.load(scale_ptr)
+    if BY_COLUMN:
+        scales = tl.maximum(tl.load(largest_ptr + col, mask=col < K, other=1.0), TINIEST) / LARGEST
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr + col, scales, mask=col < K)
+        scale = scales[None, :]
+    else:
+        scale = tl.maximum(tl.load(largest_ptr), TINIEST) / LARGEST
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(scale_ptr, scale)
     q = tl.clamp(x * (1 / scale), -LARGEST, LARGEST).to(q_ptr.dtype.element_ty)
     if PLAIN:
         tl.store(q_ptr + row[:, None] * K + col[None, :], q, mask=here)
