@@ -218,20 +218,34 @@ def layer_cost(spec: ModelSpec, layer: int, share: Share) -> LayerCost:
         return tiled_cost(spec, layer, share)
     first = sum(kept.bytes for kept in attention_kept(spec, share))
     second = sum(kept.bytes for kept in mlp_kept(spec, layer, share))
-    extra = _mlp_forward_extra(spec, layer, share)
+    gathered = _gathered(spec, share)
+    extra = _mlp_forward_extra(spec, layer, share) + gathered
     mlp = _routed_moments(spec, first + second, share) if spec.is_routed(layer) else _mlp_moments(
         spec, first + second, share)  # fmt: skip
+    attention = _attention_moments(spec, layer, share, first, mlp[-1].weights)
     stream = stream_bytes(spec, share)
+    last = extra + gathered if gathered or needs_last(spec, layer) else 0
     return LayerCost(
         kept=first + second,
         entry=stream,
         forward_extra=extra,
-        forward_working=max(_working(spec, layer, share), first),
-        backward=(*mlp, *_attention_moments(spec, layer, share, first, mlp[-1].weights)),
-        recompute=Moment(
-            "recomputed forward", first + second, stream + (extra if needs_last(spec, layer) else 0), 0, 0, 0
-        ),
+        forward_working=max(_working(spec, layer, share), first) + gathered,
+        backward=(*_beside(mlp, 3 * gathered), *_beside(attention, 2 * gathered)),
+        recompute=Moment("recomputed forward", first + second, stream + last, 0, 0, 0),
     )
+
+
+def _gathered(spec: ModelSpec, share: Share) -> int:
+    """Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
+
+    Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or recomputed,
+    what attention did; then that and what the layer before's MLP did (parallel/conjugate.py).
+    """
+    return share.tokens * spec.hidden_size * share.element_bytes if share.sequence_parallel else 0
+
+
+def _beside(moments: tuple[Moment, ...], gathered: int) -> tuple[Moment, ...]:
+    return tuple(moment._replace(gradients=moment.gradients + gathered) for moment in moments)
 
 
 def is_tiled(spec: ModelSpec, layer: int, share: Share) -> bool:
