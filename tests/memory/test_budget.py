@@ -11,7 +11,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.backward import backward
 from tightfit.memory.formulas.budget import Option, cheapest, level_options
-from tightfit.memory.formulas.keeping import LEVELS, layer_levels, levels_of
+from tightfit.memory.formulas.keeping import LEVELS, layer_levels
 from tightfit.memory.formulas.layer import layer_cost, layer_kept, level_kept
 from tightfit.memory.formulas.rank import rank_memory, stage_cost
 from tightfit.memory.formulas.share import Share
@@ -119,7 +119,7 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
 
 def test_counts_are_spread_evenly() -> None:
     def recomputed(count: int, layers: int) -> list[int]:
-        levels = levels_of(few(LLAMA, layers), LONG, 0, layers, 0, count, "nothing", -1, False)
+        levels = layer_levels(few(LLAMA, layers), Levers(num_checkpoints=count), LONG)
         return [layer for layer, level in enumerate(levels) if level == "nothing"]
 
     assert recomputed(4, 8) == [0, 2, 4, 6]

@@ -16,21 +16,23 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpoint_keep import Keeper
 from tightfit.levers.checkpoint_store import HostStore, Waiting
-from tightfit.memory.formulas.keeping import Level, is_checkpointed, layer_levels
+from tightfit.memory.formulas.keeping import Level, is_checkpointed, levels_of
 from tightfit.memory.formulas.share import Share
 from tightfit.models.decoder import Decoder, Layer
 
+ALONE = Layout()
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def checkpoint_layers(model: Decoder, levers: Levers) -> None:
-    """Compute layers again in backward as `levers` say."""
+def checkpoint_layers(model: Decoder, levers: Levers, layout: Layout = ALONE) -> None:
+    """Compute layers again in backward as `levers` say, on a rank of `layout`."""
     if not is_checkpointed(levers):
         return
-    checkpointing = Checkpointing(model, levers)
+    checkpointing = Checkpointing(model, levers, layout)
     for place, layer in enumerate(model.layers):
         layer.forward = partial(checkpointing.run, place, layer.forward)
 
@@ -51,8 +53,8 @@ class Chosen:
 class Checkpointing:
     """Runs the layers of one model, each as far from memory as it was chosen to be."""
 
-    def __init__(self, model: Decoder, levers: Levers) -> None:
-        self.spec, self.levers = model.spec, levers
+    def __init__(self, model: Decoder, levers: Levers, layout: Layout) -> None:
+        self.spec, self.levers, self.layout = model.spec, levers, layout
         self.numbers = tuple(cast(Layer, layer).attention.layer for layer in model.layers)
         self.store: HostStore | None = None
         if levers.offload_checkpoints:
@@ -60,8 +62,13 @@ class Checkpointing:
         self.chosen = lru_cache(maxsize=64)(self._choose)
 
     def _choose(self, rows: int, length: int, element_bytes: int) -> Chosen:
-        share = Share(rows, length, element_bytes, tiles=self.levers.tiles)
-        levels = layer_levels(self.spec, self.levers, share, self.numbers[0], self.numbers[-1] + 1)
+        layout = self.layout
+        split = layout.sequence_parallel and layout.tensor > 1
+        share = Share(
+            rows, length * (layout.tensor if split else 1), element_bytes, layout.tensor, split, layout.context,
+            layout.expert, self.levers.tiles,
+        )  # fmt: skip
+        levels = levels_of(self.spec, self.levers, share, self.numbers)
         return Chosen(levels, tuple(sum(level != "everything" for level in levels[:i]) for i in range(len(levels))))
 
     def run(self, place: int, forward: Forward, x: Tensor, *around: Any) -> tuple[Tensor, Tensor | None]:

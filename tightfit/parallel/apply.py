@@ -53,7 +53,7 @@ def apply(
     tile_layers(model, levers.tiles)
     if inside_checkpoints is not None:
         inside_checkpoints(model)
-    checkpoint_layers(model, levers)
+    checkpoint_layers(model, levers, layout)
     if mesh is not None and layout.pipeline > 1:
         return pipelined(model, mesh, layout, precision)
     if mesh is None or mesh["data"].size() == 1:

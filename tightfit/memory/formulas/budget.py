@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
-from tightfit.memory.formulas.layer import LEVELS, Level, layer_cost, level_kept
+from tightfit.memory.formulas.layer import LEVELS, Level, is_tiled, layer_cost, level_kept
 from tightfit.memory.formulas.share import Share
 from tightfit.models.spec import ModelSpec
 
@@ -39,7 +39,9 @@ class Choice(NamedTuple):
     counts: tuple[tuple[int, ...], ...]
 
 
-def cheapest_levels(spec: ModelSpec, share: Share, layers: range, budget: int, offload: bool) -> tuple[Level, ...]:
+def cheapest_levels(
+    spec: ModelSpec, share: Share, layers: Sequence[int], budget: int, offload: bool
+) -> tuple[Level, ...]:
     """The level of each of `layers`, which keep no more than `budget` bytes together."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for layer in layers:
@@ -144,7 +146,7 @@ def _seconds(spec: ModelSpec, layer: int, share: Share) -> tuple[float, float, f
     """Time of one layer computed again at each level."""
     flop_s, attention_flop_s, bytes_s = _rates(spec.head_dim, share.element_bytes)
     attention = _attention_flops(spec, layer, share) / attention_flop_s
-    products = 2 * share.tokens * _weights_again(spec, layer) / share.tensor / flop_s
+    products = 2 * share.tokens * _weights_again(spec, layer, share) / share.tensor / flop_s
     passes = share.tokens * share.element_bytes * _width_again(spec, layer) / share.tensor / bytes_s
     return attention + products + passes, products + passes, passes, 0.0
 
@@ -165,8 +167,13 @@ def _attention_flops(spec: ModelSpec, layer: int, share: Share) -> float:
     return 4 * share.rows * (seen * length - seen**2 / 2) * spec.query_size / share.tensor / share.context
 
 
-def _weights_again(spec: ModelSpec, layer: int) -> int:
-    """Weights that a token is multiplied by again: all but those of the last product, whose result nobody needs."""
+def _weights_again(spec: ModelSpec, layer: int, share: Share) -> int:
+    """Weights that a token is multiplied by again: all but those of the last product, whose result nobody needs.
+
+    What tiles compute again at every level does not count, which is all that comes after attention.
+    """
+    if is_tiled(spec, layer, share):
+        return spec.hidden_size * (spec.query_size + 2 * spec.kv_size)
     attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.kv_size)
     return attention + _mlp_matrices(spec, layer) * spec.hidden_size * _mlp_width(spec, layer)
 

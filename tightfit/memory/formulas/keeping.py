@@ -34,24 +34,29 @@ def is_checkpointed(levers: Levers) -> bool:
 def layer_levels(
     spec: ModelSpec, levers: Levers, share: Share, first: int = 0, last: int | None = None
 ) -> tuple[Level, ...]:
-    """What each of the layers [first, last) of a rank keeps."""
+    """What each of the layers [first, last) of a rank keeps of one micro-batch."""
+    return levels_of(spec, levers, share, range(first, spec.layers if last is None else last))
+
+
+def levels_of(spec: ModelSpec, levers: Levers, share: Share, layers: range | tuple[int, ...]) -> tuple[Level, ...]:
+    """The same for any layers that a rank may have."""
     budget = levers.checkpoint_budget_bytes
-    return levels_of(
-        spec, share, first, spec.layers if last is None else last, levers.checkpoint_every, levers.num_checkpoints,
-        levers.checkpoint_keep, -1 if budget is None else budget, levers.offload_checkpoints,
+    return _levels(
+        spec, share, layers, levers.checkpoint_every, levers.num_checkpoints, levers.checkpoint_keep,
+        -1 if budget is None else budget, levers.offload_checkpoints,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=65536)
-def levels_of(
-    spec: ModelSpec, share: Share, first: int, last: int, every: int, count: int, keep: Level, budget: int,
+def _levels(
+    spec: ModelSpec, share: Share, layers: range | tuple[int, ...], every: int, count: int, keep: Level, budget: int,
     offload: bool,
 ) -> tuple[Level, ...]:  # fmt: skip
-    """The same from single settings, remembered; a `budget` below zero is none."""
+    """From single settings, remembered; a `budget` below zero is none."""
     if budget >= 0:
-        return cheapest_levels(spec, share, range(first, last), budget, offload)
+        return cheapest_levels(spec, share, layers, budget, offload)
     chosen = _recomputed(spec.layers, every, count)
-    return tuple(keep if layer in chosen else "everything" for layer in range(first, last))
+    return tuple(keep if layer in chosen else "everything" for layer in layers)
 
 
 def _recomputed(layers: int, every: int, count: int) -> set[int]:
