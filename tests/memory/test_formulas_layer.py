@@ -19,7 +19,7 @@ from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.memory.formulas.layer import attention_kind, layer_kept
 from tightfit.memory.formulas.rank import rank_memory
 from tightfit.memory.formulas.share import Share
-from tightfit.memory.tracing import Tracer
+from tightfit.memory.simulation import simulated
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset, preset_names
@@ -53,21 +53,23 @@ class Saved:
             yield self
 
 
-def decoder(spec: ModelSpec, dtype: torch.dtype, loss: str = "triton") -> Decoder:
-    """The decoder with the implementations a GPU takes: torch's attention where causality says it all, else ours."""
-    torch.manual_seed(0)
+def implementations(spec: ModelSpec, loss: str = "triton") -> Implementations:
+    """What a GPU takes: torch's attention where causality says it all, else ours."""
     share = Share(ROWS, LENGTH, 2)
     plain = all(attention_kind(spec, layer, share) == "fused" for layer in range(spec.layers))
-    model = Decoder(
-        spec,
-        Implementations(
-            attention="sdpa" if plain else "triton",
-            linear_cross_entropy=loss,  # type: ignore[arg-type]
-            norm="triton",
-            rope="triton",
-            glu="triton",
-        ),
+    return Implementations(
+        attention="sdpa" if plain else "triton",
+        linear_cross_entropy=loss,  # type: ignore[arg-type]
+        norm="triton",
+        rope="triton",
+        glu="triton",
     )
+
+
+def decoder(spec: ModelSpec, dtype: torch.dtype, loss: str = "triton") -> Decoder:
+    """The decoder with the implementations a GPU takes."""
+    torch.manual_seed(0)
+    model = Decoder(spec, implementations(spec, loss))
     init_weights(model)
     return model.to(dtype)
 
@@ -118,24 +120,27 @@ KEPT: list[dict[str, Any]] = [
 @pytest.mark.parametrize("levers", KEPT, ids=lambda levers: "-".join(f"{value}" for value in levers.values()) or "none")
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3", "tiny-gpt2", "tiny-mixtral", "tiny-qwen3"])
 def test_a_model_keeps_what_is_alive_after_forward(name: str, levers: dict[str, Any]) -> None:
-    """Whoever holds it: autograd, a checkpoint, or a checkpoint's kept results."""
+    """Whoever holds it: autograd, a checkpoint, or a checkpoint's kept results. On fake tensors, which are quick."""
     spec = preset(name)
-    model = decoder(spec, torch.float16)
-    checkpoint_layers(model, Levers.model_validate(levers))
+    gpu, host = alive_bytes(spec, Levers.model_validate(levers))
     at = rank_of(spec, "fp16", **levers)
-    gpu, host = alive_bytes(model)
     assert gpu == at.cost.kept + at.cost.outside + at.cost.loss.kept
     assert host == at.host_checkpoints
 
 
-def alive_bytes(model: Decoder) -> tuple[int, int]:
+def alive_bytes(spec: ModelSpec, levers: Levers) -> tuple[int, int]:
     """On the GPU and on the host, of tensors that were made in a forward pass and are there when it has ended."""
-    tokens = torch.randint(0, model.spec.vocab_size, (ROWS, LENGTH))
-    with Tracer() as tracer:
-        tracer.claim([*model.parameters(), tokens], "weights")
-        tracer.begin("forward")
-        output = model(tokens, tokens)
-        freed = {~event for event in tracer.trace.events if event < 0}
+    torch.set_default_dtype(torch.float16)
+    try:
+        with simulated() as tracer:
+            model = Decoder(spec, implementations(spec))
+            checkpoint_layers(model, levers)
+            tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+            tracer.begin("forward")
+            output = model(tokens, tokens)
+            freed = {~event for event in tracer.trace.events if event < 0}
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert output.loss is not None
     alive = [made for number, made in enumerate(tracer.trace.allocations) if number not in freed]
     alive = [made for made in alive if made.component != "weights" and made.bytes > SCALAR_BYTES]
