@@ -188,6 +188,11 @@ def test_what_is_left_alone() -> None:
 def test_refusals() -> None:
     with pytest.raises(UserError, match="multiples of 16, but a linear layer is 36 × 24"):
         use_fp8(tiny_model(replace(TINY, hidden_size=36, head_dim=6)), "fp8-row", keep_codes=True)
+    model = tiny_model(WIDE)
+    q: Any = model.layers[0].attention.q
+    q.weight = nn.Parameter(q.weight[: len(q.weight) // 2].detach())  # as a tensor rank has it
+    with pytest.raises(UserError, match=r"which layout\.tensor does not split yet"):
+        use_fp8(model, "fp8-tensor", keep_codes=True)
 
 
 def test_a_gated_mlp_with_biases_goes_layer_by_layer() -> None:

@@ -73,7 +73,7 @@ def use_fp8(model: Decoder, matmul: Literal["native", "fp8-tensor", "fp8-row"], 
             continue
         if mlp.gate is not None and mlp.up.bias is None:
             for linear in (mlp.gate, mlp.up, mlp.down):
-                _refuse_sizes(linear)
+                _refuse_unfit(linear)
             _give(mlp, Fp8Mlp(mlp, (new(), new(), new())))
         else:
             _replace([linear for linear in (mlp.gate, mlp.up) if linear is not None], scaling, keep_codes)
@@ -84,7 +84,7 @@ def _replace(linears: list[nn.Linear], scaling: Scaling, keep_codes: bool) -> No
     """Layers that are given the same input."""
     shared = SharedInput(scaling, len(linears))
     for linear in linears:
-        _refuse_sizes(linear)
+        _refuse_unfit(linear)
         _give(linear, Fp8Linear(linear, WeightCodes(scaling, keep_codes), shared))
 
 
@@ -92,7 +92,10 @@ def _give(module: Any, forward: Fp8Linear | Fp8Mlp) -> None:
     module.forward = forward
 
 
-def _refuse_sizes(linear: nn.Linear) -> None:
+def _refuse_unfit(linear: nn.Linear) -> None:
+    """What codes cannot be made of, and layers whose products ranks share."""
+    if tuple(linear.weight.shape) != (linear.out_features, linear.in_features) or "forward" in vars(linear):
+        raise UserError("levers.matmul asks for fp8, which layout.tensor does not split yet; set one of the two back")
     if linear.in_features % ALIGNED or linear.out_features % ALIGNED:
         raise UserError(
             f"levers.matmul asks for fp8, which needs sizes in multiples of {ALIGNED}, but a linear layer is "
