@@ -171,6 +171,20 @@ def test_random_numbers_are_those_of_the_first_time(name: str) -> None:
     assert not torch.equal(loss, gradients(tiny_model(DENSE))[0]), "nothing was dropped"
 
 
+@pytest.mark.parametrize("name", ["all", "keep matmuls", "offload, keep attention"])
+def test_a_graph_can_be_gone_through_twice(name: str) -> None:
+    batch = ragged_batch(4)
+    found = []
+    for levers in (LEVERS[name], {}):
+        model = tiny_model(DENSE)
+        checkpoint_layers(model, Levers.model_validate(levers))
+        loss = model(batch["tokens"], batch["labels"]).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_nothing_is_kept_where_no_gradients_are_wanted() -> None:
     model = tiny_model(DENSE)
     checkpoint_layers(model, Levers.model_validate(LEVERS["offload, keep matmuls"]))

@@ -14,7 +14,7 @@ linear layers. Kept results are handed out once: a second backward pass through 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -83,6 +83,19 @@ def _detached(made: Any) -> Any:
     return type(made)(_detached(part) for part in made) if isinstance(made, (tuple, list)) else made
 
 
+class _Repeated:
+    """A context that can be entered again, for each backward pass through the same graph."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make, self.entered = make, ExitStack()
+
+    def __enter__(self) -> None:
+        self.entered.enter_context(self.make())
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered.__exit__(*error)
+
+
 class Keeper:
     """The two contexts of one layer's pass: `noting` around its forward, `handing` around computing it again."""
 
@@ -91,7 +104,7 @@ class Keeper:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `torch.utils.checkpoint`."""
-        return self.noting() if self.names else nullcontext(), self.handing()
+        return self.noting() if self.names else nullcontext(), _Repeated(self.handing)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
