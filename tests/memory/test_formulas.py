@@ -4,6 +4,7 @@ import cProfile
 import pstats
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -219,8 +220,11 @@ def test_pipelines_hold_what_their_schedules_say() -> None:
     assert pieces_in_flight(Layout(pipeline=4, schedule="zero-bubble"), 3, 16) == 4
     interleaved = Layout(pipeline=4, schedule="interleaved", stages_per_rank=2)
     assert [pieces_in_flight(interleaved, rank, 16) for rank in range(4)] == [11, 9, 7, 5]
-    spans = [stage(30, 4, rank)[1:3] for rank in range(4)]
-    assert spans == [(0, 8), (8, 16), (16, 23), (23, 30)]
+    small = replace(preset("llama-3.1-8b"), layers=30, vocab_size=64)
+    spans = [stage(small, 4096, 4, 1, rank)[1:3] for rank in range(4)]
+    assert spans == [(0, 7), (7, 15), (15, 23), (23, 30)], "the embedding counts too"
+    pieces = [stage(small, 4096, 2, 2, rank)[1:3] for rank in range(2)]
+    assert pieces == [(0, 15), (15, 30)]
 
 
 def test_every_pipeline_rank_has_its_lines() -> None:

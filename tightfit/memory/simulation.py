@@ -3,7 +3,8 @@
 Fake tensors have shapes and storages but no bytes, and a fake process group answers for all other ranks, so the real
 training code runs as it is, in seconds and in no memory, for any model and world size. They stand on the CPU (torch
 without CUDA cannot hold fake CUDA tensors through autograd); `cuda_rules` replaces what would differ there.
-Limits: ranks are alike (the first of each pipeline stage is traced), and values are unknown, so routed tokens are taken to be balanced.
+Limits: ranks of a pipeline stage are alike (the first is traced), and values are unknown, so routed tokens are taken to
+be balanced.
 """
 
 from collections.abc import Iterator
@@ -40,6 +41,16 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what it planned with the meshes of this world, and takes another stage's for the same."""
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 class FirstChunkOnly(TorchFunctionMode):

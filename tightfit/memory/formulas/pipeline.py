@@ -1,12 +1,13 @@
 """Pipeline: who holds which layers, and how many micro-batches are in flight on each rank.
 
-Layers are dealt out evenly, the first ranks taking one more where they do not divide. A micro-batch is in flight from
-its forward to its backward, and its activations are kept meanwhile:
+Layers are dealt out by cut.py. A micro-batch is in flight from its forward to its backward, and its activations are
+kept meanwhile, as is what the stage sent on:
 
     gpipe        all M                                   (Huang et al. 2019)
     1f1b         min(M, K − r) on rank r of K            (Narayanan et al. 2021a)
     interleaved  2 (K − r − 1) + (v − 1) K + 1 pieces of a rank's v, at most M v   (Narayanan et al. 2021b)
-    zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: weights' gradients wait as long)
+    zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: weights' gradients wait as long,
+                                                          on rank r those of min(M, r + 1) micro-batches)
 
 Not here: the buffered weight versions of PipeDream, which flushing every step does without.
 """
@@ -15,6 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
+from tightfit.memory.formulas.cut import cut
 from tightfit.memory.formulas.layer import Level
 from tightfit.models.spec import ModelSpec
 
@@ -30,11 +32,31 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def stage(layers: int, pipeline: int, rank: int) -> Stage:
-    """What pipeline rank `rank` holds."""
-    each, left = divmod(layers, pipeline)
-    first = rank * each + min(rank, left)
-    return Stage(rank, first, first + each + (rank < left), rank == 0, rank == pipeline - 1)
+def stage(spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int) -> Stage:
+    """What pipeline rank `rank` holds; of several pieces, as many layers as if they were neighbours."""
+    spans = cut(spec, length, pipeline * pieces)
+    counts = [sum(last - first for first, last in spans[other::pipeline]) for other in range(rank + 1)]
+    return Stage(rank, sum(counts[:rank]), sum(counts), rank == 0, rank == pipeline - 1)
+
+
+@lru_cache(maxsize=4096)
+def telling_ranks(spec: ModelSpec, length: int, pipeline: int, pieces: int, split_backward: bool) -> tuple[int, ...]:
+    """Ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
+
+    Between them, of those with equal layers the first has most in flight; where backward is split, the last one has
+    most gradients waiting for weights.
+    """
+    held = [stage(spec, length, pipeline, pieces, rank) for rank in range(pipeline)]
+    spans = [range(own.first, own.last) for own in held]
+    kinds = [
+        (len(span), sum(map(spec.is_routed, span)), sum(spec.window_of(layer) is not None for layer in span))
+        for span in spans
+    ]
+    middle = range(1, pipeline - 1)
+    found = {0, pipeline - 1, *({kinds[rank]: rank for rank in reversed(middle)}.values())}
+    if split_backward:
+        found |= set({kinds[rank]: rank for rank in middle}.values())
+    return tuple(sorted(found))
 
 
 def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
@@ -45,7 +67,7 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
     if layout.schedule == "gpipe":
         return micro_batches
     if layout.schedule == "1f1b":
-        return min(micro_batches, K - rank)
+        return min(micro_batches, K - rank) if micro_batches >= K else micro_batches  # as parallel/pipeline_engine.py
     if layout.schedule == "zero-bubble":
         return min(micro_batches, K)
     return min(micro_batches * v, 2 * (K - rank - 1) + (v - 1) * K + 1)

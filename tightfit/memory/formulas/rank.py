@@ -16,7 +16,7 @@ from tightfit.memory.formulas.layer import STATISTIC, LayerCost, Level, Moment, 
 from tightfit.memory.formulas.logits import LossCost, loss_cost
 from tightfit.memory.formulas.params import NOTHING, Params, embedding_params, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import Candidate, Classes, Stage, candidates, pieces_in_flight, stage, totals
-from tightfit.memory.formulas.share import Share, share_of
+from tightfit.memory.formulas.share import Share, ceil, share_of
 from tightfit.memory.formulas.states import States, states
 from tightfit.models.spec import ModelSpec
 
@@ -72,6 +72,8 @@ class StageCost:
     loss: LossCost
     stream: int
     """The residual stream between two layers."""
+    for_weights: int
+    """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
 
 
 @dataclass(slots=True)
@@ -101,33 +103,48 @@ class RankMemory:
 def rank_memory(workload: Workload, layout: Layout, levers: Levers, rank: int) -> RankMemory:
     """Everything about pipeline rank `rank`."""
     share = share_of(workload, layout, levers)
-    own = stage(workload.spec.layers, layout.pipeline, rank)
+    own = stage(workload.spec, share.length * share.context, layout.pipeline, layout.stages_per_rank, rank)
     levels = layer_levels(workload.spec, levers, share, own.first, own.last)
     offloaded, stored = _offloaded(workload.spec, levers, share, levels) if levers.offload_checkpoints else (0, 0)
     cost = stage_cost(
-        workload.spec, layout.pipeline, rank, share, levels, offloaded, levers.loss == "fused", levers.loss_chunk_bytes
+        workload.spec, layout.pipeline, own, share, levels, offloaded, levers.loss == "fused", levers.loss_chunk_bytes
     )
     accumulation = max(1, workload.global_batch // (layout.micro_batch * layout.data))
+    others, passes = _in_flight(layout, cost, accumulation, workload.weight_bytes)
     pieces, chunks = pieces_in_flight(layout, rank, accumulation), layout.stages_per_rank
-    each = cost.kept + cost.outside
-    if cost.stage.has_head and layout.schedule == "gpipe":  # where all losses come before the first backward
-        each += cost.loss.kept
     return RankMemory(
         workload.spec, layout, levers, share, cost,
-        states(workload, layout, levers, cost.params, accumulation, cost.widest.all),
-        accumulation, workload.weight_bytes, layout.data * layout.context // layout.copies,
-        max(0, each * (pieces - chunks) // chunks), 2 * INDEX * share.tokens,
+        states(workload, layout, levers, cost.params, passes, cost.widest.all),
+        passes, workload.weight_bytes, layout.data * layout.context // layout.copies,
+        others, 2 * INDEX * share.tokens,
         offloaded * stored * max(pieces, chunks) // chunks, stored if offloaded else 0, layout.zero > 0,
     )  # fmt: skip
 
 
+def _in_flight(layout: Layout, cost: StageCost, accumulation: int, element: int) -> tuple[int, int]:
+    """Bytes that micro-batches other than the one at work keep, and of how many gradients are summed when fullest."""
+    rank, chunks = cost.stage.rank, layout.stages_per_rank
+    if layout.pipeline == 1:
+        return 0, accumulation
+    sent = 0 if cost.stage.has_head else chunks * cost.stream
+    each, pieces = cost.kept + cost.outside + sent, pieces_in_flight(layout, rank, accumulation)
+    loss = cost.loss.kept if cost.stage.has_head else 0
+    if layout.schedule == "gpipe":  # all losses, then all backwards: fullest in the first, or in the second
+        first = each + loss >= element * cost.params.all or accumulation == 1
+        return (each + loss) * max(0, accumulation - (1 if first else 2)), 1 if first else accumulation
+    others = max(0, each * (pieces - chunks) // chunks)
+    if layout.schedule == "zero-bubble" and rank:
+        waiting = min(accumulation, rank + 1)
+        others += waiting * cost.for_weights + (waiting - 1) * loss
+    return others, accumulation
+
+
 @lru_cache(maxsize=65536)
 def stage_cost(
-    spec: ModelSpec, pipeline: int, rank: int, share: Share, levels: tuple[Level, ...], offloaded: int, fused: bool,
+    spec: ModelSpec, pipeline: int, own: Stage, share: Share, levels: tuple[Level, ...], offloaded: int, fused: bool,
     chunk_bytes: int,
 ) -> StageCost:  # fmt: skip
     """All that shapes say, remembered."""
-    own = stage(spec.layers, pipeline, rank)
     classes = totals(spec, own.first, own.last, levels)
     kinds = kept_by_kind(spec, classes, share, offloaded)
     last = layer_cost(spec, own.last - 1, share)
@@ -139,7 +156,14 @@ def stage_cost(
         tuple(_place(spec, one, share, offloaded) for one in candidates(spec, own.first, own.last, levels)),
         loss_cost(spec, share, fused=fused, allowed_bytes=chunk_bytes),
         last.entry,
+        (own.last - own.first) * _for_weights(spec, share),
     )  # fmt: skip
+
+
+def _for_weights(spec: ModelSpec, share: Share) -> int:
+    """Of a layer: the gradients of what its projections, its norms and its MLP made."""
+    inner = ceil(spec.query_size + 2 * spec.kv_size, share.tensor) * share.tokens
+    return share.element_bytes * (inner + 4 * share.outer_tokens * spec.hidden_size)
 
 
 def _offloaded(spec: ModelSpec, levers: Levers, share: Share, levels: tuple[Level, ...]) -> tuple[int, int]:

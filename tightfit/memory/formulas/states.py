@@ -155,7 +155,7 @@ def _kept_gradients(layout: Layout, params: Params, count: int, each: int, accum
     Under DDP those sums are beside the buckets: the optimizer has dropped the views, and without synchronisation
     autograd makes tensors of its own, which the last micro-batch copies into the buckets.
     """
-    if layout.zero == 0 and layout.data * layout.context > 1:
+    if layout.zero == 0 and layout.data * layout.context > 1 and layout.pipeline == 1:  # parallel/pipeline.py has none
         return each * params.all * (1 if accumulation == 1 else 2)
     if accumulation == 1:
         return 0

@@ -25,6 +25,7 @@ from tightfit.memory.formulas.labels import Label
 from tightfit.memory.formulas.logits import chunk_bytes
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.params import largest_in_layer
+from tightfit.memory.formulas.pipeline import telling_ranks
 from tightfit.memory.formulas.rank import KINDS, RankMemory, rank_memory
 from tightfit.memory.formulas.share import ceil
 from tightfit.memory.formulas.states import IN_FLIGHT_BYTES
@@ -99,11 +100,12 @@ def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int,
     return sum(states), checkpoints
 
 
-def _telling_ranks(workload: Workload, layout: Layout) -> set[int]:
-    """Pipeline ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
-    The second counts where the first layers are smaller than the others."""
-    experts, last = workload.spec.experts, layout.pipeline - 1
-    return {0, last, min(1, last)} if experts and experts.dense_layers else {0, last}
+def _telling_ranks(workload: Workload, layout: Layout) -> tuple[int, ...]:
+    """Pipeline ranks of which one is the fullest."""
+    if layout.pipeline == 1:
+        return (0,)
+    split = layout.schedule == "zero-bubble"
+    return telling_ranks(workload.spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank, split)
 
 
 def training_ledger(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
@@ -210,7 +212,7 @@ def _intermediates(at: RankMemory, count: int) -> int:
 
 def _widened(at: RankMemory, count: int) -> int:
     """Float32 copies less the gradients they replace, which DDP's buckets keep: the embedding's first, alone."""
-    cost, stays = at.cost, at.ranks > 1
+    cost, stays = at.cost, at.ranks > 1 and at.layout.pipeline == 1
     first = cost.vocabulary if cost.stage.has_embedding else 0
     largest = largest_in_layer(at.spec, cost.stage.last - 1, at.share.tensor, at.share.expert)
     freed = 0 if stays else at.element
@@ -225,7 +227,7 @@ def _host(at: RankMemory) -> tuple[int, ...]:
 
 def _evaluation(at: RankMemory) -> tuple[Phase, tuple[int, ...], tuple[Label, ...]]:
     work = max(at.cost.working, _evaluated_loss(at) if at.cost.stage.has_head else 0)
-    replicated = at.ranks > 1 and not at.is_sharded
+    replicated = at.ranks > 1 and at.layout.pipeline == 1 and not at.is_sharded
     buckets = at.element * at.cost.params.all if replicated else 0
     numbers = (_gathered_in_forward(at), buckets, at.cost.stream, work, _all_gather(at))
     return "evaluation", numbers, EVALUATION_LABELS

@@ -1,0 +1,74 @@
+"""Memory of every pipeline stage: formulas against the real step of that stage on fake tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.cut import balanced, cut, head_operations, layer_operations
+from tightfit.memory.formulas.overheads import Overheads
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.models.presets import preset
+from tightfit.train.rehearsal import rehearse
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "1f1b": ({}, {}, 0.02),
+    "1f1b-recomputed": ({}, {"checkpoint_every": 1}, 0.02),
+    "gpipe": ({"schedule": "gpipe"}, {}, 0.02),
+    "gpipe-recomputed": ({"schedule": "gpipe"}, {"checkpoint_every": 1}, 0.02),
+    "zero-bubble": ({"schedule": "zero-bubble"}, {}, 0.05),
+    "interleaved": ({"schedule": "interleaved", "stages_per_rank": 2}, {}, 0.12),
+    "replicas": ({"data": 2}, {}, 0.02),
+    "zero-1": ({"data": 2, "zero": 1}, {}, 0.05),
+    "tensor": ({"tensor": 2}, {}, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stage_holds_what_its_simulation_does(name: str) -> None:
+    fields, levers, most = CASES[name]
+    layout, given = Layout.model_validate({"pipeline": 2, "micro_batch": 1, **fields}), Levers.model_validate(levers)
+    spec = replace(preset("llama-3.1-8b"), layers=6)
+    workload = Workload(spec=spec, sequence_length=1024, global_batch=4 * layout.data, precision="bf16")
+    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0))
+    truth = rehearse(workload, layout, given)
+    stages = {line.rank for line in truth.lines}
+    assert stages == {0, 1}
+    for stage in stages:
+        ours, theirs = (max(ledger.allocated_bytes(p, stage) for p in STEP) for ledger in (found, truth))
+        assert theirs > 2**30
+        assert abs(ours / theirs - 1) < most, f"stage {stage}: {ours / 2**30:.2f} GiB, simulated {theirs / 2**30:.2f}"
+
+
+STEP: tuple[Any, ...] = ("forward", "loss", "backward", "optimizer")
+
+
+def test_stages_are_cut_by_what_they_cost() -> None:
+    """Llama-3.2-1B's output projection costs as much as several of its layers, so the last stage has few."""
+    spec = preset("llama-3.2-1b")
+    spans = cut(spec, 4096, 4)
+    assert [first for first, _ in spans[1:]] == [last for _, last in spans[:-1]]
+    assert (spans[0][0], spans[-1][1]) == (0, spec.layers)
+    layer = layer_operations(spec, 0, 4096)
+    costs = [(last - first) * layer for first, last in spans]
+    costs[-1] += head_operations(spec)
+    even = spec.layers / 4 * layer + head_operations(spec)
+    assert max(costs) < 0.8 * even
+
+
+def test_the_cut_is_the_best_of_all() -> None:
+    """Against every way of cutting nine layers of uneven costs into four."""
+    from itertools import combinations
+
+    layers, before, after = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0], 2.5, 7.0
+
+    def largest(spans: tuple[tuple[int, int], ...]) -> float:
+        costs = [sum(layers[first:last]) for first, last in spans]
+        costs[0], costs[-1] = costs[0] + before, costs[-1] + after
+        return max(costs)
+
+    everything = (tuple(zip((0, *ends), (*ends, 9), strict=True)) for ends in combinations(range(1, 9), 3))
+    assert largest(balanced(layers, before, after, 4)) == min(map(largest, everything))
