@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from tightfit.jobs.agreement import disagreement
+from tightfit.jobs.engine import EngineName, refused_by_deepspeed
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.section import Section
@@ -167,6 +168,8 @@ class Job(Section):
     """AdamW."""
     schedule: Schedule = Schedule()
     """The learning rate over time."""
+    engine: EngineName = "tightfit"
+    """Who splits and updates the weights: tightfit (on torch's DDP and FSDP2), or DeepSpeed's ZeRO-1, 2 or 3."""
     layout: Layout = Layout()
     """How it is spread over ranks; more than one needs torchrun."""
     levers: Levers = Levers()
@@ -203,9 +206,15 @@ class Job(Section):
             )
         if self.tokenizer.source == "train" and self.model.weights == "pretrained":
             raise ValueError("tokenizer.source is train, but pretrained weights need the tokenizer they came with")
-        if sentence := disagreement(self.levers, self.layout, self.precision, self.accumulation):
+        if sentence := self._refused():
             raise ValueError(sentence)
         return self
+
+    def _refused(self) -> str | None:
+        """What the engine cannot do of the layout and the levers."""
+        if self.engine == "deepspeed":
+            return refused_by_deepspeed(self.layout, self.levers, self.precision)
+        return disagreement(self.levers, self.layout, self.precision, self.accumulation)
 
     @property
     def accumulation(self) -> int:

@@ -62,6 +62,9 @@ class Content:
 
 def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: Ranks = ALONE) -> Content:
     """What a checkpoint holds of a model that computes in `dtype`. All ranks call this; the first has all of it."""
+    if optimizer.engine is not None:
+        weights = optimizer.engine.weights(dtype, ranks)
+        return Content(_complete(model.spec, weights), optimizer.engine.states(ranks))
     if optimizer.offloading is not None:
         return Content(_complete(model.spec, optimizer.offloading.weights(model)), optimizer.state())
     if optimizer.is_whole:

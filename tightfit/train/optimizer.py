@@ -34,6 +34,7 @@ from tightfit.parallel.shards import (
     splits_of,
 )
 from tightfit.train.backward_update import Apply, BackwardUpdate
+from tightfit.train.engine import Engine
 from tightfit.train.offloading import Offloading
 from tightfit.train.streamed_updater import StreamedUpdater
 from tightfit.train.updaters import FormatUpdater, TorchUpdater, Updater
@@ -79,6 +80,8 @@ class MasterAdamW:
         """Zero gradients where they lie instead of freeing them: set where they lie in an engine's buckets."""
         self.stages, self.copied = 1, frozenset[str]()
         """Ranks of a pipeline, which hold other parameters each, and those of ours that another one counts."""
+        self.engine: Engine | None = None
+        """Who makes whole steps in our place; the parameters are then its own, and there are none here."""
         self.offloading = None
         if levers.offload != "none":
             self.offloading = Offloading(named, levers, device or named[0][1].device, compute_dtype)
@@ -148,7 +151,7 @@ class MasterAdamW:
     @property
     def is_whole(self) -> bool:
         """Whether every parameter is here, all of it."""
-        return not self.is_sharded and not self.splits and self.stages == 1
+        return not self.is_sharded and not self.splits and self.stages == 1 and self.engine is None
 
     @torch.no_grad()
     def squares(self, world: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 
 from tightfit.durable import discard_directory, durable_directory, durable_file
@@ -28,7 +29,6 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_weights, load_into, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.assembly import assemble, unfilled
@@ -41,6 +41,7 @@ from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.data.sources import Source, find_sources
 from tightfit.train.data.texts import read_texts
 from tightfit.train.data.token_store import TokenStore
+from tightfit.train.deepspeed_engine import deepspeed_assembled, refuse_what_deepspeed_cannot
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import LossScale, choose_precision
 
@@ -74,8 +75,8 @@ class Prepared:
 
     @property
     def evaluated(self) -> nn.Module:
-        """What computes a loss without gradients: a pipeline, or the decoder, which then needs no DDP around it."""
-        return self.module if isinstance(self.module, Pipeline) else self.model
+        """What computes a loss without gradients: what training calls, but without DDP around it."""
+        return self.model if isinstance(self.module, DistributedDataParallel) else self.module
 
 
 def claim_output(job: Job, *, resuming: bool, overwrite: bool) -> None:
@@ -107,6 +108,8 @@ def prepare(
     ranks, precision = Ranks.of(mesh), choose_precision(job.precision, device)
     if position is not None:
         _refuse_contradictions(job, precision, position, checkpoint)
+    if job.engine == "deepspeed":
+        refuse_what_deepspeed_cannot(checkpoint, device)
     spec = _spec(job)
     with ranks.first_goes_first():  # the others then find tokenizer and tokens in the cache
         tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else _tokenizer(job, say, show_bars)
@@ -279,6 +282,8 @@ def _assembled(
         else:
             init_weights(model, device=device)
 
+    if job.engine == "deepspeed":
+        return deepspeed_assembled(job, spec, device, precision, fill)
     model = unfilled(spec, job.layout, precision, device, job.levers)
     module, optimizer = assemble(
         model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill, job.seed, job.data.sequence_length

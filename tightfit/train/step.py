@@ -119,6 +119,8 @@ def train_step(
 
     Raises NotFiniteError, on all ranks alike, before touching the weights.
     """
+    if optimizer.engine is not None:
+        return optimizer.engine.train_step(batches, device, lr, scale, on_phase, ranks)
     if optimizer.in_backward is not None:
         return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase)
     part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks)

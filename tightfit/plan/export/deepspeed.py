@@ -1,13 +1,19 @@
-"""A plan as a DeepSpeed configuration, for `deepspeed.initialize(config=…)` or the Hugging Face Trainer.
+"""A plan as a DeepSpeed configuration, for `engine: deepspeed`, `deepspeed.initialize` or the Hugging Face Trainer.
+
+The optimizer is torch's fused AdamW, on the host too where states are there: DeepSpeed's own are compiled on first use,
+for a minute or more, and are no faster. Clipping is written out, because DeepSpeed clips at 1 where it is not.
 
 DeepSpeed splits over data ranks only; a plan with other degrees has no such file. It has no checkpointing switch of its
 own for Hugging Face models (`gradient_checkpointing=True` in the Trainer) and no fused loss (`tightfit.hf.accelerate`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.plan.batch import batch_of
 from tightfit.plan.plan import Plan
 
@@ -27,32 +33,37 @@ def data_only(plan: Plan, program: str) -> None:
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """The configuration as plain data."""
     data_only(plan, "a DeepSpeed file")
-    batch = batch_of(plan.workload, plan.layout)
-    optimizer = plan.job.get("optimizer", {})
+    return settings(plan.workload, plan.layout, plan.levers, plan.job.get("optimizer", {}))
+
+
+def settings(workload: Workload, layout: Layout, levers: Levers, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a layout of data ranks; `optimizer` has the fields of a job's section, or some of them."""
+    batch = batch_of(workload, layout)
     return {
         "train_batch_size": batch.rows,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": optimizer.get("clip_norm", CLIP_NORM),
-        **_precision(plan),
+        **_precision(workload),
         "optimizer": {"type": "AdamW", "params": _adamw(optimizer)},
-        "zero_optimization": _zero(plan.layout, plan.levers.offload),
+        "zero_optimization": _zero(layout, levers.offload),
     }
 
 
-def _adamw(optimizer: dict[str, Any]) -> dict[str, Any]:
+def _adamw(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    return {name: optimizer.get(name, value) for name, value in defaults.items()}
+    chosen = {name: optimizer.get(name, value) for name, value in defaults.items()}
+    return {**chosen, "betas": list(chosen["betas"]), "torch_adam": True, "fused": True}
 
 
-def _precision(plan: Plan) -> dict[str, Any]:
-    match plan.workload.precision:
+def _precision(workload: Workload) -> dict[str, Any]:
+    match workload.precision:
         case "bf16":
             return {"bf16": {"enabled": True}}
         case "fp16":
             return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}}
         case "pure-bf16":
-            raise UserError("DeepSpeed keeps float32 master weights beside bf16; plan with --precision bf16")
+            raise UserError("DeepSpeed keeps float32 master weights beside bf16; take precision bf16")
     return {}
 
 

@@ -1,0 +1,202 @@
+"""`engine: deepspeed`: the same job through DeepSpeed's ZeRO-1, 2 or 3, with the JSON that the planner exports.
+
+Model, rows, loss, learning rate, evaluation and checkpoints are ours; weights between uses, reductions, clipping and
+the update are DeepSpeed's. The loss is divided by the counted tokens of the whole step, so gradients must be summed
+over ranks and micro-batches; DeepSpeed averages over ranks, so the loss is multiplied by their number before backward.
+
+Under ZeRO-3 DeepSpeed gathers weights where a module's forward is called. Our layers read weights of their children
+directly (fused MLPs, tiles, recomputation), so each layer is made a leaf that is gathered whole; so is the head, for as
+long as the model runs, because the fused loss reads its weight. What is passed between hooks must be tensors and
+tuples, hence `Objective` around the decoder.
+
+Limits: every process first holds the whole model in float32 in host memory. In mixed precision DeepSpeed makes its
+masters from weights that are rounded already, so a run that starts at random differs from ours by that rounding. Runs
+are not resumed by it, but its checkpoints are complete: our engine goes on from them.
+Source: Rajbhandari et al. 2020 (ZeRO), Ren et al. 2021 (ZeRO-Offload); behaviour of DeepSpeed 0.19.
+"""
+
+import importlib
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.workload import Workload
+from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.models.blank import blank_decoder
+from tightfit.models.decoder import Decoder, DecoderOutput, Layer
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.apply import apply
+from tightfit.parallel.ranks import Ranks
+from tightfit.plan.export.deepspeed import settings
+from tightfit.train.optimizer import MasterAdamW, decays
+from tightfit.train.precision import LossScale
+from tightfit.train.step import Batch, NotFiniteError, OnPhase, StepResult, inputs
+
+INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8"
+SHARED_MEMORY = "deepspeed_shm_comm"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Fill = Callable[[Decoder], None]
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, imported when a job asks for it; it reads what it runs on from the environment alone."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ImportError:
+        raise UserError(f"engine is deepspeed, which is not installed; run `{INSTALL}`") from None
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        handler.setLevel(logging.ERROR)  # it would print between our own lines, to stdout
+    warnings.filterwarnings("ignore", r"`torch.distributed\.\w+` is deprecated", FutureWarning)
+    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # gloo does without, where it would be compiled for minutes
+    return deepspeed
+
+
+def refuse_what_deepspeed_cannot(checkpoint: Path | None, device: torch.device) -> None:
+    """Before anything slow: the package must be there, and a run is started by it, not resumed."""
+    if checkpoint is not None:
+        raise UserError(
+            f"engine is deepspeed, which does not resume runs; set engine to tightfit to go on from {checkpoint}"
+        )
+    load_deepspeed(device)
+
+
+def deepspeed_assembled(
+    job: Job, spec: ModelSpec, device: torch.device, precision: PrecisionName, fill: Fill
+) -> tuple[Decoder, nn.Module, MasterAdamW]:
+    """The decoder, what to call for its loss, and an optimizer that leaves all to DeepSpeed."""
+    model = blank_decoder(spec, "cpu", torch.float32)
+    fill(model)
+    apply(model, None, job.layout, job.levers, precision)
+    module = DeepSpeedModule(model, job, precision, device)
+    optimizer = MasterAdamW(nn.Module(), job.optimizer)
+    optimizer.engine = module
+    return model, module, optimizer
+
+
+class Objective(nn.Module):
+    """The decoder's loss as tensors: what goes backward, with the balance of routed layers, and what is reported."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, share: float | Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """`share` of the step's counted tokens are in this micro-batch."""
+        output, experts = self.decoder(**arguments), self.decoder.spec.experts
+        objective = output.loss
+        if experts is not None and output.balance is not None:
+            objective = objective + experts.balance_weight * output.balance * share
+        return objective, output.loss.detach()
+
+
+class DeepSpeedModule(nn.Module):
+    """DeepSpeed's engine around a decoder: its loss, its steps, and its weights and states as a checkpoint has them."""
+
+    def __init__(self, decoder: Decoder, job: Job, precision: PrecisionName, device: torch.device) -> None:
+        super().__init__()
+        self.package = load_deepspeed(device)
+        self.spec, self.has_masters = decoder.spec, precision in ("bf16", "fp16")
+        workload = Workload.of_job(job, decoder.spec, precision)
+        self.config = settings(workload, job.layout, job.levers, job.optimizer.model_dump())
+        self.stage: int = self.config["zero_optimization"]["stage"]
+        self.steps = 0
+        self._initialize(Objective(decoder))
+
+    def _initialize(self, objective: Objective) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self.package.utils.set_z3_leaf_modules(objective, [Layer])
+        groups = _groups(objective.decoder)
+        engine, *_ = self.package.initialize(model=objective, model_parameters=groups, config=self.config)
+        if self.stage == 3:
+            self.package.zero.register_external_parameter(objective, objective.decoder.head.weight)
+        self.engine: Any = engine
+
+    def forward(self, **arguments: Any) -> DecoderOutput:
+        """The loss without gradients, for evaluation."""
+        self.engine.eval()
+        _, loss = self.engine(share=0.0, **arguments)
+        self.engine.train()
+        return DecoderOutput(None, loss, None)
+
+    def train_step(
+        self, batches: Sequence[Batch], device: torch.device, lr: float, scale: LossScale, on_phase: OnPhase,
+        ranks: Ranks,
+    ) -> StepResult:  # fmt: skip
+        """As train/step.py has it; NotFiniteError comes before the weights change unless it says so."""
+        counts = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
+        tokens = int(ranks.sum(torch.tensor(sum(counts), device=device)))
+        total = torch.tensor(max(tokens, 1), device=device)
+        mean = torch.zeros((), device=device)
+        for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
+            on_phase("forward")
+            objective, loss = self.engine(share=count / total, **inputs(batch, device), divisor=total)
+            mean += loss
+            on_phase("backward")
+            self.engine.backward(objective * ranks.world, scale_wrt_gas=False)
+            if number < len(batches):
+                self.engine.step()  # counts the micro-batch
+        on_phase("optimizer")
+        return self._update(float(ranks.sum(mean)), tokens, lr, scale)
+
+    def _update(self, loss: float, tokens: int, lr: float, scale: LossScale) -> StepResult:
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"the loss is {loss}")
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        applied = bool(self.engine.was_step_applied())
+        norm = float(self.engine.get_global_grad_norm())
+        if not math.isfinite(norm) and not scale.dynamic:
+            raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=applied)
+        self.steps += applied
+        if scale.dynamic:
+            scale.value = float(self.engine.optimizer.loss_scale)
+        return StepResult(loss, norm, tokens, skipped=not applied)
+
+    def weights(self, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
+        """Every weight, whole, in host memory of the first rank; nothing on the others. All ranks call this."""
+        found = {}
+        for name, tensor in self.engine.module.decoder.state_dict(keep_vars=True).items():
+            with self.package.zero.GatheredParameters([tensor], enabled=self.stage == 3):
+                if ranks.first:
+                    found[name] = tensor.detach().to("cpu", dtype, copy=True)
+        return found
+
+    def states(self, ranks: Ranks) -> dict[str, Tensor]:
+        """The states our own optimizer would have, likewise."""
+        return {name: tensor.to("cpu") for name, tensor in self._states() if ranks.first}
+
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        look, optimizer = self.package.utils, self.engine.optimizer
+        if self.stage < 3:  # it links states once, after the first group's first update, when other groups have none
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self.engine.module.decoder.named_parameters():
+            yield f"step/{name}", torch.tensor(float(self.steps))
+            for moment in MOMENTS:
+                yield f"{moment}/{name}", look.safe_get_full_optimizer_state(parameter, moment)
+            if self.has_masters:
+                yield f"master/{name}", look.safe_get_full_fp32_param(parameter)
+
+
+def _groups(decoder: Decoder) -> list[dict[str, Any]]:
+    """Parameters by whether they decay, as our own optimizer has it; the rate is the configuration's."""
+    named = list(decoder.named_parameters())
+    decayed = [parameter for name, parameter in named if decays(name, parameter)]
+    return [
+        {"params": decayed},
+        {"params": [parameter for name, parameter in named if not decays(name, parameter)], "weight_decay": 0.0},
+    ]
