@@ -20,7 +20,7 @@ from tests.train.models import TINY, TINY_ROUTED
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.presets import preset
-from tightfit.parallel import conjugate, data, tensor
+from tightfit.parallel import conjugate, data, pipeline, tensor
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 from tightfit.parallel.shards import local
@@ -58,6 +58,38 @@ def test_what_is_right_passes(group: Make, layout: Layout) -> None:
 
 def test_a_routed_model_passes(group: Make) -> None:
     assert group(2).run(judge, Subject(TINY_ROUTED, TENSOR, passes=2))[0].same
+
+
+DEEP = replace(TINY, layers=4, tied=True)
+MIXTURES = {
+    "stages": (2, Layout(pipeline=2, micro_batch=2)),
+    "stages-tensor": (4, Layout(pipeline=2, tensor=2, micro_batch=2)),
+    "stages-tensor-whole": (4, Layout(pipeline=2, tensor=2, micro_batch=2, sequence_parallel=False)),
+    "stages-zero-1": (4, Layout(pipeline=2, data=2, zero=1, micro_batch=2)),
+    "stages-tensor-zero-1": (8, Layout(pipeline=2, tensor=2, data=2, zero=1, micro_batch=1)),
+    "hybrid-tensor": (8, Layout(data=4, zero=3, shard_inside=2, tensor=2, micro_batch=1)),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_pass(group: Make, name: str) -> None:
+    world, layout = MIXTURES[name]
+    verdict = group(world).run(judge, Subject(DEEP, layout, passes=4))[0]
+    assert verdict.same, verdict.first
+    assert verdict.ranks == world
+
+
+@contextmanager
+def tied_apart() -> Iterator[None]:
+    with patch.object(pipeline.Pipeline, "_exchange_tied", lambda self: None):
+        yield
+
+
+def test_copies_that_do_not_meet_are_found(group: Make) -> None:
+    """The first and the last stage each have a copy of a tied embedding, and forget to add their gradients."""
+    verdict = group(2).run(judge, Subject(DEEP, MIXTURES["stages"][1], passes=4), "tied apart")[0]
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.name) == ("gradient", "embed.weight")
 
 
 @contextmanager
@@ -169,6 +201,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "own tokens only": own_tokens_only,
     "copies counted twice": copies_counted_twice,
     "stale shard": stale_shard,
+    "tied apart": tied_apart,
 }
 FOUND = [
     ("no partial sums", TENSOR, "gradient", "norm.weight"),
