@@ -1,7 +1,8 @@
 """Predicted against measured memory and step time: the table that says how far to trust a plan.
 
 Predictions are made first, by formula and by simulation, and need no GPU; then each step runs on one. Rows of several
-ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/memory_truth.csv.
+ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/memory_truth.csv, and lever_truth.csv
+with `--levers`.
 
     python benchmarks/memory_truth.py predict --predictions FILE     (no GPU; minutes)
     python benchmarks/memory_truth.py measure --predictions FILE --results DIR     (an H200; minutes)
@@ -86,6 +87,42 @@ def cases() -> Iterator[Case]:
     yield of(eight, 8192, 1, checkpoint_every=1, **theirs)
 
 
+def lever_cases() -> Iterator[Case]:
+    """Every other lever, alone and with those it usually comes with; 1B and 3B shapes."""
+
+    def of(more: str, length: int = 8192, model: str = "llama-3.2-1b", **others: Any) -> Case:
+        return Case(model=model, sequence_length=length, micro_batch=1, more=more, **others)
+
+    three: dict[str, Any] = {"model": "llama-3.2-3b", "checkpoint_every": 1}
+    yield of("optimizer_states=bf16")
+    yield of("optimizer_states=8bit")
+    yield of("optimizer_states=factored")
+    yield of("optimizer_states=fp32 rounding=stochastic", precision="pure-bf16")
+    yield of("update_in_backward=true")
+    yield of("num_checkpoints=8")
+    yield of("checkpoint_keep=attention", checkpoint_every=1)
+    yield of("checkpoint_keep=matmuls", checkpoint_every=1)
+    yield of("checkpoint_budget_bytes=3000000000")
+    yield of("offload_checkpoints=true", checkpoint_every=1)
+    yield of("tiles=4")
+    yield of("tiles=4", checkpoint_every=1)
+    yield of("matmul=fp8-tensor")
+    yield of("matmul=fp8-row")
+    yield of("offload=optimizer")
+    yield of("offload=optimizer update_in_backward=true")
+    yield of("offload=weights update_in_backward=true", checkpoint_every=1)
+    yield of("optimizer_states=8bit update_in_backward=true", **three)
+    yield of("offload_checkpoints=true", 32_768, precision="pure-bf16", **three)
+    yield of("offload=optimizer update_in_backward=true", **three)
+
+
+def _host(said: Prediction, found: Measurement) -> dict[str, str]:
+    """Columns of the levers' table."""
+    values = {"formula_host_gib": said.formula_host_bytes, "simulated_host_gib": said.simulated_host_bytes,
+              "measured_host_gib": found.host_bytes}  # fmt: skip
+    return {name: f"{value / GIB:.4f}" for name, value in values.items()}
+
+
 def _gib(count: int | None) -> str:
     return "" if count is None else f"{count / GIB:.4f}"
 
@@ -108,6 +145,7 @@ def _row(case: Case, said: Prediction, found: Measurement, commit: str) -> dict[
         "reserved_error_percent": _error(said.simulated_reserved_bytes, found.reserved_bytes),
         "predicted_step_ms": "" if said.step_s is None else f"{1e3 * said.step_s:.1f}",
         "measured_step_ms": "" if found.step_s is None else f"{1e3 * found.step_s:.1f}",
+        **(_host(said, found) if case.more else {}),
     }
 
 
@@ -124,7 +162,7 @@ def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | 
     known = {Case(**entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
     for case in wanted:
         row = _row(case, Prediction(**known[case]["prediction"]), measure(case), known[case]["commit"])
-        append_row("memory_truth", row, folder=folder, commit=commit)
+        append_row("lever_truth" if case.more else "memory_truth", row, folder=folder, commit=commit)
         print(" ".join(str(value) or "-" for value in row.values()), flush=True)
 
 
@@ -132,12 +170,14 @@ def _measured(row: dict[str, str]) -> Measurement:
     allocated, reserved = (
         round(float(row[name]) * GIB) if row[name] else None for name in ("measured_gib", "measured_reserved_gib")
     )
-    return Measurement(allocated, reserved, float(row["measured_step_ms"]) / 1e3 if row["measured_step_ms"] else None)
+    host = round(float(row.get("measured_host_gib") or 0) * GIB)
+    seconds = float(row["measured_step_ms"]) / 1e3 if row["measured_step_ms"] else None
+    return Measurement(allocated, reserved, seconds, host)
 
 
 def _repredict(wanted: list[Case], folder: Path) -> None:
     """Measured values and their conditions are copied from each case's newest row."""
-    path = folder / "memory_truth.csv"
+    path = folder / ("lever_truth.csv" if wanted[0].more else "memory_truth.csv")
     rows = {Case.of_row(row): row for row in newest(path)}
     with path.open("a", encoding="utf-8", newline="") as file:
         for case in wanted:
@@ -154,10 +194,11 @@ def main() -> None:
     parser.add_argument("action", choices=("predict", "measure", "repredict"))
     parser.add_argument("--predictions", type=Path, help="the file between predict and measure")
     parser.add_argument("--only", help="cases of this model alone")
+    parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
-    wanted = [case for case in cases() if chosen.only in (None, case.model)]
+    wanted = [case for case in (lever_cases() if chosen.levers else cases()) if chosen.only in (None, case.model)]
     if chosen.action == "repredict":
         return _repredict(wanted, chosen.results)
     if chosen.predictions is None:

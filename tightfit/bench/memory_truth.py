@@ -22,6 +22,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.host import pinned_bytes
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.simulation import fake_world
 from tightfit.memory.trace import ledger_of
@@ -31,12 +32,14 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.shards import local
 from tightfit.plan.cost import Costs
+from tightfit.plan.pins import parse_pins
 from tightfit.train.rehearsal import build, rehearse, rehearsed
 from tightfit.train.step import NotFiniteError, OnPhase, ignore
 
 Implementation = Literal["tightfit", "huggingface"]
 GIB = 2**30
 CUDA = torch.device("cuda")
+FEW = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +56,16 @@ class Case:
     zero: Literal[0, 1, 2, 3] = 0
     ranks: int = 1
     implementation: Implementation = "tightfit"
+    more: str = ""
+    """Further levers, as `tiles=4 checkpoint_keep=attention`. Cases with some have a table of their own."""
 
     @classmethod
     def of_row(cls, row: dict[str, str]) -> "Case":
         """The case a row of the results file is about."""
         made: dict[str, Any] = {}
         for field in fields(cls):
-            made[field.name] = int(row[field.name]) if row[field.name].isdigit() else row[field.name]
+            if text := row.get(field.name, ""):
+                made[field.name] = int(text) if text.isdigit() else text
         return cls(**made)
 
     @property
@@ -77,11 +83,12 @@ class Case:
     @property
     def levers(self) -> Levers:
         """What it spends less of."""
-        return Levers(checkpoint_every=self.checkpoint_every, loss=self.loss)
+        given = parse_pins([f"levers.{each}" for each in self.more.split()]).levers
+        return Levers(checkpoint_every=self.checkpoint_every, loss=self.loss, **given)
 
     def columns(self) -> dict[str, Any]:
         """As the first columns of a row."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "more" or value}
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class Prediction:
     simulated_bytes: int
     simulated_reserved_bytes: int
     step_s: float | None
+    formula_host_bytes: int = 0
+    simulated_host_bytes: int = 0
 
 
 def predict(case: Case, machine: str = "H200") -> Prediction:
@@ -99,11 +108,13 @@ def predict(case: Case, machine: str = "H200") -> Prediction:
     simulated = _simulated(case)
     if case.implementation == "huggingface":
         return Prediction(None, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), None)
-    formula = training_ledger(case.workload, case.layout, case.levers).peak_allocated_bytes()
+    formula = training_ledger(case.workload, case.layout, case.levers)
     seconds = Costs(case.workload, parse_machine(machine)).step(case.layout, case.levers).step_s
     return Prediction(
-        formula, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), seconds if case.ranks == 1 else None
-    )
+        formula.peak_allocated_bytes(), simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(),
+        seconds if case.ranks == 1 else None, *(each.allocated_bytes("backward", place="host")
+                                                for each in (formula, simulated)),
+    )  # fmt: skip
 
 
 def _simulated(case: Case) -> Ledger:
@@ -123,18 +134,21 @@ class Measurement:
     allocated_bytes: int | None
     reserved_bytes: int | None
     step_s: float | None
+    host_bytes: int = 0
 
 
 def measure(case: Case) -> Measurement:
     """Run `case` on this GPU: one step to warm up, then one or two that are timed."""
     _clear()
+    pinned = pinned_bytes()
     try:
         with _world(case):
             step = _real_step(case)
             torch.cuda.reset_peak_memory_stats()
             seconds = [_timed(step) for _ in range(2 if case.sequence_length > 16_384 else 3)]
         timed = statistics.median(seconds[1:]) if case.ranks == 1 else None
-        return Measurement(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), timed)
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return Measurement(*peaks, timed, pinned_bytes() - pinned)
     except torch.OutOfMemoryError:
         return Measurement(None, None, None)
     finally:
@@ -169,7 +183,7 @@ def _real_step(case: Case) -> Callable[[OnPhase], object]:
     if case.implementation == "huggingface":
         return huggingface_step(case, CUDA)
     mesh = make_mesh(case.layout, "cuda") if case.ranks > 1 else None
-    program = build(case.workload, case.layout, case.levers, CUDA, Implementations(), mesh, fill=_filled)
+    program = build(case.workload, case.layout, case.levers, CUDA, Implementations(), mesh, fill=filled)
 
     def step(on_phase: OnPhase) -> None:
         try:
@@ -184,14 +198,19 @@ def _real_step(case: Case) -> Callable[[OnPhase], object]:
 
 
 @torch.no_grad()
-def _filled(model: nn.Module) -> None:
-    """Values like those of a new model: nothing is timed on zeros."""
+def filled(model: nn.Module) -> None:
+    """Values like those of a new model: nothing is timed on zeros. A host draws a few and repeats them."""
+    few = 0.02 * torch.randn(FEW)
     for parameter in model.parameters():
         own = local(parameter)
-        if own.ndim > 1:
+        if own.ndim < 2:
+            own.fill_(1.0)
+        elif own.device.type == "cuda":
             own.normal_(std=0.02)
         else:
-            own.fill_(1.0)
+            flat = own.view(-1)
+            for begin in range(0, flat.numel(), FEW):
+                flat[begin : begin + FEW].copy_(few[: flat.numel() - begin])
 
 
 def _unmasked_attention() -> str:
@@ -203,7 +222,9 @@ def _unmasked_attention() -> str:
     return "sdpa_unmasked"
 
 
-def huggingface_step(case: Case, device: torch.device, attention: str = "sdpa") -> Callable[[OnPhase], object]:
+def huggingface_step(
+    case: Case, device: torch.device, attention: str = "sdpa", prepare: Callable[[Any], None] | None = None
+) -> Callable[[OnPhase], object]:
     """A step of transformers' own model in an equally careful loop: bf16 states, fused AdamW, clipping, sdpa."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -212,6 +233,8 @@ def huggingface_step(case: Case, device: torch.device, attention: str = "sdpa") 
     config = AutoConfig.for_model(**config_from_spec(case.workload.spec, dtype="bfloat16"))
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+    if prepare is not None:
+        prepare(model)
     if case.checkpoint_every:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()

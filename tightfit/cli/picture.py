@@ -131,12 +131,25 @@ def pipeline(
         list[str] | None,
         typer.Option("--schedule", help="Only gpipe, 1f1b, interleaved or zero-bubble. May be repeated."),
     ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Draw what the ranks of this run did, as recorded in its third step.")
+    ] = None,
 ) -> None:
     """Pipeline schedules with their bubbles: who works on which micro-batch when.
 
     \b
     tightfit picture pipeline --ranks 4 --micro-batches 8 --out pipeline.png
+    tightfit picture pipeline --run runs/mine --out pipeline.png
     """
+    if run is not None:
+        from tightfit.report.pipeline import draw_record, read_record
+
+        record = read_record(run)
+        draw_record(record, out)
+        typer.echo(
+            f"{record.schedule}: ranks waited {record.waited:.1%} of the time, the formula says {record.formula:.1%}"
+        )
+        return typer.echo(f"picture in {out}")
     from tightfit.report.pipeline import SCHEDULES, checked, draw_pipeline
 
     idle = draw_pipeline(checked(schedule or SCHEDULES), ranks, micro_batches, out)
@@ -161,4 +174,22 @@ def truth(
 
     for name, apart in draw_truth(results, out).items():
         typer.echo(f"{name}: {apart.rows} rows, mean error {apart.mean:.1%}, worst {apart.worst:.1%}")
+    typer.echo(f"picture in {out}")
+
+
+@picture.command()
+def levers(
+    out: Out,
+    results: Annotated[Path, typer.Option(help="Rows of benchmarks/levers.py.")] = Path(
+        "benchmarks/results/levers.csv"
+    ),
+) -> None:
+    """What each lever saves and costs: memory on the GPU and the host beside the time of a step, as measured.
+
+    \b
+    tightfit picture levers --out levers.png
+    """
+    from tightfit.report.levers import draw_levers
+
+    draw_levers(results, out)
     typer.echo(f"picture in {out}")

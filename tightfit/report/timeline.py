@@ -17,7 +17,8 @@ from tightfit.report.figure import panels, plain
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from tightfit.memory.measurement import Event, Measuring
+    from tightfit.memory.blocks import Event
+    from tightfit.memory.measurement import Measuring
     from tightfit.memory.trace import Replay, Trace
 
 Unit = Literal["milliseconds", "allocations and frees"]
