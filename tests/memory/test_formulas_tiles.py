@@ -17,6 +17,7 @@ from tightfit.memory.formulas.share import Share
 from tightfit.memory.formulas.tiles import head_groups
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
+from tightfit.plan.space import TILED_LENGTH
 from tightfit.train.rehearsal import rehearse
 
 CASES: list[tuple[str, int, dict[str, Any], str]] = [
@@ -52,6 +53,18 @@ def test_the_peak_is_the_simulations(model: str, length: int, levers: dict[str, 
         assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase  # type: ignore[arg-type]
     whole = rehearse(workload, layout, given.model_copy(update={"tiles": 1}))
     assert truth.allocated_bytes("backward") < whole.allocated_bytes("backward")
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "gemma-2-9b", "qwen3-8b"])
+@pytest.mark.parametrize("every", [0, 1])
+def test_tiles_save_from_the_length_on_that_the_planner_tries_them(name: str, every: int) -> None:
+    peaks = []
+    for tiles in (1, 8):
+        spec = replace(preset(name), max_positions=TILED_LENGTH)
+        workload = Workload(spec=spec, sequence_length=TILED_LENGTH, global_batch=1, precision="bf16")
+        levers = Levers(tiles=tiles, checkpoint_every=every)
+        peaks.append(training_ledger(workload, Layout(micro_batch=1), levers).peak_allocated_bytes())
+    assert peaks[1] <= peaks[0]
 
 
 def test_the_planner_and_the_lever_group_heads_alike() -> None:
