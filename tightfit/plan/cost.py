@@ -22,6 +22,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.keeping import Level, layer_levels
+from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.memory.formulas.share import share_of
 from tightfit.memory.formulas.states import IN_FLIGHT_BYTES, kept_weights
 from tightfit.plan.bubble import bubble_s
@@ -87,7 +88,8 @@ class Frame:
         self.costs, self.layout = costs, layout
         workload, spec = costs.workload, costs.workload.spec
         self.micro_batches = workload.global_batch // (layout.micro_batch * layout.data)
-        self.layers = math.ceil(spec.layers / layout.pipeline)
+        self.counts = layer_counts(spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank)
+        self.layers = max(self.counts)
         self.time = costs.layer(layout)
         self._count_params()
         self._count_compute()
@@ -107,8 +109,7 @@ class Frame:
 
     def _count_compute(self) -> None:
         """Forward and backward of one micro-batch on the slowest pipeline rank."""
-        time, spec, pipeline = self.time, self.costs.workload.spec, self.layout.pipeline
-        last = spec.layers // pipeline  # ranks take one layer more from the front where they do not divide
+        time, last = self.time, self.counts[-1]
         self.forward_s = max(self.layers * time.forward_s, last * time.forward_s + time.head_forward_s)
         self.backward_s = max(self.layers * time.backward_s, last * time.backward_s + time.head_backward_s)
         launch = self.layers * self.costs.efficiency.layer_launch_s

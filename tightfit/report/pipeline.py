@@ -5,14 +5,19 @@ does the next piece as soon as what it needs is there; forward takes 1, backward
 splits backward into the gradient of the input, which others wait for, and of the weights, which nobody does: a rank
 goes on as under 1F1B where it can and fills its waiting with weights, holding at most as many micro-batches as there
 are ranks.
+
+A run on a pipeline records what its ranks did in one step (train/pipeline_record.py); that is drawn the same way, with
+the share of time that ranks waited beside what the formula says.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tightfit.errors import UserError
 from tightfit.jobs.layout import PipelineSchedule
+from tightfit.plan.bubble import bubble_share
 from tightfit.report.figure import panels
 
 if TYPE_CHECKING:
@@ -185,6 +190,61 @@ def draw_pipeline(
         figure.suptitle(f"{ranks} pipeline ranks, {batches} micro-batches; white is waiting")
         figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
     return {str(schedule): share for schedule, share in idle.items()}
+
+
+class Record(NamedTuple):
+    """What the ranks of a pipeline did in one step of a run."""
+
+    schedule: PipelineSchedule
+    ranks: int
+    micro_batches: int
+    pieces: int
+    slots: list[Slot]
+
+    @property
+    def waited(self) -> float:
+        """Share of the ranks' time, from the first start to the last end, in which they did nothing."""
+        return idle_share(self.slots, self.ranks)
+
+    @property
+    def formula(self) -> float:
+        """The bubble of equal stages: (K−1)/(K−1+vM)."""
+        return bubble_share(self.ranks, self.micro_batches, self.pieces)
+
+
+def read_record(run: Path) -> Record:
+    """The recorded step of the run in directory `run`."""
+    path = run / "pipeline.json" if run.is_dir() else run
+    try:
+        return record_of(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not the record of a pipeline ({error}); train three steps or more with layout.pipeline above 1"
+        ) from None
+
+
+def record_of(data: dict[str, Any]) -> Record:
+    """A record from plain data."""
+    slots = [
+        Slot(row["rank"], Piece(row["work"], row["batch"], row["stage"]), row["start_s"], row["end_s"])
+        for row in data["slots"]
+    ]
+    if not slots:
+        raise ValueError("it has no slots")
+    return Record(checked([data["schedule"]])[0], data["ranks"], data["micro_batches"], data["pieces"], slots)
+
+
+def draw_record(record: Record, path: Path) -> None:
+    """One recorded step, in seconds."""
+    with panels(path, 1, 1, width=11, height=0.3 * record.ranks + 2.0) as (figure, axes):
+        _draw_slots(axes[0, 0], record.slots, record.ranks, numbered=len(record.slots) <= 80 * record.ranks)
+        axes[0, 0].set_title(
+            f"{record.schedule}: ranks waited {record.waited:.1%} of the time; (K−1)/(K−1+vM) is {record.formula:.1%}",
+            fontsize=10,
+        )
+        axes[0, 0].set_xlabel("seconds")
+        figure.suptitle(f"{record.ranks} pipeline ranks, {record.micro_batches} micro-batches, as recorded")
+        figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
 
 
 def _legend() -> list["Patch"]:

@@ -39,6 +39,7 @@ from tightfit.train.checkpoint import (
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.metrics import MetricsLog, read_metrics
+from tightfit.train.pipeline_record import recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, claim_output, prepare
 from tightfit.train.progress import RunProgress
@@ -166,9 +167,10 @@ class _Run:
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         p = self.p
         try:
-            return train_step(
-                p.module, p.optimizer, micro_batches, p.device, lr, p.scale, self._in_phase, ranks=self.ranks
-            )
+            with recorded(p.module, self.step + 1, self.ranks, self.job.output):
+                return train_step(
+                    p.module, p.optimizer, micro_batches, p.device, lr, p.scale, self._in_phase, ranks=self.ranks
+                )
         except NotFiniteError as error:
             when = (
                 "in which weights were changed already;" if error.weights_changed else "before the weights changed and"

@@ -40,6 +40,13 @@ def stage(spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int) -
 
 
 @lru_cache(maxsize=4096)
+def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int) -> tuple[int, ...]:
+    """How many layers each pipeline rank has."""
+    held = (stage(spec, length, pipeline, pieces, rank) for rank in range(pipeline))
+    return tuple(own.last - own.first for own in held)
+
+
+@lru_cache(maxsize=4096)
 def telling_ranks(spec: ModelSpec, length: int, pipeline: int, pieces: int, split_backward: bool) -> tuple[int, ...]:
     """Ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
 

@@ -1,0 +1,94 @@
+"""Recorded schedules of real processes: the share of time their ranks wait, against (K−1)/(K+M−1).
+
+Stages sleep for a known time instead of computing, so that the result does not depend on how busy the machine is.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.distributed.group import Group
+from tests.distributed.piping import Piped
+from tests.distributed.training import CPU, build, micro_batches
+from tightfit.errors import UserError
+from tightfit.jobs.layout import PipelineSchedule
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.pipeline import Pipeline
+from tightfit.parallel.ranks import Ranks
+from tightfit.report.pipeline import Record, draw_record, read_record, record_of
+from tightfit.train.pipeline_record import record
+from tightfit.train.precision import LossScale
+from tightfit.train.step import train_step
+
+Make = Callable[[int], Group]
+FORWARD_S = 0.06
+
+
+def run_recorded(case: Piped) -> dict[str, Any]:
+    mesh = make_mesh(case.layout, "cpu")
+    ranks = Ranks.of(mesh)
+    _, module, optimizer = build(case, mesh)
+    assert isinstance(module, Pipeline)
+    for stage in module.stages:
+        slow_down([*stage.layers][-1], case.stages_per_rank)
+    batches = micro_batches(case, 0, ranks.rank)
+    train_step(module, optimizer, batches, CPU, 1e-3, LossScale(), ranks=ranks)  # which connects the ranks
+    with record(module, ranks) as found:
+        train_step(module, optimizer, batches, CPU, 1e-3, LossScale(), ranks=ranks)
+    return found
+
+
+def slow_down(layer: Any, pieces: int) -> None:
+    """A layer that sleeps: forward, as long again for the gradient of its input, and for that of its weights."""
+
+    def sleep(_: object) -> None:
+        time.sleep(FORWARD_S / pieces)
+
+    def after(module: nn.Module, given: Any, made: tuple[Tensor, Any]) -> None:
+        sleep(None)
+        made[0].register_hook(sleep)
+
+    layer.register_forward_hook(after)
+    layer.attention.o.weight.register_hook(sleep)
+
+
+def recorded(group: Make, schedule: PipelineSchedule, pieces: int = 1) -> Record:
+    case = Piped(schedule=schedule, stages_per_rank=pieces, rows=8, micro_batch=2)
+    found = group(2).run(run_recorded, case)
+    assert not found[1], "the first process has the record of all"
+    made = record_of(found[0])
+    assert (made.ranks, made.micro_batches, made.pieces) == (2, 4, pieces)
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_measured_bubble_is_the_formulas(group: Make, schedule: PipelineSchedule, tmp_path: Path) -> None:
+    made = recorded(group, schedule)
+    assert len(made.slots) == 2 * 2 * 4, "a forward and a backward of four micro-batches on two ranks"
+    assert all(slot.end - slot.start >= FORWARD_S * (1 if slot.piece.work == "forward" else 2) for slot in made.slots)
+    assert made.formula == pytest.approx(1 / 5)
+    assert made.waited == pytest.approx(made.formula, rel=0.2)
+    draw_record(made, tmp_path / "pipeline.svg")
+    drawn = (tmp_path / "pipeline.svg").read_text()
+    assert f"{made.waited:.1%}" in drawn
+    assert "20.0%" in drawn
+
+
+def test_interleaved_and_zero_bubble_wait_less(group: Make) -> None:
+    plain = recorded(group, "1f1b").waited
+    interleaved = recorded(group, "interleaved", 2)
+    assert interleaved.formula == pytest.approx(1 / 9)
+    assert interleaved.waited == pytest.approx(interleaved.formula, rel=0.35)
+    split = recorded(group, "zero-bubble")
+    assert {slot.piece.work for slot in split.slots} == {"forward", "input", "weights"}
+    assert interleaved.waited < 0.8 * plain
+    assert split.waited < 0.8 * plain
+
+
+def test_what_is_no_record_gets_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not the record of a pipeline"):
+        read_record(tmp_path)
