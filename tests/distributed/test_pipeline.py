@@ -2,17 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.distributed.group import Group
 from tests.distributed.piping import DEEP, Piped, joined, run_piped
-from tests.distributed.test_equivalence import assert_same
-from tests.distributed.training import GEMMA, GPT2, run
+from tests.distributed.test_equivalence import assert_same, distance
+from tests.distributed.training import CPU, GEMMA, GPT2, Trace, build, micro_batches, run
 from tests.train.models import TINY_ROUTED
-from tightfit.jobs.job import Optimizer
-from tightfit.jobs.layout import PipelineSchedule
-from tightfit.jobs.levers import Levers
+from tightfit.errors import UserError
+from tightfit.jobs.agreement import disagreement
+from tightfit.jobs.job import Optimizer, PrecisionName
+from tightfit.jobs.layout import Layout, PipelineSchedule
+from tightfit.jobs.levers import Levers, StateFormat
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.pipeline import Pipeline
+from tightfit.parallel.pipeline_stage import pieces_of
+from tightfit.parallel.ranks import Ranks
+from tightfit.train.precision import LossScale
+from tightfit.train.step import NotFiniteError, train_step
 
 Make = Callable[[int], Group]
 DEEP_TIED = replace(DEEP, tied=True)
@@ -82,3 +91,96 @@ def test_routed_layers_count_their_balance_by_tokens(group: Make, schedule: Pipe
     case = Piped(spec=replace(TINY_ROUTED, layers=5), schedule=schedule)
     truth = run(replace(case.whole(), micro_batch=case.micro_batch))
     assert_same(joined(group(2).run(run_piped, case)), truth)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, precision: PrecisionName) -> None:
+    case = Piped(micro_batch=4, steps=1, precision=precision)
+    one = replace(case.whole(), micro_batch=case.micro_batch)
+    truth, alone = run(replace(one, precision="fp32")), run(one)
+    found = joined(group(2).run(run_piped, case))
+    scale = LossScale.for_precision(precision).value
+    for name, gradient in truth.gradients[0].items():
+        ours, theirs = (distance(trace.gradients[0][name].float() / scale, gradient) for trace in (found, alone))
+        assert 0 < ours < 1.2 * theirs + 1e-3, name
+    assert {name: t.dtype for name, t in found.states.items()} == {name: t.dtype for name, t in alone.states.items()}
+
+
+@pytest.mark.parametrize("form", ["8bit", "bf16", "factored"])
+def test_optimizer_states_are_those_of_one_process(group: Make, form: StateFormat) -> None:
+    case = Piped(spec=DEEP_TIED, steps=2, levers=Levers(optimizer_states=form))
+    found, truth = joined(group(2).run(run_piped, case)), run(replace(case.whole(), levers=case.levers))
+    assert found.states.keys() == truth.states.keys()
+    for name, weight in truth.last.items():
+        assert distance(found.last[name], weight) < 1e-3, name
+
+
+def test_fp16_overflow_is_skipped_by_all_stages_together(group: Make) -> None:
+    found = group(2).run(run_piped, Piped(micro_batch=4, steps=1, precision="fp16", scale=2.0**30))
+    assert [trace.results[0].skipped for trace in found] == [True, True]
+    assert all(trace.last[name].equal(weight) for trace in found for name, weight in trace.first.items())
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_loss_that_is_not_finite_stops_all_stages(group: Make, bad: int) -> None:
+    assert group(2).run(step_with_one_bad_stage, Piped(), bad) == ["the loss is nan"] * 2
+
+
+def step_with_one_bad_stage(case: Piped, bad: int) -> str:
+    mesh = make_mesh(case.layout, "cpu")
+    ranks = Ranks.of(mesh)
+    decoder, module, optimizer = build(case, mesh)
+    if mesh.get_local_rank("pipeline") == bad:
+        layer: Any = next(iter(decoder.layers))
+        layer.mlp.register_forward_hook(lambda _, __, made: (made[0] * float("nan"), made[1]))
+    try:
+        train_step(module, optimizer, micro_batches(case, 0, ranks.rank), CPU, 1e-3, LossScale(), ranks=ranks)
+    except NotFiniteError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_a_comparison_finds_a_tied_gradient_that_is_not_exchanged(group: Make) -> None:
+    case = Piped(spec=DEEP_TIED)
+    with pytest.raises(AssertionError):
+        assert_same(joined(group(2).run(run_without_exchange, case)), run(case.whole()))
+
+
+def run_without_exchange(case: Piped) -> Trace:
+    original = Pipeline._exchange_tied
+    Pipeline._exchange_tied = lambda self: None  # type: ignore[method-assign]
+    try:
+        return run_piped(case)
+    finally:
+        Pipeline._exchange_tied = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("layout", "levers", "words"),
+    [
+        ({"data": 2, "zero": 2}, {}, "sends gradients and weights at each of a pipeline's micro-batches"),
+        ({"data": 2, "zero": 3}, {}, "set layout.zero to 1"),
+        ({}, {"update_in_backward": True}, "the layout has 2 ranks"),
+        ({}, {"offload": "optimizer"}, "for one GPU"),
+        ({}, {"checkpoint_every": 1, "offload_checkpoints": True}, "levers.offload_checkpoints"),
+        ({"schedule": "zero-bubble"}, {"checkpoint_every": 1}, "take 1f1b"),
+        ({"schedule": "zero-bubble"}, {"tiles": 2}, "take 1f1b"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(layout: dict[str, Any], levers: dict[str, Any], words: str) -> None:
+    sentence = disagreement(
+        Levers.model_validate(levers), Layout.model_validate({"pipeline": 2} | layout), "bf16", accumulation=1
+    )
+    assert sentence is not None
+    assert words in sentence
+
+
+def test_schedules_in_rounds_want_equal_ones() -> None:
+    layout = Layout(pipeline=2, schedule="interleaved", stages_per_rank=2)
+    assert disagreement(Levers(), layout, "bf16", accumulation=4) is None
+    assert "multiple of layout.pipeline (2)" in str(disagreement(Levers(), layout, "bf16", accumulation=5))
+
+
+def test_more_stages_than_layers_get_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"the pipeline has 8 stages .* but the model has 5 layers"):
+        pieces_of(DEEP, Layout(pipeline=8), 0, 16)
