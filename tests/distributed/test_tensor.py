@@ -42,6 +42,9 @@ CASES = {
                                     levers=Levers(checkpoint_every=1, offload_checkpoints=True)),
     "two-wide-moments": Case(tensor=2, micro_batch=4, levers=Levers(optimizer_states="fp32")),
     "four": Case(spec=FOUR, tensor=4),
+    "four-on-two-key-heads": Case(spec=replace(TINY, qk_norm=True, qkv_bias=True), tensor=4, micro_batch=4),
+    "four-on-one-key-head": Case(spec=replace(GEMMA, kv_heads=1), tensor=4, micro_batch=4,
+                                 levers=Levers(checkpoint_every=1)),
     "four-tied-checkpointed": Case(spec=replace(FOUR, tied=True), tensor=4, micro_batch=4,
                                    levers=Levers(checkpoint_every=1)),
     **{

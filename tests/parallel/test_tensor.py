@@ -100,7 +100,8 @@ def test_a_split_stream_keeps_a_share_of_everything() -> None:
     ("spec", "layout", "levers", "words"),
     [
         (TINY, Layout(tensor=3), Levers(), "layout.tensor is 3, but the model has 4 attention heads"),
-        (TINY, Layout(tensor=4), Levers(), "layout.tensor is 4, but the model has 2 key and value heads"),
+        (replace(TINY, heads=12, kv_heads=4, mlp_size=96), Layout(tensor=6), Levers(),
+         "layout.tensor is 6, but the model has 4 key and value heads"),
         (replace(TINY, mlp_size=65), Layout(tensor=2), Levers(), "has 65 MLP columns; give a number that divides them"),
         (TINY_ROUTED, Layout(tensor=2), Levers(loss="plain"), "levers.loss is plain, which needs all logits"),
         (TINY, Layout(tensor=2), Levers(tiles=2), "levers.tiles is 2, which takes layers apart"),

@@ -82,6 +82,11 @@ def own_part(x: Tensor, group: Group) -> Tensor:
     return _OwnPart.apply(x, group)
 
 
+def joined_columns(x: Tensor, group: Group) -> Tensor:
+    """All ranks' columns [..., ranks · n] of x [..., n]; gradients are summed and scattered."""
+    return _JoinedColumns.apply(x, group)
+
+
 def gradient_shared(x: Tensor, group: Group) -> Tensor:
     """x, computed by all ranks alike from what will have its gradients summed: each rank's is a share of it."""
     return _GradientShared.apply(x, group.size())
@@ -188,6 +193,19 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _all_gather(dy, ctx.group).view(ctx.shape), None
+
+
+class _JoinedColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        parts = _all_gather(x, group).view(group.size(), *x.shape)
+        return parts.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        parts = dy.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0)
+        return _reduce_scatter(parts, ctx.group).view(parts.shape[1:]), None
 
 
 class _GradientShared(torch.autograd.Function):

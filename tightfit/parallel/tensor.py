@@ -16,9 +16,9 @@ The two more all-gathers bring back what a block's projections took in, which is
 kept; they run while the block after it computes. Whose gradients are parts of a sum over tensor ranks: norms of queries
 and keys and the router always; under sequence parallelism also the other norms and the biases added after a block.
 `sum_partial_gradients` adds them up, once a step. Biases of o and down are added after the sum, once. Each rank routes
-all tokens and computes its columns of every expert. Refused with a sentence: degrees that do not divide heads, key
-heads or MLP widths, and what needs whole rows of logits. Weights that all ranks have stay equal because their gradients
-are, bit for bit.
+all tokens and computes its columns of every expert. Where there are fewer key heads than ranks, those that use a head
+compute a part of it each. Refused with a sentence: what cannot be divided, and what needs whole rows of logits. Weights
+that all ranks have stay equal because their gradients are, bit for bit.
 """
 
 import re
@@ -45,6 +45,7 @@ from tightfit.parallel.conjugate import (
     copied,
     gathered,
     gradient_shared,
+    joined_columns,
     own_part,
     recomputing,
     scattered,
@@ -52,6 +53,7 @@ from tightfit.parallel.conjugate import (
 )
 from tightfit.parallel.mesh import tensor_axes
 from tightfit.parallel.shards import Split, local, remember_splits, splits_of
+from tightfit.plan.dividing import indivisible, widths
 
 CUTS = (
     (r"^(embed|head)\.weight$", 0),
@@ -83,6 +85,7 @@ def tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool
     exchange = SequenceExchange(axis.get_group()) if sequence_parallel else Exchange(axis.get_group())
     first, count = Split(axis, grid, 0, model.spec.vocab_size).bounds()
     _hook(model, exchange, VocabularyRows(model.spec.vocab_size, first, count, exchange.group.group_name))
+    _share_key_heads(model, axis.size())
 
 
 def _split(name: str, p: nn.Parameter, axis: DeviceMesh, grid: DeviceMesh, *, sequence_parallel: bool) -> Split:
@@ -207,6 +210,18 @@ def _hook(model: Decoder, exchange: Exchange, rows: VocabularyRows) -> None:
         mlp.register_forward_hook(partial(_leaving, exchange, down))
 
 
+def _share_key_heads(model: Decoder, ranks: int) -> None:
+    """Fewer key heads than ranks: those that use a head each compute a part of it, and give it to the others."""
+    sharing = ranks // model.spec.kv_heads
+    if sharing <= 1:
+        return
+    group, _ = dist.new_subgroups(sharing)  # neighbours, as tensor is the innermost axis
+    layers: list[Any] = list(model.layers)
+    for layer in layers:
+        for projection in (layer.attention.k, layer.attention.v):
+            projection.register_forward_hook(lambda _, given, made: joined_columns(made, group))
+
+
 def _embed(embed: nn.Embedding, rows: VocabularyRows, exchange: Exchange, positions: bool, tokens: Tensor) -> Tensor:
     return exchange.embed(embedded_here(tokens, embed.weight, rows), positions=positions)
 
@@ -265,12 +280,8 @@ def refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | None:
     t = layout.tensor
     if t == 1:
         return None
-    sizes = [("attention heads", spec.heads), ("key and value heads", spec.kv_heads), *_widths(spec)]
-    for what, size in sizes:
-        if size % t:
-            return f"layout.tensor is {t}, but the model has {size} {what}; give a number that divides them"
-    if (t - 1) * -(-spec.vocab_size // t) >= spec.vocab_size:
-        return f"layout.tensor is {t}, which leaves a rank without any of {spec.vocab_size} tokens; lower it"
+    if sentence := indivisible(spec, t):
+        return sentence
     if levers.loss == "plain":
         return f"levers.loss is plain, which needs all logits, but layout.tensor is {t}; set levers.loss=fused"
     if levers.tiles > 1:
@@ -281,15 +292,6 @@ def refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | None:
     return _states_refusal(spec, layout, levers)
 
 
-def _widths(spec: ModelSpec) -> list[tuple[str, int]]:
-    if spec.experts is None:
-        return [("MLP columns", spec.mlp_size)]
-    found = [("columns of an expert", spec.experts.mlp_size)]
-    if spec.experts.shared_size:
-        found.append(("columns of the shared expert", spec.experts.shared_size))
-    return [*found, ("MLP columns", spec.mlp_size)] if spec.experts.dense_layers else found
-
-
 def _states_refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | None:
     """Formats whose numbers share a row or a block of it with others."""
     t = layout.tensor
@@ -298,8 +300,8 @@ def _states_refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | No
             f"levers.optimizer_states is factored, which needs all rows and columns of a weight, but layout.tensor is "
             f"{t}; take 8bit or bf16"
         )
-    widths = [spec.query_size, *(size for _, size in _widths(spec))]
-    if levers.optimizer_states == "8bit" and any(width // t % EIGHT_BIT_BLOCK for width in widths):
+    rows = [spec.query_size, *(size for _, size in widths(spec))]
+    if levers.optimizer_states == "8bit" and any(length // t % EIGHT_BIT_BLOCK for length in rows):
         return (
             f"levers.optimizer_states is 8bit, whose blocks of {EIGHT_BIT_BLOCK} do not divide rows cut in {t}; "
             "lower layout.tensor or take bf16"

@@ -1,8 +1,8 @@
 """The space of plans: every layout of a machine's ranks, and every set of levers worth trying.
 
-A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide the
-heads, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each, expert ranks divide the
-experts, and data ranks divide the batch. Micro-batches are divisors up to 64 rows.
+A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide
+heads and MLPs, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each, expert ranks divide
+the experts, and data ranks divide the batch. Micro-batches are divisors up to 64 rows.
 
 Left out because something else is never worse: gpipe (1f1b takes as long and less memory), the plain loss (slower and
 larger), and context ranks with a micro-batch that shares a factor with them (more data ranks with smaller micro-batches
@@ -22,6 +22,7 @@ from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.plan.dividing import indivisible
 from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
@@ -97,7 +98,7 @@ class Space:
 
     def _tensor(self) -> list[int]:
         spec = self.workload.spec
-        return self._pinned("tensor", [t for t in divisors(self.machine.ranks) if _splits_heads(t, spec.heads)])
+        return self._pinned("tensor", [t for t in divisors(self.machine.ranks) if indivisible(spec, t) is None])
 
     def _pipeline(self) -> list[int]:
         return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= self.workload.spec.layers])
@@ -185,8 +186,8 @@ class Space:
         for name, value in degrees.items():
             if ranks % value:
                 return f"layout.{name} is {value}, which does not divide the machine's {ranks} GPUs; change one"
-        if not _splits_heads(pins.get("tensor", 1), spec.heads):
-            return f"layout.tensor is {pins['tensor']}, which does not divide the model's {spec.heads} heads; change it"
+        if sentence := indivisible(spec, pins.get("tensor", 1)):
+            return sentence
         if pins.get("pipeline", 1) > spec.layers:
             return (
                 f"layout.pipeline is {pins['pipeline']}, but the model has {spec.layers} layers; give at most that many"
@@ -213,10 +214,6 @@ def _recomputes(chosen: dict[str, Any], sparsest: float) -> bool:
 def _lets_weights_go(chosen: dict[str, Any]) -> bool:
     """Weights on the host must not be remembered by autograd: every layer is computed again."""
     return bool(chosen["offload"] != "weights" or chosen["checkpoint_every"] == 1)
-
-
-def _splits_heads(tensor: int, heads: int) -> bool:
-    return heads % tensor == 0
 
 
 def _splits_rows(context: int, length: int) -> bool:

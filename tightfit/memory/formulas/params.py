@@ -1,7 +1,7 @@
 """Params: how many weights one rank holds of each part of the model, before data ranks split them.
 
 Tensor ranks split matrices and the vocabulary and repeat norms; experts are split over `expert` data and context ranks.
-Where there are fewer key heads than tensor ranks, their projections are repeated.
+Where there are fewer key heads than tensor ranks, their projections are cut inside a head.
 """
 
 from functools import lru_cache
@@ -49,7 +49,7 @@ def layer_params(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) 
 
 
 def _attention(spec: ModelSpec, tensor: int) -> int:
-    h, q, kv = spec.hidden_size, ceil(spec.heads, tensor) * spec.head_dim, ceil(spec.kv_heads, tensor) * spec.head_dim
+    h, q, kv = spec.hidden_size, ceil(spec.heads, tensor) * spec.head_dim, ceil(spec.kv_size, tensor)
     return h * (2 * q + 2 * kv) + (q + 2 * kv) * spec.qkv_bias + h * spec.output_bias
 
 
