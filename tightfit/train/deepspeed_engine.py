@@ -108,11 +108,15 @@ class DeepSpeedModule(nn.Module):
         super().__init__()
         self.package = load_deepspeed(device)
         self.spec, self.has_masters = decoder.spec, precision in ("bf16", "fp16")
-        workload = Workload.of_job(job, decoder.spec, precision)
-        self.config = settings(workload, job.layout, job.levers, job.optimizer.model_dump())
+        self.config = self.configuration(job, Workload.of_job(job, decoder.spec, precision))
         self.stage: int = self.config["zero_optimization"]["stage"]
         self.steps = 0
         self._initialize(Objective(decoder))
+
+    @staticmethod
+    def configuration(job: Job, workload: Workload) -> dict[str, Any]:
+        """What a plan of this job is exported as."""
+        return settings(workload, job.layout, job.levers, job.optimizer.model_dump())
 
     def _initialize(self, objective: Objective) -> None:
         if not dist.is_initialized():

@@ -84,6 +84,8 @@ def measure_job(job: Job, steps: int, *, quiet: bool = False) -> MeasuredRun:
     """Run `steps` steps of `job`, as one of its ranks, and say what was in memory."""
     refuse_what_cannot_run(job.layout, job.levers)
     _refuse_unwritable(job.output)
+    if job.engine != "tightfit":
+        raise UserError(f"engine is {job.engine}, whose tensors cannot be told apart; measure with -o engine=tightfit")
     with joined(job.layout, choose_device(job.device)) as (mesh, device):
         try:
             return _measured(job, steps, device, mesh, quiet=quiet or not Ranks.of(mesh).first)
