@@ -22,6 +22,7 @@ from tightfit.memory.formulas.rank import KINDS, Place, RankMemory
 SMALL_EMBEDDING_TOKENS = 3072
 ROWS_PER_PARTIAL = 10
 WIDE, INDEX = 4, 8
+CODE_BYTES = 2
 
 ACTIVATION_LABELS: tuple[Label, ...] = (
     *(Label("activations", kind, "kept for backward, see formulas/layer.py") for kind in KINDS),
@@ -29,7 +30,7 @@ ACTIVATION_LABELS: tuple[Label, ...] = (
     Label("activations", "outside the layers", "final norm, rope tables"),
 )
 BACKWARD_LABELS: tuple[Label, ...] = (
-    Label("weights", "gathered", "FSDP2: the layer at work and the root, or what is not let go of yet"),
+    Label("weights", "gathered", "FSDP2: the layer at work and the root, or what is not let go of yet; fp8 codes"),
     Label("gradients", "from before", "DDP's buckets, and sums over earlier micro-batches"),
     *ACTIVATION_LABELS,
     Label("activations", "the layer at work", "what it kept, or computed again"),
@@ -69,7 +70,7 @@ def _at_loss(at: RankMemory) -> tuple[int, ...]:
     """The fused loss's float32 sums become the output projection's gradient."""
     cost, loss, e = at.cost, at.cost.loss, at.element
     narrow = e * cost.vocabulary if loss.weight_gradient_copies and e < WIDE else 0
-    gathered = e * (cost.root if at.layout.zero == 3 else cost.params.all) if at.is_sharded else 0
+    gathered = e * (cost.root if at.layout.zero == 3 else cost.params.all) if at.is_sharded else codes(at)
     prefetched = e * cost.widest.all if at.layout.zero == 3 else 0
     return (
         gathered, at.states.gradients, *cost.kinds, at.others, cost.outside, 0, 0, 0, 0,
@@ -82,7 +83,7 @@ def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
     there = held.gradients and not at.is_sharded
     moment = place.added if there else place.growing
     made = e * ((moment.made_weights if there else moment.weights) + moment.weight_copies)
-    gathered = moving = 0
+    gathered, moving = codes(at, place.after), 0
     if at.is_sharded:
         gathered = e * _gathered(at, place)
         moving = _prefetched(at, place) + (0 if place.is_last or _sums_whole(at) else held.reduced * cost.widest.all)
@@ -91,6 +92,13 @@ def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
         _done(at, place.after), made, _waiting(at, at_last_layer=place.is_last), 0, moment.workspace,
         moving + _arriving(at, place),
     )  # fmt: skip
+
+
+def codes(at: RankMemory, done: int = 0) -> int:
+    """Layers' weights in fp8, as they are and transposed, from forward until a layer's backward is `done`."""
+    if at.levers.matmul == "native":
+        return 0
+    return CODE_BYTES * (at.cost.params.all - at.cost.root - at.cost.embedding - done)
 
 
 def _at_reduction(at: RankMemory, place: Place) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.backward import ACTIVATION_LABELS, BACKWARD_LABELS, backward
+from tightfit.memory.formulas.backward import ACTIVATION_LABELS, BACKWARD_LABELS, backward, codes
 from tightfit.memory.formulas.labels import Label
 from tightfit.memory.formulas.logits import chunk_bytes
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
@@ -48,7 +48,7 @@ RESIDENT_LABELS: tuple[Label, ...] = (
     Label("workspace", "states and weights on their way", "levers.offload: what passes between host and GPU"),
 )
 FORWARD_LABELS: tuple[Label, ...] = (
-    Label("weights", "gathered", "FSDP2: the layer at work and the root, or all of them under ZeRO-1 and 2"),
+    Label("weights", "gathered", "FSDP2: the layer at work and the root, or all under ZeRO-1 and 2; fp8 codes"),
     Label("gradients", "from before", "DDP's buckets, and sums over earlier micro-batches"),
     *ACTIVATION_LABELS,
     Label("activations", "at work in the last layer", "alive in forward but not kept"),
@@ -169,9 +169,9 @@ def _kept(at: RankMemory, gathered: int) -> tuple[int, ...]:
 
 
 def _gathered_in_forward(at: RankMemory) -> int:
-    """FSDP2: the root stays whole; layers too under ZeRO-1 and 2."""
+    """FSDP2: the root stays whole; layers too under ZeRO-1 and 2. Of whole weights, their codes in fp8."""
     if not at.is_sharded:
-        return 0
+        return codes(at)
     cost = at.cost
     return at.element * (cost.root + cost.widest.all if at.layout.zero == 3 else cost.params.all)
 
