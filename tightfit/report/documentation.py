@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tightfit.jobs.fields import field_rows
+from tightfit.report.levers import measured_block, predicted_rows
 from tightfit.report.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
 from tightfit.report.truth import measured_on, summary_rows, truth_rows
 
@@ -98,6 +99,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan-output": plan_output,
     "truth-summary": truth_summary,
     "truth": lambda: markdown_table(*truth_rows(TRUTH)),
+    "lever-predictions": lambda: markdown_table(*predicted_rows()),
+    "levers": lambda: measured_block(RESULTS / "levers.csv"),
 }
 
 

@@ -89,3 +89,46 @@ def lever_rows(path: Path, case: str = LADDER) -> tuple[Sequence[str], Sequence[
          f"{rung.step_s:.3f} s", f"{rung.step_s / plain_s:.2f} ×")
         for rung in found
     ]  # fmt: skip
+
+
+PREDICTED = (
+    "", "checkpoint_every=1", "checkpoint_every=1 checkpoint_keep=attention",
+    "checkpoint_every=1 checkpoint_keep=matmuls", "checkpoint_every=1 offload_checkpoints=true", "tiles=8",
+    "update_in_backward=true", "optimizer_states=bf16", "optimizer_states=8bit", "optimizer_states=factored",
+    "offload=optimizer", "offload=optimizer update_in_backward=true",
+    "offload=weights update_in_backward=true checkpoint_every=1", "matmul=fp8-tensor",
+)  # fmt: skip
+QUESTION = ("llama-3.1-8b", 8192, "H200")
+
+
+def predicted_rows() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """What formulas and costs say of every lever alone, for one row of QUESTION."""
+    from tightfit.hardware.machine import parse_machine
+    from tightfit.jobs.layout import Layout
+    from tightfit.jobs.levers import Levers
+    from tightfit.jobs.workload import Workload
+    from tightfit.memory.formulas.training import peak
+    from tightfit.models.presets import preset
+    from tightfit.plan.cost import Costs
+    from tightfit.plan.pins import parse_pins
+
+    model, length, machine = QUESTION
+    workload, layout = Workload(spec=preset(model), sequence_length=length, global_batch=1), Layout(micro_batch=1)
+    frame, rows = Costs(workload, parse_machine(machine)).frame(layout), []
+    plain_s = frame.step(Levers()).step_s
+    for text in PREDICTED:
+        levers = Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)
+        gpu, host = (count / 2**30 for count in peak(workload, layout, levers))
+        shown = ", ".join(f"`{each}`" for each in text.split()) or NONE
+        on_host = f"{host:.1f} GiB" if host else "–"
+        rows.append((shown, f"{gpu:.1f} GiB", on_host, f"{frame.step(levers).step_s / plain_s:.2f} ×"))
+    return ("levers", "GPU", "host", "time of a step"), rows
+
+
+def measured_block(path: Path) -> str:
+    """The measured ladder as a table, or where it would come from."""
+    if not path.exists():
+        return "`python benchmarks/levers.py --ladder` measures them."
+    header, rows = lever_rows(path)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
