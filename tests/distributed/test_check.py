@@ -14,9 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from tests.distributed.group import Group
 from tests.train.models import TINY, TINY_ROUTED
+from tightfit.cli.main import app
+from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.presets import preset
@@ -24,8 +27,9 @@ from tightfit.parallel import conjugate, data, pipeline, tensor
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 from tightfit.parallel.shards import local
-from tightfit.train import optimizer, step
+from tightfit.train import gate, optimizer, step
 from tightfit.train.equivalence import TOLERANCE, Verdict, compare
+from tightfit.train.gate import run_check
 from tightfit.train.subject import Subject, miniature
 
 Make = Callable[[int], Group]
@@ -229,6 +233,33 @@ def test_a_fault_is_found_where_it_is(group: Make, fault: str, layout: Layout, k
     assert not verdict.same
 
 
+def test_a_verdict_is_a_sentence_of_the_documentation(group: Make) -> None:
+    verdict = group(2).run(judge, subject(WHOLE_STREAM), "no partial sums")[0]
+    assert verdict.first is not None
+    page = Path(__file__).parents[2] / "docs" / "parallel.md"
+    assert f"different: {verdict.first.sentence()}" in page.read_text(encoding="utf-8")
+
+
+def test_the_verb_ends_with_one_where_ranks_differ(group: Make) -> None:
+    """And names what differs first. The verdict is a real one; only its processes were started elsewhere."""
+    checked = subject(TENSOR)
+    verdict = group(2).run(judge, checked, "stale shard")[0]
+    with patch.object(gate, "run_check", lambda *_, **__: (verdict, checked)):
+        told = CliRunner().invoke(app, ["check", "job.yaml"])
+    assert told.exit_code == 1
+    assert "different: step 1: weight of layers.1.mlp.up.weight (layer 1)" in " ".join(told.output.split())
+
+
+def test_what_cannot_be_split_is_refused_and_not_shrunk(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: gpt2-xl\ndata: notes.txt\noutput: out\nsteps: 1\nlayout: {tensor: 2}\n")
+    with pytest.raises(UserError, match="has 25 attention heads"):
+        run_check(job)
+    job.write_text("model: gpt2-xl\ndata: notes.txt\noutput: out\nsteps: 1\n")
+    with pytest.raises(UserError, match="has one rank, which has nothing to differ from"):
+        run_check(job)
+
+
 def test_groups_that_do_not_meet_are_found(group: Make) -> None:
     assert group(4).run(judge, subject(HYBRID))[0].same
     verdict = group(4).run(judge, subject(HYBRID), "groups apart")[0]
@@ -236,15 +267,21 @@ def test_groups_that_do_not_meet_are_found(group: Make) -> None:
     assert (verdict.first.kind, verdict.first.name) == ("gradient", "head.weight")
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-405b", "qwen3-8b", "gemma-2-9b", "gpt2", "mixtral-8x7b"])
-def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str) -> None:
-    large = Subject(preset(name), Layout(tensor=2, data=2, zero=3, micro_batch=4), passes=8, length=4096)
+GRID = Layout(tensor=2, data=2, zero=3, micro_batch=4)
+SHRUNK = [("llama-3.1-405b", GRID), ("qwen3-8b", GRID), ("gemma-2-9b", GRID), ("gpt2", GRID), ("mixtral-8x7b", GRID),
+          ("qwen2.5-3b", Layout(tensor=4, micro_batch=4))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout"), SHRUNK, ids=[name for name, _ in SHRUNK])
+def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str, layout: Layout) -> None:
+    large = Subject(preset(name), layout, passes=8, length=4096)
     small = miniature(large)
     ours, theirs = small.spec, large.spec
     assert ours.params() < 100_000
     for field in ("family", "tied", "norm", "qk_norm", "gated", "qkv_bias", "sandwich_norms", "logit_softcap"):
         assert getattr(ours, field) == getattr(theirs, field)
     assert (ours.heads > ours.kv_heads) == (theirs.heads > theirs.kv_heads)
+    assert (ours.kv_heads < layout.tensor) == (theirs.kv_heads < layout.tensor)
     assert (ours.experts is None) == (theirs.experts is None)
     assert ours.vocab_size % 2 == theirs.vocab_size % 2
     assert group(4).run(judge, small)[0].same

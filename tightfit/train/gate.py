@@ -10,6 +10,7 @@ from tightfit.errors import UserError
 from tightfit.parallel.apply import refuse_what_cannot_run
 from tightfit.parallel.mesh import joined, make_mesh
 from tightfit.parallel.processes import run_together
+from tightfit.parallel.tensor import refusal
 from tightfit.train.equivalence import Verdict, compare
 from tightfit.train.precision import choose_device
 from tightfit.train.subject import Subject, miniature, read_subject
@@ -28,6 +29,8 @@ def run_check(
     if subject.layout.ranks == 1:
         raise UserError(f"{path} has one rank, which has nothing to differ from; set layout.data or another degree")
     refuse_what_cannot_run(subject.layout, subject.levers)
+    if sentence := refusal(subject.spec, subject.layout, subject.levers):
+        raise UserError(sentence)  # before a miniature, which could be split
     if tiny or (tiny is None and subject.spec.params() > SMALL_PARAMS):
         subject = miniature(subject)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -86,14 +86,15 @@ def miniature(subject: Subject) -> Subject:
 
 def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
     t = layout.tensor
-    group = min(2, spec.heads // spec.kv_heads)
-    kv_heads = t if spec.kv_heads % t == 0 else spec.kv_heads
+    kv_heads = min(t, spec.kv_heads)
+    heads = max(t, kv_heads * min(2, spec.heads // spec.kv_heads))
+    head_dim = max(HEAD, 2 * t // kv_heads)
     layers = min(spec.layers, max(2, layout.pipeline * layout.stages_per_rank))
     rope = spec.rope if spec.rope is None or spec.rope.scaling != "longrope" else replace(spec.rope, scaling="none")
     window = None if spec.window is None else length // 4
     return replace(
-        spec, vocab_size=96 + spec.vocab_size % 2, hidden_size=2 * WIDTH, layers=layers, heads=group * kv_heads,
-        kv_heads=kv_heads, head_dim=HEAD, mlp_size=WIDTH * t, max_positions=2 * length, rope=rope, window=window,
+        spec, vocab_size=96 + spec.vocab_size % 2, hidden_size=2 * WIDTH, layers=layers, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, mlp_size=WIDTH * t, max_positions=2 * length, rope=rope, window=window,
         window_layers=tuple(layer for layer in spec.window_layers if layer < layers),
         experts=None if spec.experts is None else _few_experts(spec.experts, layers, layout),
     )  # fmt: skip
