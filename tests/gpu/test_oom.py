@@ -32,10 +32,12 @@ def _whole_card_afterwards() -> Iterator[None]:
 
 
 def job_in(folder: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(path.read_text() for path in sorted(corpus.iterdir())) * 40, encoding="utf-8")
     fields: dict[str, Any] = {
         "model": {"source": "tiny-llama", "shape": SHAPE}, "precision": "bf16", "steps": 2, "global_batch": 8,
         "layout": {"micro_batch": 8}, "schedule": {"kind": "cosine", "warmup_steps": 1}, "saving": {"every": 1},
-        "data": {"train": [str(corpus)], "held_out": 0, "sequence_length": 2048, "cache": str(cache)},
+        "data": {"train": [str(text)], "held_out": 0, "sequence_length": 2048, "cache": str(cache)},
     }  # fmt: skip
     return tiny_job(folder / "run", corpus, cache, **{**fields, **changes})
 

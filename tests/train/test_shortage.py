@@ -40,12 +40,15 @@ CAPPED = (
 
 
 def test_sizes_are_read_from_torchs_words() -> None:
-    assert sizes_of(MESSAGE) == (2 * GIB, GIB // 2)
-    wanted, missing = sizes_of(CAPPED)
+    wanted, missing, limit = sizes_of(MESSAGE)
+    assert (wanted, missing) == (2 * GIB, GIB // 2)
+    assert limit == pytest.approx(79.1 * GIB)
+    wanted, missing, limit = sizes_of(CAPPED)
+    assert limit == pytest.approx(22.35 * GIB + 500 * 2**20)
     assert wanted == GIB // 2
     assert missing == pytest.approx((0.5 - 0.25) * GIB, rel=1e-6)
-    assert sizes_of("CUDA out of memory. Tried to allocate 3.00 MiB.") == (3 * 2**20, 3 * 2**20)
-    assert sizes_of("something else") == (0, 0)
+    assert sizes_of("CUDA out of memory. Tried to allocate 3.00 MiB.") == (3 * 2**20, 3 * 2**20, 0)
+    assert sizes_of("something else") == (0, 0, 0)
 
 
 @pytest.fixture
@@ -132,6 +135,9 @@ def test_advice_saves_what_was_missing_for_the_least_time(
         slower.append(advice.slower)
     assert slower == sorted(slower)
     assert _advice(running, 200 * GIB) is None
+    capped = _advice(running, GIB // 4, 14 * GIB)
+    assert capped is not None
+    assert capped.gpu_bytes <= 14 * GIB
 
 
 def _as_yaml(overrides: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import peak
 from tightfit.memory.ledger import Component, Ledger, Line, Phase
 from tightfit.plan.cost import Costs
@@ -94,32 +95,34 @@ class Running:
 
 def shortage_of(error: torch.OutOfMemoryError, running: Running, step: int, phase: Phase, safe: str) -> Shortage:
     """What there is to say about `error`; call it where the error is caught."""
-    wanted, missing = sizes_of(str(error))
+    wanted, missing, limit = sizes_of(str(error))
     module, operation = _place(error, running.model)
     if phase == "backward" and not module and running.optimizer.in_backward is None:
         module = _layer_at_work(running.model)
     return Shortage(
         step=step, phase=phase, module=module, operation=operation, wanted_bytes=wanted, missing_bytes=missing,
-        held=held_now(running, phase), advice=_advice(running, missing), micro_batch=running.job.layout.micro_batch,
-        safe=safe,
+        held=held_now(running, phase), advice=_advice(running, missing, limit),
+        micro_batch=running.job.layout.micro_batch, safe=safe,
     )  # fmt: skip
 
 
-def sizes_of(message: str) -> tuple[int, int]:
-    """Bytes asked for and bytes that were missing, from torch's words; what was free counts only where it could be had.
+def sizes_of(message: str) -> tuple[int, int, int]:
+    """Bytes asked for, bytes that were missing, and all that this process could have, from torch's words; 0: unknown.
 
-    Memory that is reserved but not allocated is in pieces too small, so it does not count.
+    Memory that is reserved but not allocated is in pieces too small, so it is not counted as free.
     """
     wanted = _size(r"Tried to allocate ([\d.]+) (\w+)", message)
     free = _size(r"of which ([\d.]+) (\w+) is free", message)
     allowed = _size(r"([\d.]+) (\w+) allowed", message)
+    used = _size(r"this process has ([\d.]+) (\w+) memory in use", message)
+    limit = used + free
     if allowed:
-        used = _size(r"this process has ([\d.]+) (\w+) memory in use", message)
+        limit = allowed + DEFAULT.context_bytes
         taken = _size(r"memory ([\d.]+) (\w+) is allocated", message) + _size(
             r"and ([\d.]+) (\w+) is reserved", message
         )
         free = min(free, max(0, allowed - (taken or used)))
-    return wanted, max(wanted - free, 0) or wanted
+    return wanted, max(wanted - free, 0) or wanted, limit
 
 
 def _size(pattern: str, message: str) -> int:
@@ -197,12 +200,13 @@ def _rest(known_bytes: int, phase: Phase) -> list[Line]:
     ]
 
 
-def _advice(running: Running, missing_bytes: int) -> Advice | None:
-    """Found among the levers of this layout; the prediction is trusted for differences, not for the whole."""
+def _advice(running: Running, missing_bytes: int, limit_bytes: int = 0) -> Advice | None:
+    """Levers of this layout whose predicted peak is lower by what was missing, and below what the process could have:
+    later moments of the step, which were not reached, need more than the one that failed."""
     job, workload = running.job, running.workload
     space = Space(workload, _machine(running), Pins(levers=runnable_only()["levers"]))
     now, _ = peak(workload, job.layout, job.levers)
-    found = cheapest_that_fits(space, job.layout, job.levers, now - missing_bytes)
+    found = cheapest_that_fits(space, job.layout, job.levers, min(now - missing_bytes, limit_bytes or now))
     if found is None:
         return None
     changed = [name for name, value in found.levers if value != getattr(job.levers, name)]
