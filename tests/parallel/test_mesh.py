@@ -6,7 +6,7 @@ import torch
 from tests.parallel.fake import fake_group
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
-from tightfit.parallel.mesh import joined, make_mesh
+from tightfit.parallel.mesh import joined, make_mesh, sharding_axes, tensor_axes
 from tightfit.parallel.ranks import ALONE, Ranks
 
 CPU = torch.device("cpu")
@@ -21,6 +21,27 @@ def test_axes_are_named_and_ordered() -> None:
         assert mesh["data"].mesh.tolist() == [0, 2, 4, 6]
         ranks = Ranks.of(mesh)
         assert (ranks.rank, ranks.world) == (0, 4)
+
+
+def test_groups_of_data_ranks_are_neighbours() -> None:
+    """Copies across, shards inside, tensor ranks inside those; the data axis is all of it."""
+    with fake_group(16):
+        mesh = make_mesh(Layout(data=8, zero=3, shard_inside=4, tensor=2), "cpu")
+        assert mesh.mesh_dim_names == ("data", "tensor")
+        assert mesh["data"].mesh.tolist() == list(range(0, 16, 2))
+        shards = sharding_axes(mesh)
+        assert shards.mesh_dim_names == ("replicate", "shard")
+        assert shards.mesh.tolist() == [[0, 2, 4, 6], [8, 10, 12, 14]]
+        axis, grid = tensor_axes(mesh)
+        assert axis.mesh.tolist() == [0, 1]
+        assert grid.mesh_dim_names == ("replicate", "shard", "tensor")
+        assert sharding_axes(make_mesh(Layout(data=16, zero=3), "cpu")).mesh_dim_names == ("data",)
+
+
+@pytest.mark.parametrize("fields", [{"data": 8, "shard_inside": 4}, {"data": 8, "zero": 3, "shard_inside": 3}])
+def test_groups_must_divide_and_split_something(fields: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"layout.shard_inside is \d, but layout.data is 8"):
+        Layout.model_validate(fields)
 
 
 def test_one_process_needs_no_group() -> None:

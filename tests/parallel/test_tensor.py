@@ -14,6 +14,7 @@ from tests.train.models import TINY, TINY_ROUTED
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import cut
 from tightfit.parallel.mesh import make_mesh
@@ -22,6 +23,7 @@ from tightfit.parallel.shards import splits_of
 from tightfit.parallel.tensor import refusal
 from tightfit.plan.traffic import TensorCalls, backward_calls, forward_calls
 from tightfit.train.precision import LossScale
+from tightfit.train.rehearsal import rehearse
 from tightfit.train.step import train_step
 
 ROWS, LENGTH = 4, 16
@@ -94,6 +96,18 @@ def test_a_split_stream_keeps_a_share_of_everything() -> None:
     stream = 4 * ROWS * LENGTH * SPEC.hidden_size
     assert plain > split + 3 * 3 * stream  # four whole streams a layer against four quarters
     assert split < whole / 4 + 2 * stream  # and the hidden states of the loss with their gradient
+
+
+def test_what_is_gathered_again_counts_as_activations() -> None:
+    """In simulations: weights stay what they are, and backward holds the streams of all tokens."""
+    layout = Layout(tensor=4, micro_batch=1)
+    workload = Workload(spec=replace(SPEC, max_positions=4096), sequence_length=4096, global_batch=1, precision="fp32")
+    lines = rehearse(workload, layout, Levers()).lines
+    weights = {line.phase: line.bytes for line in lines if line.component == "weights"}
+    assert weights["backward"] == weights["forward"] > 0
+    again = [line.bytes for line in lines if line.detail == "gathered again" and line.phase == "backward"]
+    assert again
+    assert sum(again) % (4 * 4096 * SPEC.hidden_size) == 0
 
 
 @pytest.mark.parametrize(

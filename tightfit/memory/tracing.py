@@ -209,7 +209,8 @@ class Tracer(TorchDispatchMode):
         """A storage has been emptied or refilled in place."""
         self._forget(storage._cdata)
         if storage.nbytes() and not self.paused:
-            self._follow(storage, Allocation(storage.nbytes(), "weights", "gathered", self._module(), "resize"))
+            owner = _resizing_owner()
+            self._follow(storage, Allocation(storage.nbytes(), *owner, self._module(), "resize"))
 
     def _module(self) -> str:
         return self.modules[-1] if self.modules else ""
@@ -273,6 +274,12 @@ def _to_front(hooks: Any, number: int) -> None:
     own = hooks[number]
     hooks.clear()
     hooks.update([(number, own), *others])
+
+
+def _resizing_owner() -> tuple[Component, str]:
+    """Whose memory is refilled in place, by the file that does it: FSDP2's weights, or tensor ranks' streams."""
+    file = sys._getframe(3).f_code.co_filename
+    return ("activations", "gathered again") if file.endswith("conjugate.py") else ("weights", "gathered")
 
 
 def _entering(stack: list[str], name: str) -> Callable[..., None]:
