@@ -96,11 +96,12 @@ def kept_by_autograd(p: Prepared) -> int:
 
 
 def held_by_forward(p: Prepared, checkpointed: bool) -> int:
-    """What is alive at the loss without autograd: its input, positions, the mean; tables of recomputed layers."""
+    """What is alive at the loss without autograd: its input, positions, the mean; inputs and tables of recomputed
+    layers, which wait outside of autograd's graph."""
     spec, rows, length = p.model.spec, p.job.layout.micro_batch, p.job.data.sequence_length
     hidden, positions, mean = 4 * rows * length * spec.hidden_size, 8 * length, 4
     tables = 2 * 4 * length * (spec.head_dim // 2)
-    return hidden + positions + mean + (tables if checkpointed else 0)
+    return hidden + positions + mean + (tables + spec.layers * hidden if checkpointed else 0)
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -111,7 +112,7 @@ def test_activations_are_what_autograd_keeps(every: int, tmp_path: Path, corpus:
     job = job.model_copy(update={"data": job.data.model_copy(update={"separate_documents": False})})
     ledger, again = measure_job(job, 1, quiet=True).ledger, prepared(job)
     kept = kept_by_autograd(again)
-    assert kept > 100_000
+    assert kept > 60_000
     assert held(ledger, "activations", "loss") == kept + held_by_forward(again, checkpointed=bool(every))
 
 
