@@ -16,6 +16,7 @@ from tightfit.cli.compare import compare
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
 from tightfit.cli.hardware import hardware
+from tightfit.cli.launch import launch
 from tightfit.cli.measure import measure
 from tightfit.cli.models import models
 from tightfit.cli.picture import picture
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
+for verb in (train, launch, sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
     app.command()(verb)
 app.add_typer(bench)
 app.add_typer(picture)

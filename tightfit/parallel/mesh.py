@@ -11,6 +11,7 @@ initialised group, a fake one too. Experts are split over ranks of these axes an
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ BESIDE = "tightfit_sharding"
 """Where a mesh keeps its slices: torch lets no mesh have an axis both whole and cut, and slices wrongly among fake
 tensors, so it is done once, when the mesh is made."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for others in a collective before it gives up; a rank that dies is noticed sooner."""
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -87,7 +90,7 @@ def joined(layout: Layout, device: torch.device) -> Iterator[tuple[DeviceMesh | 
         return
     own = _own_device(device)
     if not running:
-        dist.init_process_group(BACKENDS[own.type])
+        dist.init_process_group(BACKENDS[own.type], timeout=TIMEOUT)
     yield make_mesh(layout, own.type), own
     if not running:
         dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective

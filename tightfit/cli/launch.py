@@ -1,0 +1,42 @@
+"""`tightfit launch`: a job's processes on this machine, or the line that starts them on several."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def launch(
+    job: Annotated[Path, typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", help="Change a field: -o layout.data=4. May be repeated."),
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Start all ranks again, from the newest checkpoint, when one dies.")
+    ] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="Only print the line to run on each of so many machines.")] = 1,
+    head: Annotated[str, typer.Option(help="The machine at which they meet.")] = "HOST",
+) -> None:
+    """Start one process per rank of a job on this machine: on its GPUs, or on the CPU.
+
+    \b
+    tightfit launch job.yaml -o layout.data=2
+    tightfit launch plan.json --restarts 3
+    tightfit launch job.yaml --nodes 2 --head node-1      prints the torchrun line
+    """
+    from tightfit.plan.job import read_job
+
+    overrides = override or []
+    loaded, _ = read_job(job, overrides)
+    changes = [word for text in overrides for word in ("-o", text)]
+    arguments = [str(job), *changes, *(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
+
+    from tightfit.train.launching import launch as start
+    from tightfit.train.launching import torchrun_line
+
+    if nodes > 1:
+        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, arguments))
+    start(loaded, arguments, restarts)
