@@ -1,0 +1,233 @@
+"""Plans on paper: 70B on 64 H100, 405B on 1 024 and 16 384, and layouts that others have published figures for.
+
+Everything is computed: memory of every pipeline stage by the closed forms and, where tightfit can train the layout, by
+rehearsing the step of some stages on fake tensors; time by the planner's model. Each question is asked twice, of all
+that can be planned and of what `tightfit train` runs. Published layouts are not searched for but costed as they were.
+Rows go to benchmarks/results/scale.csv (a layout each) and scale_stages.csv (a pipeline stage each); docs/scale.md is
+made from the newest rows of each case.
+
+    python benchmarks/scale.py                     (a minute; --simulate SECONDS adds rehearsals of so long each at most)
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from results import append_row
+
+from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.jobs.agreement import disagreement
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.pipeline import layer_counts
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.ledger import Ledger
+from tightfit.models.presets import preset
+from tightfit.plan.answer import Question, answer, make_workload
+from tightfit.plan.batch import batch_of
+from tightfit.plan.cost import Costs
+from tightfit.plan.describe import describe_layout, describe_levers
+from tightfit.plan.pins import parse_pins
+from tightfit.plan.runnable import not_yet
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question, or with `layout` a published run and what was said of it."""
+
+    model: str
+    on: str
+    sequence_length: int
+    rows: int
+    layout: Layout | None = None
+    levers: Levers = Levers()
+    published: str = ""
+    published_tokens: str = ""
+    """Tokens a second and GPU; empty where only a share of the peak was published."""
+    published_mfu: str = ""
+
+
+RECOMPUTED = Levers(checkpoint_every=1)
+LLAMA3 = "Llama 3 paper, table 4"
+TITAN = "torchtitan"
+CASES = {
+    "70B on 64": Case("llama-3.1-70b", "8x8xH100-80GB", 8192, 512),
+    "405B on 1024": Case("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048),
+    "405B on 16384": Case("llama-3.1-405b", "2048x8xH100-80GB", 8192, 2048),
+    "8B on 8, FSDP": Case(
+        "llama-3.1-8b", "8xH100-80GB", 8192, 8, Layout(data=8, zero=3, micro_batch=1),
+        Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16", "5762",
+    ),
+    "8B on 8, FSDP, compiled": Case(
+        "llama-3.1-8b", "8xH100-80GB", 8192, 8, Layout(data=8, zero=3, micro_batch=1),
+        Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16 and torch.compile", "6667",
+    ),
+    "405B on 512, 1f1b": Case(
+        "llama-3.1-405b", "64x8xH100-80GB", 8192, 256,
+        Layout(data=8, zero=1, tensor=8, pipeline=8, micro_batch=1), RECOMPUTED, f"{TITAN}, 1F1B, fp8", "100",
+    ),
+    "405B on 512, interleaved": Case(
+        "llama-3.1-405b", "64x8xH100-80GB", 8192, 256,
+        Layout(data=8, zero=1, tensor=8, pipeline=8, micro_batch=1, schedule="interleaved", stages_per_rank=2),
+        RECOMPUTED, f"{TITAN}, interleaved 1F1B, fp8", "128",
+    ),
+    "405B on 8192": Case(
+        "llama-3.1-405b", "1024x8xH100-80GB", 8192, 2048,
+        Layout(data=64, zero=1, tensor=8, pipeline=16, micro_batch=1, schedule="interleaved", stages_per_rank=4),
+        Levers(), LLAMA3, "", "0.43",
+    ),
+    "405B on 16384, Llama 3": Case(
+        "llama-3.1-405b", "2048x8xH100-80GB", 8192, 2048,
+        Layout(data=128, zero=1, tensor=8, pipeline=16, micro_batch=1, schedule="interleaved", stages_per_rank=4),
+        Levers(), LLAMA3, "", "0.41",
+    ),
+    "405B on 16384, 128K": Case(
+        "llama-3.1-405b", "2048x8xH100-80GB", 131072, 128,
+        Layout(data=8, zero=1, tensor=8, context=16, pipeline=16, micro_batch=1, schedule="interleaved",
+               stages_per_rank=4),
+        Levers(), LLAMA3, "", "0.38",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layout to write down: of which case, how it was found, and what it is costed for."""
+
+    case: str
+    how: str
+    workload: Workload
+    machine: Machine
+    layout: Layout
+    levers: Levers
+
+
+def chosen(name: str, case: Case) -> Iterator[Chosen]:
+    """The planner's pick of all and of what can be trained; or the published layout."""
+    machine = parse_machine(case.on)
+    workload = make_workload(
+        preset(case.model), machine, sequence_length=case.sequence_length, rows=case.rows, precision="bf16"
+    )
+    if case.layout is not None:
+        yield Chosen(name, "published", workload, machine, case.layout, case.levers)
+        return
+    question = Question(model=case.model, workload=workload, machine=machine)
+    plan = answer(question).plan
+    yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
+    runnable = answer(
+        Question(model=case.model, workload=workload, machine=machine, pins=parse_pins([], runnable=True))
+    )
+    found = (runnable.plan, *runnable.alternatives)
+    best = next(each for each in found if trains(workload, each.layout, each.levers))
+    yield Chosen(name, "trainable", workload, machine, best.layout, best.levers)
+
+
+def trains(workload: Workload, layout: Layout, levers: Levers) -> bool:
+    """Whether `tightfit train` takes this layout."""
+    accumulation = batch_of(workload, layout).accumulation
+    return not (disagreement(levers, layout, workload.precision, accumulation) or not_yet(layout, levers))
+
+
+def token_flops(workload: Workload) -> float:
+    """What a token costs the model itself: six a weight (not the embedding's), six a width and visible position."""
+    spec = workload.spec
+    products = spec.params() - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
+    return 6.0 * products + 6.0 * spec.layers * spec.query_size * workload.sequence_length
+
+
+def row_of(one: Chosen) -> dict[str, Any]:
+    """The numbers of a layout, with what was published about it."""
+    case, gpus = CASES[one.case], one.machine.ranks
+    time = Costs(one.workload, one.machine).frame(one.layout).step(one.levers)
+    speed = one.workload.tokens / time.step_s / gpus
+    peak = one.machine.accelerator.rates.bf16 or 0.0
+    ledger = training_ledger(one.workload, one.layout, one.levers)
+    return {
+        "case": one.case, "how": one.how, "model": case.model, "machine": case.on, "gpus": gpus,
+        "sequence_length": case.sequence_length, "global_batch": case.rows,
+        "layout": describe_layout(one.layout), "levers": describe_levers(one.levers),
+        "layout_json": one.layout.model_dump_json(), "levers_json": one.levers.model_dump_json(),
+        "step_s": f"{time.step_s:.4g}", "tokens_per_second_per_gpu": f"{speed:.4g}",
+        "mfu": f"{speed * token_flops(one.workload) / (peak * 1e12):.3f}",
+        **{name: f"{seconds:.4g}" for name, seconds in asdict(time).items()},
+        "card_gib": f"{one.machine.accelerator.memory_bytes / 2**30:.1f}", "peak_gib": f"{ledger.peak_bytes() / 2**30:.1f}",
+        "published": case.published, "published_tokens": case.published_tokens, "published_mfu": case.published_mfu,
+    }  # fmt: skip
+
+
+def stage_bytes(ledger: Ledger, stage: int) -> int:
+    """The most one pipeline stage needs of its card."""
+    return Ledger(ledger.source, tuple(line for line in ledger.lines if line.rank == stage)).peak_bytes()
+
+
+def stage_rows(one: Chosen, seconds: float) -> Iterator[dict[str, Any]]:
+    """Every stage by formula; the first and the last by rehearsal too, where the layout trains and there is time."""
+    ledger = training_ledger(one.workload, one.layout, one.levers)
+    counts = layer_counts(
+        one.workload.spec, one.workload.sequence_length, one.layout.pipeline, one.layout.stages_per_rank
+    )
+    rehearsed = {0, one.layout.pipeline - 1} if seconds and trains(one.workload, one.layout, one.levers) else set()
+    for stage, layers in enumerate(counts):
+        simulated = rehearse_apart(one, stage, seconds) if stage in rehearsed else ""
+        formula = f"{stage_bytes(ledger, stage) / 2**30:.1f}"
+        yield {"case": one.case, "how": one.how, "stage": stage, "stages": one.layout.pipeline, "layers": layers,
+               "formula_gib": formula, "simulated_gib": simulated}  # fmt: skip
+
+
+def rehearse_apart(one: Chosen, stage: int, seconds: float) -> str:
+    """GiB of a stage's rehearsal, in a process of its own; nothing where it takes too long or is refused."""
+    words = json.dumps([one.case, one.layout.model_dump(), one.levers.model_dump(), stage])
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--stage", words], capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{one.case}, {one.how}, stage {stage}: no rehearsal within {seconds:.0f} s")
+        return ""
+    if done.returncode:
+        print(f"{one.case}, {one.how}, stage {stage}: {done.stderr.strip().splitlines()[-1]}")
+        return ""
+    return done.stdout.strip()
+
+
+def rehearse_stage(words: str) -> None:
+    """The other side of that."""
+    from tightfit.memory.formulas.overheads import DEFAULT
+    from tightfit.memory.trace import ledger_of_replay
+    from tightfit.train.rehearsal import _replay
+
+    name, layout, levers, stage = json.loads(words)
+    workload = next(chosen(name, CASES[name])).workload
+    replay = _replay(workload, Layout.model_validate(layout), Levers.model_validate(levers), DEFAULT, stage)
+    ledger = ledger_of_replay(replay, "simulation", context_bytes=DEFAULT.context_bytes)
+    print(f"{ledger.peak_bytes() / 2**30:.1f}")
+
+
+def main() -> None:
+    """All cases, or one rehearsal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stage:
+        return rehearse_stage(options.stage)
+    for name in options.case or CASES:
+        for one in chosen(name, CASES[name]):
+            row, stages = row_of(one), list(stage_rows(one, options.simulate))
+            print(f"{name} ({one.how}): {row['layout']}; {row['levers']}; {row['step_s']} s, {row['peak_gib']} GiB, "
+                  f"{row['tokens_per_second_per_gpu']} tok/s/GPU, MFU {row['mfu']}", flush=True)  # fmt: skip
+            if not options.dry_run:
+                append_row("scale", row)
+                for stage in stages:
+                    append_row("scale_stages", stage)
+
+
+if __name__ == "__main__":
+    main()
