@@ -6,7 +6,8 @@ that can be planned and of what `tightfit train` runs. Published layouts are not
 Rows go to benchmarks/results/scale.csv (a layout each) and scale_stages.csv (a pipeline stage each); docs/scale.md is
 made from the newest rows of each case.
 
-    python benchmarks/scale.py                     (a minute; --simulate SECONDS adds rehearsals of so long each at most)
+    python benchmarks/scale.py                   a minute
+    python benchmarks/scale.py --simulate 600    with rehearsals that may take so many seconds each
 """
 
 import argparse
@@ -35,6 +36,8 @@ from tightfit.plan.describe import describe_layout, describe_levers
 from tightfit.plan.pins import parse_pins
 from tightfit.plan.runnable import not_yet
 
+NO_LEVERS = Levers()
+
 
 @dataclass(frozen=True)
 class Case:
@@ -45,7 +48,7 @@ class Case:
     sequence_length: int
     rows: int
     layout: Layout | None = None
-    levers: Levers = Levers()
+    levers: Levers = NO_LEVERS
     published: str = ""
     published_tokens: str = ""
     """Tokens a second and GPU; empty where only a share of the peak was published."""
@@ -61,11 +64,7 @@ CASES = {
     "405B on 16384": Case("llama-3.1-405b", "2048x8xH100-80GB", 8192, 2048),
     "8B on 8, FSDP": Case(
         "llama-3.1-8b", "8xH100-80GB", 8192, 8, Layout(data=8, zero=3, micro_batch=1),
-        Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16", "5762",
-    ),
-    "8B on 8, FSDP, compiled": Case(
-        "llama-3.1-8b", "8xH100-80GB", 8192, 8, Layout(data=8, zero=3, micro_batch=1),
-        Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16 and torch.compile", "6667",
+        Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16, plain to compiled", "5762–6667",
     ),
     "405B on 512, 1f1b": Case(
         "llama-3.1-405b", "64x8xH100-80GB", 8192, 256,
@@ -116,12 +115,10 @@ def chosen(name: str, case: Case) -> Iterator[Chosen]:
     if case.layout is not None:
         yield Chosen(name, "published", workload, machine, case.layout, case.levers)
         return
-    question = Question(model=case.model, workload=workload, machine=machine)
-    plan = answer(question).plan
+    plan = answer(Question(model=case.model, workload=workload, machine=machine)).plan
     yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
-    runnable = answer(
-        Question(model=case.model, workload=workload, machine=machine, pins=parse_pins([], runnable=True))
-    )
+    pins = parse_pins([], runnable=True)
+    runnable = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins))
     found = (runnable.plan, *runnable.alternatives)
     best = next(each for each in found if trains(workload, each.layout, each.levers))
     yield Chosen(name, "trainable", workload, machine, best.layout, best.levers)
@@ -155,7 +152,8 @@ def row_of(one: Chosen) -> dict[str, Any]:
         "step_s": f"{time.step_s:.4g}", "tokens_per_second_per_gpu": f"{speed:.4g}",
         "mfu": f"{speed * token_flops(one.workload) / (peak * 1e12):.3f}",
         **{name: f"{seconds:.4g}" for name, seconds in asdict(time).items()},
-        "card_gib": f"{one.machine.accelerator.memory_bytes / 2**30:.1f}", "peak_gib": f"{ledger.peak_bytes() / 2**30:.1f}",
+        "card_gib": f"{one.machine.accelerator.memory_bytes / 2**30:.1f}",
+        "peak_gib": f"{ledger.peak_bytes() / 2**30:.1f}",
         "published": case.published, "published_tokens": case.published_tokens, "published_mfu": case.published_mfu,
     }  # fmt: skip
 
@@ -199,12 +197,16 @@ def rehearse_stage(words: str) -> None:
     """The other side of that."""
     from tightfit.memory.formulas.overheads import DEFAULT
     from tightfit.memory.trace import ledger_of_replay
-    from tightfit.train.rehearsal import _replay
+    from tightfit.train.rehearsal import rehearse, rehearsed_step
 
     name, layout, levers, stage = json.loads(words)
     workload = next(chosen(name, CASES[name])).workload
-    replay = _replay(workload, Layout.model_validate(layout), Levers.model_validate(levers), DEFAULT, stage)
-    ledger = ledger_of_replay(replay, "simulation", context_bytes=DEFAULT.context_bytes)
+    how = workload, Layout.model_validate(layout), Levers.model_validate(levers)
+    if how[1].pipeline == 1:
+        ledger = rehearse(*how)
+    else:
+        replay = rehearsed_step(*how, stage=stage).replay()
+        ledger = ledger_of_replay(replay, "simulation", context_bytes=DEFAULT.context_bytes)
     print(f"{ledger.peak_bytes() / 2**30:.1f}")
 
 
