@@ -120,7 +120,8 @@ class DeepSpeedModule(nn.Module):
 
     def _initialize(self, objective: Objective) -> None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         self.package.utils.set_z3_leaf_modules(objective, [Layer])
         groups = _groups(objective.decoder)
         engine, *_ = self.package.initialize(model=objective, model_parameters=groups, config=self.config)
