@@ -136,7 +136,8 @@ def _question(
 
 def _decided(section: str, fields: Any) -> list[str]:
     """What a job file says of its layout or levers, as pins."""
-    return [f"{section}.{name}={getattr(fields, name)}" for name in fields.model_fields_set]
+    decided = {name: getattr(fields, name) for name in fields.model_fields_set}
+    return [f"{section}.{name}={'null' if value is None else value}" for name, value in decided.items()]
 
 
 def _known(precision: str) -> str | None:

@@ -1,5 +1,6 @@
 """What `tightfit train --fit` says before the run, and its plan beside what was measured after it."""
 
+import gc
 import sys
 
 import torch
@@ -35,6 +36,7 @@ def print_fit_beside_run(fitted: Fitted, *, as_json: bool) -> None:
 def fit_beside_run(fitted: Fitted) -> tuple[MeasuredRun, Comparison]:
     """Measure, keep the ledger with the run, and compare."""
     assert fitted.plan is not None
+    gc.collect()  # of the run's model, whose parts refer to each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     found = measure_job(fitted.job, MEASURED_STEPS, quiet=True)
