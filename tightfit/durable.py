@@ -23,7 +23,7 @@ def durable_directory(target: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        _flush_tree(temporary)
+        flush_tree(temporary)
         os.rename(temporary, target)
         flush(target.parent)
     except BaseException:
@@ -71,7 +71,8 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _flush_tree(directory: Path) -> None:
+def flush_tree(directory: Path) -> None:
+    """The same for everything below a directory."""
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
             flush(Path(folder) / name)

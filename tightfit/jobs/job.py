@@ -120,6 +120,8 @@ class Saving(Section):
     """Steps between checkpoints; 0 for the end only."""
     keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay."""
+    sharded: bool = False
+    """Several ranks write their own parts, while training goes on; `tightfit export` makes one model of them."""
 
 
 class Logging(Section):

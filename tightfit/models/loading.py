@@ -46,7 +46,7 @@ def load_model(source: str, *, device: str | torch.device = "cpu", dtype: torch.
     spec = resolve_spec(str(path / "config.json"))
     tokenizer = _directory_tokenizer(path)
     model = blank_decoder(spec, device, dtype)
-    load_weights(model, path)
+    _load_directory(model, path)
     return LoadedModel(model, tokenizer, source)
 
 
@@ -56,7 +56,20 @@ def load_into(model: Decoder, source: str) -> None:
     if path.is_file():
         fill(model, GgufFile(path))
     else:
-        load_weights(model, path)
+        _load_directory(model, path)
+
+
+def _load_directory(model: Decoder, path: Path) -> None:
+    if not has_sharded(path):
+        return load_weights(model, path)
+    from tightfit.models.sharded_weights import load_sharded_weights
+
+    load_sharded_weights(model, path)
+
+
+def has_sharded(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds its tensors in the pieces that ranks had."""
+    return (checkpoint / "sharded" / ".metadata").is_file()
 
 
 def has_weights(source: str) -> bool:
@@ -66,7 +79,7 @@ def has_weights(source: str) -> bool:
     path = _located(source)
     if path.is_file():
         return path.suffix != ".json"
-    return any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    return has_sharded(path) or any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def source_spec(source: str) -> ModelSpec:

@@ -16,6 +16,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import save_weights
 from tightfit.models.loading import load_model
+from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "q8_0"]
@@ -33,13 +34,17 @@ class Export:
 
 def write_model(folder: Path, model: Decoder, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None) -> None:
     """config.json, weights and tokenizer in Hugging Face layout, into an existing directory."""
-    used = dtype or model.embed.weight.dtype
-    special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    config = config_from_spec(model.spec, dtype=str(used).removeprefix("torch."), extra=special)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(folder, model.spec, tokenizer, dtype or model.embed.weight.dtype)
     save_weights(model, folder, dtype=dtype)
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def write_config(folder: Path, spec: ModelSpec, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
+    """config.json alone."""
+    special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    config = config_from_spec(spec, dtype=str(dtype).removeprefix("torch."), extra=special)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def export_model(source: str, target: Path, *, form: Literal["hf", "gguf"], dtype: ExportDtype) -> Export:

@@ -27,9 +27,10 @@ from tightfit.durable import discard_directory, durable_directory, sweep
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import load_weights
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.loading import checkpoints_of, has_sharded
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.saving import write_model
+from tightfit.models.sharded_weights import load_sharded_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import ALONE, Ranks
@@ -156,7 +157,10 @@ def restore_weights(checkpoint: Path, model: Decoder) -> None:
         name = next(n for n in model.spec.__dataclass_fields__ if getattr(saved, n) != getattr(model.spec, n))
         ours, theirs = getattr(model.spec, name), getattr(saved, name)
         raise UserError(f"the job's model has {name} {ours}, checkpoint {checkpoint} has {theirs}; make them equal")
-    load_weights(model, checkpoint)
+    if has_sharded(checkpoint):
+        load_sharded_weights(model, checkpoint)
+    else:
+        load_weights(model, checkpoint)
 
 
 def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:

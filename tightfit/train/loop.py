@@ -36,6 +36,7 @@ from tightfit.train.checkpoint import (
     save_checkpoint,
     what_is_safe,
 )
+from tightfit.train.checkpoint_sharded import ShardedSaver
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.metrics import MetricsLog, read_metrics
@@ -122,6 +123,8 @@ class _Run:
         self.quiet = quiet
         self.phase: Phase = "forward"
         self.saved: Path | None = prepared.checkpoint
+        sharded = self.job.saving.sharded and self.ranks.processes > 1
+        self.saver = ShardedSaver(self.ranks) if sharded else None
 
     def go(self) -> RunResult:
         """Evaluate, train to the last step, evaluate again, save, sample."""
@@ -137,6 +140,8 @@ class _Run:
             self.end = self._evaluate() if self.end is None else self.end
             if self.saved is None or self.saved.name != f"step-{self.step:08d}":
                 self._save()
+            if self.saver is not None:
+                self.saver.finish()
         return self._result()
 
     def _metrics_log(self) -> AbstractContextManager[MetricsLog | None]:
@@ -191,6 +196,8 @@ class _Run:
     def _after_step(self, result: StepResult, lr: float, rate: float) -> None:
         job, ends = self.job, self.step >= self.last_step
         memory = peak_memory_bytes(self.p.device)
+        if self.saver is not None:
+            self.saver.poll()
         if self.step % job.logging.every == 0 or ends:
             self._log(
                 loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
@@ -219,11 +226,14 @@ class _Run:
             step=self.step, loader=p.loader.state_dict(), loss_scale=asdict(p.scale),
             job=self.job.model_dump(mode="json"), facts=p.facts,
         )  # fmt: skip
-        content = gathered(p.model, p.optimizer, COMPUTE_DTYPES[p.precision], self.ranks)
-        if self.ranks.first:
-            save_checkpoint(self.job.output, content, p.tokenizer, position, self.job.saving.keep)
-        self.ranks.wait()
+        keep, dtype = self.job.saving.keep, COMPUTE_DTYPES[p.precision]
         self.saved = checkpoint_path(self.job.output, self.step)
+        if self.saver is not None:
+            return self.saver.save(self.job.output, p.model, p.optimizer, dtype, p.tokenizer, position, keep)
+        content = gathered(p.model, p.optimizer, dtype, self.ranks)
+        if self.ranks.first:
+            save_checkpoint(self.job.output, content, p.tokenizer, position, keep)
+        self.ranks.wait()
 
     def _result(self) -> RunResult:
         p = self.p

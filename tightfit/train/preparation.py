@@ -26,13 +26,14 @@ from tightfit.jobs.job import Job, PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.models.loading import has_weights, load_into, load_source_tokenizer, source_spec
+from tightfit.models.loading import has_sharded, has_weights, load_into, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.checkpoint import Position, read_position, restore_training_state, restore_weights
+from tightfit.train.checkpoint_sharded import restore_sharded_states
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.dataset import PackedChats, PackedText
 from tightfit.train.data.held_out import Part, split
@@ -126,7 +127,8 @@ def prepare(
     model, module, optimizer = _assembled(job, spec, device, precision, checkpoint, mesh)
     loader, scale = _position(job, train_rows, precision, position, ranks)
     if checkpoint is not None:
-        restore_training_state(checkpoint, optimizer)
+        restore = restore_sharded_states if has_sharded(checkpoint) else restore_training_state
+        restore(checkpoint, optimizer)
         say(f"resumed from {checkpoint}")
     return Prepared(
         job=job, device=device, precision=precision, ranks=ranks, model=model, module=module, tokenizer=tokenizer,

@@ -1,0 +1,104 @@
+"""Checkpoints in pieces: written while training goes on, and read by any layout to the same bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.distributed.group import Group
+from tests.distributed.test_runs import alone, run_fields, write_again
+from tests.train.jobs import checkpoint_files, tiny_job
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.saving import export_model
+
+Make = Callable[[int], Group]
+SMALL = {"source": "tiny-llama", "shape": {"layers": 4, "hidden_size": 32, "mlp_size": 48}}
+LAYOUTS = {
+    "one": {},
+    "replicas": {"data": 2},
+    "zero-3": {"data": 4, "zero": 3},
+    "tensor and pipeline": {"tensor": 2, "pipeline": 2},
+    "all": {"data": 2, "zero": 1, "tensor": 2, "pipeline": 2},
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
+    def made(name: str, layout: dict[str, Any] | None = None, *, sharded: bool = True, **changes: Any) -> Job:
+        fields = {"layout": {"micro_batch": 1} | (layout or {}), "evaluation": {"max_rows": 1}, "steps": 3}
+        fields |= {"optimizer": {"lr": 1e-3}, "model": SMALL, "saving": {"every": 1, "keep": 3, "sharded": sharded}}
+        return tiny_job(tmp_path / name, corpus, token_cache, **(fields | changes))
+
+    return made
+
+
+def run_on(group: Make, job: Job, **options: Any) -> None:
+    if job.layout.ranks == 1:
+        alone(job, **options)
+    else:
+        group(job.layout.ranks).run(run_fields, job.model_dump(mode="json"), options)
+
+
+def rewritten(group: Make, job: Job, copy: Path) -> dict[str, bytes]:
+    """The newest checkpoint of `job`'s run, loaded in its layout and written by the first rank in one piece."""
+    arguments = job.model_dump(mode="json"), str(copy)
+    group(job.layout.ranks).run(write_again, *arguments) if job.layout.ranks > 1 else write_again(*arguments)
+    return checkpoint_files(checkpoints_of(copy)[-1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pieces_of_zero_3_on_four_are_read_by_every_layout(
+    group: Make, make: Callable[..., Job], precision: str
+) -> None:
+    fields = {"precision": precision, "steps": 1}
+    run_on(group, make("whole", LAYOUTS["zero-3"], sharded=False, **fields))
+    run_on(group, make("pieces", LAYOUTS["zero-3"], **fields))
+    found = checkpoints_of(make("pieces").output)[-1]
+    assert len(list((found / "sharded").glob("*.distcp"))) == 4, "every rank writes"
+    assert not list(found.glob("*.safetensors"))
+    expected = rewritten(group, make("whole", **fields), make("copy of whole").output)
+    for name, layout in LAYOUTS.items():
+        copy = make(f"copy by {name}").output
+        assert rewritten(group, make("pieces", layout, **fields), copy) == expected, name
+
+
+@pytest.mark.parametrize("name", ["replicas", "tensor and pipeline"])
+def test_what_is_written_beside_training_is_the_step_it_was_taken_at(
+    group: Make, make: Callable[..., Job], name: str, tmp_path: Path
+) -> None:
+    """Training goes on at once and changes every weight while they are written."""
+    job, truth = make("pieces", LAYOUTS[name]), make("whole", LAYOUTS[name], sharded=False)
+    run_on(group, job)
+    run_on(group, truth)
+    steps = [path.name for path in checkpoints_of(job.output)]
+    assert steps == ["step-00000001", "step-00000002", "step-00000003"]
+    for step in steps:
+        exported = tmp_path / f"exported {step}"
+        export_model(str(job.output / "checkpoints" / step), exported, form="hf", dtype="fp32")
+        ours, theirs = (
+            load_file(folder / "model.safetensors") for folder in (exported, truth.output / "checkpoints" / step)
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(ours[key].equal(theirs[key]) for key in theirs), step
+
+
+def test_a_run_goes_on_from_pieces_in_another_layout(group: Make, make: Callable[..., Job]) -> None:
+    run_on(group, make("moving", LAYOUTS["zero-3"]), stop_after=2)
+    run_on(group, make("moving", LAYOUTS["tensor and pipeline"]), resume=True)
+    run_on(group, make("one", sharded=False))
+    ours, theirs = (load_model(str(make(name).output)).model.state_dict() for name in ("moving", "one"))
+    for name, weight in theirs.items():
+        assert (ours[name] - weight).norm() < 1e-3 * weight.norm(), name
+
+
+def test_damaged_pieces_get_a_sentence(group: Make, make: Callable[..., Job]) -> None:
+    job = make("damaged", LAYOUTS["replicas"], steps=1)
+    run_on(group, job)
+    for piece in (checkpoints_of(job.output)[-1] / "sharded").glob("*.distcp"):
+        piece.write_bytes(piece.read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged or of another model"):
+        load_model(str(job.output))
