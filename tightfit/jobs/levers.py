@@ -25,7 +25,7 @@ class Levers(Section):
     loss_chunk_bytes: int = Field(default=LOSS_CHUNK_BYTES, ge=0)
     """Memory the fused loss may use for the logits of a chunk beside what backward needs anyway."""
     tiles: int = Field(default=1, ge=1)
-    """Pieces of the sequence that the MLPs work through one after another."""
+    """Pieces of the sequence that layers work through one after another; attention sees the whole."""
     offload: Offload = "none"
     """States kept in host memory: the optimizer's (with the master weights), or the weights as well."""
     offload_keep_bytes: int = Field(default=0, ge=0)

@@ -36,7 +36,7 @@ ATTENTION_NAMES = (
     "tightfit::flash_attention",
     "tightfit::simulated_attention",
 )
-PRODUCT_NAMES = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+PRODUCT_NAMES = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "tightfit::fp8_matmul")
 NAMES: dict[Level, frozenset[str]] = {
     "attention": frozenset(ATTENTION_NAMES),
     "matmuls": frozenset(ATTENTION_NAMES + PRODUCT_NAMES),

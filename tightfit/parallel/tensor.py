@@ -289,6 +289,11 @@ def refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | None:
             f"levers.tiles is {levers.tiles}, which takes layers apart where tensor ranks meet, but layout.tensor is "
             f"{t}; set levers.tiles=1"
         )
+    if levers.matmul != "native":
+        return (
+            f"levers.matmul is {levers.matmul}, whose scales are of whole matrices, but layout.tensor is {t}; "
+            "set levers.matmul=native"
+        )
     return _states_refusal(spec, layout, levers)
 
 

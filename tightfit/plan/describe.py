@@ -58,7 +58,7 @@ def describe_levers(levers: Levers) -> str:
     if levers.matmul != "native":
         said.append(f"{levers.matmul} matmuls (lossy)")
     if levers.tiles > 1:
-        said.append(f"MLP in {levers.tiles} tiles")
+        said.append(f"layers in {levers.tiles} tiles")
     if levers.loss == "plain":
         said.append("plain loss")
     elif levers.loss_chunk_bytes != Levers().loss_chunk_bytes:
