@@ -20,7 +20,8 @@ from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.train.metrics import read_metrics
 
-BOUND_S = 100
+BOUND_S = 180
+"""On a machine that does other things too: starting Python and torch takes most of it."""
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
 VICTIM = """
 import os, signal

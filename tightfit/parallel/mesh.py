@@ -16,6 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
@@ -90,10 +92,22 @@ def joined(layout: Layout, device: torch.device) -> Iterator[tuple[DeviceMesh | 
         return
     own = _own_device(device)
     if not running:
-        dist.init_process_group(BACKENDS[own.type], timeout=TIMEOUT)
+        _meet(BACKENDS[own.type])
     yield make_mesh(layout, own.type), own
     if not running:
         dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
+
+
+def _meet(backend: str) -> None:
+    """Join the group that torchrun's variables describe.
+
+    When torchrun starts all processes again they meet at the same store, which still has the addresses of those that
+    died (torch 2.13); a prefix of this attempt's own keeps them apart.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def _own_device(device: torch.device) -> torch.device:
