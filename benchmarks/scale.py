@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from results import append_row
@@ -53,6 +53,8 @@ class Case:
     published_tokens: str = ""
     """Tokens a second and GPU; empty where only a share of the peak was published."""
     published_mfu: str = ""
+    pins: tuple[str, ...] = ()
+    """Of a question: what is decided already."""
 
 
 RECOMPUTED = Levers(checkpoint_every=1)
@@ -62,6 +64,14 @@ CASES = {
     "70B on 64": Case("llama-3.1-70b", "8x8xH100-80GB", 8192, 512),
     "405B on 1024": Case("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048),
     "405B on 16384": Case("llama-3.1-405b", "2048x8xH100-80GB", 8192, 2048),
+    "70B on 64, pipeline": Case(
+        "llama-3.1-70b", "8x8xH100-80GB", 8192, 512,
+        pins=("layout.data=2", "layout.zero=1", "layout.tensor=8", "layout.pipeline=4", "layout.schedule=1f1b"),
+    ),
+    "405B on 1024, pipeline": Case(
+        "llama-3.1-405b", "128x8xH100-80GB", 8192, 2048,
+        pins=("layout.data=8", "layout.zero=1", "layout.tensor=8", "layout.pipeline=16", "layout.schedule=1f1b"),
+    ),
     "8B on 8, FSDP": Case(
         "llama-3.1-8b", "8xH100-80GB", 8192, 8, Layout(data=8, zero=3, micro_batch=1),
         Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16, plain to compiled", "5762–6667",
@@ -115,13 +125,15 @@ def chosen(name: str, case: Case) -> Iterator[Chosen]:
     if case.layout is not None:
         yield Chosen(name, "published", workload, machine, case.layout, case.levers)
         return
-    plan = answer(Question(model=case.model, workload=workload, machine=machine)).plan
-    yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
-    pins = parse_pins([], runnable=True)
+    if not case.pins:
+        plan = answer(Question(model=case.model, workload=workload, machine=machine)).plan
+        yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
+    pins = parse_pins(case.pins, runnable=True)
     runnable = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins))
-    found = (runnable.plan, *runnable.alternatives)
-    best = next(each for each in found if trains(workload, each.layout, each.levers))
-    yield Chosen(name, "trainable", workload, machine, best.layout, best.levers)
+    found = [(runnable.plan.layout, runnable.plan.levers)]
+    found += [(each.layout, each.levers) for each in runnable.alternatives]
+    layout, levers = next(each for each in found if trains(workload, *each))
+    yield Chosen(name, "trainable", workload, machine, layout, levers)
 
 
 def trains(workload: Workload, layout: Layout, levers: Levers) -> bool:
@@ -193,6 +205,14 @@ def rehearse_apart(one: Chosen, stage: int, seconds: float) -> str:
     return done.stdout.strip()
 
 
+def fewer_replicas(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
+    """The same rank among two copies of the model: how many more there are changes nothing in its memory."""
+    if layout.zero or layout.data == 1:
+        return workload, layout
+    rows = 2 * workload.global_batch // layout.data
+    return replace(workload, global_batch=rows), layout.model_copy(update={"data": 2})
+
+
 def rehearse_stage(words: str) -> None:
     """The other side of that."""
     from tightfit.memory.formulas.overheads import DEFAULT
@@ -201,7 +221,7 @@ def rehearse_stage(words: str) -> None:
 
     name, layout, levers, stage = json.loads(words)
     workload = next(chosen(name, CASES[name])).workload
-    how = workload, Layout.model_validate(layout), Levers.model_validate(levers)
+    how = *fewer_replicas(workload, Layout.model_validate(layout)), Levers.model_validate(levers)
     if how[1].pipeline == 1:
         ledger = rehearse(*how)
     else:

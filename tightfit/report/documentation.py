@@ -16,6 +16,7 @@ from pathlib import Path
 from tightfit.jobs.fields import field_rows
 from tightfit.report.levers import measured_block, predicted_rows
 from tightfit.report.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
+from tightfit.report.scale import plan_rows, published_rows, stage_rows, time_rows
 from tightfit.report.truth import measured_on, summary_rows, truth_rows
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "truth": lambda: markdown_table(*truth_rows(TRUTH)),
     "lever-predictions": lambda: markdown_table(*predicted_rows()),
     "levers": lambda: measured_block(RESULTS / "levers.csv"),
+    "scale-plans": lambda: markdown_table(*plan_rows(RESULTS)),
+    "scale-times": lambda: markdown_table(*time_rows(RESULTS)),
+    "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
+    "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
 }
 
 
