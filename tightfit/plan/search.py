@@ -117,13 +117,21 @@ class _Search:
         for family in self.space.families():
             self.layouts += len(family)
             frames = [self.costs.frame(layout) for layout in self.space.leanest(family)]
-            tried = (self._measure(f, each) for f in frames for each in self._choices(f).strongest)
-            best = min(tried, key=self._excess)
+            best = self._leanest(frames)
             if self._fits(best):
                 kept += family
             elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
                 self.nearest = best
         return kept
+
+    def _leanest(self, frames: list[Frame]) -> Candidate:
+        """The first that fits, else the one nearest to that."""
+        found: list[Candidate] = []
+        for frame, levers in ((frame, levers) for frame in frames for levers in self._choices(frame).strongest):
+            found.append(self._measure(frame, levers))
+            if self._fits(found[-1]):
+                return found[-1]
+        return min(found, key=self._excess)
 
     def _try(self, frame: Frame, bound_s: float) -> None:
         """Keep the cheapest levers of this layout that fit, if that is better than what its kind has."""
@@ -161,17 +169,21 @@ class _Search:
         return known[group]
 
     def _is_too_large(self, frame: Frame) -> bool:
-        """Whether even the strongest levers do not make this layout fit; larger micro-batches then need no look."""
-        layout = frame.layout
+        """Whether even the strongest levers do not make this layout fit; larger micro-batches then need no look.
+
+        Those with which a pipeline is not full are looked at each: they keep as many rows in flight as smaller ones.
+        """
+        layout, full = frame.layout, self.space.fills_pipeline(frame.layout)
         siblings = (
             layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert, layout.zero, layout.schedule,
             layout.stages_per_rank, self.space.accumulates(layout),
         )  # fmt: skip
-        if layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
+        if full and layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
             return True
         if any(self._fits(self._measure(frame, each)) for each in self._choices(frame).strongest):
             return False
-        self.too_large[siblings] = layout.micro_batch
+        if full:
+            self.too_large[siblings] = layout.micro_batch
         return True
 
     def _measure(self, frame: Frame, levers: Levers) -> Candidate:

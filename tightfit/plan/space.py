@@ -22,6 +22,7 @@ from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.plan.dividing import indivisible
 from tightfit.plan.pins import Pins
 
@@ -82,9 +83,20 @@ class Space:
         return Levers(**given) if given else None
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
-        """One of these needs the least memory: the smallest micro-batch, or one that leaves no sums of gradients."""
-        whole = [layout for layout in family if not self.accumulates(layout)]
-        return [family[0], *whole[:1]]
+        """One of these needs the least memory: the smallest micro-batch of each schedule, or one of those that keep
+        all there is in flight, as that does not grow with the micro-batch; or one that leaves no sums of gradients."""
+        found: dict[tuple[str, int, int], Layout] = {}
+        for layout in family:
+            free = self.accumulates(layout) and self.fills_pipeline(layout)
+            key = (layout.schedule, layout.stages_per_rank, 0 if free else layout.micro_batch)
+            found.setdefault(key, layout)
+        return list(found.values())
+
+    def fills_pipeline(self, layout: Layout) -> bool:
+        """Whether as many micro-batches are in flight as ever are, so that larger ones can only need more memory."""
+        count = self.workload.global_batch // (layout.micro_batch * layout.data)
+        many = count + layout.pipeline * (layout.stages_per_rank + 1)
+        return pieces_in_flight(layout, 0, count) == pieces_in_flight(layout, 0, many)
 
     def accumulates(self, layout: Layout) -> bool:
         """Whether a step has several micro-batches, so that gradients wait between them."""
