@@ -4,7 +4,7 @@
 
 M micro-batches run through the slowest pipeline rank. Compute is matrix products, attention and memory-bound kernels
 at the measured shares of the card's rates (hardware/efficiency.py), never less than the host needs to launch it. Tensor
-and expert collectives wait in line; the ring of context parallelism hides behind attention, gathered weights and
+and expert collectives wait in line; what context ranks hand on hides behind attention (ring.py), gathered weights and
 reduced gradients behind the layers (all but one layer's), copies to the host behind both. What ZeRO stages send is
 parallel/data.py's table. Not modelled: stragglers, data loading.
 
@@ -28,6 +28,7 @@ from tightfit.memory.formulas.states import IN_FLIGHT_BYTES, kept_weights
 from tightfit.plan.bubble import bubble_s
 from tightfit.plan.communication import Group, make_group
 from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
+from tightfit.plan.ring import Ring
 from tightfit.plan.steptime import StepTime
 from tightfit.plan.traffic import TensorCalls, again_calls, forward_calls, regather_calls
 from tightfit.plan.work import layer_work, sharded_params
@@ -124,10 +125,9 @@ class Frame:
         hidden_bytes = tokens * spec.hidden_size * width
         outer = layout.tensor if layout.sequence_parallel else 1
         self._count_tensor(hidden_bytes)
-        ring = costs.group(layout.tensor, layout.context)
-        hand_on = (layout.context - 1) * ring.send_s(2 * tokens * spec.kv_size / layout.tensor * width)
-        self.context_forward_s = self.layers * max(0.0, hand_on - self.time.attention_forward_s)
-        self.context_backward_s = self.layers * max(0.0, 2 * hand_on - self.time.attention_backward_s)
+        ring = self._ring(tokens)
+        self.context_forward_s = self.layers * ring.forward_s(self.time.attention_forward_s)
+        self.context_backward_s = self.layers * ring.backward_s(self.time.attention_backward_s)
         self.expert_s = 0.0
         if spec.experts is not None and layout.expert > 1:
             away = costs.group(layout.tensor, layout.expert).all_to_all_s(hidden_bytes / outer * spec.experts.per_token)
@@ -135,6 +135,13 @@ class Frame:
         stages = costs.group(layout.tensor * layout.context * layout.data, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(hidden_bytes / outer)
         self.checkpoint_bytes = hidden_bytes / outer
+
+    def _ring(self, tokens: float) -> Ring:
+        """The ring of context ranks, for one layer."""
+        layout, spec, costs = self.layout, self.costs.workload.spec, self.costs
+        queries, keys = (tokens * size / layout.tensor for size in (spec.query_size, 2 * spec.kv_size))
+        hand_on_s = costs.group(layout.tensor, layout.context).send_s(keys * costs.workload.weight_bytes)
+        return Ring(layout.context, hand_on_s, queries, keys, costs.rates.bytes_s, CONTENTION)
 
     def _count_tensor(self, hidden_bytes: float) -> None:
         """What tensor ranks exchange: one way, to recompute all layers, and behind backward."""
@@ -144,9 +151,16 @@ class Frame:
         def seconds(calls: TensorCalls) -> float:
             return calls.all_reduces * reduce_s + (calls.all_gathers + calls.reduce_scatters) * gather_s
 
-        self.tensor_s = seconds(forward_calls(self.layers, sequence_parallel=split))
+        self.tensor_s = seconds(forward_calls(self.layers, sequence_parallel=split, ends=0))
+        self.tensor_s += self._ends() * seconds(forward_calls(0, sequence_parallel=split))
         self.tensor_again_s = seconds(again_calls(self.layers, sequence_parallel=split))
         self.tensor_hidden_s = seconds(regather_calls(self.layers, sequence_parallel=split))
+
+    def _ends(self) -> float:
+        """Of the embedding and the loss, what the slowest pipeline rank has: balanced cuts may leave it neither."""
+        if self.layout.pipeline == 1:
+            return 1.0
+        return 0.5 if self.layers in (self.counts[0], self.counts[-1]) else 0.0
 
     def _sync(self) -> _Sync:
         """Weights and gradients over data and context ranks, in one collective per layer."""
