@@ -61,4 +61,4 @@ def test_memory_falls_with_tiles() -> None:
         gradients(SPEC, torch.bfloat16, 65536, tiles, 1)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 0.7 * peaks[0]
-    assert peaks[2] < 0.85 * peaks[1]
+    assert peaks[2] < 0.95 * peaks[1]  # what is left is attention's, which sees the whole sequence
