@@ -87,13 +87,22 @@ def test_serving(tightfit: Any) -> None:
 
 def test_saved_and_exported(tightfit: Any, tmp_path: Path) -> None:
     plan, folder = tmp_path / "plan.json", tmp_path / "exports"
-    made = tightfit(*EIGHT, "--runnable", "--save", plan, "--export", folder, "--export", f"slurm={tmp_path / 's.sh'}")
+    made = tightfit(*EIGHT, "--runnable", "--save", plan, "--export", folder, "--export", f"slurm={tmp_path / 's.sh'}",
+                    "-o", "layout.data=8")  # fmt: skip
     assert made.code == 0
     assert f"tightfit train {plan}" in made.out
     loaded = Plan.load(plan)
     assert loaded.layout.data == 8
     assert json.loads((folder / "deepspeed.json").read_text())["train_batch_size"] == 8
     assert (tmp_path / "s.sh").is_file()
+
+
+def test_what_cannot_be_exported_is_said(tightfit: Any, tmp_path: Path) -> None:
+    made = tightfit(*EIGHT, "--runnable", "--export", tmp_path, "-o", "layout.tensor=2")
+    assert made.code == 0
+    assert re.search(r"no deepspeed.json: .*layout.tensor=2; plan with -o layout.tensor=1", " ".join(made.out.split()))
+    assert (tmp_path / "torchrun.sh").is_file()
+    assert not (tmp_path / "deepspeed.json").exists()
 
 
 def test_a_job_file_is_planned_with_its_own_fields(tightfit: Any, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from tests.plan.questions import question
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
 from tightfit.plan.steptime import StepTime
@@ -191,6 +192,22 @@ def test_tensor_ranks_pay_for_slow_links() -> None:
     slow = step("llama-3.1-8b", "8xA100-80GB:pcie", 4096, 8, layout)
     assert slow.tensor_s > 8 * fast.tensor_s
     assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.02)
+
+
+@pytest.mark.parametrize("stages", [1, 7, 63, 64])
+@pytest.mark.parametrize("split", [True, False])
+def test_collectives_are_those_of_the_busiest_stage(stages: int, split: bool) -> None:
+    """Both ways, counted stage by stage: four a layer (all-reduces) or eight, of the embedding and of the loss too."""
+    asked = question("llama-3.1-405b", f"{stages}x2xH100-80GB", 8192, 64)
+    layout = Layout(tensor=2, pipeline=stages, sequence_parallel=split, micro_batch=1)
+    frame = Costs(asked.workload, asked.machine).frame(layout)
+    group = frame.costs.group(1, 2)
+    whole_bytes = 8192 * 16384 * 2
+    each_s = group.all_gather_s(whole_bytes) if split else group.all_reduce_s(whole_bytes)
+    calls = [(8 if split else 4) * layers for layers in layer_counts(asked.workload.spec, 8192, stages, 1)]
+    for end in (0, -1):
+        calls[end] += 2 if split else 1
+    assert 2 * frame.tensor_s == pytest.approx(max(calls) * each_s)
 
 
 def test_experts_and_context_and_stages_have_their_own_lines() -> None:

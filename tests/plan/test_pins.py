@@ -60,7 +60,9 @@ def test_pins_that_leave_nothing(pins: list[str], words: list[str]) -> None:
 
 
 def test_shapes_of_the_model_limit_the_layout() -> None:
-    with pytest.raises(UserError, match=r"layout.tensor is 16.*9 heads"):
+    with pytest.raises(
+        UserError, match=r"layout.tensor is 16, but the model has 9 attention heads; give a number that divides them"
+    ):
         planned("smollm2-135m", "16xH100-80GB", 512, 64, "layout.tensor=16")
     with pytest.raises(UserError, match=r"layout.pipeline is 64.*30 layers"):
         planned("smollm2-135m", "64xH100-80GB", 512, 64, "layout.pipeline=64")

@@ -74,6 +74,31 @@ def test_larger_micro_batches_need_more_memory_while_gradients_add_up() -> None:
         assert needed == sorted(needed)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        question("llama-3.1-8b", "8xV100-32GB", 512, 8),
+        question("llama-3.1-8b", "8xV100-32GB", 512, 32),
+        question("gemma-2-2b", "8xT4", 1024, 16),
+        question("llama-3.2-1b", "H100-80GB", 2048, 16),
+    ],
+    ids=lambda asked: f"{asked.model} {asked.machine.text} {asked.workload.global_batch} rows",
+)
+def test_the_leanest_of_a_family_are_the_leanest(asked: Question) -> None:
+    """Where pipelines are not full, larger micro-batches may need less: families are ruled out by all of these."""
+    space, strongest = asked.space, asked.space.levers(offload=False)
+    fewer = 0
+    for family in space.families():
+
+        def least(layouts: list[Layout]) -> int:
+            return min(peak(asked.workload, each, space.levers_of(each, strongest)[-1])[0] for each in layouts)
+
+        chosen = space.leanest(family)
+        assert least(chosen) == least(family), family[0]
+        fewer += len(chosen) < len(family)
+    assert fewer > 0
+
+
 def test_simple_plans_win_ties() -> None:
     best = planned("smollm2-135m", "8xH100-80GB", 1024, 512).plan
     assert best.layout.data == 8

@@ -1,7 +1,7 @@
 """Search: the fastest layout and levers that fit, and the best of each other kind.
 
 Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
-of them too. A family of layouts (same degrees) is out when its leanest member does not fit with every lever pulled.
+of them too. A family of layouts (same degrees) is out when none of its leanest members fits with every lever pulled.
 Layouts of the rest are taken by their lower bound; one that fits as it is needs no levers, for others levers are tried
 in the order of their cost, skipping those weaker than a set that failed. Layouts fall into kinds (which degrees are
 above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped.
@@ -127,7 +127,7 @@ class _Search:
     def _leanest(self, frames: list[Frame]) -> Candidate:
         """The first that fits, else the one nearest to that."""
         found: list[Candidate] = []
-        for frame, levers in ((frame, levers) for frame in frames for levers in self._choices(frame).strongest):
+        for frame, levers in ((one, each) for one in frames for each in self._choices(one).strongest):
             found.append(self._measure(frame, levers))
             if self._fits(found[-1]):
                 return found[-1]
