@@ -194,11 +194,15 @@ def main() -> None:
     parser.add_argument("action", choices=("predict", "measure", "repredict"))
     parser.add_argument("--predictions", type=Path, help="the file between predict and measure")
     parser.add_argument("--only", help="cases of this model alone")
+    parser.add_argument("--length", type=int, help="cases of rows so long alone")
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
-    wanted = [case for case in (lever_cases() if chosen.levers else cases()) if chosen.only in (None, case.model)]
+    every = lever_cases() if chosen.levers else cases()
+    wanted = [
+        case for case in every if chosen.only in (None, case.model) and chosen.length in (None, case.sequence_length)
+    ]
     if chosen.action == "repredict":
         return _repredict(wanted, chosen.results)
     if chosen.predictions is None:

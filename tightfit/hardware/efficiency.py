@@ -24,9 +24,9 @@ class Efficiency:
     """The same, backward alone: 4.492 − 1.206 and 6.965 − 1.750 ms for 2.5 times the forward's work."""
     bandwidth: float = 4136 / H200_GB_S
     """A copy, read and written bytes counted (kernels.csv, copy_gb_s)."""
-    layer_launch_s: float = 82.2e-3 / 30
-    """Host time to launch one layer's forward and backward: a step that the host bounds (train_step.csv, h200-135m:
-    82.2 ms, 30 layers; its GPU work is less than half of that)."""
+    layer_launch_s: float = 110.3e-3 / 30
+    """Host time to launch one layer's forward and backward: the mean of four steps that the host bounds
+    (memory_truth.csv, smollm2-135m 8 × 512 and 8 × 2048 in two runs). Hosts differ: these took 101 to 121 ms."""
     forward_launch_share: float = 1 / 3
     """Of that, forward; backward launches twice as many kernels."""
     host_adam_params_s: float = 4.3e9
