@@ -62,7 +62,7 @@ class Space:
             data, rest = divmod(self.machine.ranks, tensor * pipeline * context)
             if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
-            for expert, zero in product(self._expert(data * context), self._zero(data * context)):
+            for expert, zero in product(self._expert(data * context), self._zero(data * context, pipeline)):
                 degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
                 made = self._schedules(degrees | {"expert": expert, "zero": zero})
                 if family := [layout for layout in made if self._agrees(layout)]:
@@ -125,8 +125,13 @@ class Space:
         count = experts.count if experts else 1
         return self._pinned("expert", [e for e in divisors(ranks) if count % e == 0])
 
-    def _zero(self, ranks: int) -> list[int]:
-        return self._pinned("zero", [0, 1, 2, 3] if ranks > 1 else [0])
+    def _zero(self, ranks: int, pipeline: int) -> list[int]:
+        """Pipelines have ZeRO-1 at most: more would gather or reduce with every micro-batch, and is not trained.
+
+        A pin still says what it would cost.
+        """
+        stages = [0, 1] if pipeline > 1 and "zero" not in self.pins.layout else [0, 1, 2, 3]
+        return self._pinned("zero", stages if ranks > 1 else [0])
 
     def _schedules(self, degrees: dict[str, Any]) -> Iterator[Layout]:
         rows = self.workload.global_batch // degrees["data"]
