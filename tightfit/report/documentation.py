@@ -22,6 +22,7 @@ from tightfit.report.truth import measured_on, summary_rows, truth_rows
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 TRUTH = RESULTS / "memory_truth.csv"
+LEVERS_TRUTH = RESULTS / "lever_truth.csv"
 PLAN_COMMAND = "tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64"
 COLUMNS = 104
 
@@ -100,6 +101,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "plan-output": plan_output,
     "truth-summary": truth_summary,
     "truth": lambda: markdown_table(*truth_rows(TRUTH)),
+    "lever-truth": lambda: f"{markdown_table(*truth_rows(LEVERS_TRUTH))}\n\n{measured_on(LEVERS_TRUTH)}",
     "lever-predictions": lambda: markdown_table(*predicted_rows()),
     "levers": lambda: measured_block(RESULTS / "levers.csv"),
     "scale-plans": lambda: markdown_table(*plan_rows(RESULTS)),

@@ -91,5 +91,6 @@ def settings(row: dict[str, str]) -> str:
         f"{recomputed} recomputed" if every else "",
         "plain loss" if row["loss"] == "plain" and row["implementation"] == "tightfit" else "",
         f"{row['accumulation']} micro-batches" if row["accumulation"] != "1" else "",
+        *(f"`{lever}`" for lever in row.get("more", "").split()),
     ]
     return ", ".join(word for word in words if word)
