@@ -18,6 +18,7 @@ import torch
 from results import RESULTS, append_row
 
 from tightfit.jobs.job import Optimizer
+from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
@@ -37,7 +38,7 @@ def record_step(spec: ModelSpec, length: int, impl: Implementations) -> tuple[Ti
         model = Decoder(spec, impl)
     torch.set_default_dtype(torch.float32)
     init_weights(model)
-    checkpoint_layers(model, 1)
+    checkpoint_layers(model, Levers(checkpoint_every=1))
     optimizer = MasterAdamW(model, SETTINGS)
     tokens = torch.randint(0, spec.vocab_size, (1, length + 1), device="cuda")
     for _ in range(2):
