@@ -165,8 +165,9 @@ def test_who_stays_and_who_is_late() -> None:
     assert found["layers.0.mlp.up.weight"].weight_away
 
 
-def test_the_ledger_has_states_on_the_host() -> None:
+def test_the_ledger_has_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """12 bytes a weight of every matrix; on the GPU none of these, and of the layers the weights of two."""
+    monkeypatch.setattr(state_link, "PIECE_ELEMENTS", 2**20)
     spec = TINY.__class__(**{**TINY.__dict__, "hidden_size": 128, "mlp_size": 512, "layers": 6, "head_dim": 32})
     workload = Workload(spec=spec, sequence_length=64, global_batch=1, precision="bf16")
     base = {"checkpoint_every": 1, "update_in_backward": True}
