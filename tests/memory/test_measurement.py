@@ -217,8 +217,8 @@ def test_mistakes_get_a_sentence(job: Job, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="it is not a directory; choose another"):
         measure_job(job.model_copy(update={"output": tmp_path / "file"}), 1, quiet=True)
-    layout = job.layout.model_copy(update={"tensor": 2})
-    with pytest.raises(UserError, match=r"layout.tensor is 2, which can be planned but not trained yet"):
+    layout = job.layout.model_copy(update={"context": 2})
+    with pytest.raises(UserError, match=r"layout.context is 2, which can be planned but not trained yet"):
         measure_job(job.model_copy(update={"layout": layout}), 1, quiet=True)
     exploding = job.optimizer.model_copy(update={"lr": 1e30})
     with pytest.raises(UserError, match=r"lower optimizer.lr \(now 1e\+30\)"):
