@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable
+from statistics import mean
 
 import pytest
 
@@ -10,6 +11,13 @@ from tightfit.hardware.efficiency import H200_BF16_TFLOP_S, H200_GB_S, MEASURED,
 from tightfit.report.documentation import RESULTS
 
 ATTENTION_ROWS = 2 * 2 * 8192**2 * 32  # operations of causal attention per element of a head, B2 T8192 with 32 heads
+
+
+LAUNCH_COMMITS = ("ecfed60", "c2fd4d8")
+PLAIN = {
+    "model": "smollm2-135m", "micro_batch": "8", "precision": "bf16", "checkpoint_every": "0", "loss": "fused",
+    "accumulation": "1", "ranks": "1", "implementation": "tightfit",
+}  # fmt: skip
 
 
 def measured(name: str, column: str, wanted: Callable[[dict[str, str]], bool]) -> list[float]:
@@ -25,6 +33,16 @@ def attention_ms(which: str, head: int) -> float:
             lambda row: (row["operation"], row["shape"], row["implementation"]) == (which, shape, "cuDNN"),
         )
     )  # fmt: skip
+
+
+def host_bound_steps() -> list[tuple[tuple[str, str], float]]:
+    """Commit and row length of plain steps of SmolLM2-135M, and how long they took; predicting again copies them."""
+    with (RESULTS / "memory_truth.csv").open(encoding="utf-8", newline="") as file:
+        return [
+            ((row["commit"], row["sequence_length"]), float(row["measured_step_ms"]))
+            for row in csv.DictReader(file)
+            if all(row[name] == value for name, value in PLAIN.items()) and row["sequence_length"] in ("512", "2048")
+        ]
 
 
 def test_peaks_are_the_catalogs() -> None:
@@ -53,10 +71,9 @@ def test_attention_is_cudnns(head: int) -> None:
 
 def test_bandwidth_and_launches_are_in_the_results() -> None:
     assert MEASURED.bandwidth * H200_GB_S in measured("kernels.csv", "copy_gb_s", lambda row: True)
-    steps = measured(
-        "train_step.csv", "step_ms_p50", lambda row: (row["case"], row["implementation"]) == ("h200-135m", "tightfit")
-    )
-    assert round(MEASURED.layer_launch_s * 30 * 1e3, 1) in steps
+    steps = {where: ms for where, ms in host_bound_steps() if where[0] in LAUNCH_COMMITS}
+    assert len(steps) == 4
+    assert mean(steps.values()) == pytest.approx(MEASURED.layer_launch_s * 30 * 1e3, abs=0.1)
 
 
 def test_head_sizes_between_take_the_smaller_ones_share() -> None:
