@@ -1,8 +1,8 @@
 """Predicted against measured memory and step time: the table that says how far to trust a plan.
 
 Predictions are made first, by formula and by simulation, and need no GPU; then each step runs on one. Rows of several
-ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/memory_truth.csv, and lever_truth.csv
-with `--levers`.
+ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/memory_truth.csv,
+lever_truth.csv with `--levers` and split_truth.csv with `--splits`.
 
     python benchmarks/memory_truth.py predict --predictions FILE     (no GPU; minutes)
     python benchmarks/memory_truth.py measure --predictions FILE --results DIR     (an H200; minutes)
@@ -15,14 +15,18 @@ The last appends rows with today's predictions beside the newest measurements; `
 import argparse
 import csv
 import json
+import multiprocessing
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from results import RESULTS, append_row
 
-from tightfit.bench.memory_truth import GIB, Case, Measurement, Prediction, measure, predict
+from tightfit.bench.memory_truth import GIB, Measurement, Prediction, measure, predict
+from tightfit.bench.memory_truth_case import Case
 from tightfit.report.results import current_commit
 from tightfit.report.scatter import newest
 
@@ -116,6 +120,30 @@ def lever_cases() -> Iterator[Case]:
     yield of("offload=optimizer update_in_backward=true", **three)
 
 
+def split_cases() -> Iterator[Case]:
+    """8B over groups of shards, tensor ranks, pipeline stages and mixtures of them; plain ZeRO is among the others."""
+
+    def of(split: str, ranks: int, length: int = 4096, **others: Any) -> Case:
+        return Case(
+            model="llama-3.1-8b", sequence_length=length, micro_batch=1, ranks=ranks, split=split, **others
+        )  # fmt: skip
+
+    yield of("shard_inside=4", 8, zero=3, checkpoint_every=1)
+    yield of("shard_inside=4", 8, zero=2, checkpoint_every=1)
+    yield of("shard_inside=2", 8, 8192, zero=3, checkpoint_every=1, accumulation=2)
+    for tensor in (2, 4, 8):
+        yield of(f"tensor={tensor}", tensor, 16_384, precision="pure-bf16")
+        yield of(f"tensor={tensor} sequence_parallel=false", tensor, 16_384, precision="pure-bf16")
+    yield of("tensor=4", 4, 8192, checkpoint_every=1)
+    yield of("tensor=2", 8, 8192, zero=3)
+    for stage in range(4):
+        yield of("pipeline=4", 4, accumulation=8, stage=stage)
+    for stage in (0, 3):
+        yield of("pipeline=4 schedule=zero-bubble", 4, 2048, accumulation=8, stage=stage)
+    yield of("pipeline=4 schedule=interleaved stages_per_rank=2", 4, accumulation=8)
+    yield of("pipeline=2 tensor=2", 8, zero=1, accumulation=4)
+
+
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:
     """Columns of the levers' table."""
     values = {"formula_host_gib": said.formula_host_bytes, "simulated_host_gib": said.simulated_host_bytes,
@@ -149,12 +177,18 @@ def _row(case: Case, said: Prediction, found: Measurement, commit: str) -> dict[
     }
 
 
-def _predict(wanted: list[Case], path: Path) -> None:
+def _predictions(wanted: list[Case], workers: int) -> Iterator[Prediction]:
+    """In the order of the cases, from processes of one thread each: what they run is not made faster by more."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(workers, len(wanted)), torch.set_num_threads, (1,)) as pool:
+        yield from pool.imap(predict, wanted, chunksize=1)
+
+
+def _predict(wanted: list[Case], path: Path, workers: int) -> None:
     made = []
-    for case in wanted:
-        said = predict(case)
+    for case, said in zip(wanted, _predictions(wanted, workers), strict=True):
         made.append({"case": case.columns(), "prediction": asdict(said), "commit": current_commit()})
-        print(case, _gib(said.formula_bytes), _gib(said.simulated_bytes), said.step_s, flush=True)
+        print(*case.columns().values(), _gib(said.formula_bytes), _gib(said.simulated_bytes), said.step_s, flush=True)
     path.write_text(json.dumps(made, indent=1), encoding="utf-8")
 
 
@@ -162,7 +196,7 @@ def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | 
     known = {Case(**entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
     for case in wanted:
         row = _row(case, Prediction(**known[case]["prediction"]), measure(case), known[case]["commit"])
-        append_row("lever_truth" if case.more else "memory_truth", row, folder=folder, commit=commit)
+        append_row(case.table, row, folder=folder, commit=commit)
         print(" ".join(str(value) or "-" for value in row.values()), flush=True)
 
 
@@ -175,14 +209,14 @@ def _measured(row: dict[str, str]) -> Measurement:
     return Measurement(allocated, reserved, seconds, host)
 
 
-def _repredict(wanted: list[Case], folder: Path) -> None:
+def _repredict(wanted: list[Case], folder: Path, workers: int) -> None:
     """Measured values and their conditions are copied from each case's newest row."""
-    path = folder / ("lever_truth.csv" if wanted[0].more else "memory_truth.csv")
+    path = folder / f"{wanted[0].table}.csv"
     rows = {Case.of_row(row): row for row in newest(path)}
     with path.open("a", encoding="utf-8", newline="") as file:
-        for case in wanted:
+        for case, said in zip(wanted, _predictions(wanted, workers), strict=True):
             old = rows[case]
-            row = {**old, **_row(case, predict(case), _measured(old), current_commit())}
+            row = {**old, **_row(case, said, _measured(old), current_commit())}
             csv.DictWriter(file, fieldnames=list(old)).writerow(row)
             file.flush()
             print(" ".join(str(value) or "-" for value in row.values()), flush=True)
@@ -196,19 +230,21 @@ def main() -> None:
     parser.add_argument("--only", help="cases of this model alone")
     parser.add_argument("--length", type=int, help="cases of rows so long alone")
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
+    parser.add_argument("--splits", action="store_true", help="cases of splits and their mixtures, for split_truth.csv")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that predict")
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
-    every = lever_cases() if chosen.levers else cases()
+    every = lever_cases() if chosen.levers else split_cases() if chosen.splits else cases()
     wanted = [
         case for case in every if chosen.only in (None, case.model) and chosen.length in (None, case.sequence_length)
     ]
     if chosen.action == "repredict":
-        return _repredict(wanted, chosen.results)
+        return _repredict(wanted, chosen.results, chosen.workers)
     if chosen.predictions is None:
         parser.error("--predictions FILE is where predictions go, and where measure finds them")
     if chosen.action == "predict":
-        return _predict(wanted, chosen.predictions)
+        return _predict(wanted, chosen.predictions, chosen.workers)
     return _measure(wanted, chosen.predictions, chosen.results, chosen.commit)
 
 

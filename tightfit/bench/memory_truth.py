@@ -1,8 +1,9 @@
-"""Cases of the memory truth table: what is predicted for each, by formula and by simulation, and how it is measured.
+"""The memory truth table: what is predicted for a case, by formula and by simulation, and how it is measured.
 
-A case is one training step of a shape under one layout and its levers, of our decoder or of Hugging Face's own model.
-Predictions need no GPU. Measuring builds the same step on one: cases of several ranks run as rank 0 of a fake process
-group, which allocates what rank 0 of the real one would and waits for nobody (so their steps are not timed).
+Predictions need no GPU. Measuring builds the same step on one: cases of several ranks run as one rank of a fake process
+group (the first, or the first of a pipeline stage), which allocates what that rank of the real one would and waits for
+nobody. What other ranks would have sent is whatever was in memory. So their steps are not timed: what a fake collective
+takes is not what a real one would, and kernels on such values draw less power.
 """
 
 import gc
@@ -10,17 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from tightfit.bench.memory_truth_case import Case as Case
 from tightfit.hardware.machine import parse_machine
-from tightfit.jobs.job import PrecisionName
-from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.host import pinned_bytes
 from tightfit.memory.ledger import Ledger
@@ -28,67 +26,15 @@ from tightfit.memory.simulation import fake_world
 from tightfit.memory.trace import ledger_of
 from tightfit.memory.tracing import Tracer
 from tightfit.models.decoder import Implementations
-from tightfit.models.resolve import resolve_spec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.shards import local
 from tightfit.plan.cost import Costs
-from tightfit.plan.pins import parse_pins
-from tightfit.train.rehearsal import build, rehearse, rehearsed
+from tightfit.train.rehearsal import build, rehearse_stage, rehearsed
 from tightfit.train.step import NotFiniteError, OnPhase, ignore
 
-Implementation = Literal["tightfit", "huggingface"]
 GIB = 2**30
 CUDA = torch.device("cuda")
 FEW = 2**22
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row's question."""
-
-    model: str
-    sequence_length: int
-    micro_batch: int
-    precision: PrecisionName = "bf16"
-    checkpoint_every: int = 0
-    loss: Literal["fused", "plain"] = "fused"
-    accumulation: int = 1
-    zero: Literal[0, 1, 2, 3] = 0
-    ranks: int = 1
-    implementation: Implementation = "tightfit"
-    more: str = ""
-    """Further levers, as `tiles=4 checkpoint_keep=attention`. Cases with some have a table of their own."""
-
-    @classmethod
-    def of_row(cls, row: dict[str, str]) -> "Case":
-        """The case a row of the results file is about."""
-        made: dict[str, Any] = {}
-        for field in fields(cls):
-            if text := row.get(field.name, ""):
-                made[field.name] = int(text) if text.isdigit() else text
-        return cls(**made)
-
-    @property
-    def workload(self) -> Workload:
-        """Its step."""
-        rows = self.micro_batch * self.accumulation * self.ranks
-        spec = resolve_spec(self.model)
-        return Workload(spec=spec, sequence_length=self.sequence_length, global_batch=rows, precision=self.precision)
-
-    @property
-    def layout(self) -> Layout:
-        """How it is spread."""
-        return Layout(data=self.ranks, zero=self.zero, micro_batch=self.micro_batch)
-
-    @property
-    def levers(self) -> Levers:
-        """What it spends less of."""
-        given = parse_pins([f"levers.{each}" for each in self.more.split()]).levers
-        return Levers(checkpoint_every=self.checkpoint_every, loss=self.loss, **given)
-
-    def columns(self) -> dict[str, Any]:
-        """As the first columns of a row."""
-        return {name: value for name, value in asdict(self).items() if name != "more" or value}
 
 
 @dataclass(frozen=True)
@@ -108,7 +54,7 @@ def predict(case: Case, machine: str = "H200") -> Prediction:
     simulated = _simulated(case)
     if case.implementation == "huggingface":
         return Prediction(None, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), None)
-    formula = training_ledger(case.workload, case.layout, case.levers)
+    formula = formulas(case)
     seconds = Costs(case.workload, parse_machine(machine)).step(case.layout, case.levers).step_s
     return Prediction(
         formula.peak_allocated_bytes(), simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(),
@@ -117,9 +63,15 @@ def predict(case: Case, machine: str = "H200") -> Prediction:
     )  # fmt: skip
 
 
+def formulas(case: Case) -> Ledger:
+    """By formula, of the case's pipeline stage."""
+    ledger = training_ledger(case.workload, case.layout, case.levers)
+    return Ledger(ledger.source, tuple(replace(line, rank=0) for line in ledger.lines if line.rank == case.stage))
+
+
 def _simulated(case: Case) -> Ledger:
     if case.implementation == "tightfit":
-        return rehearse(case.workload, case.layout, case.levers)
+        return rehearse_stage(case.workload, case.layout, case.levers, stage=case.stage)
 
     def make(mesh: Any, tracer: Tracer) -> Callable[[OnPhase], object]:
         return huggingface_step(case, torch.device("cpu"), attention=_unmasked_attention())
@@ -175,14 +127,14 @@ def _world(case: Case) -> Iterator[None]:
     if case.ranks == 1:
         yield
         return
-    with fake_world(case.ranks):
+    with fake_world(case.ranks, case.stage * (case.ranks // case.layout.pipeline)):
         yield
 
 
 def _real_step(case: Case) -> Callable[[OnPhase], object]:
     if case.implementation == "huggingface":
         return huggingface_step(case, CUDA)
-    mesh = make_mesh(case.layout, "cuda") if case.ranks > 1 else None
+    mesh = make_mesh(case.layout, CUDA.type) if case.ranks > 1 else None
     program = build(case.workload, case.layout, case.levers, CUDA, Implementations(), mesh, fill=filled)
 
     def step(on_phase: OnPhase) -> None:

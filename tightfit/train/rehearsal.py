@@ -70,10 +70,17 @@ def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Over
     """The ledger of a training step that is never run: of the first rank of each pipeline stage that may be fullest."""
     lines: list[Line] = []
     for stage in telling_stages(layout):
-        replay = _replay(workload, layout, levers, overheads, stage)
-        ledger = ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
+        ledger = rehearse_stage(workload, layout, levers, overheads, stage)
         lines += [replace(line, rank=stage) for line in ledger.lines]
     return Ledger("simulation", tuple(lines))
+
+
+def rehearse_stage(
+    workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, stage: int = 0
+) -> Ledger:
+    """The same of the first rank of pipeline stage `stage` alone, as rank 0."""
+    replay = _replay(workload, layout, levers, overheads, stage)
+    return ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
 
 
 def telling_stages(layout: Layout) -> list[int]:
