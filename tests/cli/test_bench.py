@@ -37,10 +37,19 @@ def test_table_rows_and_picture(tmp_path: Path) -> None:
         assert word in outcome.stdout
     with (tmp_path / "kernels.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 11
+    assert len(rows) == 2 * 12
     assert {row["commit"] for row in rows} == {"0123abc"}
     assert all(float(row["ms_p50"]) > 0 for row in rows if row["peer"] == "tightfit")
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_peer_alone_is_still_compared_with_eager() -> None:
+    arguments = ["bench", "kernels", "--device", "cpu", "--json", "--op", "rms_norm", "--op", "linear_cross_entropy"]
+    outcome = CliRunner().invoke(app, [*arguments, "--peer", "tightfit", "--peer", "CCE torch_compile"])
+    assert outcome.exit_code == 0, outcome.output
+    found = json.loads(outcome.stdout)["measurements"]
+    assert [m["peer"] for m in found] == ["tightfit"] * 2 + ["CCE torch_compile", "tightfit"] * 3
+    assert all(0 < m["difference"] < 1e-5 for m in found if m["timing"] and m["operation"] == "linear_cross_entropy")
 
 
 def test_a_peer_that_breaks_is_noted_and_a_run_cut_short_keeps_its_rows(
@@ -66,6 +75,7 @@ def test_a_peer_that_breaks_is_noted_and_a_run_cut_short_keeps_its_rows(
     ("arguments", "sentence"),
     [
         (["--device", "cpu", "--op", "softmax"], "--op is 'softmax'; give one of rms_norm, "),
+        (["--device", "cpu", "--op", "rope", "--peer", "triton"], "--peer is 'triton'; give one of 'eager', "),
         (["--device", "tpu"], "--device is 'tpu'; give cuda or cpu"),
         ([], "needs a CUDA GPU and none is here"),
     ],

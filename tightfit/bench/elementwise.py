@@ -1,4 +1,4 @@
-"""Rope and gated activations: plain steps, torch.compile, Liger, ours."""
+"""Rope and gated activations: plain steps, torch.compile, Liger, Unsloth, ours."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tightfit.bench.case import AbsentError, Case, Forward, Where, compiled, imported
+from tightfit.bench.unsloth import unsloth_glu, unsloth_rope
 from tightfit.kernels.glu import glu, glu_eager
 from tightfit.kernels.rope import rope, rope_eager
 from tightfit.models.rope import tables
@@ -36,6 +37,7 @@ def rope_cases(where: Where) -> Iterator[Case]:
             "eager": lambda: eager,
             "torch.compile": compiled(eager),
             "Liger": liger,
+            "Unsloth": lambda: on_views(unsloth_rope(full_cos, full_sin)),
             "tightfit": lambda: on_views(lambda q, k: rope(q, k, cos, sin)),
             "tightfit in place": lambda: on_views(lambda q, k: rope(q, k, cos, sin, inplace=True)),
         },
@@ -58,6 +60,7 @@ def _glu(where: Where, activation: Activation, name: str, rows: int, width: int)
             "eager": lambda: eager,
             "torch.compile": compiled(eager),
             "Liger": partial(_liger_glu, activation),
+            "Unsloth": partial(unsloth_glu, activation),
             "tightfit": partial(_ours, activation, overwrite=False),
             "tightfit overwriting": partial(_ours, activation, overwrite=True),
         },

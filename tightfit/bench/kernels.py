@@ -4,7 +4,7 @@ To add an operation: one function that yields its cases, and a line in OPERATION
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -49,15 +49,22 @@ class Measurement:
     note: str = ""
 
 
-def bench_kernels(operations: Iterable[str], device: str, shape: str = "") -> tuple[Limits, Iterator[Measurement]]:
-    """The machine's limits, and the measurements as they are made, of cases whose shape contains `shape`."""
+def bench_kernels(
+    operations: Iterable[str], device: str, shape: str = "", peers: Sequence[str] = ()
+) -> tuple[Limits, Iterator[Measurement]]:
+    """The machine's limits, and the measurements as they are made, of cases whose shape contains `shape`.
+
+    `peers` are measured alone where given; the first peer of a case, which they are compared with, still runs once.
+    """
     chosen = {name: OPERATIONS.get(name) for name in operations} or dict(OPERATIONS)
     for name, source in chosen.items():
         if source is None:
             raise UserError(f"--op is {name!r}; give one of {', '.join(OPERATIONS)}")
     where = _where(device)
+    cases = [case for source in chosen.values() for case in _cases(str(source), where) if shape in case.shape]
+    _require_known(peers, cases)
     limits = measure_limits(where.device)
-    return limits, _measure_all([str(source) for source in chosen.values()], where, limits, shape)
+    return limits, (m for case in cases for m in _measure_case(case, where, limits, peers))
 
 
 def _where(device: str) -> Where:
@@ -68,23 +75,33 @@ def _where(device: str) -> Where:
     return Where(torch.device(device), tiny=device == "cpu")
 
 
-def _measure_all(sources: list[str], where: Where, limits: Limits, shape: str) -> Iterator[Measurement]:
-    for source in sources:
-        module, _, name = source.partition(":")
-        cases: Callable[[Where], Iterator[Case]] = getattr(import_module(module), name)
-        for case in cases(where):
-            if shape in case.shape:
-                yield from _measure_case(case, where, limits)
+def _cases(source: str, where: Where) -> Iterator[Case]:
+    module, _, name = source.partition(":")
+    made: Iterator[Case] = getattr(import_module(module), name)(where)
+    return made
 
 
-def _measure_case(case: Case, where: Where, limits: Limits) -> Iterator[Measurement]:
+def _require_known(peers: Iterable[str], cases: list[Case]) -> None:
+    known = dict.fromkeys(name for case in cases for name in case.peers)
+    for peer in peers:
+        if peer not in known:
+            raise UserError(f"--peer is {peer!r}; give one of {', '.join(repr(name) for name in known)}")
+
+
+def _measure_case(case: Case, where: Where, limits: Limits, peers: Sequence[str]) -> Iterator[Measurement]:
+    chosen = [name for name in case.peers if name in (peers or case.peers)]
+    if not chosen:
+        return
     torch.manual_seed(0)
     bench = _Bench(case, where, limits)
-    for name, make in case.peers.items():
+    reference = next(iter(case.peers))
+    if reference not in chosen:
+        bench.compare_with(case.peers[reference])
+    for name in chosen:
         if where.device.type == "cpu" and name not in CPU_PEERS:
             yield bench.without(name, "needs a GPU")
             continue
-        yield bench.measure(name, make)
+        yield bench.measure(name, case.peers[name])
         gc.collect()
 
 
@@ -104,6 +121,11 @@ class _Bench:
     def without(self, peer: str, note: str) -> Measurement:
         """A peer that has no numbers."""
         return Measurement(self.case.operation, self.case.shape, self.dtype, peer, note=note)
+
+    def compare_with(self, make: MakePeer) -> None:
+        """Take this peer's results for the others', without measuring it."""
+        self._difference(self._step(make()))
+        self.given = []
 
     def measure(self, peer: str, make: MakePeer) -> Measurement:
         """Everything about one peer."""

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that exist: plain steps, torch on the logits' own dtype, torch.compile, Liger, ours."""
+"""Cross entropy of logits that exist: plain steps, torch in the logits' dtype, torch.compile, Liger, Unsloth, ours."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.bench.case import Case, Forward, Where, compiled, imported
+from tightfit.bench.unsloth import unsloth_cross_entropy
 from tightfit.kernels.cross_entropy import cross_entropy, cross_entropy_eager
 
 
@@ -29,6 +30,7 @@ def cross_entropy_cases(where: Where) -> Iterator[Case]:
             "torch": lambda: lambda logits: F.cross_entropy(logits, labels),
             "torch.compile": compiled(eager),
             "Liger": liger,
+            "Unsloth": lambda: unsloth_cross_entropy(labels),
             # A view is no leaf, so its memory may be overwritten.
             "tightfit": lambda: lambda logits: cross_entropy(logits.view_as(logits), labels, reduction="mean"),
         },

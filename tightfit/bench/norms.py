@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: plain steps, torch's fused operation, torch.compile, Liger, CUDA C++, ours.
+"""RMSNorm and LayerNorm: plain steps, torch's fused operation, torch.compile, Liger, Unsloth, CUDA C++, ours.
 
 The least work is five passes over the activations: read x and write y; read dy and x and write dx.
 """
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tightfit.bench.case import Case, Forward, Where, compiled, imported
 from tightfit.bench.cuda_rms_norm import make_cuda_rms_norm
+from tightfit.bench.unsloth import unsloth_rms_norm
 from tightfit.kernels.layer_norm import layer_norm, layer_norm_eager
 from tightfit.kernels.rms_norm import rms_norm, rms_norm_eager
 
@@ -32,6 +33,7 @@ def _alone(where: Where, rows: int, width: int) -> Case:
             "torch": lambda: lambda x, w: rms_norm(x, w, EPS, impl="torch"),
             "torch.compile": compiled(lambda x, w: rms_norm_eager(x, w, EPS)[0]),
             "Liger": _liger_rms_norm,
+            "Unsloth": lambda: unsloth_rms_norm(EPS),
             "CUDA C++": lambda: make_cuda_rms_norm(EPS),
             "tightfit": lambda: lambda x, w: rms_norm(x, w, EPS),
         },

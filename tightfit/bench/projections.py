@@ -1,4 +1,4 @@
-"""Linear cross entropy: all logits at once, torch.compile, Liger, Apple's cut cross entropy, ours; and its GEMMs alone.
+"""Linear cross entropy: all logits at once, torch.compile, Liger, Unsloth, cut cross entropy, ours; its GEMMs alone.
 
 The least work is three matrix products: logits, and the gradients of hidden states and weight. Peak memory counts both
 gradients for every peer, and for ours the float32 sum of the weight's, 4 · V · H bytes.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tightfit.bench.case import Case, Forward, Where, compiled, imported, ready
+from tightfit.bench.unsloth import unsloth_linear_cross_entropy
 from tightfit.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_eager
 
 SHAPES = ((16384, 4096, 128256), (8192, 2048, 128256), (32768, 3072, 262144))
@@ -31,10 +32,12 @@ def linear_cross_entropy_cases(where: Where) -> Iterator[Case]:
                 "three GEMMs alone": ready(_GemmsAlone.apply),
                 "torch.compile": compiled(eager),
                 "Liger": partial(_liger, labels),
+                "Unsloth": partial(unsloth_linear_cross_entropy, labels),
                 "CCE": partial(_cce, labels, "cce"),
-                "CCE exact": partial(_cce, labels, "cce", filter_eps=None),
+                "CCE torch_compile": partial(_cce, labels, "torch_compile"),
                 "tightfit": ready(partial(_ours, labels)),
                 "tightfit, no bytes of its own": ready(partial(_ours, labels, chunk_bytes=0)),
+                "CCE exact": partial(_cce, labels, "cce", filter_eps=None),
             },
             "gemm", 6.0 * N * H * V,
         )  # fmt: skip

@@ -18,6 +18,10 @@ def kernels(
         list[str] | None, typer.Option("--op", help="Only this operation, for example rms_norm. May be repeated.")
     ] = None,
     shape: Annotated[str, typer.Option(help="Only cases whose shape contains this, for example 8192×2048.")] = "",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--peer", help="Only this implementation, for example tightfit or Liger. May be repeated."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a check on tiny shapes that needs no GPU.")] = "cuda",
     results: Annotated[
         Path | None, typer.Option(help="A directory for kernels.csv (rows are appended) and kernels.png.")
@@ -25,7 +29,7 @@ def kernels(
     commit: Annotated[str | None, typer.Option(help="Recorded in the rows where this is not a git checkout.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time the fused operations beside eager, torch.compile, Liger and others, forward and backward.
+    """Time the fused operations beside eager, torch.compile, Liger, Unsloth and others, forward and backward.
 
     Shows the median and the 20th and 80th percentiles, the share of the limit (copy bandwidth or matrix product,
     measured in the same run), the memory a step needs, the first call with its compilation, and how far results are
@@ -34,11 +38,12 @@ def kernels(
     \b
     tightfit bench kernels
     tightfit bench kernels --op rms_norm --op rope --results results
+    tightfit bench kernels --op linear_cross_entropy --peer tightfit --peer Liger
     """
     from tightfit.bench.kernels import bench_kernels
     from tightfit.report.kernels import draw_kernels, recorded, show_kernels
 
-    limits, measurements = bench_kernels(op or [], device, shape)
+    limits, measurements = bench_kernels(op or [], device, shape, peer or [])
     if results is not None:
         measurements = recorded(limits, measurements, results, commit)
     show_kernels(limits, measurements, as_json=as_json)
