@@ -2,19 +2,21 @@
 
 Every piece says which part of which tensor it is, so any layout, and a single process, can read what it needs: no rank
 talks to another, and none holds more than its own part. Tensors are called as ours are, behind a prefix.
-Its index is a pickle, which can run code when it is read: read your own. To give a model away, export it.
+The index is read so that it cannot run code (piece_reader.py).
 """
 
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.piece_reader import PieceReader
 
 FOLDER = "sharded"
 PREFIX = "weights/"
@@ -37,9 +39,22 @@ def read_pieces(wanted: Mapping[str, Tensor], checkpoint: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-            load(dict(wanted), checkpoint_id=checkpoint / FOLDER, no_dist=True)
+            load(dict(wanted), storage_reader=PieceReader(checkpoint / FOLDER), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{checkpoint / FOLDER} is damaged or of another model ({reason}); resume from an older one"
-        ) from None
+        raise _damaged(checkpoint, error) from None
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """What the pieces are of: dtype and shape of every whole tensor, by the name it is stored under."""
+    try:
+        index = PieceReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+    except (OSError, ValueError) as error:
+        raise _damaged(checkpoint, error) from None
+    return {name: (entry.properties.dtype, entry.size) for name, entry in index.items()}  # type: ignore[union-attr]
+
+
+def _damaged(checkpoint: Path, error: BaseException) -> UserError:
+    failures = getattr(error, "failures", {})  # torch hides the reason among those of ranks
+    reason = str(next(iter(failures.values()))[0] if failures else error).splitlines()
+    told = reason[0] if reason else type(error).__name__
+    return UserError(f"{checkpoint / FOLDER} is damaged or of another model ({told}); resume from an older one")

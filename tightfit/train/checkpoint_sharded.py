@@ -14,7 +14,9 @@ checkpoint before. One is written at a time: the next one waits for it. Any layo
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_tree
@@ -29,7 +32,7 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import checkpoints_of
 from tightfit.models.saving import write_config
-from tightfit.models.sharded_weights import FOLDER, read_pieces, weights_of
+from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors, weights_of
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.checkpoint import FORMAT, STATE_PREFIX, Position, checkpoint_path, what_is_safe
@@ -63,17 +66,13 @@ class ShardedSaver:
         self.finish()
         target = checkpoint_path(run, position.step)
         folder = self.ranks.share(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
-        try:
+        with _failures_told(target):
             if self.ranks.first:
                 _begin(folder, model, dtype, tokenizer, position)
             self.ranks.wait()
             future: Any = async_save(
                 _content(model, optimizer), checkpoint_id=folder / FOLDER, process_group=self.group
             )
-        except OSError as error:
-            raise UserError(
-                f"cannot write checkpoint {target}: {error.strerror}; make room or change `output`; {what_is_safe(run)}"
-            ) from error
         self.pending = _Pending(future, folder, target, keep)
 
     def finish(self) -> None:
@@ -81,7 +80,8 @@ class ShardedSaver:
         pending, self.pending = self.pending, None
         if pending is None:
             return
-        pending.future.result()
+        with _failures_told(pending.target):
+            pending.future.result()
         self._name(pending)
         self.ranks.wait()
 
@@ -93,9 +93,24 @@ class ShardedSaver:
     def _name(self, pending: _Pending) -> None:
         """The first process's write ends when those of all ranks have."""
         if self.ranks.first and not pending.named:
-            pending.future.result()
-            _complete(pending)
+            with _failures_told(pending.target):
+                pending.future.result()
+                _complete(pending)
             pending.named = True
+
+
+@contextmanager
+def _failures_told(target: Path) -> Iterator[None]:
+    """What cannot be written, at once or later in the background, is one sentence."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        failures = list(getattr(error, "failures", {}).values())  # of a rank's thread
+        cause = failures[0][0] if failures else error
+        raise UserError(
+            f"cannot write checkpoint {target}: {getattr(cause, 'strerror', None) or cause}; make room or change "
+            f"`output`; {what_is_safe(target.parent.parent)}"
+        ) from error
 
 
 def _content(model: Decoder, optimizer: MasterAdamW) -> dict[str, Tensor]:
@@ -126,8 +141,24 @@ def _complete(pending: _Pending) -> None:
 def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Optimizer states, master weights and RNG, of which every rank reads its own part."""
     own, random = optimizer.state(), torch.get_rng_state()
+    _require_fit(checkpoint, own, others_hold_more=optimizer.stages > 1)
     read_pieces({f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}, checkpoint)
     for bucket in optimizer.buckets:
         for index, name in enumerate(bucket.names):
             bucket.updater.set_step(index, own[f"step/{name}"])
     torch.set_rng_state(random)
+
+
+def _require_fit(checkpoint: Path, own: dict[str, Tensor], *, others_hold_more: bool) -> None:
+    """Torch would cast what has another dtype and pass over what nobody asks for: say so instead."""
+    named = stored_tensors(checkpoint).items()
+    stored = {name.removeprefix(STATE_PREFIX): what for name, what in named if name.startswith(STATE_PREFIX)}
+    odd = own.keys() - stored.keys() if others_hold_more else own.keys() ^ stored.keys()
+    if odd:
+        raise UserError(f"{checkpoint} does not fit this model: optimizer state {min(odd)} is on one side only")
+    for name, tensor in own.items():
+        if stored[name] != (tensor.dtype, tensor.shape):
+            dtype, shape = stored[name]
+            raise UserError(
+                f"{checkpoint}: {name} is {dtype} {list(shape)}, this run needs {tensor.dtype} {list(tensor.shape)}"
+            )

@@ -1,0 +1,72 @@
+"""What a checkpoint in pieces cannot do is one sentence, on every rank, and leaves the checkpoint before it."""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.group import Group
+from tests.distributed.test_runs import run_fields
+from tests.train.jobs import tiny_job
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.models.loading import checkpoints_of, load_model
+
+Make = Callable[[int], Group]
+SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
+FEW_BYTES = 20_000
+"""More than the files that are not in pieces have, less than a rank's pieces."""
+
+
+@pytest.fixture
+def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
+    def made(**changes: Any) -> Job:
+        fields = {"layout": {"data": 2, "zero": 3, "micro_batch": 1}, "evaluation": {"max_rows": 1}, "steps": 2}
+        fields |= {"model": SMALL, "saving": {"every": 1, "keep": 3, "sharded": True}}
+        return tiny_job(tmp_path / "run", corpus, token_cache, **(fields | changes))
+
+    return made
+
+
+def refused(fields: dict[str, Any], options: dict[str, Any], largest_file_bytes: int | None = None) -> str:
+    """The sentence of a run; no file may be larger than so many bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file_bytes or soft, hard))
+    try:
+        run_fields(fields, options)
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return "nothing was wrong"
+
+
+def test_what_cannot_be_written_in_the_background_is_told_by_all(group: Make, make: Callable[..., Job]) -> None:
+    job = make()
+    group(2).run(run_fields, job.model_dump(mode="json"), {"stop_after": 1})
+    assert [path.name for path in checkpoints_of(job.output)] == ["step-00000001"]
+    found = group(2).run(refused, job.model_dump(mode="json"), {"resume": True}, FEW_BYTES)
+    assert all("cannot write checkpoint" in sentence and "File too large" in sentence for sentence in found), found
+    assert all(
+        sentence.endswith("the last good checkpoint is " + str(checkpoints_of(job.output)[0])) for sentence in found
+    )
+    assert [path.name for path in checkpoints_of(job.output)] == ["step-00000001"]
+    assert load_model(str(job.output)).model.spec.layers == 2
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"levers": {"optimizer_states": "bf16"}}, "this run needs torch.bfloat16"),
+        ({"levers": {"optimizer_states": "8bit"}}, "is on one side only"),
+    ],
+)
+def test_states_of_another_format_are_refused_and_not_cast(
+    group: Make, make: Callable[..., Job], now: dict[str, Any], words: str
+) -> None:
+    group(2).run(run_fields, make(steps=1).model_dump(mode="json"), {})
+    for layout in ({"data": 2, "zero": 3, "micro_batch": 1}, {"pipeline": 2, "micro_batch": 1}):
+        found = group(2).run(refused, make(layout=layout, **now).model_dump(mode="json"), {"resume": True})
+        assert all(words in sentence for sentence in found), found

@@ -1,0 +1,122 @@
+"""An index of pieces cannot run code: what another one would do with the same file, ours refuses in a sentence."""
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tightfit.errors import UserError
+from tightfit.models.piece_reader import INDEX
+from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors
+
+NAME = "weights/norm.weight"
+SAVED = {
+    NAME: torch.arange(6.0).view(2, 3),
+    **{f"of {dtype}": torch.ones(5).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.uint8, torch.int64)},
+    "no dimension": torch.tensor(3.0),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "step-00000001"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(dict(SAVED), checkpoint_id=folder / FOLDER, no_dist=True)
+    return folder
+
+
+class Hostile:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (self.mark,)
+
+
+def change_index(checkpoint: Path, change: Callable[[Any], Any]) -> None:
+    path = checkpoint / FOLDER / INDEX
+    index = pickle.loads(path.read_bytes())  # of our own test
+    path.write_bytes(pickle.dumps(change(index)))
+
+
+def read_with_torch(checkpoint: Path) -> None:
+    load({NAME: torch.zeros(2, 3)}, storage_reader=FileSystemReader(checkpoint / FOLDER), no_dist=True)
+
+
+def test_tensors_come_back_to_the_bit(checkpoint: Path) -> None:
+    found = {name: torch.zeros_like(tensor) for name, tensor in SAVED.items()}
+    read_pieces(found, checkpoint)
+    assert all(found[name].equal(tensor) for name, tensor in SAVED.items())
+    assert stored_tensors(checkpoint) == {name: (tensor.dtype, tensor.shape) for name, tensor in SAVED.items()}
+
+
+def test_a_hostile_index_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
+    change_index(checkpoint, lambda index: Hostile(tmp_path / "run by ours"))
+    for read in (lambda: read_pieces({NAME: torch.zeros(2, 3)}, checkpoint), lambda: stored_tensors(checkpoint)):
+        with pytest.raises(UserError, match=r"names (posix|os)\.mkdir, which does not describe a tensor"):
+            read()
+    assert not (tmp_path / "run by ours").exists()
+    (checkpoint / FOLDER / INDEX).write_bytes(pickle.dumps(Hostile(tmp_path / "run by torch")))
+    with pytest.raises(CheckpointException):
+        read_with_torch(checkpoint)
+    assert (tmp_path / "run by torch").is_dir(), "the file does run code where it is read as it is"
+
+
+def test_bytes_in_a_tensor_s_place_are_not_run(checkpoint: Path, tmp_path: Path) -> None:
+    """Torch unpickles what an index calls bytes: here, the whole of a piece."""
+
+    def as_bytes(index: Any) -> Any:
+        (key,) = (key for key in index.storage_data if key.fqn == NAME)
+        stored = index.storage_data.pop(key)
+        stored.relative_path, stored.offset = "hostile", 0
+        torch.save(Hostile(tmp_path / "run"), checkpoint / FOLDER / "hostile")
+        stored.length = (checkpoint / FOLDER / "hostile").stat().st_size
+        index.storage_data[type(key)(NAME)] = stored
+        index.state_dict_metadata[NAME] = BytesStorageMetadata()
+        return index
+
+    change_index(checkpoint, as_bytes)
+    with pytest.raises(UserError, match=r"names torch\.\S+\.BytesStorageMetadata"):
+        read_pieces({NAME: torch.zeros(2, 3)}, checkpoint)
+    assert not (tmp_path / "run").exists()
+    read_with_torch(checkpoint)
+    assert (tmp_path / "run").is_dir(), "torch runs it"
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc/passwd"])
+def test_pieces_are_beside_their_index(checkpoint: Path, path: str) -> None:
+    def astray(index: Any) -> Any:
+        next(iter(index.storage_data.values())).relative_path = path
+        return index
+
+    change_index(checkpoint, astray)
+    with pytest.raises(UserError, match="which is not beside it"):
+        read_pieces({NAME: torch.zeros(2, 3)}, checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(torch.Size([3]))[:-3]])
+def test_what_is_no_index_gets_a_sentence(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / FOLDER / INDEX).write_bytes(content)
+    with pytest.raises(UserError, match="is damaged or of another model"):
+        read_pieces({NAME: torch.zeros(2, 3)}, checkpoint)
+    with pytest.raises(UserError, match="is damaged or of another model"):
+        stored_tensors(checkpoint)
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match=r"sharded is damaged or of another model .*weights/absent"):
+        read_pieces({"weights/absent": torch.zeros(2, 3)}, checkpoint)
