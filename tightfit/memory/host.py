@@ -2,7 +2,8 @@
 
 Torch's own pinned allocator rounds every request up to a power of two (a 2.1 GiB tensor takes 4) and keeps what is
 freed, so large pieces are mapped here, in whole pages, and registered with CUDA; small ones are torch's. The pages go
-back when the tensor dies. A mapping asks for huge pages, without which pinning costs more than the copy it is for.
+back when the tensor dies. A mapping asks for huge pages, without which pinning costs more than the copy it is for; it is
+private, because kernels give shared ones huge pages only where an administrator has said so.
 
 What levers keep on the host is made by `host_empty`, what they stage copies in on the GPU is named by `claimed`; both
 tell tracers (tracing.py), whose ledgers then have it in the right place under the right name. In a simulation all
@@ -80,7 +81,7 @@ def watched(tell: Watcher) -> Iterator[None]:
 def _mapped(size: int) -> Tensor:
     """Pinned bytes of exactly this size, in pages of their own."""
     try:
-        pages = mmap.mmap(-1, size)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise UserError(
             f"the host has no {size / 2**30:.2f} GiB left to offload to ({error.strerror}); raise "
