@@ -2,8 +2,8 @@
 
 Torch's own pinned allocator rounds every request up to a power of two (a 2.1 GiB tensor takes 4) and keeps what is
 freed, so large pieces are mapped here, in whole pages, and registered with CUDA; small ones are torch's. The pages go
-back when the tensor dies. A mapping asks for huge pages, without which pinning costs more than the copy it is for; it is
-private, because kernels give shared ones huge pages only where an administrator has said so.
+back when the tensor dies. A mapping asks for huge pages, without which pinning costs more than the copy it is for; and
+it is private: kernels give shared ones huge pages only where an administrator has said so.
 
 What levers keep on the host is made by `host_empty`, what they stage copies in on the GPU is named by `claimed`; both
 tell tracers (tracing.py), whose ledgers then have it in the right place under the right name. In a simulation all
