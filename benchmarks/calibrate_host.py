@@ -1,0 +1,113 @@
+"""What the host takes: to launch a layer under each lever, and to hand states and weights over the link.
+
+Launching: steps of a model so narrow that its kernels take microseconds are as long as the host needs to launch them.
+Two depths tell a layer from the rest, and the phases of a step forward from backward and update. The link: one layer of
+8B's size on a handful of tokens, whose step is the passing of its states.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from tightfit.bench.memory_truth import filled
+from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.ledger import Phase
+from tightfit.models.decoder import Implementations
+from tightfit.models.presets import preset
+from tightfit.models.spec import ModelSpec
+from tightfit.plan.pins import parse_pins
+from tightfit.train.rehearsal import Program, build
+from tightfit.train.step import ignore
+
+BACK = "update_in_backward=true"
+LAUNCHED: tuple[tuple[str, PrecisionName], ...] = (
+    ("", "bf16"), ("", "pure-bf16"), ("", "fp32"), ("loss=plain", "bf16"), ("checkpoint_every=1", "bf16"),
+    ("checkpoint_every=1 checkpoint_keep=attention", "bf16"), ("checkpoint_every=1 checkpoint_keep=matmuls", "bf16"),
+    ("checkpoint_every=1 offload_checkpoints=true", "bf16"), ("tiles=2", "bf16"), ("tiles=4", "bf16"),
+    ("tiles=8", "bf16"), ("tiles=4 checkpoint_every=1", "bf16"), ("matmul=fp8-tensor", "bf16"),
+    ("matmul=fp8-row", "bf16"), (BACK, "bf16"), ("optimizer_states=8bit", "bf16"),
+    ("optimizer_states=factored", "bf16"),
+    ("offload=optimizer", "bf16"), (f"offload=optimizer {BACK}", "bf16"),
+    (f"offload=weights {BACK} checkpoint_every=1", "bf16"),
+)  # fmt: skip
+FEW, MORE = 2, 8
+STEPS, WARM_UPS = 5, 2
+PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+
+
+def narrow_spec(layers: int, size: int = 256) -> ModelSpec:
+    """Of the usual family: grouped heads, a gated MLP, and few numbers of everything."""
+    return replace(
+        preset("llama-3.2-1b"), layers=layers, hidden_size=size, heads=8, kv_heads=4, head_dim=size // 4,
+        mlp_size=2 * size, vocab_size=4 * size,
+    )  # fmt: skip
+
+
+def levers_of(text: str) -> Levers:
+    """As they are pinned on the command line."""
+    return Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)
+
+
+def launches(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Milliseconds of a layer, and of the rest of the step, by phase and levers."""
+    for text, precision in LAUNCHED:
+        few, more = (_phases_ms(text, precision, layers, device) for layers in (FEW, MORE))
+        for phase in PHASES:
+            each = (more[phase] - few[phase]) / (MORE - FEW)
+            what = f"{phase}, {precision}{' ' + text if text else ''}"
+            yield f"a layer's {what}", each
+            yield f"the rest of {what}", few[phase] - FEW * each
+
+
+def _phases_ms(text: str, precision: PrecisionName, layers: int, device: torch.device) -> dict[Phase, float]:
+    """The median of each phase."""
+    size = 256 if device.type == "cuda" else 16
+    workload = Workload(spec=narrow_spec(layers, size), sequence_length=size, global_batch=1, precision=precision)
+    program = build(workload, Layout(micro_batch=1), levers_of(text), device, Implementations(), fill=filled)
+    steps = [_phases(program, device) for _ in range(WARM_UPS + STEPS)][WARM_UPS:]
+    del program
+    gc.collect()
+    return {phase: statistics.median(step[phase] for step in steps) for phase in PHASES}
+
+
+def _phases(program: Program, device: torch.device) -> dict[Phase, float]:
+    """Milliseconds from the beginning of one phase to that of the next, without waiting for the card in between."""
+    seen: list[tuple[Phase, float]] = []
+    _wait(device)
+    program.step(lambda phase: seen.append((phase, time.perf_counter())))
+    _wait(device)
+    ends = [at for _, at in seen[1:]] + [time.perf_counter()]
+    found = {phase: (end - at) * 1e3 for (phase, at), end in zip(seen, ends, strict=True)}
+    return {phase: found[phase] for phase in PHASES}
+
+
+def link_updates(device: torch.device) -> Iterator[tuple[str, float, int]]:
+    """Milliseconds of a step on a few tokens and the weights that are away, by levers."""
+    on_gpu = device.type == "cuda"
+    spec = replace(preset("llama-3.1-8b"), layers=2, vocab_size=1024) if on_gpu else narrow_spec(2, 16)
+    for text in ("offload=optimizer", "offload=optimizer offload_update=host",
+                 f"offload=weights {BACK} checkpoint_every=1"):  # fmt: skip
+        workload = Workload(spec=spec, sequence_length=64 if on_gpu else 8, global_batch=1)
+        program = build(workload, Layout(micro_batch=1), levers_of(text), device, Implementations(), fill=filled)
+        program.step(ignore)
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(4):
+            program.step(ignore)
+        if program.optimizer.offloading is not None:
+            program.optimizer.offloading.synchronize()
+        yield text, (time.perf_counter() - began) * 1e3 / 4, spec.params()
+        del program
+        gc.collect()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
