@@ -22,6 +22,9 @@ def launch(
 ) -> None:
     """Start one process per rank of a job on this machine: on its GPUs, or on the CPU.
 
+    SIGINT or SIGTERM stops all ranks after their step, with a checkpoint. Exit codes: 2 when a rank died or a mistake
+    was given, 130 or 143 when stopped.
+
     \b
     tightfit launch job.yaml -o layout.data=2
     tightfit launch plan.json --restarts 3
@@ -39,4 +42,5 @@ def launch(
 
     if nodes > 1:
         return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, arguments))
-    start(loaded, arguments, restarts)
+    if (stopped_by := start(loaded, arguments, restarts)) is not None:
+        raise typer.Exit(128 + stopped_by)

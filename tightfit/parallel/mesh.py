@@ -12,11 +12,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from tightfit.errors import UserError
@@ -93,7 +94,10 @@ def joined(layout: Layout, device: torch.device) -> Iterator[tuple[DeviceMesh | 
     own = _own_device(device)
     if not running:
         _meet(BACKENDS[own.type])
-    yield make_mesh(layout, own.type), own
+    _require_same(layout)
+    mesh = make_mesh(layout, own.type)
+    _limit_waiting(mesh)
+    yield mesh, own
     if not running:
         dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
 
@@ -108,6 +112,28 @@ def _meet(backend: str) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def _require_same(layout: Layout) -> None:
+    """Before groups are made, which ranks of different layouts would wait for in vain."""
+    own = layout.model_dump()
+    everyones: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    for name in own:
+        found = {rank: fields[name] for rank, fields in enumerate(everyones)}
+        other = next((rank for rank in found if found[rank] != found[0]), None)
+        if other is not None:
+            raise UserError(
+                f"the processes of this run do not agree on the layout: {name} is {found[0]} on rank 0 and "
+                f"{found[other]} on rank {other}; start all of them with the same job file and overrides"
+            )
+
+
+def _limit_waiting(mesh: DeviceMesh) -> None:
+    """TIMEOUT for the groups of every axis, which torch gives its own (30 minutes where they talk between CPUs)."""
+    for part in (mesh, *vars(mesh)[BESIDE].values()):
+        for group in part.get_all_groups():
+            _set_pg_timeout(TIMEOUT, group)
 
 
 def _own_device(device: torch.device) -> torch.device:

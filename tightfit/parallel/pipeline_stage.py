@@ -17,6 +17,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.memory.formulas.cut import cut
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
+from tightfit.parallel.tensor import even_share
 
 Inputs = dict[str, Tensor | None]
 """A decoder's arguments for one micro-batch: tokens, labels and documents."""
@@ -105,7 +106,7 @@ class Stage(nn.Module):
         for layer in self.layers:
             x, own = layer(x, around)
             if own is not None:
-                balance = own.view(1) if balance is None else balance + own
+                balance = own.view(1).clone() if balance is None else balance + own  # FSDP2 wants no view from a stage
         assert x is not None
         if not self.piece.is_last:
             return x if self.spec.experts is None else (x, x.new_zeros(1).float() if balance is None else balance)
@@ -126,7 +127,7 @@ class Stage(nn.Module):
 def carried(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What goes from stage to stage for one micro-batch, without memory: of tokens that tensor ranks split, a part."""
     split = layout.tensor > 1 and layout.sequence_parallel
-    tokens = (1, rows * length // layout.tensor) if split else (rows, length)
+    tokens = (1, even_share(rows, length, layout.tensor)) if split else (rows, length)
     stream = torch.empty(*tokens, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
     if spec.experts is None:
         return (stream,)

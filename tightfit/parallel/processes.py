@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from tightfit.errors import UserError
-from tightfit.parallel.mesh import BACKENDS
+from tightfit.parallel.mesh import BACKENDS, TIMEOUT
 
 ANSWER, MEETING, REFUSAL = "answer", "meeting", "refusal"
 
@@ -32,6 +32,12 @@ def run_together(world: int, function: Callable[..., Any], *arguments: Any) -> A
             if refusal.is_file():
                 raise UserError(refusal.read_text(encoding="utf-8")) from None
             raise
+        except ProcessExitedException as error:
+            how = error.signal_name or f"exit code {error.exit_code}"
+            raise UserError(
+                f"process {error.error_index} of {world} was ended by {how}, perhaps for want of memory; free some or "
+                "take a smaller model"
+            ) from None
         return pickle.loads((Path(folder) / ANSWER).read_bytes())  # our own process wrote it
 
 
@@ -43,12 +49,11 @@ def _run(
     if kind == "cuda":
         torch.cuda.set_device(device)
     meeting = f"file://{Path(folder) / MEETING}"
-    dist.init_process_group(BACKENDS[kind], init_method=meeting, rank=rank, world_size=world)
+    dist.init_process_group(BACKENDS[kind], init_method=meeting, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         answer = function(device, *arguments)
     except UserError as error:
-        if rank == 0:
-            (Path(folder) / REFUSAL).write_text(str(error), encoding="utf-8")
+        (Path(folder) / REFUSAL).write_text(str(error), encoding="utf-8")  # any rank's: the others may be waiting
         raise
     if rank == 0:
         (Path(folder) / ANSWER).write_bytes(pickle.dumps(answer))

@@ -51,7 +51,7 @@ from tightfit.parallel.conjugate import (
     scattered,
     summed,
 )
-from tightfit.parallel.mesh import tensor_axes
+from tightfit.parallel.mesh import TIMEOUT, tensor_axes
 from tightfit.parallel.shards import Split, local, remember_splits, splits_of
 from tightfit.plan.dividing import indivisible, widths
 
@@ -173,16 +173,22 @@ class SequenceExchange(Exchange):
 
     def begin(self, x: Tensor, *, positions: bool) -> Tensor:
         """This rank's tokens."""
-        if x.shape[:-1].numel() % self.group.size():
-            raise UserError(
-                f"{x.shape[0]} rows of {x.shape[1]} tokens cannot be split evenly over {self.group.size()} tensor "
-                "ranks; change data.sequence_length or set layout.sequence_parallel=false"
-            )
+        even_share(x.shape[0], x.shape[1], self.group.size())
         return own_part(x, self.group) if positions else scattered(x, self.group)
 
     def end(self, x: Tensor) -> Tensor:
         """Tokens of all ranks, row by row."""
         return gathered(x, self.group).view(-1, self.length, x.shape[-1])
+
+
+def even_share(rows: int, length: int, ranks: int) -> int:
+    """Tokens of each rank where tensor ranks split the residual stream."""
+    if rows * length % ranks:
+        raise UserError(
+            f"{rows} rows of {length} tokens cannot be split evenly over {ranks} tensor ranks; "
+            "change data.sequence_length or set layout.sequence_parallel=false"
+        )
+    return rows * length // ranks
 
 
 def _hook(model: Decoder, exchange: Exchange, rows: VocabularyRows) -> None:
@@ -215,7 +221,7 @@ def _share_key_heads(model: Decoder, ranks: int) -> None:
     sharing = ranks // model.spec.kv_heads
     if sharing <= 1:
         return
-    group, _ = dist.new_subgroups(sharing)  # neighbours, as tensor is the innermost axis
+    group, _ = dist.new_subgroups(sharing, timeout=TIMEOUT)  # neighbours, as tensor is the innermost axis
     layers: list[Any] = list(model.layers)
     for layer in layers:
         for projection in (layer.attention.k, layer.attention.v):

@@ -1,0 +1,104 @@
+"""Nobody waits for ever: ranks that cannot meet, or meet no more, are told so."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.group import Group
+from tests.distributed.piping import Piped
+from tests.distributed.training import CPU, Case, build, micro_batches
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.parallel import mesh
+from tightfit.parallel.processes import run_together
+from tightfit.parallel.ranks import Ranks
+from tightfit.train.precision import LossScale
+from tightfit.train.step import inputs, train_step
+
+Make = Callable[[int], Group]
+SHORT_S = 2
+
+
+def test_ranks_of_different_layouts_are_told(group: Make) -> None:
+    """Each would make the groups of its own layout, and wait for the others there."""
+    for sentence in group(2).run(join_differently):
+        assert "do not agree on the layout: data is 2 on rank 0 and 1 on rank 1" in sentence
+
+
+def join_differently() -> str:
+    layout = Layout(data=2) if dist.get_rank() == 0 else Layout(pipeline=2)
+    try:
+        with mesh.joined(layout, CPU):
+            return "nothing was wrong"
+    except UserError as error:
+        return str(error)
+
+
+def test_a_rank_that_does_not_come_is_given_up(group: Make) -> None:
+    """The last rank is absent from its tensor axis, whose group is one of torch's own making."""
+    waited = group(4).run(reduce_without_the_last)
+    assert waited[:2] == [None, None], "the other two met"
+    assert waited[2] is not None
+    assert SHORT_S / 2 < waited[2] < 10 * SHORT_S
+
+
+def reduce_without_the_last() -> float | None:
+    with (
+        patch.object(mesh, "TIMEOUT", timedelta(seconds=SHORT_S)),
+        mesh.joined(Layout(data=2, tensor=2), CPU) as (made, _),
+    ):
+        assert made is not None
+        mesh._set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
+        if dist.get_rank() == 3:
+            return None
+        began = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1), group=made.get_group("tensor"))
+        except RuntimeError:
+            return time.monotonic() - began
+        return None
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_tokens_that_do_not_divide_are_told_by_every_stage(group: Make, training: bool) -> None:
+    """Not by the first stage alone, for whose hidden states the others would wait."""
+    case = Piped(tensor=2, micro_batch=1, rows=2)
+    for sentence in group(4).run(step_on_odd_rows, case, training):
+        assert "1 rows of 15 tokens cannot be split evenly over 2 tensor ranks" in sentence
+
+
+def step_on_odd_rows(case: Case, training: bool) -> str:
+    made = mesh.make_mesh(case.layout, "cpu")
+    ranks = Ranks.of(made)
+    _, module, optimizer = build(case, made)
+    batches = [{name: value[:, :15] for name, value in batch.items()} for batch in micro_batches(case, 0, ranks.rank)]
+    try:
+        if training:
+            train_step(module, optimizer, batches, CPU, 1e-3, LossScale(), ranks=ranks)
+        else:
+            module(**inputs(batches[0], CPU))
+    except UserError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+def test_processes_started_here_end_with_a_sentence() -> None:
+    with pytest.raises(UserError, match="the second rank refuses"):
+        run_together(2, refuse_or_wait, "refuse")
+    with pytest.raises(UserError, match="process 1 of 2 was ended by SIGKILL"):
+        run_together(2, refuse_or_wait, "die")
+
+
+def refuse_or_wait(device: torch.device, how: str) -> None:
+    if dist.get_rank() == 1 and how == "refuse":
+        raise UserError("the second rank refuses")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
