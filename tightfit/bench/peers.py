@@ -74,7 +74,7 @@ def make_deepspeed(workload: Workload, device: torch.device) -> Step:
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -85,8 +85,9 @@ def _engine(spec: ModelSpec, rows: int, device: torch.device) -> Any:
 
     deepspeed = load_deepspeed(device)
     if not dist.is_initialized():
+        alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     config = AutoConfig.for_model(**config_from_spec(spec, dtype="bfloat16"))
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
