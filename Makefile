@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 
 .PHONY: run install test lint test-gpu docs clean
 
@@ -25,7 +26,7 @@ lint: install
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test-gpu: install
 	@$(BIN)/pytest tests/gpu

@@ -1,5 +1,7 @@
 """Shared set-up: one thread (the suite runs beside itself on two cores), no network, and a small corpus.
 
+Programs that tests start inherit the one thread: on tiny shapes a second one only waits, and takes the core of others.
+
 Without a GPU, Triton's kernels run in its interpreter. That is settled when a kernel's module is first imported, which
 tests of any folder may do: so it is said here.
 """
@@ -8,6 +10,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

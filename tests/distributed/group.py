@@ -16,6 +16,9 @@ Function = Callable[..., Any]
 PRELOADED = ["tightfit.train.loop", "tests.train.jobs", "tests.distributed.training", "transformers"]
 """Imported once, in the server that processes are forked from. The suite has one: this is what any test asks of it."""
 
+ANSWER_S = 300
+"""How long a rank may take: minutes only where the machine has much else to do."""
+
 
 class Group:
     """`world` processes of one process group; `run` has each of them call a function and returns what they returned."""
@@ -37,7 +40,9 @@ class Group:
         """What `function(*arguments)` returns on every rank, in their order; a failure of any of them fails here."""
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, arguments)))
-        answers = [pickle.loads(pipe.recv_bytes()) if pipe.poll(120) else (False, "no answer") for pipe in self.pipes]
+        answers = [
+            pickle.loads(pipe.recv_bytes()) if pipe.poll(ANSWER_S) else (False, "no answer") for pipe in self.pipes
+        ]
         failed = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]

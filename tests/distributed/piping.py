@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tests.distributed.training import CPU, TINY, Case, Trace, build, micro_batches, wholes
+from tests.distributed.training import CPU, TINY, Case, Trace, build, micro_batches, states_of, wholes
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
@@ -60,7 +60,7 @@ def run_piped(case: Piped) -> Trace:
         batches = micro_batches(case, step, ranks.rank)
         trace.results.append(train_step(module, optimizer, batches, CPU, case.settings.lr, scale, look, ranks))
     trace.last = wholes(decoder)
-    trace.states = {name: whole(state).clone() for name, state in optimizer.state().items()}
+    trace.states = states_of(case, optimizer)
     return trace
 
 

@@ -106,10 +106,11 @@ def test_routed_layers_count_their_balance_by_tokens(group: Make, zero: int) -> 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
 def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, zero: int, precision: str) -> None:
-    case = Case(data=2, zero=zero, micro_batch=2, steps=2, precision=precision)  # type: ignore[arg-type]
+    case = Case(data=2, zero=zero, micro_batch=2, steps=2, precision=precision, states=True)  # type: ignore[arg-type]
     truth, alone = run(case.alone_in("fp32")), run(replace(case, data=1, zero=0))
     found = group(2).run(run, case)[0]
     assert {name: t.dtype for name, t in found.states.items()} == {name: t.dtype for name, t in alone.states.items()}
+    assert alone.states
     scale = LossScale.for_precision(case.precision).value
     for name, gradient in truth.gradients[0].items():
         ours, theirs = (distance(trace.gradients[0][name].float() / scale, gradient) for trace in (found, alone))

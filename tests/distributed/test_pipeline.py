@@ -95,7 +95,7 @@ def test_routed_layers_count_their_balance_by_tokens(group: Make, schedule: Pipe
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, precision: PrecisionName) -> None:
-    case = Piped(micro_batch=4, steps=1, precision=precision)
+    case = Piped(micro_batch=4, steps=1, precision=precision, states=True)
     one = replace(case.whole(), micro_batch=case.micro_batch)
     truth, alone = run(replace(one, precision="fp32")), run(one)
     found = joined(group(2).run(run_piped, case))
@@ -104,13 +104,15 @@ def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, preci
         ours, theirs = (distance(trace.gradients[0][name].float() / scale, gradient) for trace in (found, alone))
         assert 0 < ours < 1.2 * theirs + 1e-3, name
     assert {name: t.dtype for name, t in found.states.items()} == {name: t.dtype for name, t in alone.states.items()}
+    assert alone.states
 
 
 @pytest.mark.parametrize("form", ["8bit", "bf16", "factored"])
 def test_optimizer_states_are_those_of_one_process(group: Make, form: StateFormat) -> None:
-    case = Piped(spec=DEEP_TIED, steps=2, levers=Levers(optimizer_states=form))
+    case = Piped(spec=DEEP_TIED, steps=2, levers=Levers(optimizer_states=form), states=True)
     found, truth = joined(group(2).run(run_piped, case)), run(replace(case.whole(), levers=case.levers))
     assert found.states.keys() == truth.states.keys()
+    assert truth.states
     for name, weight in truth.last.items():
         assert distance(found.last[name], weight) < 1e-3, name
 

@@ -83,12 +83,13 @@ def test_shards_inside_groups_train_as_one_process_does(group: Make, zero: int) 
 @pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
 def test_sixteen_bits_stay_near_the_truth(group: Make, precision: str) -> None:
     """As near as one process in 16 bits is; states have its formats and, whole, its shapes."""
-    case = Case(tensor=2, micro_batch=4, steps=2, precision=precision)  # type: ignore[arg-type]
+    case = Case(tensor=2, micro_batch=4, steps=2, precision=precision, states=True)  # type: ignore[arg-type]
     alone = run(replace(case, tensor=1))
     truth, found = run(case.alone_in("fp32")), group(2).run(run, case)[0]
     assert {n: (t.dtype, t.shape) for n, t in found.states.items()} == {
         n: (t.dtype, t.shape) for n, t in alone.states.items()
     }
+    assert alone.states
     for name, gradient in truth.gradients[0].items():
         ours, theirs = ((t.gradients[0][name].float() - gradient).norm() / gradient.norm() for t in (found, alone))
         assert 0 < ours < 1.5 * theirs + 2e-3, name
@@ -98,8 +99,9 @@ def test_sixteen_bits_stay_near_the_truth(group: Make, precision: str) -> None:
 def test_eight_bit_states_are_those_of_one_process(group: Make) -> None:
     """Where blocks of a row stay whole on a rank; from the same gradients the same bits."""
     spec = replace(TINY, head_dim=128, mlp_size=512, layers=1)
-    case = Case(spec=spec, tensor=2, micro_batch=4, steps=1, levers=Levers(optimizer_states="8bit"))
+    case = Case(spec=spec, tensor=2, micro_batch=4, steps=1, levers=Levers(optimizer_states="8bit"), states=True)
     found, alone = group(2).run(run, case)[0], run(replace(case, tensor=1))
+    assert alone.states
     for name, state in alone.states.items():
         assert found.states[name].shape == state.shape, name
         wrong = (found.states[name].float() - state.float()).abs() > 1e-5 + 1e-3 * state.float().abs()

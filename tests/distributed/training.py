@@ -56,6 +56,8 @@ class Case:
     scale: float | None = None
     levers: Levers = PLAIN
     settings: Optimizer = SETTINGS
+    states: bool = False
+    """Whether the optimizer's states are gathered at the end: two messages a weight, for those who look at them."""
 
     @property
     def layout(self) -> Layout:
@@ -112,7 +114,7 @@ def train(case: Case, mesh: DeviceMesh | None, ranks: Ranks) -> Trace:
         lr = case.settings.lr
         trace.results.append(train_step(module, optimizer, batches, CPU, lr, scale, look, ranks))
     trace.last = wholes(decoder)
-    trace.states = {name: whole(state).clone() for name, state in optimizer.state().items()}
+    trace.states = states_of(case, optimizer)
     return trace if ranks.first else Trace(results=trace.results)
 
 
@@ -130,6 +132,10 @@ def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module
 def wholes(decoder: Decoder) -> dict[str, Tensor]:
     splits = splits_of(decoder)
     return {name: whole(described(p, splits.get(name))).detach().clone() for name, p in decoder.named_parameters()}
+
+
+def states_of(case: Case, optimizer: MasterAdamW) -> dict[str, Tensor]:
+    return {name: whole(state).clone() for name, state in optimizer.state().items()} if case.states else {}
 
 
 def micro_batches(case: Case, step: int, rank: int) -> list[Batch]:

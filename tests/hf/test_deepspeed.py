@@ -5,11 +5,12 @@ it). Processes talk through gloo: DeepSpeed's own shared-memory operation would 
 """
 
 import os
-import socket
+from pathlib import Path
 
-import pytest
 import torch
+import torch.distributed as dist
 
+from tests.distributed.group import Group
 from tests.hf.models import gradients, make_batch, make_model
 from tightfit.hf import accelerate
 
@@ -23,26 +24,24 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+FAMILIES = ("llama", "qwen3")
+"""The head apart, and the head that is the embedding."""
 
 
-def test_zero_3(port: int) -> None:
-    torch.multiprocessing.spawn(run_rank, args=(port,), nprocs=WORLD)
+def test_zero_3(tmp_path: Path) -> None:
+    with Group(WORLD, tmp_path / "meeting") as pair:
+        assert pair.run(run_rank) == [list(FAMILIES)] * WORLD
 
 
-def run_rank(rank: int, port: int) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({"DS_ACCELERATOR": "cpu"} | {name: str(value) for name, value in places.items()})
-    torch.set_num_threads(1)
+def run_rank() -> list[str]:
+    """Compares each family with one process, and names those that were."""
+    rank, compared = dist.get_rank(), []
+    os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)})
     import deepspeed
 
     deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
     deepspeed.init_distributed("gloo")
-    for family in ("llama", "qwen3"):  # the head apart, and the head that is the embedding
+    for family in FAMILIES:
         plain = make_model(family)
         (sum(plain(**make_batch(family, seed=each)).loss for each in range(WORLD)) / WORLD).backward()
         model = accelerate(make_model(family))
@@ -53,3 +52,5 @@ def run_rank(rank: int, port: int) -> None:
         engine.backward(out.loss)
         found = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
         torch.testing.assert_close(found, gradients(plain), rtol=1e-4, atol=1e-5)
+        compared.append(family)
+    return compared

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.distributed.group import Group
 from tests.hf.models import gradients, make_batch, make_model
 from tightfit.hf import accelerate
 
@@ -19,12 +20,13 @@ FAMILY = "qwen3"  # its head is its embedding
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run_rank, args=(str(tmp_path / "meeting"),), nprocs=WORLD)
+    with Group(WORLD, tmp_path / "meeting") as pair:
+        assert pair.run(run_rank) == [5, 5]
 
 
-def run_rank(rank: int, meeting: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
+def run_rank() -> int:
+    """Compares every arrangement with one process, and says how many there were."""
+    rank, compared = dist.get_rank(), 0
     for family, apart, first in (
         ("llama", True, True),
         ("llama", False, True),
@@ -37,10 +39,11 @@ def run_rank(rank: int, meeting: str) -> None:
             accelerate(model)
         shard(model, head_apart=apart)
         assert_equal(step(accelerate(model), family, rank), expected)
+        compared += 1
     model = accelerate(make_model(FAMILY))
     wrapped = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
     assert_equal(step(wrapped, FAMILY, rank), one_process(FAMILY))
-    dist.destroy_process_group()
+    return compared + 1
 
 
 def shard(model: nn.Module, *, head_apart: bool) -> None:
