@@ -1,11 +1,15 @@
 """Host memory in simulations and measurements: its own place, its own fullest moments, past the GPU's allocator."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tightfit.errors import UserError
+from tightfit.memory import host
 from tightfit.memory.allocator import CachingAllocator, PlainAllocator
 from tightfit.memory.host import claimed, host_empty, pinned_bytes
 from tightfit.memory.ledger import Ledger
@@ -103,3 +107,26 @@ def test_without_a_tracer_they_are_plain_tensors(make: Callable[[], Tensor]) -> 
     made = claimed(make(), "weights")
     assert (made.shape, made.device, made.is_pinned()) == ((3, 5), CPU, False)
     assert pinned_bytes() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what its pages are")
+def test_pages_to_pin_are_private_so_that_they_can_be_huge() -> None:
+    """As the kernel lists them: of exactly the size asked for in whole pages, not shared, huge pages wanted."""
+    size = 8 * MIB + 5
+    pages = host._pages(size)
+    address = torch.frombuffer(pages, dtype=torch.uint8).fill_(7).data_ptr()
+    listed = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    found = next(
+        (first, last, match[3], match[4])
+        for match in re.finditer(r"^(\w+)-(\w+) (\S{4}) .*?^VmFlags: (.*?)$", listed, flags=re.MULTILINE | re.DOTALL)
+        if (first := int(match[1], 16)) <= address < (last := int(match[2], 16))
+    )
+    assert found[2] == "rw-p"
+    assert found[1] - address >= size
+    assert "hg" in found[3].split()
+    assert pages[size - 1] == 7
+
+
+def test_a_host_that_has_no_such_memory_gets_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"no 4294967296\.00 GiB left to offload to .*offload_keep_bytes"):
+        host._pages(2**62)

@@ -80,15 +80,7 @@ def watched(tell: Watcher) -> Iterator[None]:
 
 def _mapped(size: int) -> Tensor:
     """Pinned bytes of exactly this size, in pages of their own."""
-    try:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise UserError(
-            f"the host has no {size / 2**30:.2f} GiB left to offload to ({error.strerror}); raise "
-            "levers.offload_keep_bytes or lower levers.checkpoint_host_bytes"
-        ) from None
-    with suppress(OSError):  # kernels without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = _pages(size)
     made = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch the pages, which CUDA does with one
     code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), size, 0))
     if code:
@@ -99,6 +91,20 @@ def _mapped(size: int) -> Tensor:
     _count(size)
     weakref.finalize(made.untyped_storage(), _unpin, pages, made.data_ptr(), size).atexit = False
     return made
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Memory of the process's own that may be made of huge pages; nothing is there before it is touched."""
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise UserError(
+            f"the host has no {size / 2**30:.2f} GiB left to offload to ({error.strerror}); raise "
+            "levers.offload_keep_bytes or lower levers.checkpoint_host_bytes"
+        ) from None
+    with suppress(OSError):  # kernels without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _unpin(pages: mmap.mmap, address: int, size: int) -> None:
