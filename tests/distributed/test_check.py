@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,13 @@ def test_copies_that_do_not_meet_are_found(group: Make) -> None:
     assert (verdict.first.kind, verdict.first.name) == ("gradient", "embed.weight")
 
 
+def test_a_stale_copy_of_a_tied_embedding_is_found(group: Make) -> None:
+    """On the last stage, of which nothing else is compared before the next step."""
+    verdict = group(2).run(judge, Subject(DEEP, MIXTURES["stages"][1], passes=4), "stale embedding")[0]
+    assert verdict.first is not None
+    assert verdict.first.sentence() == "step 1: the copy of embed.weight on rank 1 is not what other ranks hold"
+
+
 @contextmanager
 def no_partial_sums() -> Iterator[None]:
     with patch.object(step, "sum_partial_gradients", lambda model: None):
@@ -104,7 +112,7 @@ def no_partial_sums() -> Iterator[None]:
 
 @contextmanager
 def no_sum_in_backward() -> Iterator[None]:
-    with patch.object(conjugate._Copied, "backward", staticmethod(lambda ctx, dy: (dy, None))):
+    with patch.object(tensor, "copied", lambda x, group: x):
         yield
 
 
@@ -112,10 +120,10 @@ def no_sum_in_backward() -> Iterator[None]:
 def scatter_without_sum() -> Iterator[None]:
     """Backward of what was gathered: each rank takes its own part of the gradient instead of everybody's."""
 
-    def own(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return conjugate.own_part(dy, ctx.group), None
+    def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return conjugate._Conjugate.apply(x, group, conjugate._all_gather, conjugate._own_tokens)
 
-    with patch.object(conjugate._Gathered, "backward", staticmethod(own)):
+    with patch.object(tensor, "gathered", gathered):
         yield
 
 
@@ -177,13 +185,13 @@ def copies_counted_twice() -> Iterator[None]:
 
 
 @contextmanager
-def stale_shard() -> Iterator[None]:
-    """The second rank forgets to update its part of one weight."""
+def stale(name: str) -> Iterator[None]:
+    """The second rank forgets to update its part of one weight, or its copy."""
     original = optimizer.MasterAdamW.step
 
     def forgetful(self: optimizer.MasterAdamW, *arguments: Any) -> None:
         named = {n: p for bucket in self.buckets for n, p in zip(bucket.names, bucket.parameters, strict=True)}
-        weight = local(named["layers.1.mlp.up.weight"])
+        weight = local(named[name])
         before = weight.clone()
         original(self, *arguments)
         if dist.get_rank() == 1:
@@ -204,7 +212,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "groups apart": groups_apart,
     "own tokens only": own_tokens_only,
     "copies counted twice": copies_counted_twice,
-    "stale shard": stale_shard,
+    "stale shard": partial(stale, "layers.1.mlp.up.weight"),
+    "stale norm": partial(stale, "norm.weight"),
+    "stale embedding": partial(stale, "embed.weight"),
     "tied apart": tied_apart,
 }
 FOUND = [
@@ -220,6 +230,8 @@ FOUND = [
     ("copies counted twice", TENSOR, "norm", ""),
     ("stale shard", TENSOR, "weight", "layers.1.mlp.up.weight"),
     ("stale shard", SHARDS, "weight", "layers.1.mlp.up.weight"),
+    ("stale shard", REPLICAS, "copy", "layers.1.mlp.up.weight"),
+    ("stale norm", TENSOR, "copy", "norm.weight"),
 ]
 
 

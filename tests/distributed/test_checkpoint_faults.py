@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.group import Group
 from tests.distributed.test_runs import run_fields
@@ -13,6 +14,7 @@ from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
 
 Make = Callable[[int], Group]
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
@@ -70,3 +72,9 @@ def test_states_of_another_format_are_refused_and_not_cast(
     for layout in ({"data": 2, "zero": 3, "micro_batch": 1}, {"pipeline": 2, "micro_batch": 1}):
         found = group(2).run(refused, make(layout=layout, **now).model_dump(mode="json"), {"resume": True})
         assert all(words in sentence for sentence in found), found
+
+
+def test_deepspeed_is_not_asked_for_pieces(make: Callable[..., Job]) -> None:
+    """It holds weights and states in its own way: what we would write of them is not a checkpoint."""
+    with pytest.raises(UserError, match=r"saving\.sharded is true, but engine deepspeed"):
+        refuse_what_deepspeed_cannot(make(engine="deepspeed"), None, torch.device("cpu"))

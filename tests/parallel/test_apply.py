@@ -10,7 +10,8 @@ from tests.parallel.fake import fake_group
 from tests.train.models import ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import Levers
+from tightfit.jobs.levers import LOSS_CHUNK_BYTES, Levers
+from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES
 from tightfit.parallel.apply import apply
 from tightfit.parallel.mesh import make_mesh
 
@@ -64,3 +65,8 @@ def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, wor
     with pytest.raises(UserError) as caught:
         apply(tiny_model(), None, layout, levers, "fp32")
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_job_that_says_nothing_has_the_kernel_s_own_chunk() -> None:
+    """Said twice, as planning must not import kernels and kernels are used without jobs."""
+    assert Levers().loss_chunk_bytes == LOSS_CHUNK_BYTES == CHUNK_BYTES

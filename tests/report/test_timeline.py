@@ -66,23 +66,23 @@ def test_a_recorded_history_starts_from_what_was_there() -> None:
     assert found.phases() == [("forward", 0, 2), ("backward", 2, 4)]
 
 
-def dying_trace() -> Trace:
-    """A step of an activation and a gradient, after which the program and its weights die."""
+def one_step() -> Trace:
+    """Weights, then a step of an activation and a gradient."""
     trace = Trace()
     trace.begin("init")
-    weights = trace.allocate(Allocation(4 * MIB, "weights"))
+    trace.allocate(Allocation(4 * MIB, "weights"))
     trace.step_start = len(trace.events)
     trace.begin("forward")
     kept = trace.allocate(Allocation(2 * MIB, "activations"))
     trace.begin("backward")
     gradient = trace.allocate(Allocation(4 * MIB, "gradients"))
-    for number in (kept, gradient, weights):
+    for number in (kept, gradient):
         trace.free(number)
     return trace
 
 
 def test_the_second_simulated_step_has_its_weights() -> None:
-    found = of_simulation(dying_trace())
+    found = of_simulation(one_step())
     assert [count // MIB for count in found.allocated_bytes] == [6, 10, 8, 4]
     assert [phase for phase, *_ in found.phases()] == ["forward", "backward"]
 

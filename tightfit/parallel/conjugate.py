@@ -12,6 +12,7 @@ All ranks of the group must call every function, in the same order.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+Collective = Callable[[Tensor, Group], Tensor]
 ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """By their names since torch 2.13, or those before."""
@@ -26,17 +28,17 @@ REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter
 
 def copied(x: Tensor, group: Group) -> Tensor:
     """x, whose gradients on all ranks are summed."""
-    return _Copied.apply(x, group)
+    return _Conjugate.apply(x, group, _same, _all_reduce)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """Σ of all ranks' x; its gradient is everybody's."""
-    return _Summed.apply(x, group)
+    return _Conjugate.apply(x, group, _all_reduce, _same)
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
     """All ranks' tokens [1, ranks · n, H] of x [1, n, H]; gradients are summed and scattered."""
-    return _Gathered.apply(x, group)
+    return _Conjugate.apply(x, group, _all_gather, _reduce_scatter)
 
 
 class Taken:
@@ -79,24 +81,28 @@ def scattered(x: Tensor, group: Group, piece: Tensor | None = None, whole: Tenso
 
 def own_part(x: Tensor, group: Group) -> Tensor:
     """This rank's tokens [1, n, H] of an x [..., H] that all ranks have; gradients are gathered."""
-    return _OwnPart.apply(x, group)
+    return _Conjugate.apply(x, group, _own_tokens, _all_gather)
 
 
 def joined_columns(x: Tensor, group: Group) -> Tensor:
     """All ranks' columns [..., ranks · n] of x [..., n]; gradients are summed and scattered."""
-    return _JoinedColumns.apply(x, group)
+    return _Conjugate.apply(x, group, _join_columns, _split_columns)
 
 
 def gradient_shared(x: Tensor, group: Group) -> Tensor:
     """x, computed by all ranks alike from what will have its gradients summed: each rank's is a share of it."""
-    return _GradientShared.apply(x, group.size())
+    return _Conjugate.apply(x, group, _same, lambda dy, group: dy / group.size())
+
+
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = rows.new_empty(rows.shape[0] * group.size(), rows.shape[1])
     ALL_GATHER(out, rows, group=group)
-    return out
+    return out[None]
 
 
 def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -112,41 +118,37 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
     return total
 
 
+def _own_tokens(x: Tensor, group: Group) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0] // group.size()
+    return rows[group.rank() * count :][:count].clone()[None]
+
+
+def _join_columns(x: Tensor, group: Group) -> Tensor:
+    parts = _all_gather(x, group).view(group.size(), *x.shape)
+    return parts.movedim(0, -2).flatten(-2)
+
+
+def _split_columns(x: Tensor, group: Group) -> Tensor:
+    return _reduce_scatter(x.unflatten(-1, (group.size(), -1)).movedim(-2, 0), group)
+
+
 def recomputing() -> bool:
     """Whether this forward pass runs inside a backward one."""
     return torch._C._current_graph_task_id() >= 0
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Conjugate(torch.autograd.Function):
+    """One collective forward, its conjugate backward."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(dy, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
+        ctx.group, ctx.shape, ctx.back = group, x.shape, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)[None]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(dy, ctx.group), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(dy, ctx.group).view(ctx.shape), None, None, None
 
 
 class _Scattered(torch.autograd.Function):
@@ -180,40 +182,3 @@ def _gather_again(group: Group, piece: Tensor, whole: Tensor) -> Any:
     later = whole.is_cuda  # gloo counts a change of its output whenever it is done
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(whole):  # type: ignore[attr-defined]
         return ALL_GATHER(whole.view(-1, whole.shape[-1]), rows, group=group, async_op=later)
-
-
-class _OwnPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.shape = group, x.shape
-        rows = x.reshape(-1, x.shape[-1])
-        count = rows.shape[0] // group.size()
-        return rows[group.rank() * count :][:count].clone()[None]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(dy, ctx.group).view(ctx.shape), None
-
-
-class _JoinedColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        parts = _all_gather(x, group).view(group.size(), *x.shape)
-        return parts.movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        parts = dy.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0)
-        return _reduce_scatter(parts, ctx.group).view(parts.shape[1:]), None
-
-
-class _GradientShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy / ctx.ranks, None

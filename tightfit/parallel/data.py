@@ -51,9 +51,7 @@ from torch.utils import _pytree
 
 from tightfit.jobs.job import PrecisionName
 from tightfit.models.decoder import Decoder, DecoderOutput
-
-COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What FSDP2 gathers float32 masters as; other precisions are gathered as they are."""
+from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
 
 
 def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
@@ -92,8 +90,9 @@ def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName)
 
 
 def _policy(precision: PrecisionName) -> MixedPrecisionPolicy:
-    """Inputs are not cast: tokens are integers, and layers are given what the embedding made."""
-    if precision not in COMPUTE_DTYPES:
+    """Masters are gathered narrowed, everything else as it is. Inputs are not cast: tokens are integers, and layers
+    are given what the embedding made."""
+    if not keeps_master_weights(precision):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(COMPUTE_DTYPES[precision], torch.float32, cast_forward_inputs=False)
 

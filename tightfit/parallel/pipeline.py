@@ -26,7 +26,8 @@ from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder, DecoderOutput
-from tightfit.parallel.data import COMPUTE_DTYPES, shard
+from tightfit.models.number_formats import COMPUTE_DTYPES
+from tightfit.parallel.data import shard
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline_engine import LeanStage, Slot, make_schedule
 from tightfit.parallel.pipeline_stage import Inputs, Piece, Stage, carried, keep_only, pieces_of
@@ -47,8 +48,7 @@ def take_stages(model: Decoder, mesh: DeviceMesh, layout: Layout, length: int) -
 
 def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: PrecisionName) -> "Pipeline":
     """The engine around a decoder that `take_stages` has cut, sharded over data ranks for `zero: 1`."""
-    dtype = COMPUTE_DTYPES[precision] if precision in COMPUTE_DTYPES else next(model.parameters()).dtype
-    made = Pipeline(model, vars(model)[PIECES], mesh, layout, dtype)
+    made = Pipeline(model, vars(model)[PIECES], mesh, layout, COMPUTE_DTYPES[precision])
     if layout.zero:
         stages: list[Any] = made.stages  # which have what `shard` looks at in a decoder
         for stage in stages:

@@ -154,6 +154,11 @@ def first_element(tensor: Tensor) -> int:
     return sum(first * stride for first, stride in zip(firsts, _contiguous(tensor.shape), strict=True))
 
 
+def place(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """First element and length, along every dimension, of the part that is here."""
+    return tuple(_bounds(tensor)) if is_shard(tensor) else tuple((0, size) for size in tensor.shape)
+
+
 @torch.no_grad()
 def copy_whole(target: Tensor, values: Tensor, index: int | None = None) -> None:
     """Copy `values` into `target`, or into `target[index]`; of a shard, the part that is here."""

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.kernels.adamw8bit import WIDTH as EIGHT_BIT_BLOCK
 from tightfit.kernels.vocab_parallel import VocabularyRows, embedded_here
 from tightfit.models.decoder import Attention, Decoder, Surroundings
 from tightfit.models.mlp import Mlp
@@ -65,8 +66,6 @@ CUTS = (
 """Which dimension of a parameter is cut; of others every rank has all."""
 ALWAYS_PARTIAL = r"\.(q_norm|k_norm|router|shared_gate)\."
 PARTIAL_BY_TOKENS = r"norm\.|\.(o|down)\.bias$"
-EIGHT_BIT_BLOCK = 256
-"""Of kernels/adamw8bit.py: neighbours in a row that share a scale."""
 
 
 def tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:

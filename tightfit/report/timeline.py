@@ -6,7 +6,7 @@ simulation and a measurement on the CPU have only their order: there the axis co
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from time import time_ns
@@ -103,20 +103,11 @@ def of_measurement(measuring: "Measuring") -> Timeline:
 
 def of_simulation(trace: "Trace") -> Timeline:
     """The second step of a simulated run, which starts from what the first one left in the allocator."""
-    first = replace(trace, events=trace.events[: _end_of_step(trace)])
-    replay = first.replay(steps=2)
-    found = of_replay(replay, slice(len(first.events), len(replay.allocated_bytes)))
+    replay = trace.replay(steps=2)
+    found = of_replay(replay, slice(len(trace.events), len(replay.allocated_bytes)))
     if len(found.starts) > 1 and found.starts[0][1] not in BANDS:  # a step counts its tokens before it says "forward"
         found.starts[:2] = [(0.0, found.starts[1][1])]
     return found
-
-
-def _end_of_step(trace: "Trace") -> int:
-    """Where the step's own events end: when all is made, what was there before is freed by the program's own death."""
-    before = {event for event in trace.events[: trace.step_start] if event >= 0}
-    last = max(at for at, event in enumerate(trace.events) if event >= 0)
-    dying = (at for at in range(last, len(trace.events)) if ~trace.events[at] in before)
-    return next(dying, len(trace.events))
 
 
 class Recorder:

@@ -63,8 +63,12 @@ def load_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def refuse_what_deepspeed_cannot(checkpoint: Path | None, device: torch.device) -> None:
+def refuse_what_deepspeed_cannot(job: Job, checkpoint: Path | None, device: torch.device) -> None:
     """Before anything slow: the package must be there, and a run is started by it, not resumed."""
+    if job.saving.sharded:
+        raise UserError(
+            "saving.sharded is true, but engine deepspeed holds weights and states in its own way; set it to false"
+        )
     if checkpoint is not None:
         raise UserError(
             f"engine is deepspeed, which does not resume runs; set engine to tightfit to go on from {checkpoint}"

@@ -2,7 +2,8 @@
 
 All ranks train as the layout says. Beside them the first rank trains the whole model alone, without levers, on the same
 micro-batches one after another. Before the first step their weights are compared; in every step the loss, the norm of
-all gradients, every gradient and every updated weight. Each is gathered whole, a tensor at a time.
+all gradients, every gradient and every updated weight. Each is gathered whole, a tensor at a time. What several ranks
+hold of it alike (replicas, norms of tensor ranks, a tied embedding's two ends) must be the same to the bit.
 
 The error of a tensor is ‖found − truth‖ / ‖truth‖ in float64; of gradients, the truth's norm is taken to be at least a
 thousandth of all gradients', as some are nothing but rounding (keys' biases, without rope). In float32 another order of
@@ -13,6 +14,7 @@ Limits: the first rank must hold the whole model in float32 beside its share (ta
 lossy levers differ, as they should.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,7 +29,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import described, splits_of, whole
+from tightfit.parallel.shards import described, local, place, splits_of, whole
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import LossScale
@@ -45,18 +47,24 @@ Look = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one thing is from the truth: `kind` is start, loss, norm, gradient or weight; `step` counts from 1."""
+    """How far one thing is from the truth: `kind` is start, loss, norm, gradient, weight or copy; `step` counts from 1.
+
+    A copy is the same or not (an error of 1), and `rank` is who holds it.
+    """
 
     step: int
     kind: str
     name: str
     layer: int | None
     error: float
+    rank: int = 0
 
     def sentence(self) -> str:
         """In words."""
         where = f"{self.kind} of {self.name}" if self.name else f"the {self.kind}"
         inside = f" (layer {self.layer})" if self.layer is not None else ""
+        if self.kind == "copy":
+            return f"step {self.step}: the {where}{inside} on rank {self.rank} is not what other ranks hold"
         return f"step {self.step}: {where}{inside} is off by {self.error:.2g} of its size"
 
 
@@ -148,6 +156,7 @@ def _compare_step(subject: Subject, number: int, many: Trainee, one: Trainee | N
         found.number(number, "loss", result.loss, expected.loss)
         found.number(number, "norm", result.gradient_norm, expected.gradient_norm)
     found.tensors(number, "weight", _weights(many), None if one is None else _weights(one))
+    found.copies(number, _weights(many))
     return result.loss
 
 
@@ -188,6 +197,21 @@ class _Comparison:
                 error = float((tensor.to(truth.device).double() - truth).norm()) / max(float(truth.norm()), least)
             self.found.append(Difference(step, kind, name, _layer(name), error))
 
+    def copies(self, step: int, parts: dict[str, Tensor]) -> None:
+        """Of the parts that several ranks hold: each against the first rank's that has it."""
+        own = {(name, place(tensor)): _digest(tensor) for name, tensor in parts.items()}
+        everyones: list[Any] = [own]
+        if self.ranks.processes > 1:
+            everyones = [None] * self.ranks.processes
+            dist.all_gather_object(everyones, own)
+        known: dict[Any, bytes] = {}
+        for rank, held in enumerate(everyones):
+            for (name, part), digest in held.items():
+                if (name, part) in known:
+                    error = float(digest != known[name, part])
+                    self.found.append(Difference(step, "copy", name, _layer(name), error, rank))
+                known.setdefault((name, part), digest)
+
     def verdict(self, steps: int, losses: Sequence[float]) -> Verdict:
         """In the order of computation."""
         found = sorted(self.found, key=_order)
@@ -198,7 +222,12 @@ class _Comparison:
         return Verdict(self.ranks.processes, steps, len(found), len(wrong), first, largest, tuple(losses))
 
 
-PLACES = {"start": 0, "loss": 1, "gradient": 2, "norm": 3, "weight": 4}
+def _digest(tensor: Tensor) -> bytes:
+    """Different for parts that differ in a bit."""
+    return hashlib.blake2b(local(tensor).contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).digest()
+
+
+PLACES = {"start": 0, "loss": 1, "gradient": 2, "norm": 3, "weight": 4, "copy": 5}
 """The norm is made of gradients, and follows them."""
 
 

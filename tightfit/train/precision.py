@@ -12,13 +12,9 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.job import Precision, PrecisionName
+from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
 
-COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "pure-bf16": torch.bfloat16,
-}
+__all__ = ["COMPUTE_DTYPES", "LossScale", "choose_device", "choose_precision", "keeps_master_weights"]
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -35,11 +31,6 @@ def choose_precision(wanted: Precision, device: torch.device) -> PrecisionName:
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
     return "bf16" if has_native_bf16() else "fp32"
-
-
-def keeps_master_weights(precision: PrecisionName) -> bool:
-    """Whether float32 copies of the weights are what the optimizer updates."""
-    return precision in ("bf16", "fp16")
 
 
 @dataclass

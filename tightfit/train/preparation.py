@@ -110,7 +110,7 @@ def prepare(
     if position is not None:
         _refuse_contradictions(job, precision, position, checkpoint)
     if job.engine == "deepspeed":
-        refuse_what_deepspeed_cannot(checkpoint, device)
+        refuse_what_deepspeed_cannot(job, checkpoint, device)
     spec = _spec(job)
     with ranks.first_goes_first():  # the others then find tokenizer and tokens in the cache
         tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else _tokenizer(job, say, show_bars)
