@@ -101,13 +101,14 @@ def candidates(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]
     """The first and the last layer of every class (routed or not, windowed or not, what it keeps) in [first, last).
 
     From one layer of a class to the next, what is kept shrinks and gradients grow by the same amounts, so the sum is
-    largest at an end.
+    largest at an end. The last layer but one is tried as well: what FSDP2 reduced a layer's gradients from is there
+    beside every layer but the last.
     """
     classes = _classes(spec, first, last, levels)
     indices: dict[_Class, list[int]] = {}
     for index, kind in classes.items():
         indices.setdefault(kind, []).append(index)
-    ends = {end for those in indices.values() for end in (those[0], those[-1])}
+    ends = {end for those in indices.values() for end in (those[0], those[-1])} | {max(first, last - 2)}
     return tuple(
         Candidate(
             index, classes[index][2], _counted(classes, range(first, index)), _counted(classes, range(index + 1, last)),
