@@ -1,10 +1,15 @@
-"""A measured ledger on the GPU: it is what the allocator says, states are exact, and the simulation is near it."""
+"""A measured ledger on the GPU: it is what the allocator says, states are exact, and the simulation is near it.
+
+So is that of a rank among fake ones: of tensor ranks, and of a stage in the middle of a pipeline.
+"""
 
 import gc
 
 import pytest
 import torch
 
+from tightfit.bench.memory_truth import formulas, measure, predict
+from tightfit.bench.memory_truth_case import Case
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -75,3 +80,20 @@ def test_the_ledger_is_what_the_allocator_says(precision: PrecisionName, checkpo
             assert least <= held <= (1 + GIVEN_ALONG) * least, (phase, component)
         weights = sum(line.bytes for line in lines if line.component == "weights")
         assert in_blocks(2) <= weights <= (1 + GIVEN_ALONG) * in_blocks(2), phase
+
+
+@pytest.mark.parametrize(
+    ("split", "ranks", "stage", "micro_batches"),
+    [("tensor=3", 3, 0, 1), ("tensor=3 sequence_parallel=false", 3, 0, 2), ("pipeline=3", 3, 1, 6)],
+)
+def test_a_rank_of_a_split_allocates_what_its_simulation_does(
+    split: str, ranks: int, stage: int, micro_batches: int
+) -> None:
+    case = Case(
+        model="smollm2-135m", sequence_length=768, micro_batch=4, ranks=ranks, split=split, stage=stage,
+        accumulation=micro_batches,
+    )  # fmt: skip
+    found, said = measure(case), predict(case)
+    assert found.allocated_bytes is not None
+    assert said.simulated_bytes == pytest.approx(found.allocated_bytes, rel=0.03)
+    assert formulas(case).peak_allocated_bytes() == pytest.approx(found.allocated_bytes, rel=0.06)
