@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.train.jobs import tiny_job
+from tightfit.cli.main import main
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.train.metrics import read_metrics
@@ -109,12 +110,21 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint(make: Callable[..., tup
     assert steps == sorted(set(steps))
 
 
-def test_several_nodes_get_a_line(make: Callable[..., tuple[Job, Path]]) -> None:
+def test_several_nodes_get_a_line(
+    make: Callable[..., tuple[Job, Path]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, file = make(layout={"data": 4, "zero": 1, "micro_batch": 1})
-    done, _ = launch(file, ",,", "--nodes", "2", "--head", "node-1", "-o", "steps=7")
-    assert done.stdout.split() == [
+
+    def ask(*options: str) -> object:
+        monkeypatch.setattr("sys.argv", ["tightfit", "launch", str(file), *options])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code
+
+    assert ask("--nodes", "2", "--head", "node-1", "-o", "steps=7") == 0
+    assert capsys.readouterr().out.split() == [
         "torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node-1:29500",
         "-m", "tightfit", "train", str(file), "-o", "steps=7",
     ]  # fmt: skip
-    uneven, _ = launch(file, ",,", "--nodes", "3")
-    assert "which 3 nodes cannot share evenly" in uneven.stderr
+    assert ask("--nodes", "3") == 2
+    assert "which 3 nodes cannot share evenly" in capsys.readouterr().err

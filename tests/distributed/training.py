@@ -45,7 +45,7 @@ class Case:
 
     spec: ModelSpec = TINY
     rows: int = 8
-    steps: int = 3
+    steps: int = 2
     data: int = 1
     zero: int = 0
     shard_inside: int = 0

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.distributed.group import Group
 from tests.kernels.truth import HAS_GPU
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE, LossDetails, linear_cross_entropy
@@ -124,9 +124,8 @@ def mistakes(mesh: Any) -> None:
             linear_cross_entropy(labels=labels, **arguments)
 
 
-def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
+def work() -> int:
+    """Everything above on this rank, and how many ranks there are."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
     for plain_hidden, impl in ((False, "torch"), (True, "torch"), *([] if HAS_GPU else [(False, "triton")])):
         vocabulary_parallel(mesh, plain_hidden, impl)
@@ -134,8 +133,9 @@ def work(rank: int, store: str) -> None:
     for head_apart in (False, True):
         data_parallel(mesh, head_apart)
     mistakes(mesh)
-    dist.destroy_process_group()
+    return mesh.size()
 
 
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    mp.spawn(work, args=(str(tmp_path / "store"),), nprocs=PROCESSES)
+    with Group(PROCESSES, tmp_path / "meeting") as pair:
+        assert pair.run(work) == [PROCESSES] * PROCESSES

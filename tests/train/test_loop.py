@@ -32,7 +32,7 @@ SMALL = {
     "evaluation": {"max_rows": 1},
     "global_batch": 2,
 }
-"""For runs in bf16, where a matmul takes 200 times as long on a CPU."""
+"""For many runs, and for those in bf16, where a matmul takes 200 times as long on a CPU."""
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_accumulation_and_checkpointing_give_the_same_training(make: Make) -> No
 
 def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
     """Twenty kills at random instants; with a save after every step most of them fall into saving."""
-    job, straight = make("killed", steps=40, saving={"every": 1, "keep": 2}), make("straight", steps=40)
+    job, straight = (make(name, steps=40, saving={"every": 1, "keep": 2}, **SMALL) for name in ("killed", "straight"))
     expected = checkpoint_files(run_job(straight, quiet=True).checkpoint)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tightfit.train.loop", "tests.train.jobs", "transformers"])
