@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.distributed.group import Group
+from tests.distributed.test_failures import launch
 from tests.distributed.test_runs import run_fields
 from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
@@ -78,3 +80,31 @@ def test_deepspeed_is_not_asked_for_pieces(make: Callable[..., Job]) -> None:
     """It holds weights and states in its own way: what we would write of them is not a checkpoint."""
     with pytest.raises(UserError, match=r"saving\.sharded is true, but engine deepspeed"):
         refuse_what_deepspeed_cannot(make(engine="deepspeed"), None, torch.device("cpu"))
+
+
+VICTIM = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    import torch.distributed.checkpoint.filesystem as module
+    original, saves = module.FileSystemWriter.write_data, []
+    def write(self, *arguments):
+        saves.append(1)
+        return original(self, *arguments) if len(saves) == 1 else os.kill(os.getpid(), signal.SIGKILL)
+    module.FileSystemWriter.write_data = write
+"""
+
+
+def test_a_rank_killed_while_it_writes_in_the_background_leaves_the_checkpoint_before(
+    make: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = make(steps=100_000, saving={"every": 2, "keep": 2, "sharded": True}, device="cpu")
+    (tmp_path / "sitecustomize.py").write_text(VICTIM)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    done, _ = launch(tmp_path / "job.yaml", ",,")
+    assert done.returncode == 2, done.stderr
+    assert "tightfit: rank 1 ended with signal 9 (SIGKILL)" in done.stderr
+    assert [path.name for path in checkpoints_of(job.output)] == ["step-00000002"]
+    assert done.stderr.rstrip().endswith(
+        f"the last good checkpoint is {checkpoints_of(job.output)[0]}; add --resume to go on"
+    )
+    assert load_model(str(job.output)).model.spec.layers == 2

@@ -5,13 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typer.testing import CliRunner
 
+from tests.distributed.group import Group
+from tests.distributed.test_check import TENSOR, judge, subject
 from tests.train.jobs import tiny_job
+from tightfit.cli.main import app
 from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.train import gate, launching
 from tightfit.train.launching import _cause
 from tightfit.train.metrics import read_metrics
 
@@ -49,3 +56,19 @@ def test_the_rank_that_died_is_named() -> None:
     assert _cause(ChildFailedError("train", fell))[0] == 0
     own = {0: failure(0, 2), 1: failure(1, -signal.SIGTERM)}
     assert _cause(ChildFailedError("train", own))[0] == 0
+
+
+def test_a_job_whose_ranks_differ_is_not_started(group: Callable[[int], Group], tmp_path: Path) -> None:
+    """The verdict is a real one; only its processes were started elsewhere."""
+    checked = subject(TENSOR)
+    wrong, right = (group(2).run(judge, checked, fault)[0] for fault in ("stale shard", None))
+    file = tmp_path / "job.yaml"
+    file.write_text("model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nlayout: {tensor: 2}\ndevice: cpu\n")
+    for verdict, exit_code, started in ((wrong, 1, 0), (right, 0, 1)):
+        with (
+            patch.object(gate, "check", lambda *_, answer=verdict: (answer, checked)),
+            patch.object(launching, "run_processes", return_value=None) as start,
+        ):
+            told = CliRunner().invoke(app, ["launch", str(file), "--check"])
+        assert (told.exit_code, start.call_count) == (exit_code, started), told.output
+        assert ("different: step 1" in told.output) == (exit_code == 1)

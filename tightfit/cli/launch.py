@@ -1,9 +1,12 @@
 """`tightfit launch`: a job's processes on this machine, or the line that starts them on several."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tightfit.jobs.job import Job
 
 
 def launch(
@@ -17,16 +20,20 @@ def launch(
     restarts: Annotated[
         int, typer.Option(min=0, help="Start all ranks again, from the newest checkpoint, when one dies.")
     ] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="First compare the ranks with one process, as `tightfit check` does.")
+    ] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Only print the line to run on each of so many machines.")] = 1,
     head: Annotated[str, typer.Option(help="The machine at which they meet.")] = "HOST",
 ) -> None:
     """Start one process per rank of a job on this machine: on its GPUs, or on the CPU.
 
     SIGINT or SIGTERM stops all ranks after their step, with a checkpoint. Exit codes: 2 when a rank died or a mistake
-    was given, 130 or 143 when stopped.
+    was given, 1 when a check finds a difference, 130 or 143 when stopped.
 
     \b
     tightfit launch job.yaml -o layout.data=2
+    tightfit launch job.yaml --check                      only if its ranks train as one process does
     tightfit launch plan.json --restarts 3
     tightfit launch job.yaml --nodes 2 --head node-1      prints the torchrun line
     """
@@ -42,5 +49,21 @@ def launch(
 
     if nodes > 1:
         return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, arguments))
+    if check:
+        require_same(loaded, str(job))
     if (stopped_by := start(loaded, arguments, restarts)) is not None:
         raise typer.Exit(128 + stopped_by)
+
+
+def require_same(job: "Job", source: str) -> None:
+    """End here where the job's ranks do not train as one process does."""
+    from tightfit.report.check import print_verdict
+    from tightfit.train.gate import check
+    from tightfit.train.subject import subject_of
+
+    verdict, subject = check(subject_of(job), source)
+    if verdict is None:
+        return
+    print_verdict(verdict, subject, as_json=False)
+    if not verdict.same:
+        raise typer.Exit(1)

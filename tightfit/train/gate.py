@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from tightfit.parallel.processes import run_together
 from tightfit.parallel.tensor import refusal
 from tightfit.train.equivalence import Verdict, compare
 from tightfit.train.precision import choose_device
-from tightfit.train.subject import Subject, miniature, read_subject
+from tightfit.train.subject import Subject, miniature, read_subject, without_rounding
 
 SMALL_PARAMS = 5_000_000
 """Models of up to so many weights are checked whole unless a miniature is asked for."""
@@ -25,12 +26,17 @@ def run_check(
     path: Path, overrides: Sequence[str] = (), *, steps: int = 2, tiny: bool | None = None
 ) -> tuple[Verdict | None, Subject]:
     """The verdict on the plan or job at `path`, on the first rank (None on others), and what was checked."""
-    subject = read_subject(path, overrides)
+    return check(read_subject(path, overrides), str(path), steps=steps, tiny=tiny)
+
+
+def check(subject: Subject, source: str, *, steps: int = 2, tiny: bool | None = None) -> tuple[Verdict | None, Subject]:
+    """The verdict on `subject`, which was read from `source`."""
     if subject.layout.ranks == 1:
-        raise UserError(f"{path} has one rank, which has nothing to differ from; set layout.data or another degree")
+        raise UserError(f"{source} has one rank, which has nothing to differ from; set layout.data or another degree")
     refuse_what_cannot_run(subject.layout, subject.levers)
     if sentence := refusal(subject.spec, subject.layout, subject.levers):
         raise UserError(sentence)  # before a miniature, which could be split
+    subject = replace(subject, levers=without_rounding(subject.levers))
     if tiny or (tiny is None and subject.spec.params() > SMALL_PARAMS):
         subject = miniature(subject)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -41,7 +47,7 @@ def run_check(
     if subject.layout.ranks > MOST_RANKS:
         raise UserError(
             f"the layout has {subject.layout.ranks} ranks, more than the {MOST_RANKS} processes started here; use "
-            f"torchrun --nproc-per-node={subject.layout.ranks} -m tightfit check {path}"
+            f"torchrun --nproc-per-node={subject.layout.ranks} -m tightfit check {source}"
         )
     return run_together(subject.layout.ranks, checked, subject, steps), subject
 

@@ -11,20 +11,23 @@ from pathlib import Path
 
 import torch
 
-from tightfit.jobs.job import Optimizer, PrecisionName
+from tightfit.jobs.job import Job, Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.loading import source_spec
 from tightfit.models.spec import Experts, ModelSpec
-from tightfit.plan.job import PLAN_SUFFIX
+from tightfit.plan.job import PLAN_SUFFIX, job_of_plan
 from tightfit.plan.plan import Plan
 from tightfit.train.step import Batch
 
 HEAD, WIDTH, LENGTH, ROWS = 8, 16, 32, 2
 MOST_MICRO_BATCHES = 3
 NO_LEVERS = Levers()
+ROUNDING = ("optimizer_states", "rounding", "matmul", "checkpoint_format")
+NOTHING_TRAINED = ("data.train=nothing", "output=nowhere")
+"""What a job must say and a check does not read."""
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4)
 """With its usual eps Adam makes whole updates of gradients that are all rounding error; weights then tell nothing."""
 
@@ -58,18 +61,27 @@ class Subject:
 
 def read_subject(path: Path, overrides: Sequence[str] = ()) -> Subject:
     """What the plan or job at `path` trains, in float32, whatever its precision."""
-    if path.suffix.lower() == PLAN_SUFFIX and not path.is_dir():
-        plan = Plan.load(path)
-        rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
-        return Subject(
-            plan.workload.spec, plan.layout, plan.levers, _few(passes // rows), plan.workload.sequence_length
-        )
-    job = load_job(path / "job.yaml" if path.is_dir() else path, overrides)
+    if path.suffix.lower() != PLAN_SUFFIX or path.is_dir():
+        return subject_of(load_job(path / "job.yaml" if path.is_dir() else path, overrides))
+    plan = Plan.load(path)
+    if overrides:
+        return subject_of(job_of_plan(plan, str(path), [*NOTHING_TRAINED, *overrides], steps=1))
+    rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
+    return Subject(plan.workload.spec, plan.layout, plan.levers, _few(passes // rows), plan.workload.sequence_length)
+
+
+def subject_of(job: Job) -> Subject:
+    """What `job` trains."""
     spec = replace(source_spec(job.model.source), **job.model.shape)  # type: ignore[arg-type]
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
     return Subject(
         spec, job.layout, job.levers, _few(job.accumulation), job.data.sequence_length, settings=settings, seed=job.seed
     )
+
+
+def without_rounding(levers: Levers) -> Levers:
+    """The same without what rounds: it would differ from one process by more than a wrong sum does."""
+    return Levers.model_validate(levers.model_dump(exclude=set(ROUNDING)))
 
 
 def _few(passes: int) -> int:
