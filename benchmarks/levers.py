@@ -25,7 +25,7 @@ from tightfit.train.fitting import cap_memory
 
 PURE: Any = {"precision": "pure-bf16"}
 BACK = "update_in_backward=true"
-AWAY = f"offload=optimizer {BACK} checkpoint_every=1"
+AWAY = f"offload=optimizer {BACK} checkpoint_every=1 loss_chunk_bytes=0"
 ALL_AWAY = f"offload=weights {BACK} checkpoint_every=1 offload_checkpoints=true"
 LONG = f"{BACK} checkpoint_every=1 offload_checkpoints=true"
 LIGER = "huggingface+liger"
@@ -45,11 +45,15 @@ RECORDS = {
         model=EIGHT, length=262_144, steps=1, warm_up=0, ways=(Way(levers=f"{LONG} tiles=8", **PURE),)
     ),
     "8b-512k-few-layers": Case(
-        model=EIGHT, length=524_288, steps=1, warm_up=0, layers=4, ways=(Way(levers=f"{LONG} tiles=16", **PURE),)
+        model=EIGHT, length=524_288, steps=1, warm_up=0, layers=2, ways=(Way(levers=f"{LONG} tiles=16", **PURE),)
     ),
     "8b-32k": Case(
-        model=EIGHT, length=32_768, steps=3, warm_up=1,
-        ways=(Way(levers=FIT, **PURE), Way(who=LIGER, levers="checkpoint_every=1", **PURE)),
+        model=EIGHT, length=32_768,
+        ways=(
+            Way(levers=FIT, **PURE),
+            Way(levers="offload=optimizer checkpoint_budget_bytes=100000000000 matmul=fp8-tensor", **PURE),
+            Way(who=LIGER, levers="checkpoint_every=1", **PURE),
+        ),
     ),
     "8b-8k": Case(
         model=EIGHT, length=8192, steps=5,

@@ -1,10 +1,11 @@
 """A record: one way to train a shape, predicted, then built, timed and weighed on this machine.
 
 Predicted by the formulas and the planner's costs just before the run, with what is free then. Times are medians of
-steps after the first ones; `build_s` is what it took until the first step could begin, pinning included. Memory is the
-allocator's peak of those steps, and the host's pinned pages (of peers, what the machine's free memory fell by). A
-steady step asks CUDA for nothing: `device_mallocs` and `device_frees` count what the timed steps asked for. Out of
-memory is a result too. Weights are random, and so are tokens.
+steps after the first ones. One of ours ends when its loss is known: what of its update is still on its way to the host
+then runs beside the next step, and is counted there; peers are waited for. `build_s` is what it took until the first
+step could begin, pinning included. Memory is the allocator's peak of all steps, and the host's pinned pages (of peers,
+what the machine's free memory fell by). A steady step asks CUDA for nothing: `device_mallocs` and `device_frees` count
+what the timed steps asked for. Out of memory is a result too. Weights are random, and so are tokens.
 """
 
 import gc
@@ -155,7 +156,7 @@ def run(case: Case, way: Way, device: torch.device, free_before_bytes: int | Non
     found, pinned = Found(levers, predict(case, way, levers, machine)), pinned_bytes()
     try:
         found.build_s, step = _clocked(lambda: make_step(case, way, levers, device), device)
-        _time(case, found, step, device)
+        _time(case, found, step, device, waits=way.who != OURS)
         found.host_bytes = pinned_bytes() - pinned
         if way.who == "deepspeed":
             found.host_bytes = max(0, (free_before_bytes or 0) - (free_host_bytes() or 0))
@@ -169,16 +170,16 @@ def run(case: Case, way: Way, device: torch.device, free_before_bytes: int | Non
     return found
 
 
-def _time(case: Case, found: Found, step: Step, device: torch.device) -> None:
+def _time(case: Case, found: Found, step: Step, device: torch.device, *, waits: bool) -> None:
     """Steps to warm up, then those that count."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for count in range(case.warm_up):
-        seconds, found.loss = _clocked(step, device)
+        seconds, found.loss = _clocked(step, device, waits=waits)
         found.first_s = found.first_s if count else seconds
     before = _device_calls(device)
     for _ in range(case.steps):
-        seconds, found.loss = _clocked(step, device)
+        seconds, found.loss = _clocked(step, device, waits=waits)
         found.seconds.append(seconds)
     found.mallocs, found.frees = (after - b for after, b in zip(_device_calls(device), before, strict=True))
     if device.type == "cuda":
@@ -193,11 +194,11 @@ def _device_calls(device: torch.device) -> tuple[int, int]:
     return int(stats.get("num_device_alloc", 0)), int(stats.get("num_device_free", 0))
 
 
-def _clocked(do: Callable[[], Made], device: torch.device) -> tuple[float, Made]:
+def _clocked(do: Callable[[], Made], device: torch.device, *, waits: bool = True) -> tuple[float, Made]:
     """Seconds, and what came of it."""
     began = time.perf_counter()
     made = do()
-    if device.type == "cuda":
+    if waits and device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began, made
 
