@@ -1,4 +1,4 @@
-"""Pinned pages: exact to the byte in what is counted, pinned for CUDA, huge where the kernel gives such, and released."""
+"""Pinned pages: counted to the byte, pinned for CUDA, huge where the kernel gives such, and released."""
 
 import gc
 import re
