@@ -52,8 +52,9 @@ class LeanStage(PipelineStage):
         self, stage: Stage, carried: tuple[Tensor, ...], device: torch.device, group: dist.ProcessGroup
     ) -> None:
         piece = stage.piece
+        given = () if piece.is_first else carried  # torch 2.11 looks whether the first is called with what it was told
         made = (torch.empty((), device="meta"),) if piece.is_last else carried
-        super().__init__(stage, piece.index, piece.stages, device, input_args=carried, output_args=made, group=group)
+        super().__init__(stage, piece.index, piece.stages, device, input_args=given, output_args=made, group=group)
         self.carried = carried
         self.on_phase: Callable[[Phase], None] = lambda phase: None
         self.record: list[Slot] | None = None
@@ -71,7 +72,8 @@ class LeanStage(PipelineStage):
         return made
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id], leaf=self.has_backward)
+        if not self.is_first:
+            self._allocate(self.args_recv_info[fwd_chunk_id], leaf=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
