@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: run install test lint test-gpu docs clean
+.PHONY: run install test lint style types suite test-gpu docs clean
 
 run: install
 	@$(BIN)/tightfit train --overwrite
@@ -20,13 +20,21 @@ $(STAMP): pyproject.toml Makefile
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation "deepspeed==0.19.8"
 	@touch $(STAMP)
 
-lint: install
+lint: style types
+
+style: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+types: install
 	@$(BIN)/mypy
 
-test: lint
+suite: install
 	@$(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+# Types and tests beside each other: a machine with two cores then has no idle one.
+test: style
+	@$(MAKE) --no-print-directory -j2 types suite
 
 test-gpu: install
 	@$(BIN)/pytest tests/gpu
