@@ -14,9 +14,11 @@ from torch import Tensor
 
 import tightfit.kernels.adamw
 import tightfit.kernels.adamw8bit
+import tightfit.kernels.adamw_list
 import tightfit.kernels.fp8_mlp
 import tightfit.kernels.fp8_quantize
 import tightfit.kernels.glu
+import tightfit.kernels.gradient_norm
 import tightfit.kernels.rope
 import tightfit.kernels.row_norm
 from tightfit.kernels.triton_support import triton
@@ -76,12 +78,15 @@ def launch_everything(dtype: torch.dtype) -> None:
 
 
 def launch_updates(x: Tensor) -> None:
-    """AdamW over float32 masters with a narrow copy, and over narrow weights rounded stochastically."""
+    """AdamW over float32 masters with a narrow copy, over narrow weights rounded stochastically, and over lists."""
     m, m_scale, v, v_scale = tightfit.kernels.adamw8bit.zero_moments(x)
     for weight, copy, factor, key in ((x.float(), x, torch.ones(()), None), (x, None, None, 2**31 + 1)):
         numbers = tightfit.kernels.adamw.Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1, key)
         tightfit.kernels.adamw._launch(weight, copy, x, x.float(), x, factor, numbers)
         tightfit.kernels.adamw8bit._launch(weight, copy, x, m, m_scale, v, v_scale, factor, numbers)
+    for tensor in (x, x.float()[:, 1:].contiguous()):
+        tightfit.kernels.adamw_list._launch(([tensor],) * 4, None, numbers)
+        tightfit.kernels.gradient_norm._launch([tensor])
 
 
 def launch_codes(x: Tensor) -> None:

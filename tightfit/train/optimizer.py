@@ -22,6 +22,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.kernels.gradient_norm import gradient_norm
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.shards import (
     copy_whole,
@@ -252,8 +253,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:
     """√Σ g² over all gradients, in float32 whatever their dtype."""
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(list(norms)))
+    return gradient_norm(list(gradients))
 
 
 def clip_factor(norm: Tensor, largest: float) -> Tensor:

@@ -13,7 +13,9 @@ from torch import Tensor
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.state_format import Format
 from tightfit.kernels.adamw import Numbers
+from tightfit.kernels.adamw_list import adamw_list
 from tightfit.kernels.stochastic_rounding import key_of
+from tightfit.kernels.triton_support import use_triton
 from tightfit.levers.optimizer_states import StateKind, States, state_kind, zeros_beside
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -44,13 +46,13 @@ class Updater(Protocol):
 
 
 class TorchUpdater:
-    """Torch's fused AdamW, over weights, gradients and moments of one dtype."""
+    """Torch's AdamW, over weights, gradients and moments of one dtype; on GPUs made by our kernel, which is faster."""
 
     wants_own_dtype = True
 
     def __init__(self, weights: list[Tensor], settings: Optimizer, weight_decay: float) -> None:
         s = settings
-        self.weights = weights
+        self.weights, self.counts = weights, [0] * len(weights)
         self.adamw = torch.optim.AdamW(
             weights, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=weight_decay, fused=True
         )
@@ -61,6 +63,32 @@ class TorchUpdater:
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
     ) -> None:
+        """All weights in one launch."""
+        if self.weights and use_triton("auto", self.weights[0]):
+            self._launch(gradients, lr, factor)
+        else:
+            self._step(gradients, lr, factor)
+        for index, gradient in enumerate(gradients):
+            self.counts[index] += gradient is not None
+        if copies is not None:
+            torch._foreach_copy_(list(copies), self.weights)
+
+    def _launch(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
+        """Weights that have had as many updates together, which are all but those that some steps do not reach."""
+        settings = self.adamw.param_groups[0]
+        beta1, beta2 = settings["betas"]
+        factor = None if factor is None else factor.float()
+        for count in sorted(set(self.counts)):
+            pairs = [(i, g) for i, g in enumerate(gradients) if g is not None and self.counts[i] == count]
+            if pairs:
+                weights, own = [self.weights[i] for i, _ in pairs], [g for _, g in pairs]
+                held = [self.adamw.state[weight] for weight in weights]
+                m, v = ([states[moment] for states in held] for moment in MOMENTS)
+                numbers = Numbers(lr, beta1, beta2, settings["eps"], settings["weight_decay"], count + 1)
+                adamw_list(weights, own, m, v, factor, numbers)
+                torch._foreach_add_([states["step"] for states in held], 1)
+
+    def _step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """The factor's reciprocal is divided by inside the fused update."""
         for weight, gradient in zip(self.weights, gradients, strict=True):
             weight.grad = gradient
@@ -68,8 +96,6 @@ class TorchUpdater:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        if copies is not None:
-            torch._foreach_copy_(list(copies), self.weights)
 
     def states(self, index: int) -> States:
         """Both moments."""
@@ -82,8 +108,9 @@ class TorchUpdater:
         return count
 
     def set_step(self, index: int, step: Tensor) -> None:
-        """Copied to the device."""
+        """Copied to the device, and known on the host."""
         self.step(index).copy_(step)
+        self.counts[index] = int(step.item())
 
     def counters(self) -> list[Tensor]:
         """One each."""
