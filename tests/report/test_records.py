@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tightfit.errors import UserError
-from tightfit.report.records import allocator_rows, curve_rows, measured_at, record_rows
+from tightfit.report.records import LENGTHS, allocator_rows, curve_rows, long_rows, measured_at, record_rows
 
 COMMON = {"device": "NVIDIA H200", "torch": "2.11.0", "commit": "abc", "implementation": "tightfit", "layers": "32",
           "levers": "", "fitted": "0", "allocator": "", "predicted_s": "", "predicted_gib": "", "result": "ok",
@@ -77,3 +77,19 @@ def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
         record_rows(tmp_path / "none.csv")
     with pytest.raises(UserError, match=r"run benchmarks/fp8_convergence\.py first"):
         curve_rows(tmp_path / "fp8_convergence.csv", "matmul")
+
+
+def test_every_gib_of_a_long_row() -> None:
+    """Checkpoints by hand: an input of 4096 bf16 numbers a token and layer; what the host has no room for stays."""
+    header, rows = long_rows()
+    table = {row[0]: [0.0 if cell == "–" else float(cell.split()[0]) for cell in row[1:]] for row in rows}
+    assert len(header) == 1 + 2 * len(LENGTHS)
+    each = [length * 4096 * 2 / 2**30 for length in LENGTHS]
+    assert table["activations"][1] == 31 * each[0]
+    assert table["activations"][3] == 90 // each[1] * each[1]
+    assert table["weights"][0] == pytest.approx(8.03e9 * 2 / 2**30, rel=1e-3)
+    for column in range(4):
+        parts = sum(cells[column] for name, cells in table.items() if name != "together")
+        assert parts == pytest.approx(table["together"][column], abs=0.05)
+    assert table["together"][2] < 139
+    assert table["together"][3] < 110

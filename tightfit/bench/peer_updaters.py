@@ -5,8 +5,8 @@ which ours do inside the kernel) and the copy back. Both keep vectors and small 
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +20,18 @@ PARTS = ("codes", "scale")
 SHARED = ("step", "qmap1", "qmap2")
 
 
-def _torchao(weights: list[Tensor], **settings: Any) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(weights, **settings)  # type: ignore[no-any-return]
-
-
-def _bitsandbytes(weights: list[Tensor], **settings: Any) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(weights, **settings)  # type: ignore[no-any-return]
-
-
-PEERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"torchao": _torchao, "bitsandbytes": _bitsandbytes}
+PEERS = {"torchao": "torchao.optim", "bitsandbytes": "bitsandbytes.optim"}
+"""Where each has its AdamW8bit."""
 
 
 def use_peer(optimizer: MasterAdamW, peer: str) -> None:
     """Let `peer` update every bucket of `optimizer`."""
     if peer not in PEERS or find_spec(peer) is None:
         raise UserError(f"{peer!r} is not installed; install one of {', '.join(PEERS)}")
+    make = import_module(PEERS[peer]).AdamW8bit
     for bucket in optimizer.buckets:
         decay = optimizer.settings.weight_decay if decays(bucket.names[0], bucket.parameters[0]) else 0.0
-        bucket.updater = PeerUpdater(bucket.masters, PEERS[peer], optimizer.settings, decay)
+        bucket.updater = PeerUpdater(bucket.masters, make, optimizer.settings, decay)
 
 
 class PeerUpdater:

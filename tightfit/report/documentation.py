@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tightfit.jobs.fields import field_rows
 from tightfit.report.levers import measured_block, predicted_rows
+from tightfit.report.pipeline import bubble_rows
 from tightfit.report.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
-from tightfit.report.records import allocator_rows, curve_rows, measured_at, record_rows
+from tightfit.report.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from tightfit.report.scale import plan_rows, published_rows, stage_rows, time_rows
 from tightfit.report.truth import measured_on, summary_rows, truth_rows
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 TRUTH = RESULTS / "memory_truth.csv"
 LEVERS_TRUTH = RESULTS / "lever_truth.csv"
+SPLITS_TRUTH = RESULTS / "split_truth.csv"
 LEVERS = RESULTS / "levers.csv"
 PLAN_COMMAND = "tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64"
 COLUMNS = 104
@@ -82,9 +84,9 @@ def plan_output() -> str:
     return "\n".join(["```", PLAN_COMMAND, "```", "", "```text", *lines, "```"])
 
 
-def truth_summary() -> str:
+def truth_summary(results: Path) -> str:
     """Mean and worst errors by source, and what they were measured on."""
-    return f"{markdown_table(*summary_rows(TRUTH))}\n\n{measured_on(TRUTH)}"
+    return f"{markdown_table(*summary_rows(results))}\n\n{measured_on(results)}"
 
 
 def default_run() -> str:
@@ -101,15 +103,19 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "efficiencies": lambda: markdown_table(*efficiency_rows()),
     "plan-examples": lambda: markdown_table(*example_rows()),
     "plan-output": plan_output,
-    "truth-summary": truth_summary,
+    "truth-summary": lambda: truth_summary(TRUTH),
+    "split-truth-summary": lambda: truth_summary(SPLITS_TRUTH),
+    "split-truth": lambda: markdown_table(*truth_rows(SPLITS_TRUTH)),
     "truth": lambda: markdown_table(*truth_rows(TRUTH)),
     "lever-truth": lambda: f"{markdown_table(*truth_rows(LEVERS_TRUTH))}\n\n{measured_on(LEVERS_TRUTH)}",
     "lever-predictions": lambda: markdown_table(*predicted_rows()),
     "levers": lambda: measured_block(LEVERS),
     "records": lambda: f"{markdown_table(*record_rows(LEVERS))}\n\n{measured_at(LEVERS)}",
+    "long-rows": lambda: markdown_table(*long_rows()),
     "allocator": lambda: markdown_table(*allocator_rows(LEVERS)),
     "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
     "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
+    "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
     "scale-plans": lambda: markdown_table(*plan_rows(RESULTS)),
     "scale-times": lambda: markdown_table(*time_rows(RESULTS)),
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),

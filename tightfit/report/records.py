@@ -5,9 +5,16 @@ The newest row of every way counts. A prediction was made by the same program ju
 
 import csv
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.ledger import COMPONENTS, Component, Place
+from tightfit.models.presets import preset
 
 Row = dict[str, str]
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -26,6 +33,12 @@ JOBS = {
 """What each case is about. Where float32 states are not named, weights, gradients and moments are bf16."""
 PEERS = {"huggingface": "Hugging Face", "huggingface+liger": "Hugging Face + Liger", "deepspeed": "DeepSpeed ZeRO-3"}
 ALLOCATOR = "1b-allocator"
+GIB = 2**30
+LENGTHS = (262_144, 524_288)
+LONG = Levers(
+    update_in_backward=True, checkpoint_every=1, offload_checkpoints=True, tiles=16, checkpoint_host_bytes=90 * GIB
+)  # fmt: skip
+"""Levers with which one row of LENGTHS of an 8 B model in pure bf16 fits an H200 and 110 GiB of host memory."""
 
 
 def read_rows(path: Path, cases: Iterable[str], key: Sequence[str]) -> list[Row]:
@@ -118,3 +131,24 @@ def measured_at(path: Path) -> str:
     devices = sorted({f"{row['device']}, torch {row['torch']}" for row in rows})
     commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in rows))
     return f"Measured on one {' and one '.join(devices)}; commits {commits}."
+
+
+def long_rows() -> Table:
+    """Where every GiB of one long row goes at the fullest moment of backward, by the formulas."""
+    places: tuple[Place, ...] = ("gpu", "host")
+    held = [_held(length, place) for length in LENGTHS for place in places]
+    header = ("what", *(f"{length:,} tokens, {place}" for length in LENGTHS for place in ("GPU", "host")))
+    rows = [(component, *(_shown(each.get(component, 0)) for each in held)) for component in COMPONENTS]
+    total = ("together", *(_shown(sum(each.values())) for each in held))
+    return header, [*(row for row in rows if any(cell != "–" for cell in row[1:])), total]
+
+
+def _held(length: int, place: Place) -> dict[Component, int]:
+    spec = replace(preset("llama-3.1-8b"), max_positions=length)
+    workload = Workload(spec=spec, sequence_length=length, global_batch=1, precision="pure-bf16")
+    ledger = training_ledger(workload, Layout(micro_batch=1), LONG)
+    return ledger.by_component("backward", 0, place)
+
+
+def _shown(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB / 200 else "–"
