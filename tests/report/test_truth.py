@@ -44,6 +44,9 @@ def test_errors_by_hand(tmp_path: Path) -> None:
     assert found == [(2, 0.065, 0.1), (2, 0.015, 0.02), (2, 0.12, 0.12), (1, 0.1, 0.1)]
     _, shown = summary_rows(path)
     assert shown[0] == ("peak allocated", "formulas", "2", "6.5%", "10.0%")
+    assert len(shown) == 4
+    untimed = table(tmp_path, {"measured_step_ms": ""})
+    assert len(summary_rows(untimed)[1]) == 3, "what was not measured is not in it"
 
 
 def test_every_row_is_shown_also_those_that_ran_out_of_memory(tmp_path: Path) -> None:
@@ -63,6 +66,12 @@ def test_every_row_is_shown_also_those_that_ran_out_of_memory(tmp_path: Path) ->
         ({"checkpoint_every": "1", "loss": "plain"}, "bf16, every layer recomputed, plain loss"),
         ({"checkpoint_every": "3"}, "bf16, one layer in 3 recomputed"),
         ({"implementation": "huggingface", "loss": "plain"}, "bf16, Hugging Face's model"),
+        ({"ranks": "4", "split": "tensor=4", "stage": "0"}, "bf16, 4 ranks, `tensor=4`"),
+        ({"ranks": "8", "zero": "3", "split": "shard_inside=4"}, "bf16, 8 ranks, ZeRO-3, `shard_inside=4`"),
+        (
+            {"ranks": "4", "split": "pipeline=4 schedule=gpipe", "stage": "2", "accumulation": "8"},
+            "bf16, 4 ranks, `pipeline=4`, `schedule=gpipe`, stage 2, 8 micro-batches",
+        ),
     ],
 )
 def test_settings_in_words(changes: dict[str, str], words: str) -> None:

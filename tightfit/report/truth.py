@@ -35,10 +35,11 @@ def summary(rows: Sequence[dict[str, str]]) -> list[tuple[Predicted, Errors]]:
 
 
 def summary_rows(path: Path) -> Rows:
-    """The short table: how far to trust what."""
+    """The short table: how far to trust what, where it was measured at all."""
     shown = [
         (kind.what, kind.source, str(found.rows), f"{found.mean:.1%}", f"{found.worst:.1%}")
         for kind, found in summary(newest(path))
+        if found.rows
     ]
     return ("predicted", "by", "rows", "mean error", "worst"), shown
 
@@ -85,12 +86,21 @@ def settings(row: dict[str, str]) -> str:
     words = [
         row["precision"],
         "Hugging Face's model" if row["implementation"] == "huggingface" else "",
-        f"{row['ranks']} ranks, " + (f"ZeRO-{row['zero']}" if row["zero"] != "0" else "DDP")
-        if row["ranks"] != "1"
-        else "",
+        _ranks(row),
         f"{recomputed} recomputed" if every else "",
         "plain loss" if row["loss"] == "plain" and row["implementation"] == "tightfit" else "",
         f"{row['accumulation']} micro-batches" if row["accumulation"] != "1" else "",
         *(f"`{lever}`" for lever in row.get("more", "").split()),
     ]
+    return ", ".join(word for word in words if word)
+
+
+def _ranks(row: dict[str, str]) -> str:
+    """How many, what data ranks share, how else they split the work, and which stage of a pipeline it is."""
+    if row["ranks"] == "1":
+        return ""
+    split = row.get("split", "")
+    shared = f"ZeRO-{row['zero']}" if row["zero"] != "0" else "" if split else "DDP"
+    stage = f"stage {row['stage']}" if "pipeline" in split else ""
+    words = [f"{row['ranks']} ranks", shared, *(f"`{field}`" for field in split.split()), stage]
     return ", ".join(word for word in words if word)
