@@ -34,9 +34,7 @@ ONE, THREE, EIGHT = "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"
 
 RECORDS = {
     "3b-offload": Case(model=THREE, length=8192, ways=(Way(levers="checkpoint_every=1"), Way(levers=AWAY), DEEPSPEED)),
-    "3b-offload-short": Case(
-        model=THREE, length=512, ways=(Way(levers=AWAY), Way(levers=f"{AWAY} offload_update=auto"), DEEPSPEED)
-    ),
+    "3b-offload-short": Case(model=THREE, length=512, ways=(Way(levers=AWAY), DEEPSPEED)),
     "8b-32k-away": Case(
         model=EIGHT, length=32_768, steps=2, warm_up=1,
         ways=(Way(levers=ALL_AWAY), Way(levers=f"checkpoint_every=1 {BACK}")),
@@ -48,10 +46,10 @@ RECORDS = {
         model=EIGHT, length=524_288, steps=1, warm_up=0, layers=2, ways=(Way(levers=f"{LONG} tiles=16", **PURE),)
     ),
     "8b-32k": Case(
-        model=EIGHT, length=32_768,
+        model=EIGHT, length=32_768, warm_up=1,
         ways=(
-            Way(levers=FIT, **PURE),
-            Way(levers="offload=optimizer checkpoint_budget_bytes=100000000000 matmul=fp8-tensor", **PURE),
+            Way(levers=f"offload=optimizer {BACK}", **PURE),
+            Way(levers=f"offload=optimizer {BACK} checkpoint_budget_bytes=100000000000 matmul=fp8-tensor", **PURE),
             Way(who=LIGER, levers="checkpoint_every=1", **PURE),
         ),
     ),
