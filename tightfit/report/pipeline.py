@@ -10,6 +10,7 @@ A run on a pipeline records what its ranks did in one step (train/pipeline_recor
 the share of time that ranks waited beside what the formula says.
 """
 
+import csv
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -236,15 +237,33 @@ def record_of(data: dict[str, Any]) -> Record:
 
 def draw_record(record: Record, path: Path) -> None:
     """One recorded step, in seconds."""
-    with panels(path, 1, 1, width=11, height=0.3 * record.ranks + 2.0) as (figure, axes):
-        _draw_slots(axes[0, 0], record.slots, record.ranks, numbered=len(record.slots) <= 80 * record.ranks)
-        axes[0, 0].set_title(
-            f"{record.schedule}: ranks waited {record.waited:.1%} of the time; (K−1)/(K−1+vM) is {record.formula:.1%}",
-            fontsize=10,
-        )
-        axes[0, 0].set_xlabel("seconds")
-        figure.suptitle(f"{record.ranks} pipeline ranks, {record.micro_batches} micro-batches, as recorded")
+    draw_records([record], path)
+
+
+def draw_records(records: Sequence[Record], path: Path) -> None:
+    """Recorded steps of the same ranks and micro-batches, a panel each, in seconds."""
+    ranks, batches = records[0].ranks, records[0].micro_batches
+    height = (0.3 * ranks + 0.7) * len(records) + 1.0
+    with panels(path, len(records), 1, width=11, height=height, sharex=True) as (figure, axes):
+        for at, record in zip(axes[:, 0], records, strict=True):
+            _draw_slots(at, record.slots, ranks, numbered=len(record.slots) <= 80 * ranks)
+            told = f"ranks waited {record.waited:.1%} of the time; (K−1)/(K−1+vM) is {record.formula:.1%}"
+            at.set_title(f"{record.schedule}: {told}", fontsize=10)
+        axes[-1, 0].set_xlabel("seconds")
+        figure.suptitle(f"{ranks} pipeline ranks, {batches} micro-batches, as recorded")
         figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
+
+
+def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest recorded bubble of each schedule, from what benchmarks/pipeline_bubble.py wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        newest = {row["schedule"]: row for row in csv.DictReader(file)}
+    rows = [
+        (f"`{name}`", row["ranks"], row["micro_batches"], row["pieces"], f"{float(row['waited']):.1%}",
+         f"{float(row['formula']):.1%}")
+        for name, row in newest.items()
+    ]  # fmt: skip
+    return ("schedule", "K", "M", "v", "ranks waited", "(K−1)/(K−1+vM)"), rows
 
 
 def _legend() -> list["Patch"]:
