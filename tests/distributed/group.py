@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 Function = Callable[..., Any]
-PRELOADED = ["tightfit.train.loop", "tests.train.jobs", "tests.distributed.training", "transformers"]
-"""Imported once, in the server that processes are forked from. The suite has one: this is what any test asks of it."""
-
+PRELOADED = ["tests.preloaded"]
 ANSWER_S = 300
 """How long a rank may take: minutes only where the machine has much else to do."""
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.distributed.group import PRELOADED
 from tests.train.jobs import checkpoint_files, run_and_die, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
@@ -144,7 +145,7 @@ def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
     job, straight = (make(name, steps=40, saving={"every": 1, "keep": 2}, **SMALL) for name in ("killed", "straight"))
     expected = checkpoint_files(run_job(straight, quiet=True).checkpoint)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tightfit.train.loop", "tests.train.jobs", "transformers"])
+    context.set_forkserver_preload(PRELOADED)
     chance = random.Random(7)
     fields, kills, reached = job.model_dump(mode="json"), 0, 0
     while kills < 20:

@@ -1,0 +1,14 @@
+"""What the server of forked processes imports once (`multiprocessing`'s forkserver), so that none of them has to.
+
+A worker has one server, which keeps the list it was first given: so there is one list, which is this module. Names of
+transformers are asked for because it imports what they need when asked: most of what a tiny run would take.
+"""
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import tests.distributed.piping
+import tests.distributed.training
+import tests.train.jobs
+import tightfit.train.loop
+
+__all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "tests", "tightfit"]
