@@ -48,6 +48,15 @@ PASSES: dict[str, Callable[[Any], float]] = {
 }
 """Operation → elements of 16 bits it must read and write, from the shapes of its arguments."""
 
+OVER_PARAMETERS = {
+    "aten::_fused_adamw_": 14.0,
+    "tightfit::adamw_list": 14.0,
+    "aten::_foreach_norm": 2.0,
+    "tightfit::gradient_norm": 2.0,
+    "aten::_foreach_mul_": 4.0,
+}
+"""Operation → bytes it must move per parameter in bf16."""
+
 
 class Product(NamedTuple):
     """A matrix product: operation, and shape and strides of its factors (and of what it is added to, first)."""
@@ -109,7 +118,7 @@ def grouped(events: Any, products: list[Product], spec: ModelSpec, case: Case) -
     groups: dict[str, Group] = defaultdict(Group)
     left = _device_kernels(events)
     ahead = iter(products)
-    asked = [e for e in events if e.device_type == DeviceType.CPU and e.kernels]
+    asked = [e for e in events if e.device_type == DeviceType.CPU and e.kernels and "Buffer Full" not in e.name]
     for event in sorted(asked, key=lambda e: e.time_range.start):
         name, flop, moved = _described(event, ahead, spec, case)
         group = groups[name]
@@ -118,10 +127,13 @@ def grouped(events: Any, products: list[Product], spec: ModelSpec, case: Case) -
         group.moved_bytes += moved
         for kernel in event.kernels:
             group.ms += kernel.duration / 1e3
-            group.kernels[kernel.name] += 1
+            group.kernels[kernel.name] += round(kernel.duration)
             left[kernel.name].subtract({"calls": 1, "us": kernel.duration})
+    for name, per_parameter in OVER_PARAMETERS.items():
+        if name in groups:
+            groups[name].moved_bytes = per_parameter * spec.params()
     for name, rest in left.items():
-        if rest["calls"] > 0:
+        if rest["calls"] > 0 and "#" not in name:  # ranges that torch marks are no kernels
             groups[f"kernel {name[:60]}"] = Group(int(rest["calls"]), rest["us"] / 1e3)
     return dict(groups)
 
@@ -137,10 +149,10 @@ def _device_kernels(events: Any) -> dict[str, Counter[str]]:
 def _described(event: Any, ahead: Iterator[Product], spec: ModelSpec, case: Case) -> tuple[str, float, float]:
     """Its group, floating-point operations and bytes."""
     shapes = event.input_shapes
-    parameters = spec.params()
     if event.name in PRODUCTS:
         if _is_inside(event, LOSS):
-            return "loss: products", 2.0 * prod(shapes[-2] if len(shapes) > 2 else shapes[0]) * shapes[1][-1], 0.0
+            left, right = shapes[:2] if event.name == "aten::mm" else shapes[1:3]
+            return "loss: products", 2.0 * prod(left) * right[-1], 0.0
         product = next(ahead, None)
         if product is None:
             return "product nobody recorded", 0.0, 0.0
@@ -150,10 +162,8 @@ def _described(event: Any, ahead: Iterator[Product], spec: ModelSpec, case: Case
     if "attention" in event.name:
         scores = case.batch * spec.heads * case.sequence_length**2 * spec.head_dim * 2.0
         return event.name, scores * (2.5 if "backward" in event.name else 1.0), 0.0
-    if "_fused_adamw" in event.name:
-        return event.name, 0.0, 14.0 * parameters
-    if "_foreach_norm" in event.name:
-        return event.name, 0.0, 2.0 * parameters
+    if event.name in OVER_PARAMETERS:
+        return event.name, 0.0, 0.0
     passes = PASSES.get(event.name)
     large = bool(shapes and shapes[0] and prod(shapes[0]) > 2**20)
     return event.name + ("" if large else " (small)"), 0.0, 2.0 * passes(shapes) if passes and large else 0.0

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from tightfit.kernels.attention import AttentionImpl, Visibility, attention
 from tightfit.kernels.cross_entropy import capped
+from tightfit.kernels.gated_mlp import can_be_one
+from tightfit.kernels.joint_linear import joint_linear
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
 from tightfit.kernels.rope import rope
 from tightfit.kernels.triton_support import Impl
@@ -72,7 +74,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x: Tensor, around: Surroundings) -> Tensor:
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q(x), self.k(x), self.v(x)))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self._projected(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, heads, T, D]
@@ -86,6 +88,12 @@ class Attention(nn.Module):
             scale=self.scale, window=self.window, softcap=self.softcap, impl=self.impl.attention,
         )  # fmt: skip
         return self.o(mixed.transpose(1, 2).flatten(2))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [B, T, heads · D]."""
+        if can_be_one(x, self.q, self.k, self.v):
+            return joint_linear(x, self.q.weight, self.k.weight, self.v.weight)
+        return self.q(x), self.k(x), self.v(x)
 
 
 class Layer(nn.Module):
