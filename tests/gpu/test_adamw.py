@@ -13,10 +13,12 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.kernels.adamw import Numbers, adamw
 from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
+from tightfit.kernels.adamw_list import adamw_list
 from tightfit.kernels.triton_support import Impl
 from tightfit.train.assembly import assemble
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step
+from tightfit.train.updaters import MOMENTS
 
 GPU = torch.device("cuda")
 IMPLS: tuple[Impl, ...] = ("torch", "triton")
@@ -109,3 +111,30 @@ def test_training_follows_the_cpu(precision: Any, levers: dict[str, Any]) -> Non
         losses.append([step.loss for step in steps])
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[1][-1] < losses[1][0] - 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_list_follows_torchs_fused_adamw(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(1024, 4096), (4096,), (48, 16), (37,)]
+    theirs = [torch.nn.Parameter(torch.randn(shape, device=GPU).to(dtype)) for shape in shapes]
+    optimizer = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    for aligned in (3, 4):  # the last size is no multiple of 16
+        for _ in range(3):
+            held = [optimizer.state[p] for p in theirs[:aligned]]
+            before = [p.detach().clone() for p in theirs[:aligned]]
+            m, v = (
+                [s[kind].clone() if s else torch.zeros_like(p) for s, p in zip(held, before, strict=True)]
+                for kind in MOMENTS
+            )
+            count = int(held[0]["step"].item()) + 1 if held[0] else 1
+            for parameter in theirs:
+                parameter.grad = torch.randn_like(parameter)
+            gradients = [torch.as_tensor(p.grad) for p in theirs[:aligned]]
+            adamw_list(before, gradients, m, v, None, numbers(count, None))
+            optimizer.step()
+            for ours, parameter in zip(before, theirs, strict=False):
+                follows(parameter.detach(), ours)
+            for found, key in ((m, MOMENTS[0]), (v, MOMENTS[1])):
+                for ours, parameter in zip(found, theirs, strict=False):
+                    follows(optimizer.state[parameter][key], ours)
