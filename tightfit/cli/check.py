@@ -5,13 +5,12 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli.options import Override
+
 
 def check(
     job: Annotated[Path, typer.Argument(help="A plan (JSON), a job file (YAML) or the directory of a run.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", help="Change a field of a job: -o layout.tensor=2. May be repeated."),
-    ] = None,
+    override: Override = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 2,
     tiny: Annotated[
         bool | None,

@@ -5,16 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tightfit.cli.options import Override
+
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
 
 
 def launch(
     job: Annotated[Path, typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", help="Change a field: -o layout.data=4. May be repeated."),
-    ] = None,
+    override: Override = None,
     resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
     restarts: Annotated[

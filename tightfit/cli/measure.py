@@ -5,16 +5,15 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli.options import Override
+
 
 def measure(
     job: Annotated[
         Path | None,
         typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run; none: the embedded example."),
     ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", help="Change a field: -o layout.micro_batch=1. May be repeated."),
-    ] = None,
+    override: Override = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ledger as one JSON object.")] = False,
 ) -> None:

@@ -12,3 +12,7 @@ ModelSource = Annotated[
     ),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--override", help="Change a field: -o layout.micro_batch=1. May be repeated."),
+]

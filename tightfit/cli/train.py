@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli.options import Override
+
 
 def train(
     job: Annotated[
@@ -13,10 +15,7 @@ def train(
             help="A job file (YAML), a plan (JSON) or the directory of a run; none trains the embedded example."
         ),
     ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", help="Change a field: -o optimizer.lr=1e-3. May be repeated."),
-    ] = None,
+    override: Override = None,
     resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
     stop_after: Annotated[
