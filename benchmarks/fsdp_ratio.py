@@ -12,7 +12,7 @@ benchmarks/results/fsdp_ratio.csv: seconds of two processes on a CPU say nothing
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -122,6 +122,11 @@ def measured(device: torch.device, case: Case) -> list[float]:
     return ratios
 
 
+def measured_all(device: torch.device, cases: Sequence[Case]) -> list[list[float]]:
+    """The ratios of each case, one after the other in the same processes."""
+    return [measured(device, case) for case in cases]
+
+
 def timed(step: Step, batch: Batch) -> tuple[float, float]:
     """Seconds from both processes being ready to both having done, and the loss."""
     dist.barrier()
@@ -140,11 +145,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     options = parser.parse_args()
-    for zero in (3, 2):
-        case = Case(options.model, options.rows, options.length, zero, options.pairs)
-        ratios = run_together(RANKS, measured, case)
+    cases = [Case(options.model, options.rows, options.length, zero, options.pairs) for zero in (3, 2)]
+    for case, ratios in zip(cases, run_together(RANKS, measured_all, cases), strict=True):
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"zero {zero}: {middle:.3f} (quartiles {low:.3f} to {high:.3f}), {'ok' if middle <= LIMIT else 'SLOW'}")
+        verdict = "ok" if middle <= LIMIT else "SLOW"
+        print(f"zero {case.zero}: {middle:.3f} (quartiles {low:.3f} to {high:.3f}), {verdict}")
         found = {"ratio_p25": f"{low:.4f}", "ratio_p50": f"{middle:.4f}", "ratio_p75": f"{high:.4f}"}
         if not options.dry_run:
             append_row("fsdp_ratio", {"ranks": RANKS, **asdict(case), **found})
