@@ -87,7 +87,7 @@ def _transposed(q: Tensor) -> Tensor:
 def _run(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, plain: bool, transposed: bool, impl: Impl
 ) -> tuple[Tensor, ...]:
-    if use_triton(impl, x) and not _is_float32_on_gpu(x):
+    if use_triton(impl, x):
         return _launch(x, amax, dtype, plain, transposed)
     amax = x.abs().amax() if amax is None else amax
     scale = amax.float().view(()).clamp(min=TINIEST) / LARGEST[dtype]
@@ -95,16 +95,21 @@ def _run(
     return (q if plain else none), (_transposed(q) if transposed else none), scale
 
 
-def _is_float32_on_gpu(x: Tensor) -> bool:
-    """Of float32 tiles Triton 3.6 made wrong e4m3 codes on an H200; 16-bit ones, which layers have, are right."""
-    return x.is_cuda and x.dtype == torch.float32
-
-
 def _launch(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return _cast(x, _largest(x) if amax is None else amax, dtype, plain, transposed, by_column=False)
+    largest = _largest(x) if amax is None else amax
+    if plain and transposed and _is_float32_on_gpu(x):
+        q, _, scale = _cast(x, largest, dtype, True, False, by_column=False)
+        return q, _cast(x, largest, dtype, False, True, by_column=False)[1], scale
+    return _cast(x, largest, dtype, plain, transposed, by_column=False)
+
+
+def _is_float32_on_gpu(x: Tensor) -> bool:
+    """Triton 3.6 on an H200: of a float32 tile written both as it lies and transposed by one kernel, one of the two is
+    wrong. Each alone is right, and so are both of 16-bit tiles, which layers have."""
+    return x.is_cuda and x.dtype == torch.float32
 
 
 def _run_rows(x: Tensor, impl: Impl) -> tuple[Tensor, ...]:
