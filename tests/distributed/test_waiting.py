@@ -66,6 +66,27 @@ def reduce_without_the_last() -> float | None:
         return None
 
 
+def test_a_process_that_works_alone_is_waited_for_longer(group: Make) -> None:
+    """As the first one does when it tokenizes, or writes a checkpoint, for longer than collectives may take."""
+    assert group(2).run(wait_for_the_first) == [True, True]
+
+
+def wait_for_the_first() -> bool:
+    with (
+        patch.object(mesh, "TIMEOUT", timedelta(seconds=SHORT_S)),
+        mesh.joined(Layout(data=2), CPU) as (made, _),
+    ):
+        ranks = Ranks.of(made)
+        began = time.monotonic()
+        try:
+            if ranks.first:
+                time.sleep(2 * SHORT_S)
+            ranks.wait()
+        finally:
+            mesh._set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
+        return time.monotonic() - began > 1.5 * SHORT_S
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_tokens_that_do_not_divide_are_told_by_every_stage(group: Make, training: bool) -> None:
     """Not by the first stage alone, for whose hidden states the others would wait."""

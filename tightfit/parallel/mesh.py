@@ -32,6 +32,9 @@ tensors, so it is done once, when the mesh is made."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for others in a collective before it gives up; a rank that dies is noticed sooner."""
+PATIENCE = timedelta(hours=6)
+"""The same where one process works alone and says so: it tokenizes a corpus, or writes a checkpoint."""
+PATIENT = "tightfit_patient"
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -75,6 +78,11 @@ def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     return made["tensor"], made["both"]
 
 
+def patient_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """All processes of a run, for waits that may be long; None where a mesh was made for less than a run."""
+    return vars(mesh).get(PATIENT)
+
+
 def check_world(layout: Layout, processes: int) -> None:
     """As many processes as the layout has ranks, or a sentence."""
     if processes != layout.ranks:
@@ -97,6 +105,7 @@ def joined(layout: Layout, device: torch.device) -> Iterator[tuple[DeviceMesh | 
     _require_same(layout)
     mesh = make_mesh(layout, own.type)
     _limit_waiting(mesh)
+    vars(mesh)[PATIENT] = dist.new_group(backend="gloo", timeout=PATIENCE)
     yield mesh, own
     if not running:
         dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tightfit.parallel.mesh import patient_group
+
 Thing = TypeVar("Thing")
 
 
@@ -34,6 +36,8 @@ class Ranks:
     stages: int = 1
     """Pipeline ranks, each of which holds other weights; theirs is the outermost axis."""
     stage_group: dist.ProcessGroup | None = None
+    patient: dist.ProcessGroup | None = None
+    """All processes, where they may wait for long."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
@@ -42,8 +46,9 @@ class Ranks:
             return ALONE
         data = mesh["data"]
         found = cls(
-            data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size()
-        )
+            data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size(),
+            patient=patient_group(mesh),
+        )  # fmt: skip
         if "pipeline" not in (mesh.mesh_dim_names or ()):
             return found
         return replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
@@ -111,9 +116,9 @@ class Ranks:
         return found
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Until all processes are here, however long one of them works alone."""
         if self.processes > 1:
-            self.largest(0)
+            dist.barrier(self.patient) if self.patient is not None else self.largest(0)
 
     @contextmanager
     def first_goes_first(self) -> Iterator[None]:
