@@ -23,6 +23,11 @@ def is_zero3(layout: Layout) -> bool:
     return is_data_only(layout) and layout.zero == 3
 
 
+def is_zero3_or_tensor(layout: Layout) -> bool:
+    """Two ranks: what FSDP2 copies with every micro-batch and what two tensor ranks exchange are nearly the same."""
+    return is_zero3(layout) or (layout.tensor == 2 and layout.pipeline == layout.context == 1)
+
+
 def is_3d(layout: Layout) -> bool:
     """Tensor inside the node of eight, pipeline across, data outermost with ZeRO-1 at most."""
     return 1 < layout.tensor <= 8 and layout.pipeline > 1 and layout.data > 1 and layout.zero <= 1
@@ -43,7 +48,7 @@ def is_zero_or_3d(layout: Layout) -> bool:
 SITUATIONS: list[tuple[str, tuple[str, str, int, int], Callable[[Layout], bool]]] = [
     ("plenty of GPUs and NVLink", ("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048), is_3d),
     ("few GPUs, NVLink", ("llama-3.1-8b", "4xA100-80GB", 8192, 32), is_zero3),
-    ("two GPUs, NVLink", ("llama-3.2-3b", "2xA100-40GB", 4096, 64), is_zero3),
+    ("two GPUs, NVLink", ("llama-3.2-3b", "2xA100-40GB", 4096, 64), is_zero3_or_tensor),
     ("few GPUs, no NVLink", ("llama-3.2-3b", "4xRTX4090", 4096, 64), is_zero3),
     ("fits one card", ("llama-3.2-1b", "8xA100-80GB", 4096, 256), is_ddp_or_zero2),
     ("fits one card, no NVLink", ("llama-3.2-1b", "8xA100-80GB:pcie", 4096, 256), is_ddp_or_zero2),

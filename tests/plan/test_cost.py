@@ -77,14 +77,16 @@ def test_parts_add_up_and_compute_is_six_operations_per_weight_and_token() -> No
     assert least < found.compute_s < 2.5 * least
 
 
-def test_recompute_is_one_more_forward() -> None:
+def test_recompute_is_one_more_forward_but_for_the_last_product() -> None:
     layout = Layout(micro_batch=1)
     none, all_layers, half = (
         step("llama-3.1-8b", "H200", 8192, 1, layout, Levers(checkpoint_every=every)) for every in (0, 1, 2)
     )
     assert none.recompute_s == 0
     assert all_layers.recompute_s == pytest.approx(2 * half.recompute_s)
-    assert 0.25 < all_layers.recompute_s / none.compute_s < 1 / 3 + 0.02
+    assert 0.19 < all_layers.recompute_s / none.compute_s < 0.25
+    whole = step("gemma-2-9b", "H200", 4096, 1, layout, Levers(checkpoint_every=1))  # whose outputs are normed
+    assert 0.25 < whole.recompute_s / whole.compute_s < 1 / 3 + 0.02
 
 
 def test_every_lever_costs_time_or_nothing() -> None:
@@ -110,8 +112,8 @@ def test_zero_stages_send_what_the_table_of_data_parallelism_says() -> None:
     assert times[0] < times[1] < times[2] < times[3]
 
 
-LINK = 55e9
-"""Bytes a second each way of PCIe 5 beside an H100, as copies go."""
+LINK = 55e9 * 47.39 / 55.32
+"""Bytes a second each way of PCIe 5 beside an H100, as copies go both ways beside products."""
 
 
 def offload_s(levers: Levers, rows: int = 1, length: int = 4096, precision: Any = "bf16") -> tuple[float, StepTime]:
@@ -134,7 +136,8 @@ def test_updates_inside_backward_hide_the_link_behind_it_too() -> None:
     inside, _ = offload_s(Levers(offload="optimizer", update_in_backward=True), length=32768)
     link_s = 12 * 8.03e9 / LINK
     assert after == pytest.approx(max(0.0, link_s - plain.compute_s / 3), abs=0.3)
-    assert inside == 0.0
+    embedding_s = 12 * 128256 * 4096 / LINK  # whose gradient comes last, and which the next forward pass begins with
+    assert inside == pytest.approx(embedding_s, rel=0.01)
     everything = Levers(offload="optimizer", update_in_backward=True, offload_gradient_bytes=2**29)
     nothing_late, found = offload_s(everything)
     assert nothing_late == pytest.approx(link_s - found.compute_s * 2 / 3, rel=0.05)
@@ -158,7 +161,7 @@ def test_weights_travel_with_every_micro_batch() -> None:
 
 def test_the_host_updates_at_its_own_speed() -> None:
     on_host, found = offload_s(Levers(offload="optimizer", offload_update="host"))
-    assert on_host == pytest.approx(8.03e9 / 4.3e9 - found.compute_s / 3, rel=0.05)
+    assert on_host == pytest.approx(8.03e9 / 4.313e9 - found.compute_s / 3, rel=0.05)
     best, _ = offload_s(Levers(offload="optimizer", offload_update="auto"))
     assert best == min(on_host, offload_s(Levers(offload="optimizer"))[0])
 

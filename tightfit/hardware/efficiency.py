@@ -1,41 +1,99 @@
 """What share of a data sheet's figures real kernels reach: measured on one H200, applied to every card.
 
-Each number is a measurement divided by the vendor's figure (989.4 TFLOP/s bf16, 4 800 GB/s); benchmarks/results holds
-the rows, and a test reads them. Other cards are assumed to reach the same shares of their own peaks: for them these
-are estimates until somebody measures. Host figures are one node's (16 cores beside that H200).
+Each number is a measurement divided by the vendor's figure (989.4 TFLOP/s bf16, 1978.9 fp8, 66.9 fp32, 4 800 GB/s);
+benchmarks/results holds the rows, and a test reads them. Most are benchmarks/calibrate.py's (calibration.csv), which
+runs no training step: step times in the truth tables are predicted, not fitted. Other cards are assumed to reach the
+same shares of their own peaks: for them these are estimates until somebody measures. Host figures are one node's (16
+cores beside that H200); what its host needs to launch kernels is in launches.py.
 """
 
 from dataclasses import dataclass
 
 H200_BF16_TFLOP_S = 989.4
+H200_FP8_TFLOP_S = 1978.9
+H200_FP32_TFLOP_S = 66.9
 H200_GB_S = 4800.0
+ByHead = tuple[tuple[int, float], ...]
+"""Head size and value, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Of the peak of one number format."""
+
+    products: float
+    """Of a layer: time = `product_s` + operations / rate."""
+    product_s: float
+    """As fitted to all products of calibration.csv."""
+    attention_forward: ByHead
+    attention_backward: ByHead
+    """Of sequences so long that nothing but pairs of tokens counts."""
+    forward_tokens: ByHead
+    backward_tokens: ByHead
+    """A token also costs as much as so many keys, half of them seen: diagonal blocks, row sums, dQ in float32."""
+
+
+NARROW = Shares(
+    products=671 / H200_BF16_TFLOP_S,
+    product_s=3.47e-6,
+    attention_forward=((64, 473.9 / H200_BF16_TFLOP_S), (128, 634.6 / H200_BF16_TFLOP_S)),
+    attention_backward=((64, 445.4 / H200_BF16_TFLOP_S), (128, 596.2 / H200_BF16_TFLOP_S)),
+    forward_tokens=((64, 484.0), (128, 398.9)),
+    backward_tokens=((64, 1066.8), (128, 1107.3)),
+)
+"""cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens. The products of calibration.csv, bursts of 15 ms, reach
+744; a step has them one after another, and the card does not keep that clock: the rate is that of `matmul` below."""
+WIDE = Shares(
+    products=51.69 / H200_FP32_TFLOP_S,
+    product_s=20.9e-6,
+    attention_forward=((64, 10.16 / H200_FP32_TFLOP_S), (128, 6.216 / H200_FP32_TFLOP_S)),
+    attention_backward=((64, 6.679 / H200_FP32_TFLOP_S), (128, 6.56 / H200_FP32_TFLOP_S)),
+    forward_tokens=((64, 0.0),),
+    backward_tokens=((64, 0.0),),
+)
+"""In float32, without TF32: cuBLAS, and our attention of 2048 tokens, whose exact products are no matrix unit's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of the vendor's peak, and what the host takes."""
 
+    narrow: Shares = NARROW
+    wide: Shares = WIDE
     matmul: float = 671 / H200_BF16_TFLOP_S
-    """bf16 products that follow each other as in a step (kernel_parts.csv, "three GEMMs alone": 76.97 ms for 51.6
-    TFLOP). One product of 8192³ by itself reaches 809, but the card does not keep that clock."""
-    attention_forward: tuple[tuple[int, float], ...] = ((64, 456 / H200_BF16_TFLOP_S), (128, 628 / H200_BF16_TFLOP_S))
+    """Large bf16 products that follow each other (kernel_parts.csv, "three GEMMs alone": 76.97 ms for 51.6 TFLOP), as
+    the loss has them. One product of 8192³ by itself reaches 809, but the card does not keep that clock."""
+    attention_forward: ByHead = ((64, 456 / H200_BF16_TFLOP_S), (128, 628 / H200_BF16_TFLOP_S))
     """Causal attention of 2 × 8192 tokens by head size (kernel_parts.csv, cuDNN: 1.206 and 1.750 ms)."""
-    attention_backward: tuple[tuple[int, float], ...] = ((64, 418 / H200_BF16_TFLOP_S), (128, 527 / H200_BF16_TFLOP_S))
+    attention_backward: ByHead = ((64, 418 / H200_BF16_TFLOP_S), (128, 527 / H200_BF16_TFLOP_S))
     """The same, backward alone: 4.492 − 1.206 and 6.965 − 1.750 ms for 2.5 times the forward's work."""
     bandwidth: float = 4136 / H200_GB_S
     """A copy, read and written bytes counted (kernels.csv, copy_gb_s)."""
-    layer_launch_s: float = 110.3e-3 / 30
-    """Host time to launch one layer's forward and backward: the mean of four steps that the host bounds
-    (memory_truth.csv, smollm2-135m 8 × 512 and 8 × 2048 in two runs). Hosts differ: these took 101 to 121 ms."""
-    forward_launch_share: float = 1 / 3
-    """Of that, forward; backward launches twice as many kernels."""
-    host_adam_params_s: float = 4.3e9
-    """AdamW on the host, parameters a second of one node (torch's fused CPU kernel, 8 to 16 threads)."""
+    fp8_tensor: float = 1348.6 / H200_FP8_TFLOP_S
+    """Products of 8-bit codes with a scale per tensor and short sums (calibration.csv, "tensor fast")."""
+    fp8_tensor_wide: float = 1279.8 / H200_FP8_TFLOP_S
+    """With sums in float32, as weights' gradients have them ("tensor wide")."""
+    fp8_row: float = 1447.6 / H200_FP8_TFLOP_S
+    """With a scale per row ("row fast")."""
+    codes: float = 0.902
+    """What the making of codes reaches of a copy's bandwidth, in the bytes of kernels/fp8_quantize.py (all "codes")."""
+    updates: tuple[tuple[str, float], ...] = (
+        ("torch fp32", 0.755), ("torch bf16", 0.659), ("8bit", 0.411), ("factored", 0.799),
+    )  # fmt: skip
+    """What updates reach of it, by who makes them, in the bytes of plan/update_time.py ("update"); others all."""
+    link_both_ways: float = 47.39 / 55.32
+    """Of a copy one way, what each of two at once gets, beside products ("link")."""
+    host_adam_params_s: float = 4.313e9
+    """AdamW on the host, parameters a second of one node (torch's fused CPU kernel; "host adam")."""
+
+    def shares(self, *, wide: bool) -> Shares:
+        """Of float32, or of 16 bits."""
+        return self.wide if wide else self.narrow
 
 
 MEASURED = Efficiency()
 
 
-def by_head_size(shares: tuple[tuple[int, float], ...], head_dim: int) -> float:
-    """The share measured at the nearest head size that is not larger, else the smallest."""
-    return next((share for size, share in reversed(shares) if head_dim >= size), shares[0][1])
+def by_head_size(values: ByHead, head_dim: int) -> float:
+    """What was measured at the nearest head size that is not larger, else the smallest."""
+    return next((value for size, value in reversed(values) if head_dim >= size), values[0][1])

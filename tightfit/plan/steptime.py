@@ -28,13 +28,15 @@ class StepTime:
     """Copies from and to the host, and the optimizer running there."""
     optimizer_s: float
     """The update on the GPU, and the adding up of gradients over micro-batches."""
+    launch_s: float = 0.0
+    """The card waiting for the host, which cannot launch its work as fast."""
 
     @property
     def step_s(self) -> float:
         """All of it."""
         return (
             self.compute_s + self.recompute_s + self.tensor_s + self.context_s + self.expert_s + self.data_s
-            + self.pipeline_s + self.bubble_s + self.offload_s + self.optimizer_s
+            + self.pipeline_s + self.bubble_s + self.offload_s + self.optimizer_s + self.launch_s
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

@@ -14,21 +14,28 @@ ATTENTION_BACKWARD = 2.5
 LOGIT_PASSES = {"fused": 3.0, "plain": 21.0}
 """Passes over bf16 logits outside the three products; from H=4096, V=128256: fused 82.3 ms, plain 99.3, products 77."""
 
+NORM_PASSES = 2 + 4 + 3
+"""Over hidden states: the first norm reads and writes, the second adds to the residual stream first and writes that
+too, and the MLP's result is added."""
+NORM_BACKWARD_PASSES = 4 + 3 + 3 + 6
+"""The second norm's gradient with the stream's, the first's, its sum with the stream's, and the gradients that queries,
+keys and values have of their input, added up."""
+
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Averages over the layers of a model. Widths are in elements per token; `shared` ones no tensor rank splits."""
+    """Averages over the layers of a model. Widths are in elements per token."""
 
     matmul_params: float
     """Weights that multiply each token."""
-    mlp_share: float
-    """Of those, the MLP's."""
-    attention_width: int
-    kv_width: int
+    mlp_width: float
+    """MLP columns that a token passes through."""
     norm_width: float
-    """Elements of hidden size read or written forward."""
-    split_forward_width: float
-    split_backward_width: float
+    """Read or written by norms and the residual stream, forward."""
+    norm_backward_width: float
+    rope_width: float
+    gate_width: float
+    gate_backward_width: float
     routed_share: float
     """Share of layers that route to experts."""
 
@@ -44,12 +51,12 @@ def layer_work(spec: ModelSpec) -> LayerWork:
     rope = 2 * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
     return LayerWork(
         matmul_params=attention + mlp,
-        mlp_share=mlp / (attention + mlp),
-        attention_width=spec.query_size,
-        kv_width=spec.kv_size,
-        norm_width=spec.hidden_size * (16 if spec.sandwich_norms else 8),
-        split_forward_width=(inner + 1) * width + rope,
-        split_backward_width=(2 * inner + 1) * width + rope,
+        mlp_width=width,
+        norm_width=spec.hidden_size * (NORM_PASSES + 4 * spec.sandwich_norms),
+        norm_backward_width=spec.hidden_size * (NORM_BACKWARD_PASSES + 6 * spec.sandwich_norms),
+        rope_width=rope,
+        gate_width=(inner + 1) * width,
+        gate_backward_width=(2 * inner + 2) * width,
         routed_share=routed,
     )
 

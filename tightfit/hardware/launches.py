@@ -1,0 +1,43 @@
+"""What the host needs to launch a layer's kernels, by levers: measured on one host (benchmarks/calibrate_host.py).
+
+Milliseconds of a layer's forward and backward, from steps of a model so narrow that its kernels take microseconds: of
+its eight layers, what is left of a phase without the rest of it, as a model of no levers has it. Such steps are Python,
+autograd and Triton's launchers; hosts differ, and this one by some 20 % from one minute to the next. A layer that is
+not computed again takes as long as a plain one. Tiles are measured in 2, 4 and 8 and taken to be linear.
+"""
+
+from typing import NamedTuple
+
+
+class Launch(NamedTuple):
+    """Milliseconds of one layer."""
+
+    forward_ms: float
+    backward_ms: float
+
+
+REST = Launch(1.859, 0.895)
+"""Of a step, outside the layers: the batch, the embedding, the loss."""
+LAYER: dict[str, Launch] = {
+    "": Launch(1.231, 2.192),
+    "checkpoint_every=1": Launch(2.074, 3.469),
+    "checkpoint_every=1 checkpoint_keep=attention": Launch(3.797, 5.545),
+    "checkpoint_every=1 checkpoint_keep=matmuls": Launch(3.257, 4.064),
+    "tiles=2": Launch(3.764, 7.214),
+    "tiles=4": Launch(4.902, 15.036),
+    "tiles=8": Launch(8.453, 29.798),
+    "tiles=4 checkpoint_every=1": Launch(6.568, 18.0),
+    "matmul=fp8-tensor": Launch(4.384, 3.217),
+    "matmul=fp8-row": Launch(3.33, 3.211),
+    "update_in_backward=true": Launch(1.456, 3.89),
+    "offload=optimizer": Launch(1.932, 2.343),
+}
+"""By levers, as calibration.csv names them."""
+UPDATE_REST_MS = 0.976
+UPDATE_MS: dict[str, float] = {"": 0.314, "optimizer_states=8bit": 0.648, "optimizer_states=factored": 3.143}
+"""Of a step's update, its waiting and counting, and one layer's: by torch, by a kernel of ours for each weight, and by
+single operations."""
+FURTHER_CHUNK_MS = 0.1227
+"""Of a factored update, each further chunk of a matrix."""
+CHUNK_WEIGHTS = 2**22
+"""levers/optimizer_states.py's; a test compares them."""
