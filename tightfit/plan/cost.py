@@ -245,7 +245,7 @@ class Frame:
     ) -> float:
         """What a micro-batch waits for the host, which is ahead of the card or behind it.
 
-        It waits itself where forward is over, if weights are to be updated in backward: the card then waits for a layer.
+        It waits itself where forward is over, if backward is to update weights: the card then waits for a layer.
         """
         host_forward, host_backward = self.launches.pass_s(levers, levels)
         late = max(0.0, host_forward - forward)
