@@ -83,10 +83,11 @@ CASES = RECORDS | {
 }  # fmt: skip
 
 
-def ways_here(case: Case, only: list[str], without: list[str]) -> Iterator[Way]:
+def ways_here(case: Case, chosen: argparse.Namespace) -> Iterator[Way]:
     """Those that are installed and wanted."""
     for way in case.ways:
-        if (not only or way.who in only) and way.who not in without and is_installed(way.who):
+        wanted = (not chosen.only or way.who in chosen.only) and way.who not in chosen.without
+        if wanted and chosen.having in way.levers and is_installed(way.who):
             yield way
 
 
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--ladder", action="store_true", help="every lever alone, for the picture")
     parser.add_argument("--only", action="append", default=[], help="this implementation")
     parser.add_argument("--without", action="append", default=[], help="not this implementation")
+    parser.add_argument("--having", default="", help="only ways whose levers contain this text")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
@@ -105,7 +107,7 @@ def main() -> None:
         case = CASES[name]
         if case.cap_gb is not None:
             cap_memory(int(case.cap_gb * 1e9))
-        for way in ways_here(case, chosen.only, chosen.without):
+        for way in ways_here(case, chosen):
             row = row_of(name, case, way, run(case, way, device, free))
             append_row("levers", row, folder=chosen.results, commit=chosen.commit)
             print(" ".join(str(value) or "-" for value in row.values()), flush=True)
