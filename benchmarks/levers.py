@@ -48,6 +48,7 @@ RECORDS = {
     "8b-32k": Case(
         model=EIGHT, length=32_768, warm_up=1,
         ways=(
+            Way(levers=FIT, **PURE),
             Way(levers=f"offload=optimizer {BACK}", **PURE),
             Way(levers=f"offload=optimizer {BACK} checkpoint_budget_bytes=100000000000 matmul=fp8-tensor", **PURE),
             Way(who=LIGER, levers="checkpoint_every=1", **PURE),
