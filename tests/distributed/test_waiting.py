@@ -1,7 +1,5 @@
 """Nobody waits for ever: ranks that cannot meet, or meet no more, are told so."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +11,7 @@ import torch.distributed as dist
 
 from tests.distributed.group import Group
 from tests.distributed.piping import Piped
+from tests.distributed.refusing import refuse_or_wait
 from tests.distributed.training import CPU, Case, build, micro_batches
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
@@ -115,11 +114,3 @@ def test_processes_started_here_end_with_a_sentence() -> None:
         run_together(2, refuse_or_wait, "refuse")
     with pytest.raises(UserError, match="process 1 of 2 was ended by SIGKILL"):
         run_together(2, refuse_or_wait, "die")
-
-
-def refuse_or_wait(device: torch.device, how: str) -> None:
-    if dist.get_rank() == 1 and how == "refuse":
-        raise UserError("the second rank refuses")
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
