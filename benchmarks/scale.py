@@ -73,7 +73,7 @@ CASES = {
         pins=("layout.data=8", "layout.zero=1", "layout.tensor=8", "layout.pipeline=16", "layout.schedule=1f1b"),
     ),
     "8B on 8, FSDP": Case(
-        "llama-3.1-8b", "8xH100-80GB", 8192, 8, Layout(data=8, zero=3, micro_batch=1),
+        "llama-3.1-8b", "8xH100-80GB", 8192, 16, Layout(data=8, zero=3, micro_batch=2),
         Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16, plain to compiled", "5762–6667",
     ),
     "405B on 512, 1f1b": Case(

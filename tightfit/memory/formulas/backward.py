@@ -56,8 +56,10 @@ def backward(at: RankMemory) -> tuple[int, ...]:
 def _moments(at: RankMemory) -> Iterator[tuple[int, ...]]:
     if at.cost.stage.has_head:
         yield _at_loss(at)
+    last, inner = at.cost.places[0], at.cost.inner
+    buffer = at.states.reduced * at.cost.widest.all if at.is_sharded and not at.sums_whole else 0
     for place in at.cost.places:
-        yield _at_layer(at, place)
+        yield _at_layer(at, inner if place is last and inner is not None and buffer > last.kept - inner.kept else place)
         if at.is_sharded:
             yield _at_reduction(at, place)
     if at.cost.stage.has_embedding:
@@ -86,7 +88,7 @@ def _at_layer(at: RankMemory, place: Place) -> tuple[int, ...]:
     gathered, moving = codes(at, place.after), 0
     if at.is_sharded:
         gathered = e * _gathered(at, place)
-        moving = _prefetched(at, place) + (0 if place.is_last or _sums_whole(at) else held.reduced * cost.widest.all)
+        moving = _prefetched(at, place) + (0 if place.is_last or at.sums_whole else held.reduced * cost.widest.all)
     return (
         gathered, held.gradients, *place.before, at.others, cost.tables, moment.held, moment.gradients,
         _done(at, place.after), made, _waiting(at, at_last_layer=place.is_last), 0, moment.workspace,
@@ -105,7 +107,7 @@ def _at_reduction(at: RankMemory, place: Place) -> tuple[int, ...]:
     """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone."""
     held, cost, e = at.states, at.cost, at.element
     before, done, made, head = held.gradients, _done(at, place.after), e * place.own, _waiting(at)
-    if _sums_whole(at):
+    if at.sums_whole:
         before, done, made, head = _whole_sums(at, cost.params.all - place.after), _shards(at, place.after), 0, 0
     return (
         e * _gathered_after(at, place), before, *place.before, at.others, cost.tables, 0, cost.stream, done, made, head,
@@ -117,14 +119,9 @@ def _gathered_after(at: RankMemory, place: Place) -> int:
     """Weights that are whole once a layer has let go of its own."""
     if at.layout.zero == 3:
         return at.cost.root
-    if _stays_gathered(at) and not _sums_whole(at):
+    if _stays_gathered(at) and not at.sums_whole:
         return at.cost.params.all
     return at.cost.params.all - place.after - place.own
-
-
-def _sums_whole(at: RankMemory) -> bool:
-    """ZeRO-1 sums whole gradients over micro-batches and reduces them in the last, when weights go as well."""
-    return at.layout.zero == 1 and at.accumulation > 1
 
 
 def _whole_sums(at: RankMemory, weights: int) -> int:
@@ -178,7 +175,7 @@ def _at_embedding(at: RankMemory) -> tuple[int, ...]:
     gathered = moving = 0
     if at.is_sharded:
         gathered = e * (cost.params.all if _stays_gathered(at) else cost.root)
-        moving = 0 if _sums_whole(at) else held.reduced * cost.widest.all
+        moving = 0 if at.sums_whole else held.reduced * cost.widest.all
     return (
         gathered, held.gradients, *(0,) * len(KINDS), at.others, cost.tables, 0, cost.stream, _layers_done(at), 0,
         _waiting(at) + e * cost.vocabulary, 0, _embedding_sums(at), moving,
@@ -189,9 +186,9 @@ def _at_last_reduction(at: RankMemory) -> tuple[int, ...]:
     """FSDP2's last callback: the root's and the embedding's whole gradients, and the buffer one is reduced from."""
     held, cost, e = at.states, at.cost, at.element
     whole, largest = cost.root + cost.embedding, max(cost.root, cost.embedding)
-    gathered = e * cost.params.all if _stays_gathered(at) and not _sums_whole(at) else 0
+    gathered = e * cost.params.all if _stays_gathered(at) and not at.sums_whole else 0
     before, done, made = held.gradients, _layers_done(at) + round(held.growing * largest), e * whole
-    if _sums_whole(at):
+    if at.sums_whole:
         before, done, made = _whole_sums(at, whole), _shards(at, cost.params.all - whole + largest), 0
     return (
         gathered, before, *(0,) * len(KINDS), at.others, cost.tables, 0, 0, done, 0, made, 0, 0,

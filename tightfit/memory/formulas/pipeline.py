@@ -94,6 +94,8 @@ class Candidate(NamedTuple):
     after: Classes
     is_first: bool
     is_last: bool
+    is_end: bool
+    """The first or last of its class."""
 
 
 @lru_cache(maxsize=4096)
@@ -108,13 +110,13 @@ def candidates(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]
     indices: dict[_Class, list[int]] = {}
     for index, kind in classes.items():
         indices.setdefault(kind, []).append(index)
-    ends = {end for those in indices.values() for end in (those[0], those[-1])} | {max(first, last - 2)}
+    ends = {end for those in indices.values() for end in (those[0], those[-1])}
     return tuple(
         Candidate(
             index, classes[index][2], _counted(classes, range(first, index)), _counted(classes, range(index + 1, last)),
-            index == first, index == last - 1,
+            index == first, index == last - 1, index in ends,
         )
-        for index in sorted(ends, reverse=True)
+        for index in sorted(ends | {max(first, last - 2)}, reverse=True)
     )  # fmt: skip
 
 

@@ -41,6 +41,8 @@ class Place(NamedTuple):
     is_last: bool
     awaits: bool
     """Whether the input of a recomputed layer before it is on its way from the host."""
+    kept: int
+    """Activations of the layers before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ class StageCost:
     working: int
     """Alive in a forward that keeps nothing."""
     places: tuple[Place, ...]
+    """From the last layer to the first."""
+    inner: Place | None
+    """The last layer but one, beside which FSDP2 holds what it reduced the last one's gradients from."""
     loss: LossCost
     stream: int
     """The residual stream between two layers."""
@@ -98,6 +103,8 @@ class RankMemory:
     """The next input of a recomputed layer on its way from the host, while another is at work."""
     is_sharded: bool
     """Whether FSDP2 splits this rank's weights."""
+    sums_whole: bool
+    """ZeRO-1 sums whole gradients over micro-batches and reduces them in the last, when weights go as well."""
 
 
 def rank_memory(workload: Workload, layout: Layout, levers: Levers, rank: int) -> RankMemory:
@@ -117,7 +124,8 @@ def rank_memory(workload: Workload, layout: Layout, levers: Levers, rank: int) -
         states(workload, layout, levers, cost.params, passes, cost.widest.all),
         passes, workload.weight_bytes, layout.data * layout.context // layout.copies,
         others, 2 * INDEX * share.tokens,
-        offloaded * stored * max(pieces, chunks) // chunks, stored if offloaded else 0, layout.zero > 0,
+        offloaded * stored * max(pieces, chunks) // chunks, stored if offloaded else 0,
+        layout.zero > 0, layout.zero == 1 and passes > 1,
     )  # fmt: skip
 
 
@@ -153,7 +161,7 @@ def stage_cost(
         own, *_weights(spec, own, share.tensor, share.expert, pipeline), kinds, sum(kinds), outside, tables,
         forward_beside(spec, own.last - 1, share, levels[-1]),
         max(layer_cost(spec, layer, share).forward_working for layer, _, _ in classes),
-        tuple(_place(spec, one, share, offloaded) for one in candidates(spec, own.first, own.last, levels)),
+        *_places(spec, own, share, levels, offloaded),
         loss_cost(spec, share, fused=fused, allowed_bytes=chunk_bytes),
         last.entry,
         (own.last - own.first) * _for_weights(spec, share),
@@ -173,14 +181,25 @@ def _offloaded(spec: ModelSpec, levers: Levers, share: Share, levels: tuple[Leve
     return offloaded_count(recomputed, each, levers.checkpoint_host_bytes), each
 
 
+def _places(
+    spec: ModelSpec, own: Stage, share: Share, levels: tuple[Level, ...], offloaded: int
+) -> tuple[tuple[Place, ...], Place | None]:
+    """Ends of the classes, and the last layer but one where it is no end itself."""
+    found = candidates(spec, own.first, own.last, levels)
+    ends = tuple(_place(spec, one, share, offloaded) for one in found if one.is_end)
+    inner = [_place(spec, one, share, offloaded) for one in found if not one.is_end]
+    return ends, inner[0] if inner else None
+
+
 def _place(spec: ModelSpec, candidate: Candidate, share: Share, offloaded: int) -> Place:
     cost = layer_cost(spec, candidate.layer, share)
     after = sum(count * _params(spec, layer, share).all for layer, _, count in candidate.after)
+    before = kept_by_kind(spec, candidate.before, share, offloaded)
     return Place(
-        kept_by_kind(spec, candidate.before, share, offloaded), _params(spec, candidate.layer, share).all, after,
+        before, _params(spec, candidate.layer, share).all, after,
         _fullest(cost, candidate.level, share, added=False),
         _fullest(cost, candidate.level, share, added=True),
-        candidate.is_first, candidate.is_last, _awaits(candidate, offloaded),
+        candidate.is_first, candidate.is_last, _awaits(candidate, offloaded), sum(before),
     )  # fmt: skip
 
 
