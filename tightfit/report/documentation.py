@@ -19,6 +19,7 @@ from tightfit.report.pipeline import bubble_rows
 from tightfit.report.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
 from tightfit.report.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from tightfit.report.scale import plan_rows, published_rows, stage_rows, time_rows
+from tightfit.report.step_profile import profile_rows
 from tightfit.report.truth import measured_on, summary_rows, truth_rows
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "job-fields": job_fields,
     "train-step": train_step,
     "default-run": default_run,
+    "step-profile": lambda: markdown_table(*profile_rows(RESULTS / "step_profile.csv")),
     "accelerators": lambda: markdown_table(*accelerator_rows()),
     "links": lambda: markdown_table(*link_rows()),
     "efficiencies": lambda: markdown_table(*efficiency_rows()),
