@@ -195,7 +195,7 @@ def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, "-m", "tightfit", "train", *arguments], env=environment, capture_output=True, text=True, timeout=120
+        [*command, "-m", "tightfit", "train", *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
 
 
