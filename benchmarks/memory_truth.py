@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--predictions", type=Path, help="the file between predict and measure")
     parser.add_argument("--only", help="cases of this model alone")
     parser.add_argument("--length", type=int, help="cases of rows so long alone")
+    parser.add_argument("--ranks", choices=("one", "many"), help="cases of one rank, which are timed, or of many alone")
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--splits", action="store_true", help="cases of splits and their mixtures, for split_truth.csv")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -237,7 +238,11 @@ def main() -> None:
     chosen = parser.parse_args()
     every = lever_cases() if chosen.levers else split_cases() if chosen.splits else cases()
     wanted = [
-        case for case in every if chosen.only in (None, case.model) and chosen.length in (None, case.sequence_length)
+        case
+        for case in every
+        if chosen.only in (None, case.model)
+        and chosen.length in (None, case.sequence_length)
+        and chosen.ranks in (None, "one" if case.ranks == 1 else "many")
     ]
     if chosen.action == "repredict":
         return _repredict(wanted, chosen.results, chosen.workers)
