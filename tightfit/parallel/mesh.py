@@ -80,7 +80,9 @@ def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
 
 def patient_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """All processes of a run, for waits that may be long; None where a mesh was made for less than a run."""
-    return vars(mesh).get(PATIENT)
+    name = vars(mesh).get(PATIENT)  # not the group itself: what saves DTensors copies their meshes
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return None if name is None else resolve(name)
 
 
 def check_world(layout: Layout, processes: int) -> None:
@@ -105,7 +107,7 @@ def joined(layout: Layout, device: torch.device) -> Iterator[tuple[DeviceMesh | 
     _require_same(layout)
     mesh = make_mesh(layout, own.type)
     _limit_waiting(mesh)
-    vars(mesh)[PATIENT] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    vars(mesh)[PATIENT] = dist.new_group(backend="gloo", timeout=PATIENCE).group_name
     yield mesh, own
     if not running:
         dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
