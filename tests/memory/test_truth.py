@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.group import PRELOADED
 from tightfit.bench.memory_truth import GIB, Prediction, formulas, predict
 from tightfit.bench.memory_truth_case import Case
 from tightfit.hardware.machine import parse_machine
@@ -71,7 +72,9 @@ def simulated(row: Row, direct_layers: int) -> Prediction:
 
 
 def predictions(rows: Sequence[Row], direct_layers: int) -> list[Prediction]:
-    with multiprocessing.get_context("spawn").Pool(2) as workers:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with context.Pool(2) as workers:
         return workers.starmap(simulated, [(row, direct_layers) for row in rows], chunksize=1)
 
 
