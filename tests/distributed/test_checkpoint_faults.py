@@ -11,8 +11,8 @@ import yaml
 
 from tests.distributed.group import Group
 from tests.distributed.test_failures import launch
-from tests.distributed.test_runs import run_fields
-from tests.train.jobs import tiny_job
+from tests.distributed.test_runs import run_fields, write_again
+from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of, load_model
@@ -26,10 +26,10 @@ FEW_BYTES = 20_000
 
 @pytest.fixture
 def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
-    def made(**changes: Any) -> Job:
+    def made(name: str = "run", **changes: Any) -> Job:
         fields = {"layout": {"data": 2, "zero": 3, "micro_batch": 1}, "evaluation": {"max_rows": 1}, "steps": 2}
         fields |= {"model": SMALL, "saving": {"every": 1, "keep": 3, "sharded": True}}
-        return tiny_job(tmp_path / "run", corpus, token_cache, **(fields | changes))
+        return tiny_job(tmp_path / name, corpus, token_cache, **(fields | changes))
 
     return made
 
@@ -80,6 +80,26 @@ def test_deepspeed_is_not_asked_for_pieces(make: Callable[..., Job]) -> None:
     """It holds weights and states in its own way: what we would write of them is not a checkpoint."""
     with pytest.raises(UserError, match=r"saving\.sharded is true, but engine deepspeed"):
         refuse_what_deepspeed_cannot(make(engine="deepspeed"), None, torch.device("cpu"))
+
+
+TIED = SMALL | {"source": "nano-llama"}
+
+
+def test_the_two_ends_of_a_tied_model_are_one_tensor_in_pieces(
+    group: Make, make: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Both stages write their copy of the embedding and its states; one process reads what the first rank gathers."""
+    stages = {"pipeline": 2, "micro_batch": 1}
+    for name, sharded in (("pieces", True), ("whole", False)):
+        job = make(name, model=TIED, layout=stages, steps=1, saving={"sharded": sharded})
+        group(2).run(run_fields, job.model_dump(mode="json"), {})
+    found = []
+    for name in ("pieces", "whole"):
+        alone = make(name, model=TIED, layout={"micro_batch": 1}, steps=1)
+        write_again(alone.model_dump(mode="json"), str(tmp_path / f"copy of {name}"))
+        found.append(checkpoint_files(checkpoints_of(tmp_path / f"copy of {name}")[-1]))
+    assert (checkpoints_of(tmp_path / "pieces")[-1] / "sharded").is_dir()
+    assert found[0] == found[1]
 
 
 VICTIM = """
