@@ -70,6 +70,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.o = nn.Linear(spec.query_size, spec.hidden_size, bias=spec.output_bias)
+        self.joint = True  # whether queries, keys and values may be one function (parallel/pipeline.py says why not)
         self.q_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
         self.k_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
 
@@ -91,7 +92,7 @@ class Attention(nn.Module):
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, [B, T, heads · D]."""
-        if can_be_one(x, self.q, self.k, self.v):
+        if self.joint and can_be_one(x, self.q, self.k, self.v):
             return joint_linear(x, self.q.weight, self.k.weight, self.v.weight)
         return self.q(x), self.k(x), self.v(x)
 

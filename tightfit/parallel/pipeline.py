@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.memory.ledger import Phase
-from tightfit.models.decoder import Decoder, DecoderOutput
+from tightfit.models.decoder import Attention, Decoder, DecoderOutput
 from tightfit.models.number_formats import COMPUTE_DTYPES
 from tightfit.parallel.data import shard
 from tightfit.parallel.mesh import sharding_axes
@@ -48,12 +48,22 @@ def take_stages(model: Decoder, mesh: DeviceMesh, layout: Layout, length: int) -
 
 def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: PrecisionName) -> "Pipeline":
     """The engine around a decoder that `take_stages` has cut, sharded over data ranks for `zero: 1`."""
+    if layout.schedule == "zero-bubble":
+        _keep_projections_apart(model)
     made = Pipeline(model, vars(model)[PIECES], mesh, layout, COMPUTE_DTYPES[precision])
     if layout.zero:
         stages: list[Any] = made.stages  # which have what `shard` looks at in a decoder
         for stage in stages:
             shard(stage, sharding_axes(mesh), layout.zero, precision)
     return made
+
+
+def _keep_projections_apart(model: Decoder) -> None:
+    """Let every function with weights have one output: where backward goes twice, for inputs and then for weights,
+    torch 2.11 adds up the gradients of all outputs of a function and starts the second time from the first of them."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.joint = False
 
 
 class Pipeline(nn.Module):
