@@ -37,7 +37,7 @@ test: style
 	@$(MAKE) --no-print-directory -j2 types suite
 
 test-gpu: install
-	@$(BIN)/pytest tests/gpu
+	@$(BIN)/pytest tests/gpu tests/kernels
 
 docs: install
 	@$(BIN)/python -m tightfit.report.documentation

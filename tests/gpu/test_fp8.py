@@ -133,7 +133,7 @@ def test_training_follows_the_cpu(matmul: Any, tiles: int) -> None:
         module, optimizer = assemble(model, None, Layout(), levers, precision, settings, device, lambda decoder: None)
         batches = [ragged_batch(4, seed=step % 2) for step in range(12)]
         losses.append([train_step(module, optimizer, [b], device, 3e-3, LossScale()).loss for b in batches])
-    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+    assert losses[1] == pytest.approx(losses[0], abs=0.05)  # nats, of 5.3 down to 0.9
     assert losses[1][-1] < losses[1][0] - 0.5
 
 
