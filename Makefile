@@ -30,7 +30,8 @@ types: install
 	@$(BIN)/mypy
 
 suite: install
-	@$(BIN)/pytest -n $(WORKERS) --dist worksteal
+	@$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone"
+	@$(BIN)/pytest -m alone
 
 # Types and tests beside each other: a machine with two cores then has no idle one.
 test: style

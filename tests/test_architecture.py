@@ -88,6 +88,7 @@ def seconds_to_run(*arguments: str) -> float:
     return min(seconds)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arguments", [["-c", "import tightfit"], ["-m", "tightfit", "--help"]])
 def test_starting_is_quick(arguments: list[str]) -> None:
     """Under 0.3 s where a bare interpreter needs 0.035: counted in bare starts, which a busy machine slows as well."""

@@ -25,6 +25,7 @@ from tightfit.train.pipeline_record import record
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step
 
+pytestmark = pytest.mark.alone
 Make = Callable[[int], Group]
 FORWARD_S = 0.06
 ATTEMPTS = 3

@@ -118,7 +118,10 @@ def test_a_list_follows_torchs_fused_adamw(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     shapes = [(1024, 4096), (4096,), (48, 16), (37,)]
     theirs = [torch.nn.Parameter(torch.randn(shape, device=GPU).to(dtype)) for shape in shapes]
-    betas = (0.8971, 0.9513)  # by 0.9 many means lie just between two bf16 numbers, and a last bit decides which is next
+    betas = (
+        0.8971,
+        0.9513,
+    )  # by 0.9 many means lie just between two bf16 numbers, and a last bit decides which is next
     optimizer = torch.optim.AdamW(theirs, lr=1e-2, betas=betas, eps=1e-8, weight_decay=0.1, fused=True)
     for aligned in (3, 4):  # the last size is no multiple of 16
         for _ in range(3):

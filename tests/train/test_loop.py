@@ -136,8 +136,8 @@ def test_accumulation_and_checkpointing_give_the_same_training(make: Make) -> No
     big = run_job(make("big", layout={"micro_batch": 4}), quiet=True)
     cut = run_job(make("cut", layout={"micro_batch": 1}, levers={"checkpoint_every": 1}), quiet=True)
     a, b = (load_file(result.checkpoint / "model.safetensors") for result in (big, cut))
-    for name, tensor in a.items():
-        assert torch.allclose(tensor, b[name], rtol=1e-3, atol=2e-5), name
+    for name, tensor in a.items():  # as wholes: Adam makes a step of any gradient that is not exactly zero
+        assert torch.linalg.vector_norm(tensor - b[name]) < 3e-5 * torch.linalg.vector_norm(tensor), name
 
 
 def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
