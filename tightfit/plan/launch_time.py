@@ -2,7 +2,7 @@
 
 Levers are taken to add up: what checkpointing adds to a layer's launches is paid by layers that are computed again,
 what fp8 adds by all. Tiles' share is linear in their number, with what they add beside checkpointing measured apart.
-Layers of other families launch a few kernels more or fewer; routed ones many more (Not counted).
+Layers of other families launch a few kernels more or fewer; routed ones many more, which is not counted.
 """
 
 from dataclasses import dataclass
