@@ -11,14 +11,14 @@ from tightfit.errors import UserError
 from tightfit.report.levers import NONE, draw_levers, lever_rows, named, rungs
 
 ROOT = Path(__file__).parents[2]
-COLUMNS = ("case", "levers", "step_s", "peak_allocated_gib", "host_gib")
+COLUMNS = ("case", "levers", "step_s", "peak_allocated_gib", "host_gib", "predicted_gib", "predicted_s")
 ROWS = [
-    ("1b-ladder", "", "0.20", "30.0", "0.0"),
-    ("1b-ladder", "checkpoint_every=1", "0.30", "20.0", "0.0"),
-    ("other", "tiles=8", "9.0", "1.0", "0.0"),
-    ("1b-ladder", "offload=optimizer update_in_backward=True", "0.40", "9.0", "13.8"),
-    ("1b-ladder", "tiles=8", "", "0.0", "0.0"),
-    ("1b-ladder", "checkpoint_every=1", "0.25", "21.0", "0.0"),
+    ("1b-ladder", "", "0.20", "30.0", "0.0", "29.0", "0.21"),
+    ("1b-ladder", "checkpoint_every=1", "0.30", "20.0", "0.0", "20.0", "0.31"),
+    ("other", "tiles=8", "9.0", "1.0", "0.0", "1.0", "9.0"),
+    ("1b-ladder", "offload=optimizer update_in_backward=True", "0.40", "9.0", "13.8", "9.1", "0.38"),
+    ("1b-ladder", "tiles=8", "", "0.0", "0.0", "", ""),
+    ("1b-ladder", "checkpoint_every=1", "0.25", "21.0", "0.0", "20.5", "0.26"),
 ]
 
 
@@ -37,15 +37,15 @@ def test_newest_rows_of_the_ladder_that_ran(table: Path) -> None:
         ("optimizer on the host, update in backward", 9.0, 0.4),
     ]  # fmt: skip
     header, rows = lever_rows(table)
-    assert len(header) == 5
-    assert rows[1] == ("checkpoint every layer", "21.0 GiB", "–", "0.250 s", "1.25 ×")
+    assert len(header) == 6
+    assert rows[1] == ("checkpoint every layer", "21.0 GiB", "–", "0.250 s", "1.25 ×", "20.5 GiB, 0.260 s")
     assert named("tiles=8") == "tiles 8"
 
 
 def test_the_picture_is_drawn(table: Path, tmp_path: Path) -> None:
     draw_levers(table, tmp_path / "levers.svg")
     text = (tmp_path / "levers.svg").read_text(encoding="utf-8")
-    for words in ("checkpoint every layer", "host, pinned", "1.25 ×", "seconds a step"):
+    for words in ("checkpoint every layer", "host, pinned", "1.25 ×", "seconds a step", "predicted"):
         assert words in text
 
 

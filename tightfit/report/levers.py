@@ -1,12 +1,18 @@
-"""What each lever saves and costs: peak memory beside step time, from the ladder rows of benchmarks/levers.py."""
+"""What each lever saves and costs: peak memory beside step time, from the ladder rows of benchmarks/levers.py.
+
+Each row has what was predicted just before its step; the picture marks it on the bar.
+"""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tightfit.errors import UserError
 from tightfit.report.figure import panels, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LADDER = "1b-ladder"
 NONE = "no lever"
@@ -19,7 +25,7 @@ NAMES = {
     "offload=optimizer": "optimizer on the host",
     "offload=weights": "weights and optimizer on the host",
 }
-GPU, HOST, TIME = "#1f5fa8", "#a8c4e0", "#d1495b"
+GPU, HOST, TIME, SAID = "#1f5fa8", "#a8c4e0", "#d1495b", "#111111"
 
 
 class Rung(NamedTuple):
@@ -29,6 +35,8 @@ class Rung(NamedTuple):
     gpu_gib: float
     host_gib: float
     step_s: float
+    predicted_gib: float
+    predicted_s: float
 
 
 def rungs(path: Path, case: str = LADDER) -> list[Rung]:
@@ -46,9 +54,8 @@ def rungs(path: Path, case: str = LADDER) -> list[Rung]:
 
 
 def _rung(row: dict[str, str]) -> Rung:
-    return Rung(
-        named(row["levers"]), float(row["peak_allocated_gib"]), float(row["host_gib"]), float(row["step_s"])
-    )  # fmt: skip
+    columns = ("peak_allocated_gib", "host_gib", "step_s", "predicted_gib", "predicted_s")
+    return Rung(named(row["levers"]), *(float(row[column]) for column in columns))
 
 
 def named(levers: str) -> str:
@@ -59,34 +66,48 @@ def named(levers: str) -> str:
 def draw_levers(path: Path, out: Path, case: str = LADDER) -> None:
     """Two panels of bars: GPU and host memory, and time of a step against that without levers."""
     found = rungs(path, case)
-    plain_s = next((rung.step_s for rung in found if rung.name == NONE), found[0].step_s)
-    with panels(out, 1, 2, width=11, height=1.2 + 0.32 * len(found)) as (_, axes_grid):
+    places = range(len(found))
+    with panels(out, 1, 2, width=11, height=1.5 + 0.32 * len(found)) as (_, axes_grid):
         memory, time = axes_grid[0]
-        places = range(len(found))
-        memory.barh(places, [rung.gpu_gib for rung in found], color=GPU, label="GPU, peak allocated")
-        starts = [rung.gpu_gib for rung in found]
-        memory.barh(places, [rung.host_gib for rung in found], left=starts, color=HOST, label="host, pinned")
+        gpu = [rung.gpu_gib for rung in found]
+        memory.barh(places, gpu, color=GPU, label="GPU, peak allocated")
+        memory.barh(places, [rung.host_gib for rung in found], left=gpu, color=HOST, label="host, pinned")
+        _mark(memory, [rung.predicted_gib for rung in found])
         memory.set_yticks(list(places), [rung.name for rung in found])
         memory.set_xlabel("GiB")
-        memory.legend(frameon=False, loc="lower right")
-        time.barh(places, [rung.step_s for rung in found], color=TIME)
+        time.barh(places, [rung.step_s for rung in found], color=TIME, label="measured")
+        _mark(time, [rung.predicted_s for rung in found])
         for place, rung in zip(places, found, strict=True):
-            time.text(rung.step_s, place, f" {rung.step_s / plain_s:.2f} ×", va="center", fontsize=8)
+            right = max(rung.step_s, rung.predicted_s)
+            time.text(right, place, f"  {rung.step_s / _plain_s(found):.2f} ×", va="center", fontsize=8)
         time.set_yticks(list(places), [""] * len(found))
         time.set_xlabel("seconds a step")
+        time.margins(x=0.12)
         for axes in (memory, time):
             axes.invert_yaxis()
+            axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8)
             plain(axes)
+
+
+def _mark(axes: "Axes", values: list[float]) -> None:
+    """What was predicted, on each bar."""
+    places = range(len(values))
+    low, high = ([place + shift for place in places] for shift in (-0.4, 0.4))
+    axes.vlines(values, low, high, color=SAID, linewidth=1.6, label="predicted")
+
+
+def _plain_s(found: list[Rung]) -> float:
+    return next((rung.step_s for rung in found if rung.name == NONE), found[0].step_s)
 
 
 def lever_rows(path: Path, case: str = LADDER) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """The same as a table."""
     found = rungs(path, case)
-    plain_s = next((rung.step_s for rung in found if rung.name == NONE), found[0].step_s)
-    header = ("lever", "GPU", "host", "step", "against none")
+    header = ("lever", "GPU", "host", "step", "against none", "predicted")
     return header, [
         (rung.name, f"{rung.gpu_gib:.1f} GiB", f"{rung.host_gib:.1f} GiB" if rung.host_gib else "–",
-         f"{rung.step_s:.3f} s", f"{rung.step_s / plain_s:.2f} ×")
+         f"{rung.step_s:.3f} s", f"{rung.step_s / _plain_s(found):.2f} ×",
+         f"{rung.predicted_gib:.1f} GiB, {rung.predicted_s:.3f} s")
         for rung in found
     ]  # fmt: skip
 
