@@ -34,7 +34,7 @@ def slurm_script(plan: Plan, plan_file: str = "plan.json") -> str:
         "#SBATCH --exclusive",
         "#SBATCH --output=%x-%j.out",
         "set -euo pipefail",
-        'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',  # head would end the pipe early
         "export HEAD_NODE",
         f"srun {torchrun_line(plan, plan_file)}",
     ]
