@@ -15,7 +15,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers import state_link
-from tightfit.levers.offload import placements
+from tightfit.levers.offload import IN_FLIGHT_BYTES, placements
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.train.assembly import assemble
@@ -32,8 +32,9 @@ SETTINGS = Optimizer(lr=1e-2, clip_norm=0.5)
 
 @pytest.fixture(autouse=True)
 def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of the tiny model travel in several pieces, the last of them ragged."""
+    """Matrices of the tiny model travel in several pieces, the last of them ragged, and not all of them at once."""
     monkeypatch.setattr(state_link, "PIECE_ELEMENTS", 32 * 7)
+    monkeypatch.setattr(state_link, "IN_FLIGHT_BYTES", 8192)
 
 
 def assembled(precision: Any, spec: ModelSpec = TINY, **levers: Any) -> tuple[Decoder, MasterAdamW, LossScale]:
@@ -67,6 +68,32 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert own.keys() == other.keys()
         for name in own:
             assert torch.equal(own[name], other[name]), name
+
+
+@pytest.mark.parametrize("levers", [{}, {"update_in_backward": True, "offload_gradient_bytes": 2**30}])
+def test_what_is_put_off_goes_in_the_order_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, levers: dict[str, Any]
+) -> None:
+    """An untied head is needed last, and a layer's update is on its way no later than when the layer runs."""
+    model, optimizer, scale = assembled("fp32", offload="optimizer", **levers)
+    assert optimizer.offloading is not None
+    assert model.head.weight is not model.embed.weight
+    link, names = optimizer.offloading.link, {id(home): name for name, home in optimizer.offloading.homes.items()}
+    sent: list[str] = []
+    send = link._send
+    monkeypatch.setattr(link, "_send", lambda update: (sent.append(names[id(update.home)]), send(update)))
+    train_step(model, optimizer, [ragged_batch(3, seed=1)], CPU, 1e-2, scale)
+    waiting = [names[id(update.home)] for update in link.put_off]
+    order = ["embed", *(f"layers.{index}" for index in range(len(model.layers))), "head"]
+    places = [next(place for place, start in enumerate(order) if name.startswith(start + ".")) for name in waiting]
+    assert places == sorted(places)
+    assert set(sent) & set(waiting) == set()
+    assert [name for name in waiting if name.startswith("layers.")]
+    done_before = len(sent)
+    model(torch.zeros(1, 4, dtype=torch.long))
+    assert sent[done_before:] == waiting
+    assert not link.put_off
+    assert not link.in_flight
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "weights"])
@@ -155,7 +182,7 @@ def test_who_stays_and_who_is_late() -> None:
     }  # fmt: skip
     levers = Levers(
         offload="weights", checkpoint_every=1, update_in_backward=True,
-        offload_gradient_bytes=state_link.IN_FLIGHT_BYTES + 2 * 64 * 32 * 4,
+        offload_gradient_bytes=IN_FLIGHT_BYTES + 2 * 64 * 32 * 4,
     )  # fmt: skip
     found = placements(named, levers, state_bytes)
     assert [name for name, place in found.items() if place.late] == [

@@ -53,3 +53,8 @@ def current_waits_for(mark: Mark) -> None:
     """What the current stream is given next begins after `mark`."""
     if mark is not None:
         torch.cuda.current_stream().wait_event(mark)
+
+
+def current_mark(device: torch.device) -> Mark:
+    """The point that the current stream has been given work up to."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

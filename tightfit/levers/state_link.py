@@ -10,10 +10,13 @@ update float32 states itself: host_update.py.) Copies in, updates and copies out
 
 Nobody waits on the host. The step's own stream waits for an update where the weight is used next, in the forward pass
 that follows, or earlier where too many bytes of gradients would wait for the link.
-Gradients of the last layers come first and their weights are needed last, so some of these (`late_bytes`) are put off
-until backward is over: then the link works through the next forward pass as well.
+Gradients of the last layers come first and their weights are needed last, so some of these (`late`) are put off until
+backward is over: then the link works through the next forward pass as well. Without updates inside backward all are.
+What is put off goes in the order of the forward pass, a little ahead of it: sending a model's pieces all at once takes
+the host longer than a layer takes the GPU, which would have nothing to do meanwhile.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tightfit.levers.host_update import HostUpdates, HostWork
-from tightfit.levers.side_stream import Mark, SideStream, current_waits_for
+from tightfit.levers.side_stream import Mark, SideStream, current_mark, current_waits_for
 from tightfit.memory.host import claimed
 
 PIECE_ELEMENTS = 4 * 2**20
@@ -31,7 +34,7 @@ PIECE_ELEMENTS = 4 * 2**20
 SLOTS = 6
 ALIGNMENT = 256
 IN_FLIGHT_BYTES = 512 * 2**20
-"""Gradients that may wait for the link before the step does."""
+"""Gradients that may wait for the link before the step does; of what was put off, as much is sent ahead of need."""
 
 UpdatePiece = Callable[[dict[str, Tensor], slice], None]
 """Updates some rows of a matrix, with those of its host tensors that are on the GPU now, by kind."""
@@ -46,6 +49,8 @@ class Home:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     weight_away: bool = False
     """Nothing of the weight stays on the GPU."""
+    place: int = 0
+    """When the forward pass needs it, against others."""
     updates: int = 0
     """That have been sent."""
     updated: Mark = None
@@ -77,6 +82,8 @@ class Update:
     reads: tuple[Tensor, ...] = ()
     on_host: HostWork | None = None
     """The same for a host that updates; None where it cannot."""
+    ready: Mark = None
+    """When the gradient is there, and the weight has been used for the last time before."""
     returned: Future[Mark] | None = None
     """What the host has made of it."""
 
@@ -109,7 +116,8 @@ class StateLink:
         self.in_flight_bytes = 0
         self.limited = False
         """Gradients come one by one and may be freed; otherwise all are there when the first update is sent."""
-        self.late: list[Update] = []
+        self.put_off: list[Update] = []
+        """In the order of the forward pass."""
         self.host: HostUpdates | None = None
         """Updates what it can instead of the GPU."""
 
@@ -124,24 +132,31 @@ class StateLink:
             self.slots.append(_Slot(claimed(memory, "workspace", "states on their way")))
 
     def submit(self, update: Update, *, late: bool = False) -> None:
-        """Send it on its way, or keep a late one until `send_late`."""
-        if late:
-            self.late.append(update)
+        """Send it on its way, or put it off until `go_on`."""
+        update.ready = current_mark(self.device)
+        if late or (not self.limited and self.host is None):
+            insort(self.put_off, update, key=lambda each: each.home.place)
             return
         self._send(update)
         while self.limited and self.in_flight_bytes > IN_FLIGHT_BYTES and len(self.in_flight) > 1:
             self._wait_for(self.in_flight[0])
 
-    def send_late(self) -> None:
-        """Backward is over: what was put off follows, the weights that are needed first before the others."""
-        for update in reversed(self.late):
-            self._send(update)
-        self.late.clear()
+    def go_on(self) -> None:
+        """Backward is over: what was put off follows, as much as may be on its way."""
+        while self.put_off and self.in_flight_bytes < IN_FLIGHT_BYTES:
+            self._send(self.put_off.pop(0))
+
+    def hurry(self, home: Home) -> None:
+        """Its update sets out now if it was put off, after those that are needed before."""
+        while any(each.home is home for each in self.put_off):
+            self._send(self.put_off.pop(0))
 
     def settle(self, home: Home) -> None:
         """The current stream goes on when the weight of `home` is up to date."""
+        self.hurry(home)
         for update in [each for each in self.in_flight if each.home is home]:
             self._wait_for(update)
+        self.go_on()
 
     def wait_for_host(self, home: Home) -> None:
         """Until the host has updated what it updates itself of `home`; the current stream need not wait."""
@@ -151,6 +166,8 @@ class StateLink:
 
     def synchronize(self) -> None:
         """Wait, on the host, until the states are all back."""
+        while self.put_off:
+            self._send(self.put_off.pop(0))
         while self.in_flight:
             self._wait_for(self.in_flight[0])
         if self.device.type == "cuda":
@@ -173,7 +190,7 @@ class StateLink:
             self._send_pieces(update)
 
     def _send_pieces(self, update: Update) -> None:
-        self.updates.wait_for_current()  # for the gradient and for the last use of the weight
+        self.updates.wait_for(update.ready)
         home = update.home
         self.inbound.wait_for(home.settled)
         for begin in range(0, home.rows, home.rows_per_piece):

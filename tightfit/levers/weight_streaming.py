@@ -83,6 +83,8 @@ class WeightStream:
 
     def _bring(self, index: int) -> None:
         """Load a layer unless it is there, as it is now on the host, once its slot is not used any more."""
+        for each in self.streamed[index]:
+            self.link.hurry(each.home)
         slot, updates = self.slots[index % SLOTS], tuple(each.home.updates for each in self.streamed[index])
         if (slot.layer, slot.updates) == (index, updates):
             return

@@ -72,11 +72,18 @@ class Offloading:
             self.link.host = HostUpdates(self.device, largest, self.dtype)
         if any(home.weight_away for home in self.homes.values()):
             self._stream_weights(model, dict(named))
-        outside = [home for name, home in self.homes.items() if not name.startswith(LAYERS)]
-        model.register_forward_pre_hook(partial(_settle, self.link, outside))
-        for index, layer in enumerate(model.layers):
-            inside = [home for name, home in self.homes.items() if name.startswith(f"{LAYERS}{index}.")]
-            layer.register_forward_pre_hook(partial(_settle, self.link, inside))
+        layers = [(layer, (f"{LAYERS}{index}.",)) for index, layer in enumerate(model.layers)]
+        ends = (model, ("embed.", "positions.")), (model.norm, ("head.",))  # the loss, too, comes after the last norm
+        modules: list[tuple[nn.Module, tuple[str, ...]]] = [ends[0], *layers, ends[1]]
+        for place, (module, prefixes) in enumerate(modules):
+            self._watch(module, prefixes, place)
+
+    def _watch(self, module: nn.Module, prefixes: tuple[str, ...], place: int) -> None:
+        """Before `module` runs, the current stream waits for the updates of weights so named."""
+        homes = [home for name, home in self.homes.items() if name.startswith(prefixes)]
+        for home in homes:
+            home.place = place
+        module.register_forward_pre_hook(partial(_settle, self.link, homes))
 
     def synchronize(self) -> None:
         """The host has all states as they are after the last step."""

@@ -102,7 +102,7 @@ class MasterAdamW:
 
     def _updates_in_backward(self) -> BackwardUpdate:
         updates: list[tuple[Tensor, Apply]] = [(b.parameters[0], partial(self._update, b)) for b in self.buckets]
-        late = [] if self.offloading is None else [self.offloading.link.send_late]
+        late = [] if self.offloading is None else [self.offloading.link.go_on]
         return BackwardUpdate(updates, self.settings.clip_norm, late)
 
     def _bucket(
@@ -171,6 +171,8 @@ class MasterAdamW:
         """Update with gradients multiplied by `gradient_factor` (clipping and unscaling), then drop them."""
         for bucket in self.buckets:
             self._update(bucket, lr, gradient_factor)
+        if self.offloading is not None:
+            self.offloading.link.go_on()
 
     def _update(self, bucket: Bucket, lr: float, factor: Tensor | None) -> None:
         widened = self.widens and bucket.updater.wants_own_dtype
