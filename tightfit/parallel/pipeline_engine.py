@@ -56,6 +56,8 @@ class LeanStage(PipelineStage):
         made = (torch.empty((), device="meta"),) if piece.is_last else carried
         super().__init__(stage, piece.index, piece.stages, device, input_args=given, output_args=made, group=group)
         self.carried = carried
+        self.owners: dict[int, list[Any]] = {}
+        """By micro-batch whose backward for weights is still to come, what keeps its graph."""
         self.on_phase: Callable[[Phase], None] = lambda phase: None
         self.record: list[Slot] | None = None
         """Filled while there is one."""
@@ -97,6 +99,9 @@ class LeanStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self.on_phase("backward")
+        if not (full_backward or self.is_first):
+            made = (loss,) if self.is_last else self.fwd_cache[bwd_chunk_id][0]
+            self.owners[bwd_chunk_id] = [_owner(tensor) for tensor in made if tensor is not None]
         with self._timed("backward" if full_backward else "input", bwd_chunk_id):
             super().backward_one_chunk(
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
@@ -109,6 +114,7 @@ class LeanStage(PipelineStage):
         self.on_phase("backward")
         with self._timed("weights", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self.owners.pop(bwd_chunk_id, None)
 
     @contextmanager
     def _timed(self, work: Work, batch: int) -> Iterator[None]:
@@ -124,6 +130,13 @@ class LeanStage(PipelineStage):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _owner(tensor: Tensor) -> Any:
+    """A node that keeps all nodes behind `tensor`: those of functions written in Python are not kept by themselves, and
+    torch 2.11 lets go of what keeps them between backward for inputs and backward for weights."""
+    with torch.enable_grad():
+        return tensor.view_as(tensor).grad_fn
 
 
 def _for_all(infos: Infos, micro_batches: int) -> None:
