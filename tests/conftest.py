@@ -4,8 +4,12 @@ Programs that tests start inherit the one thread: on tiny shapes a second one on
 
 Without a GPU, Triton's kernels run in its interpreter. That is settled when a kernel's module is first imported, which
 tests of any folder may do: so it is said here.
+
+What is imported when tests begin stays for good: the garbage collector, which otherwise walks over all of it (torch,
+transformers) whenever somebody asks it to collect, is told so.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,6 +23,17 @@ import torch
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Else extensions complain of what is left when Python ends."""
+    gc.unfreeze()
+
 
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog",

@@ -16,8 +16,8 @@ from tightfit.cli.main import app, main
 @pytest.fixture(autouse=True)
 def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's times tell nothing; only that there are some."""
-    monkeypatch.setattr(kernels, "ROUNDS", 3)
-    monkeypatch.setattr(kernels, "FEWEST_ROUNDS", 3)
+    monkeypatch.setattr(kernels, "ROUNDS", 2)
+    monkeypatch.setattr(kernels, "FEWEST_ROUNDS", 2)
 
 
 def test_every_operation_runs_and_agrees_with_eager() -> None:

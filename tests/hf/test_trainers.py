@@ -4,15 +4,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
 
 from tests.hf.models import VOCABULARY, gradients, make_batch, make_model, make_twins
 from tightfit.hf import accelerate, undo
@@ -22,6 +19,13 @@ COMMON: dict[str, Any] = {
     "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "logging_steps": 1, "report_to": [],
     "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
 }  # fmt: skip
+
+
+def dataset(rows: list[dict[str, Any]]) -> Any:
+    """Imported here, as PEFT and TRL are below, because it takes seconds, of the worker that runs this alone."""
+    import datasets
+
+    return datasets.Dataset.from_list(rows)
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -36,7 +40,7 @@ def test_trainer(tmp_path: Path) -> None:
         options = TrainingArguments(
             str(tmp_path / name), gradient_accumulation_steps=2, gradient_checkpointing=True, **COMMON
         )
-        trainer = Trainer(model, options, train_dataset=datasets.Dataset.from_list(ROWS))
+        trainer = Trainer(model, options, train_dataset=dataset(ROWS))
         made[name] = losses(trainer)
     assert len(made["ours"]) == 3
     np.testing.assert_allclose(made["ours"], made["plain"], rtol=1e-4)
@@ -50,7 +54,7 @@ def test_trainer_evaluation_and_metrics(tmp_path: Path) -> None:
         model.lm_head.register_forward_hook(lambda module, args, out, heads=heads: heads.append(out.ndim))
         for metrics in (None, lambda pair: {"accuracy": float((pair.predictions.argmax(-1) == pair.label_ids).mean())}):
             trainer = Trainer(
-                model, TrainingArguments(str(tmp_path), **COMMON), eval_dataset=datasets.Dataset.from_list(ROWS),
+                model, TrainingArguments(str(tmp_path), **COMMON), eval_dataset=dataset(ROWS),
                 compute_metrics=metrics,
             )  # fmt: skip
             seen[name] = {k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_accuracy")}
@@ -82,8 +86,10 @@ def test_adapters(targets: list[str], wrapped_first: bool) -> None:
     assert torch.equal(wrapped[1](**batch).logits, wrapped[0](**batch).logits)
 
 
-def with_adapters(model: PreTrainedModel, **options: Any) -> peft.PeftModel:
+def with_adapters(model: PreTrainedModel, **options: Any) -> Any:
     """Adapters that do something: the B of LoRA starts at zero otherwise."""
+    import peft
+
     torch.manual_seed(7)
     return peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **options))
 
@@ -100,6 +106,8 @@ def test_a_head_saved_whole_beside_adapters() -> None:
 
 
 def test_sft_trainer(tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
     made = {}
     for name, model in zip(("plain", "ours"), make_twins("qwen3"), strict=True):
         options = SFTConfig(
@@ -110,7 +118,7 @@ def test_sft_trainer(tmp_path: Path) -> None:
             gradient_checkpointing=False,
             **COMMON,
         )
-        texts = datasets.Dataset.from_list([{"text": f"w{i} w{i + 1} w{2 * i} w7 w8"} for i in range(12)])
+        texts = dataset([{"text": f"w{i} w{i + 1} w{2 * i} w7 w8"} for i in range(12)])
         made[name] = losses(SFTTrainer(model, options, train_dataset=texts, processing_class=words()))
     assert len(made["ours"]) == 3
     np.testing.assert_allclose(made["ours"], made["plain"], rtol=1e-4)

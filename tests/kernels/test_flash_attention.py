@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 SHAPES: dict[str, dict[str, int]] = {
     "square": {"queries": 53, "keys": 53},
-    "grouped": {"queries": 37, "keys": 37, "heads": 4, "kv_heads": 2, "batch": 2},
+    "grouped": {"queries": 19, "keys": 19, "heads": 4, "kv_heads": 2, "batch": 2},
     "head-of-20": {"queries": 33, "keys": 33, "dim": 20},
     "few-of-many": {"queries": 21, "keys": 60},
     "one-of-many": {"queries": 1, "keys": 33},

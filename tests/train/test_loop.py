@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -42,6 +43,21 @@ def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Make:
         return tiny_job(tmp_path / name, corpus, token_cache, **changes)
 
     return made
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Path:
+    """Of two steps, made once; tests get copies."""
+    job = tiny_job(tmp_path_factory.mktemp("a") / "run", corpus, token_cache, steps=2)
+    run_job(job, quiet=True)
+    return job.output
+
+
+@pytest.fixture
+def two_steps(a_run: Path, make: Make) -> Path:
+    """The checkpoint of a copy, which stands where `make()` would run."""
+    shutil.copytree(a_run, make().output)
+    return make().output / "checkpoints" / "step-00000002"
 
 
 def test_training_learns_and_leaves_a_whole_run(make: Make) -> None:
@@ -89,10 +105,8 @@ def test_three_and_two_steps_equal_five(make: Make, precision: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "levers"),
     [
-        ("fp32", {"optimizer_states": "8bit"}),
         ("fp16", {"optimizer_states": "8bit"}),
         ("fp32", {"optimizer_states": "factored"}),
-        ("bf16", {"optimizer_states": "bf16"}),
         ("pure-bf16", {"optimizer_states": "fp32", "rounding": "stochastic"}),
         ("fp32", {"update_in_backward": True, "optimizer_states": "bf16"}),
     ],
@@ -108,10 +122,12 @@ def test_every_format_of_states_is_resumed_to_the_same_bytes(make: Make, precisi
 
 
 def test_resume_in_the_middle_of_later_epochs(make: Make) -> None:
-    whole, parts = make("whole", steps=None, epochs=2.3), make("parts", steps=None, epochs=2.3)
+    large = {"steps": None, "epochs": 2.3, "global_batch": 16, "layout": {"micro_batch": 16}}
+    whole, parts = (make(name, **SMALL | large) for name in ("whole", "parts"))
     straight = run_job(whole, quiet=True)
     for stop in (straight.steps // 3, straight.steps // 2, straight.steps):
         last = run_job(parts, resume=True, stop_after=stop, quiet=True)
+    assert straight.steps > 12
     assert checkpoint_files(straight.checkpoint) == checkpoint_files(last.checkpoint)
 
 
@@ -119,14 +135,14 @@ def test_fine_tuning_learns_the_answers_and_only_them(make: Make, tmp_path: Path
     rows = [{"instruction": f"say {word}", "output": f"{word} it is"} for word in ("red", "green", "blue", "black") * 6]
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": [str(chats)], "held_out": 0.1, "sequence_length": 128, "cache": str(token_cache)}
-    job = make(objective="sft", data=data, steps=100, global_batch=2, optimizer={"lr": 3e-3})
+    data = {"train": [str(chats)], "held_out": 0.1, "sequence_length": 64, "cache": str(token_cache)}
+    job = make(objective="sft", data=data, steps=60, global_batch=2, optimizer={"lr": 5e-3})
     result = run_job(job, quiet=True)
     assert result.start is not None
     assert result.end is not None
     assert result.end.loss < 0.3 < result.start.loss
     counted = [row["tokens"] for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row]
-    assert all(0 < tokens < 4 * 128 / 2 for tokens in counted)
+    assert all(0 < tokens < 2 * 64 for tokens in counted)
     loaded = load_model(str(job.output))
     answer = "".join(continue_text(loaded, "say green", Sampling(temperature=0, max_tokens=12), chat=True)[0])
     assert answer == "green it is"
@@ -236,13 +252,14 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("change", "word"), CONTRADICTIONS, ids=[word for _, word in CONTRADICTIONS])
-def test_a_resume_that_contradicts_its_checkpoint_is_refused(make: Make, change: dict[str, Any], word: str) -> None:
-    saved = run_job(make(steps=2), quiet=True)
-    before = checkpoint_files(saved.checkpoint)
+def test_a_resume_that_contradicts_its_checkpoint_is_refused(
+    make: Make, two_steps: Path, change: dict[str, Any], word: str
+) -> None:
+    before = checkpoint_files(two_steps)
     with pytest.raises(UserError, match=word) as caught:
         run_job(make(**{"steps": 4, **change}), resume=True, quiet=True)
     assert "step-00000002" in str(caught.value)
-    assert checkpoint_files(saved.checkpoint) == before
+    assert checkpoint_files(two_steps) == before
 
 
 def test_changed_data_is_refused_on_resume(make: Make, tmp_path: Path, token_cache: Path) -> None:
@@ -312,9 +329,8 @@ def test_an_output_that_cannot_be_written(make: Make, tmp_path: Path) -> None:
         ("tokenizer.json", "truncate"),
     ],
 )
-def test_damaged_checkpoints_get_a_sentence(make: Make, name: str, damage: str) -> None:
-    job = make(steps=2)
-    path = run_job(job, quiet=True).checkpoint / name
+def test_damaged_checkpoints_get_a_sentence(make: Make, two_steps: Path, name: str, damage: str) -> None:
+    path = two_steps / name
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2] if damage == "truncate" else os.urandom(64) + content[64:])
     with pytest.raises(UserError) as caught:

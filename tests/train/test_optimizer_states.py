@@ -194,19 +194,18 @@ def test_loss_scaling_cancels_and_overflow_leaves_states_alone(form: str) -> Non
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_saved_states_go_on_to_the_same_bits(form: str, rounding: str) -> None:
-    """Five steps, or three and two with everything carried over by name."""
+    """Three steps, or two and one with everything carried over by name."""
     levers = {"optimizer_states": form, "rounding": rounding}
     model, optimizer = assembled("pure-bf16", **levers)
-    for step in range(5):
-        if step == 3:
+    for step in range(3):
+        if step == 2:
             weights = {n: t.clone() for n, t in model.state_dict().items()}
             saved = {n: t.clone() for n, t in optimizer.state().items()}
-        train_step(model, optimizer, [ragged_batch(4, seed=step)], CPU, 1e-2, LossScale())
+        train_step(model, optimizer, [ragged_batch(2, 8, seed=step)], CPU, 1e-2, LossScale())
     other, resumed = assembled("pure-bf16", **levers)
     other.load_state_dict(weights)
     resumed.load_state(saved, "a file")
-    for step in (3, 4):
-        train_step(other, resumed, [ragged_batch(4, seed=step)], CPU, 1e-2, LossScale())
+    train_step(other, resumed, [ragged_batch(2, 8, seed=2)], CPU, 1e-2, LossScale())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(t, resumed.state()[n]) for n, t in optimizer.state().items())
 

@@ -102,7 +102,8 @@ def _measure_case(case: Case, where: Where, limits: Limits, peers: Sequence[str]
             yield bench.without(name, "needs a GPU")
             continue
         yield bench.measure(name, case.peers[name])
-        gc.collect()
+        if where.device.type == "cuda":
+            gc.collect()
 
 
 class _Bench:

@@ -1,10 +1,10 @@
 """Conversations: every published shape becomes the same messages, and rows that teach nothing are refused."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -56,6 +56,7 @@ def test_parquet_rows_are_recognised_one_by_one(tmp_path: Path) -> None:
 
 
 def test_saved_datasets_hold_chats_too(tmp_path: Path) -> None:
+    datasets = importlib.import_module("datasets")  # seconds, of the worker that runs this alone
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"messages": [HELLO], "id": [1]}).save_to_disk(tmp_path / "saved")
     assert [chat.messages for chat in read_chats(find_sources([str(tmp_path / "saved")], rows_only=True))] == [HELLO]

@@ -1,9 +1,9 @@
 """Rows from JSON Lines, Parquet and saved datasets: what comes out, and every way they can be wrong."""
 
+import importlib
 import sys
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -89,6 +89,7 @@ def test_parquet_with_invalid_utf8_is_refused(tmp_path: Path) -> None:
 
 
 def test_saved_datasets_use_their_train_split(tmp_path: Path) -> None:
+    datasets = importlib.import_module("datasets")  # seconds, of the worker that runs this alone
     datasets.disable_progress_bars()
     one = datasets.Dataset.from_dict({"text": ["a", "b"], "turns": [[{"role": "u"}], []], "other": [1, 2]})
     two = datasets.Dataset.from_dict({"text": ["c"]})

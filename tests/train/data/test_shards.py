@@ -2,16 +2,18 @@
 
 import fcntl
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.distributed.group import PRELOADED
+from tests.train.jobs import tokenize_slowly
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
 from tightfit.train.data import shards, texts
@@ -164,32 +166,17 @@ def test_errors_leave_nothing_behind(data: Path, tokenizer: Tokenizer) -> None:
     assert [path.name for path in home.iterdir()] == ["lock"]
 
 
-SLOW_PROGRAM = """
-import sys, time
-from pathlib import Path
-from tightfit.models.tokenizer import Tokenizer, load_tokenizer
-from tightfit.train.data import shards
-
-class Slow(Tokenizer):
-    seconds = 0.0
-
-    def encode_many(self, texts):
-        time.sleep(self.seconds)
-        self.seconds = float(sys.argv[3])  # the first text goes through at once
-        return super().encode_many(texts)
-
-shards.BATCH_PIECES = 1
-data = Path(sys.argv[1])
-slow = Slow(load_tokenizer(sys.argv[2])._wrapped)
-store = shards.prepare_text([str(data)], slow, cache_dir=data.parent / "cache", vocab_size=280)
-print(store.fingerprint)
-"""
-
-
-def start(data: Path, tokenizer: Tokenizer, seconds_per_text: float) -> "subprocess.Popen[str]":
+def start(data: Path, tokenizer: Tokenizer, seconds_per_text: float) -> tuple[BaseProcess, Connection]:
+    """A process that tokenizes, and the end of a pipe to receive its fingerprint from."""
     tokenizer.save(data.parent / "tokenizer")
-    command = [sys.executable, "-c", SLOW_PROGRAM, str(data), str(data.parent / "tokenizer"), str(seconds_per_text)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    given = (data, data.parent / "tokenizer", seconds_per_text, theirs)
+    process = context.Process(target=tokenize_slowly, args=given)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def wait_for(pattern: str, directory: Path) -> None:
@@ -200,10 +187,10 @@ def wait_for(pattern: str, directory: Path) -> None:
 
 
 def test_a_kill_leaves_no_half_written_store(data: Path, tokenizer: Tokenizer) -> None:
-    process = start(data, tokenizer, 60.0)
+    process, _ = start(data, tokenizer, 60.0)
     wait_for("cache/*/.partial-*/tokens-00000.bin", data.parent)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     assert not list((data.parent / "cache").glob("*/store"))
     assert list((data.parent / "cache").glob("*/.partial-*"))
     assert contents(prepared(data, tokenizer)) == [
@@ -214,9 +201,11 @@ def test_a_kill_leaves_no_half_written_store(data: Path, tokenizer: Tokenizer) -
 
 def test_two_processes_at_once_both_get_the_store(data: Path, tokenizer: Tokenizer) -> None:
     both = [start(data, tokenizer, 0.3) for _ in range(2)]
-    printed = [process.communicate()[0].strip() for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert printed == [prepared(data, tokenizer).fingerprint] * 2
+    sent = [found.recv() for _, found in both]
+    for process, _ in both:
+        process.join()
+    assert [process.exitcode for process, _ in both] == [0, 0]
+    assert sent == [prepared(data, tokenizer).fingerprint] * 2
     assert sorted(path.name for path in store_directory(data).parent.iterdir()) == ["lock", "store"]
 
 
