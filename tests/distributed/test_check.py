@@ -18,6 +18,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.distributed.group import Group
+from tests.distributed.training import mesh_of
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.cli.main import app
 from tightfit.errors import UserError
@@ -25,7 +26,6 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.presets import preset
 from tightfit.parallel import conjugate, data, pipeline, tensor
-from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 from tightfit.parallel.shards import local
 from tightfit.train import gate, optimizer, step
@@ -44,7 +44,7 @@ HYBRID = Layout(data=4, zero=2, shard_inside=2, micro_batch=2)
 def judge(subject: Subject, fault: str | None = None) -> Verdict:
     """The verdict of all ranks, with a fault in the splitting where one is asked for."""
     with FAULTS[fault]() if fault else patch.object(sys, "argv", sys.argv):
-        return compare(subject, make_mesh(subject.layout, "cpu"), torch.device("cpu"))
+        return compare(subject, mesh_of(subject.layout), torch.device("cpu"))
 
 
 def subject(layout: Layout, **changes: Any) -> Subject:

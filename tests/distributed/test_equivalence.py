@@ -15,16 +15,19 @@ from tests.distributed.training import (
     TIED,
     UNEVEN,
     Case,
+    Share,
     Trace,
     build,
+    mesh_of,
     micro_batches,
-    run,
+    run_rank,
+    together,
     train,
+    truth,
 )
 from tests.train.models import TINY_ROUTED
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
-from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.parallel.shards import is_shard
 from tightfit.train.precision import LossScale
@@ -91,51 +94,52 @@ def assert_same(found: Trace, truth: Trace, near: float = NEAR) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
-    found = group(case.data).run(run, case)
-    assert all(trace.results == found[0].results for trace in found)
-    assert_same(found[0], run(case.alone()))
+    found = group(case.data).run(run_rank, case)
+    assert all(share.results == found[0].results for share in found)
+    assert_same(together(found), truth(case.alone()))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_routed_layers_count_their_balance_by_tokens(group: Make, zero: int) -> None:
     """Balance is not linear in rows, so the truth here takes the same micro-batches one after another."""
     case = Case(spec=TINY_ROUTED, data=2, zero=zero, micro_batch=2)
-    assert_same(group(2).run(run, case)[0], run(replace(case, data=1, zero=0)))
+    assert_same(together(group(2).run(run_rank, case)), truth(replace(case, data=1, zero=0)))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
 def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, zero: int, precision: str) -> None:
     case = Case(data=2, zero=zero, micro_batch=2, steps=2, precision=precision, states=True)  # type: ignore[arg-type]
-    truth, alone = run(case.alone_in("fp32")), run(replace(case, data=1, zero=0))
-    found = group(2).run(run, case)[0]
+    exact, alone = truth(case.alone_in("fp32")), truth(replace(case, data=1, zero=0))
+    found = together(group(2).run(run_rank, case))
     assert {name: t.dtype for name, t in found.states.items()} == {name: t.dtype for name, t in alone.states.items()}
     assert alone.states
     scale = LossScale.for_precision(case.precision).value
-    for name, gradient in truth.gradients[0].items():
+    for name, gradient in exact.gradients[0].items():
         ours, theirs = (distance(trace.gradients[0][name].float() / scale, gradient) for trace in (found, alone))
         assert 0 < ours < 1.2 * theirs + 1e-3, name
-    assert [r.loss for r in found.results] == pytest.approx([r.loss for r in truth.results], rel=2e-2)
+    assert [r.loss for r in found.results] == pytest.approx([r.loss for r in exact.results], rel=2e-2)
 
 
 def test_a_comparison_finds_a_wrong_scale(group: Make) -> None:
     """The same steps with every rank dividing by its own tokens only."""
     case = Case(data=2, micro_batch=4)
     with pytest.raises(AssertionError):
-        assert_same(group(2).run(run_without_agreeing, case)[0], run(case.alone()))
+        assert_same(together(group(2).run(run_without_agreeing, case)), truth(case.alone()))
 
 
-def run_without_agreeing(case: Case) -> Trace:
-    mesh = make_mesh(case.layout, "cpu")
+def run_without_agreeing(case: Case) -> Share:
+    mesh = mesh_of(case.layout)
     return train(case, mesh, replace(ALONE, rank=Ranks.of(mesh).rank))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_fp16_overflow_is_skipped_by_all_ranks_together(group: Make, zero: int) -> None:
     case = Case(data=2, zero=zero, micro_batch=2, steps=1, precision="fp16", scale=2.0**30)
-    found = group(2).run(run, case)
-    assert [trace.results[0].skipped for trace in found] == [True, True]
-    assert all(torch.equal(found[0].last[name], weight) for name, weight in found[0].first.items())
+    found = group(2).run(run_rank, case)
+    assert [share.results[0].skipped for share in found] == [True, True]
+    both = together(found)
+    assert all(torch.equal(both.last[name], weight) for name, weight in both.first.items())
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
@@ -145,7 +149,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all(group: Make, zero: int)
 
 
 def step_with_one_bad_rank(case: Case) -> str:
-    mesh = make_mesh(case.layout, "cpu")
+    mesh = mesh_of(case.layout)
     ranks = Ranks.of(mesh)
     decoder, module, optimizer = build(case, mesh)
     if ranks.rank == 2:
@@ -167,7 +171,7 @@ def test_shards_are_shares(group: Make) -> None:
 
 
 def held_elements(case: Case) -> dict[str, tuple[int, int, int]]:
-    mesh = make_mesh(case.layout, "cpu")
+    mesh = mesh_of(case.layout)
     ranks = Ranks.of(mesh)
     decoder, module, optimizer = build(case, mesh)
     batches, found = micro_batches(case, 0, ranks.rank), {}
@@ -196,7 +200,7 @@ def test_ddp_gradients_lie_in_its_buckets_from_step_to_step(group: Make) -> None
 
 
 def gradient_addresses(case: Case) -> tuple[list[int], list[int]]:
-    mesh = make_mesh(case.layout, "cpu")
+    mesh = mesh_of(case.layout)
     ranks = Ranks.of(mesh)
     _, module, optimizer = build(case, mesh)
     seen = []

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed.group import Group
-from tests.distributed.training import UNEVEN, Case, build, run
+from tests.distributed.parts import Parts, held, united
+from tests.distributed.training import UNEVEN, Case, build, mesh_of, run_rank, together, truth
 from tightfit.jobs.levers import Levers
-from tightfit.parallel.mesh import make_mesh
-from tightfit.parallel.shards import is_shard, like_shard, local, whole
+from tightfit.parallel.shards import is_shard, like_shard, local
 
 Make = Callable[[int], Group]
 EIGHT = Levers(optimizer_states="8bit")
@@ -25,10 +25,9 @@ CASES = {
 }
 
 
-def steps(case: Case, saved: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Weights and states, whole, after two updates (after `saved`) with gradients that all know."""
-    mesh = make_mesh(case.layout, "cpu") if case.data > 1 else None
-    decoder, _, optimizer = build(case, mesh)
+def steps(case: Case, saved: dict[str, Tensor] | None = None) -> Parts:
+    """What is here of weights and states after two updates (after `saved`) with gradients that all know."""
+    decoder, _, optimizer = build(case, mesh_of(case.layout) if case.data > 1 else None)
     if saved is not None:
         optimizer.load_state(saved, "a file")
     for step in range(2):
@@ -37,8 +36,8 @@ def steps(case: Case, saved: dict[str, Tensor] | None = None) -> dict[str, Tenso
             give(p, torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype))
         optimizer.step(1e-2)
     narrow = case.precision != "fp32"  # shards of a run in bf16 are float32: the model computes with them narrowed
-    weights = {n: whole(p).detach().to(torch.bfloat16 if narrow else p.dtype) for n, p in decoder.named_parameters()}
-    return weights | {name: whole(tensor).clone() for name, tensor in optimizer.state().items()}
+    weights = {n: p.detach().to(torch.bfloat16 if narrow else p.dtype) for n, p in decoder.named_parameters()}
+    return held(weights | optimizer.state())
 
 
 def give(p: torch.nn.Parameter, gradient: Tensor) -> None:
@@ -55,19 +54,19 @@ def give(p: torch.nn.Parameter, gradient: Tensor) -> None:
 def test_shards_are_updated_to_the_bits_of_one_process(group: Make, name: str) -> None:
     case = CASES[name]
     alone = replace(case, data=1, zero=0)
-    found, truth = group(4).run(steps, case)[0], steps(alone)
-    assert found.keys() == truth.keys()
-    assert [n for n, t in truth.items() if not torch.equal(found[n], t)] == []
-    states = {n: t for n, t in truth.items() if "/" in n}
-    again, expected = group(4).run(steps, case, states)[0], steps(alone, states)
+    found, expected = united(group(4).run(steps, case)), united([steps(alone)])
+    assert found.keys() == expected.keys()
+    assert [n for n, t in expected.items() if not torch.equal(found[n], t)] == []
+    states = {n: t for n, t in expected.items() if "/" in n}
+    again, expected = united(group(4).run(steps, case, states)), united([steps(alone, states)])
     assert [n for n, t in expected.items() if not torch.equal(again[n], t)] == []
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_train_in_eight_bits_as_one_process_does(group: Make, zero: int) -> None:
     case = Case(data=2, zero=zero, micro_batch=2, levers=EIGHT)
-    found, truth = group(2).run(run, case)[0], run(replace(case, data=1, zero=0))
-    assert [r.loss for r in found.results] == pytest.approx([r.loss for r in truth.results], rel=1e-4)
-    for name, weight in truth.last.items():
-        moved = (weight - truth.first[name]).norm()
+    found, exact = together(group(2).run(run_rank, case)), truth(replace(case, data=1, zero=0))
+    assert [r.loss for r in found.results] == pytest.approx([r.loss for r in exact.results], rel=1e-4)
+    for name, weight in exact.last.items():
+        moved = (weight - exact.first[name]).norm()
         assert (found.last[name] - weight).norm() <= 0.01 * moved, name

@@ -7,16 +7,26 @@ from typing import Any
 import pytest
 
 from tests.distributed.group import Group
-from tests.distributed.piping import DEEP, Piped, joined, run_piped
+from tests.distributed.piping import DEEP, Piped
 from tests.distributed.test_equivalence import assert_same, distance
-from tests.distributed.training import CPU, GEMMA, GPT2, Trace, build, micro_batches, run
+from tests.distributed.training import (
+    CPU,
+    GEMMA,
+    GPT2,
+    Share,
+    build,
+    mesh_of,
+    micro_batches,
+    run_rank,
+    together,
+    truth,
+)
 from tests.train.models import TINY_ROUTED
 from tightfit.errors import UserError
 from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers, StateFormat
-from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.pipeline_stage import pieces_of
 from tightfit.parallel.ranks import Ranks
@@ -80,27 +90,27 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_trains_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
-    found = group(case.layout.ranks).run(run_piped, case)
-    assert all(trace.results == found[0].results for trace in found)
-    assert_same(joined(found), run(case.whole()))
+    found = group(case.layout.ranks).run(run_rank, case)
+    assert all(share.results == found[0].results for share in found)
+    assert_same(together(found), truth(case.whole()))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_routed_layers_count_their_balance_by_tokens(group: Make, schedule: PipelineSchedule) -> None:
     """Balance is not linear in rows, so the truth here takes the same micro-batches one after another."""
     case = Piped(spec=replace(TINY_ROUTED, layers=5), schedule=schedule)
-    truth = run(replace(case.whole(), micro_batch=case.micro_batch))
-    assert_same(joined(group(2).run(run_piped, case)), truth)
+    exact = truth(replace(case.whole(), micro_batch=case.micro_batch))
+    assert_same(together(group(2).run(run_rank, case)), exact)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, precision: PrecisionName) -> None:
     case = Piped(micro_batch=4, steps=1, precision=precision, states=True)
     one = replace(case.whole(), micro_batch=case.micro_batch)
-    truth, alone = run(replace(one, precision="fp32")), run(one)
-    found = joined(group(2).run(run_piped, case))
+    exact, alone = truth(replace(one, precision="fp32")), truth(one)
+    found = together(group(2).run(run_rank, case))
     scale = LossScale.for_precision(precision).value
-    for name, gradient in truth.gradients[0].items():
+    for name, gradient in exact.gradients[0].items():
         ours, theirs = (distance(trace.gradients[0][name].float() / scale, gradient) for trace in (found, alone))
         assert 0 < ours < 1.2 * theirs + 1e-3, name
     assert {name: t.dtype for name, t in found.states.items()} == {name: t.dtype for name, t in alone.states.items()}
@@ -110,17 +120,18 @@ def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, preci
 @pytest.mark.parametrize("form", ["8bit", "bf16", "factored"])
 def test_optimizer_states_are_those_of_one_process(group: Make, form: StateFormat) -> None:
     case = Piped(spec=DEEP_TIED, steps=2, levers=Levers(optimizer_states=form), states=True)
-    found, truth = joined(group(2).run(run_piped, case)), run(replace(case.whole(), levers=case.levers))
-    assert found.states.keys() == truth.states.keys()
-    assert truth.states
-    for name, weight in truth.last.items():
+    found, exact = together(group(2).run(run_rank, case)), truth(replace(case.whole(), levers=case.levers))
+    assert found.states.keys() == exact.states.keys()
+    assert exact.states
+    for name, weight in exact.last.items():
         assert distance(found.last[name], weight) < 1e-3, name
 
 
 def test_fp16_overflow_is_skipped_by_all_stages_together(group: Make) -> None:
-    found = group(2).run(run_piped, Piped(micro_batch=4, steps=1, precision="fp16", scale=2.0**30))
-    assert [trace.results[0].skipped for trace in found] == [True, True]
-    assert all(trace.last[name].equal(weight) for trace in found for name, weight in trace.first.items())
+    found = group(2).run(run_rank, Piped(micro_batch=4, steps=1, precision="fp16", scale=2.0**30))
+    assert [share.results[0].skipped for share in found] == [True, True]
+    both = together(found)
+    assert all(both.last[name].equal(weight) for name, weight in both.first.items())
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -129,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_all_stages(group: Make, bad: int) -> No
 
 
 def step_with_one_bad_stage(case: Piped, bad: int) -> str:
-    mesh = make_mesh(case.layout, "cpu")
+    mesh = mesh_of(case.layout)
     ranks = Ranks.of(mesh)
     decoder, module, optimizer = build(case, mesh)
     if mesh.get_local_rank("pipeline") == bad:
@@ -145,14 +156,14 @@ def step_with_one_bad_stage(case: Piped, bad: int) -> str:
 def test_a_comparison_finds_a_tied_gradient_that_is_not_exchanged(group: Make) -> None:
     case = Piped(spec=DEEP_TIED)
     with pytest.raises(AssertionError):
-        assert_same(joined(group(2).run(run_without_exchange, case)), run(case.whole()))
+        assert_same(together(group(2).run(run_without_exchange, case)), truth(case.whole()))
 
 
-def run_without_exchange(case: Piped) -> Trace:
+def run_without_exchange(case: Piped) -> Share:
     original = Pipeline._exchange_tied
     Pipeline._exchange_tied = lambda self: None  # type: ignore[method-assign]
     try:
-        return run_piped(case)
+        return run_rank(case)
     finally:
         Pipeline._exchange_tied = original  # type: ignore[method-assign]
 

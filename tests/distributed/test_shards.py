@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.distributed.group import Group
-from tests.distributed.training import CPU, PLAIN, SETTINGS, TIED, Case, build, wholes
+from tests.distributed.parts import Parts, held, united
+from tests.distributed.training import CPU, PLAIN, SETTINGS, TIED, UNEVEN, Case, build, mesh_of, parameters
 from tests.train.models import TINY, TINY_ROUTED, tiny_model
 from tightfit.models.huggingface.weights import load_weights, save_weights
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.shards import copy_whole, is_shard, like_shard, local, whole
 from tightfit.train.assembly import assemble, unfilled
 
@@ -37,11 +37,35 @@ def test_weights_of_a_file_reach_the_rank_that_holds_them(group: Make, tmp_path:
 def load_sharded(spec: ModelSpec, world: int, folder: str) -> dict[str, Tensor]:
     case = Case(spec=spec, data=world, zero=3)
     decoder = unfilled(spec, case.layout, "bf16", CPU)
-    mesh = make_mesh(case.layout, "cpu")
+    mesh = mesh_of(case.layout)
     assemble(decoder, mesh, case.layout, PLAIN, "bf16", SETTINGS, CPU, lambda model: load_weights(model, Path(folder)))
     assert (decoder.head.weight is decoder.embed.weight) == spec.tied
     assert all(is_shard(p) and p.dtype == torch.float32 for p in decoder.parameters())
-    return wholes(decoder)
+    return {name: whole(p).detach() for name, p in decoder.named_parameters()}
+
+
+CUT = {
+    "shards": Case(spec=UNEVEN, data=4, zero=3),
+    "shards inside groups": Case(spec=UNEVEN, data=4, zero=2, shard_inside=2),
+    "tensor": Case(spec=replace(ODD, kv_heads=4), tensor=4),
+    "tensor and shards": Case(spec=replace(ODD, tied=True), tensor=2, data=2, zero=3),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_parts_lie_where_torch_gathers_them_from(group: Make, name: str) -> None:
+    """Other tests put ranks' parts together by their places; torch's own gathering is the reference."""
+    answers = group(4).run(parts_and_wholes, CUT[name])
+    found = united([parts for parts, _ in answers])
+    assert len(found) > 10
+    for _, gathered in answers:
+        assert gathered.keys() == found.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in gathered.items())
+
+
+def parts_and_wholes(case: Case) -> tuple[Parts, dict[str, Tensor]]:
+    named = parameters(build(case, mesh_of(case.layout))[0])
+    return held(named), {name: whole(tensor) for name, tensor in named.items()}
 
 
 def test_rows_are_copied_where_they_are(group: Make) -> None:
@@ -51,7 +75,7 @@ def test_rows_are_copied_where_they_are(group: Make) -> None:
 def copy_rows() -> bool:
     """Nine rows over four ranks: three each, and none for the last."""
     case = Case(spec=replace(TINY, vocab_size=9), data=4, zero=3)
-    decoder, _, _ = build(case, make_mesh(case.layout, "cpu"))
+    decoder, _, _ = build(case, mesh_of(case.layout))
     target, values = decoder.embed.weight, torch.arange(9 * 32.0).view(9, 32)
     assert is_shard(target)
     copy_whole(target, values)

@@ -8,13 +8,24 @@ import torch
 
 from tests.distributed.group import Group
 from tests.distributed.test_equivalence import assert_same
-from tests.distributed.training import CPU, GEMMA, GPT2, UNEVEN, Case, build, micro_batches, run
+from tests.distributed.training import (
+    CPU,
+    GEMMA,
+    GPT2,
+    UNEVEN,
+    Case,
+    build,
+    mesh_of,
+    micro_batches,
+    run_rank,
+    together,
+    truth,
+)
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.models.spec import Experts
-from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 from tightfit.parallel.shards import described, splits_of, whole
 from tightfit.train.precision import LossScale
@@ -61,9 +72,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_tensor_ranks_train_as_one_process_does(group: Make, name: str, sequence_parallel: bool) -> None:
     case = replace(CASES[name], sequence_parallel=sequence_parallel)
-    found = group(case.layout.ranks).run(run, case)
-    assert all(trace.results == found[0].results for trace in found)
-    assert_same(found[0], run(case.alone()))
+    found = group(case.layout.ranks).run(run_rank, case)
+    assert all(share.results == found[0].results for share in found)
+    assert_same(together(found), truth(case.alone()))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -71,36 +82,36 @@ def test_tensor_ranks_train_as_one_process_does(group: Make, name: str, sequence
 def test_tensor_ranks_route_alike(group: Make, spec: object, sequence_parallel: bool) -> None:
     """Balance is not linear in rows: the truth takes the same micro-batches."""
     case = Case(spec=spec, tensor=2, micro_batch=4, sequence_parallel=sequence_parallel)  # type: ignore[arg-type]
-    assert_same(group(2).run(run, case)[0], run(replace(case.alone(), micro_batch=4)))
+    assert_same(together(group(2).run(run_rank, case)), truth(replace(case.alone(), micro_batch=4)))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_shards_inside_groups_train_as_one_process_does(group: Make, zero: int) -> None:
     case = Case(spec=UNEVEN, data=4, zero=zero, shard_inside=2, micro_batch=1, settings=CLIPPED)
-    assert_same(group(4).run(run, case)[0], run(case.alone()))
+    assert_same(together(group(4).run(run_rank, case)), truth(case.alone()))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
 def test_sixteen_bits_stay_near_the_truth(group: Make, precision: str) -> None:
     """As near as one process in 16 bits is; states have its formats and, whole, its shapes."""
     case = Case(tensor=2, micro_batch=4, steps=2, precision=precision, states=True)  # type: ignore[arg-type]
-    alone = run(replace(case, tensor=1))
-    truth, found = run(case.alone_in("fp32")), group(2).run(run, case)[0]
+    alone = truth(replace(case, tensor=1))
+    exact, found = truth(case.alone_in("fp32")), together(group(2).run(run_rank, case))
     assert {n: (t.dtype, t.shape) for n, t in found.states.items()} == {
         n: (t.dtype, t.shape) for n, t in alone.states.items()
     }
     assert alone.states
-    for name, gradient in truth.gradients[0].items():
+    for name, gradient in exact.gradients[0].items():
         ours, theirs = ((t.gradients[0][name].float() - gradient).norm() / gradient.norm() for t in (found, alone))
         assert 0 < ours < 1.5 * theirs + 2e-3, name
-    assert [r.loss for r in found.results] == pytest.approx([r.loss for r in truth.results], rel=2e-2)
+    assert [r.loss for r in found.results] == pytest.approx([r.loss for r in exact.results], rel=2e-2)
 
 
 def test_eight_bit_states_are_those_of_one_process(group: Make) -> None:
     """Where blocks of a row stay whole on a rank; from the same gradients the same bits."""
     spec = replace(TINY, head_dim=128, mlp_size=512, layers=1)
     case = Case(spec=spec, tensor=2, micro_batch=4, steps=1, levers=Levers(optimizer_states="8bit"), states=True)
-    found, alone = group(2).run(run, case)[0], run(replace(case, tensor=1))
+    found, alone = together(group(2).run(run_rank, case)), truth(replace(case, tensor=1))
     assert alone.states
     for name, state in alone.states.items():
         assert found.states[name].shape == state.shape, name
@@ -116,7 +127,7 @@ def test_what_all_ranks_have_stays_bit_equal(group: Make) -> None:
 
 
 def replicated_after_steps(case: Case) -> dict[str, torch.Tensor]:
-    mesh = make_mesh(case.layout, "cpu")
+    mesh = mesh_of(case.layout)
     decoder, module, optimizer = build(case, mesh)
     for step in range(3):
         train_step(module, optimizer, micro_batches(case, step, 0), CPU, 1e-2, LossScale(), ranks=Ranks.of(mesh))
@@ -136,7 +147,7 @@ def test_a_rank_holds_its_share(group: Make) -> None:
 
 
 def shapes_held(case: Case) -> dict[str, tuple[torch.Size, torch.Size]]:
-    decoder, _, _ = build(case, make_mesh(case.layout, "cpu"))
+    decoder, _, _ = build(case, mesh_of(case.layout))
     state = decoder.state_dict()
     assert all(torch.equal(whole(t), whole(described(p.data, splits_of(decoder)[n])))
                for n, p in decoder.named_parameters() for t in [state[n]])  # fmt: skip
@@ -150,7 +161,7 @@ def test_rows_that_do_not_divide_are_refused(group: Make) -> None:
 
 
 def step_on_odd_rows(case: Case) -> str:
-    decoder, _, _ = build(case, make_mesh(case.layout, "cpu"))
+    decoder, _, _ = build(case, mesh_of(case.layout))
     batch = {name: value[:, :15] for name, value in micro_batches(case, 0, 0)[0].items()}
     try:
         decoder(**batch)

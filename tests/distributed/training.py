@@ -1,12 +1,15 @@
 """A few training steps of a tiny model, on one process or as a rank of several, with everything to compare."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.distributed.parts import Parts, held, united
 from tests.train.models import TINY, ragged_batch
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
@@ -15,8 +18,8 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
-from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import described, splits_of, whole
+from tightfit.parallel.ranks import ALONE, Ranks
+from tightfit.parallel.shards import described, splits_of
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import LossScale
@@ -75,15 +78,9 @@ class Case:
         return replace(self.alone(), precision=precision)
 
 
-def run(case: Case) -> "Trace":
-    """Train as `case` says, as a rank of the running group if it has several ranks."""
-    mesh = make_mesh(case.layout, "cpu") if case.layout.ranks > 1 else None
-    return train(case, mesh, Ranks.of(mesh))
-
-
 @dataclass
 class Trace:
-    """Per step: loss, gradient norm, tokens, gradients (whole, as the optimizer finds them); weights at the end."""
+    """Per step: loss, gradient norm, tokens, gradients (as the optimizer finds them); weights at the end."""
 
     results: list[Any] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -92,30 +89,77 @@ class Trace:
     states: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train(case: Case, mesh: DeviceMesh | None, ranks: Ranks) -> Trace:
-    """The steps of one rank; the first one tells all, the others what each step gave."""
+@dataclass
+class Share:
+    """What one rank has of a trace."""
+
+    first: Parts
+    results: list[Any] = field(default_factory=list)
+    gradients: list[Parts] = field(default_factory=list)
+    last: Parts | None = None
+    states: Parts | None = None
+
+
+def run(case: Case) -> Trace:
+    """Train as `case` says on one process."""
+    assert case.layout.ranks == 1
+    return together([train(case, None, ALONE)])
+
+
+truth = cache(run)
+"""The same for many cases, which only look at it."""
+
+
+def run_rank(case: Case) -> Share:
+    """Train as `case` says as a rank of the running group."""
+    mesh = mesh_of(case.layout)
+    return train(case, mesh, Ranks.of(mesh))
+
+
+def mesh_of(layout: Layout) -> DeviceMesh:
+    """The grid of `layout` over the running group.
+
+    Made once: each of gloo's groups has a thread that wakes a hundred times a second for as long as the process lives.
+    """
+    return _mesh(layout.pipeline, layout.data, layout.tensor, layout.copies)
+
+
+@cache
+def _mesh(pipeline: int, data: int, tensor: int, copies: int) -> DeviceMesh:
+    inside = {"zero": 1, "shard_inside": data // copies} if copies > 1 else {}
+    return make_mesh(Layout.model_validate({"pipeline": pipeline, "data": data, "tensor": tensor} | inside), "cpu")
+
+
+def train(case: Case, mesh: DeviceMesh | None, ranks: Ranks) -> Share:
+    """The steps of one rank."""
     decoder, module, optimizer = build(case, mesh)
-    trace = Trace(first=wholes(decoder))
+    share = Share(held(parameters(decoder)))
 
     def look(phase: str) -> None:
         if phase == "optimizer":
-            trace.gradients.append(
-                {
-                    n: whole(described(p.grad, splits_of(decoder).get(n))).clone()
-                    for n, p in decoder.named_parameters()
-                    if p.grad is not None
-                }
-            )
+            share.gradients.append(held(gradients(decoder)))
 
     scale = LossScale.for_precision(case.precision)
     scale.value = case.scale or scale.value
     for step in range(case.steps):
         batches = micro_batches(case, step, ranks.rank)
         lr = case.settings.lr
-        trace.results.append(train_step(module, optimizer, batches, CPU, lr, scale, look, ranks))
-    trace.last = wholes(decoder)
-    trace.states = states_of(case, optimizer)
-    return trace if ranks.first else Trace(results=trace.results)
+        share.results.append(train_step(module, optimizer, batches, CPU, lr, scale, look, ranks))
+    share.last = held(parameters(decoder))
+    share.states = held(optimizer.state()) if case.states else None
+    return share
+
+
+def together(shares: Sequence[Share]) -> Trace:
+    """What all ranks have; of what several have, the copies must be equal to the bit."""
+    steps = range(len(shares[0].gradients))
+    return Trace(
+        shares[0].results,
+        [united([share.gradients[step] for share in shares]) for step in steps],
+        united([share.first for share in shares]),
+        united([share.last for share in shares if share.last is not None]),
+        united([share.states for share in shares if share.states is not None]),
+    )
 
 
 def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module, MasterAdamW]:
@@ -129,13 +173,17 @@ def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module
     return decoder, module, optimizer
 
 
-def wholes(decoder: Decoder) -> dict[str, Tensor]:
+def parameters(decoder: Decoder) -> dict[str, Tensor]:
+    """As parts of whole tensors."""
     splits = splits_of(decoder)
-    return {name: whole(described(p, splits.get(name))).detach().clone() for name, p in decoder.named_parameters()}
+    return {name: described(p.detach(), splits.get(name)) for name, p in decoder.named_parameters()}
 
 
-def states_of(case: Case, optimizer: MasterAdamW) -> dict[str, Tensor]:
-    return {name: whole(state).clone() for name, state in optimizer.state().items()} if case.states else {}
+def gradients(decoder: Decoder) -> dict[str, Tensor]:
+    """Of the parameters that have one."""
+    splits = splits_of(decoder)
+    named = ((name, p.grad) for name, p in decoder.named_parameters())
+    return {name: described(gradient, splits.get(name)) for name, gradient in named if gradient is not None}
 
 
 def micro_batches(case: Case, step: int, rank: int) -> list[Batch]:
