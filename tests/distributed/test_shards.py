@@ -47,7 +47,7 @@ def load_sharded(spec: ModelSpec, world: int, folder: str) -> dict[str, Tensor]:
 CUT = {
     "shards": Case(spec=UNEVEN, data=4, zero=3),
     "shards inside groups": Case(spec=UNEVEN, data=4, zero=2, shard_inside=2),
-    "tensor": Case(spec=replace(ODD, kv_heads=4), tensor=4),
+    "tensor": Case(spec=replace(ODD, kv_heads=4, mlp_size=68), tensor=4),
     "tensor and shards": Case(spec=replace(ODD, tied=True), tensor=2, data=2, zero=3),
 }
 
