@@ -39,7 +39,9 @@ def read_pieces(wanted: Mapping[str, Tensor], checkpoint: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-            load(dict(wanted), storage_reader=PieceReader(checkpoint / FOLDER), no_dist=True)
+            reader = PieceReader(checkpoint / FOLDER)
+            reader.read_metadata()  # torch 2.11 would not say what is wrong with it
+            load(dict(wanted), storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         raise _damaged(checkpoint, error) from None
 

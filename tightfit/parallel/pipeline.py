@@ -172,8 +172,7 @@ class Pipeline(nn.Module):
         loss = torch.zeros((), device=self.device)
         for stage in self.stages:
             stage.feed([batch], [0], divisor)
-            stage.current = 0
-            made = stage(*self._received(stage.piece, tokens))
+            made = stage(*self._received(stage.piece, tokens), number=0)
             if stage.piece.is_last:
                 loss += made.float()
             else:

@@ -55,7 +55,7 @@ class LeanStage(PipelineStage):
         given = () if piece.is_first else carried  # torch 2.11 looks whether the first is called with what it was told
         made = (torch.empty((), device="meta"),) if piece.is_last else carried
         super().__init__(stage, piece.index, piece.stages, device, input_args=given, output_args=made, group=group)
-        self.carried = carried
+        self.carried, self.number = carried, 0
         self.owners: dict[int, list[Any]] = {}
         """By micro-batch whose backward for weights is still to come, what keeps its graph."""
         self.on_phase: Callable[[Phase], None] = lambda phase: None
@@ -90,10 +90,13 @@ class LeanStage(PipelineStage):
                 info.buffer = made.requires_grad_() if leaf else made
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.submod.current = fwd_chunk_id  # type: ignore[assignment]
+        self.number = fwd_chunk_id
         self.on_phase("forward")
         with self._timed("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward_maybe_with_nosync(*args, **kwargs, number=self.number)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False

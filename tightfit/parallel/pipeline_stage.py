@@ -85,8 +85,6 @@ class Stage(nn.Module):
         self.batches: Sequence[Inputs] = ()
         self.counted: Sequence[int] = ()
         self.divisor: float | Tensor | None = None
-        self.current = 0
-        """The micro-batch of the next call."""
         self.mean: Tensor | None = None
         """The loss so far, on the last stage."""
 
@@ -94,9 +92,14 @@ class Stage(nn.Module):
         """The micro-batches to come, how many labels of each count, and what the sum of losses is divided by."""
         self.batches, self.counted, self.divisor, self.mean = batches, counted, divisor, None
 
-    def forward(self, x: Tensor | None = None, balance: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The residual stream (with the routed layers' summed balance, where there are any), or the loss."""
-        model, batch = self._model[0], self.batches[self.current]
+    def forward(
+        self, x: Tensor | None = None, balance: Tensor | None = None, *, number: int
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The residual stream (with the routed layers' summed balance, where there are any), or the loss.
+
+        `number` is the micro-batch's. (On GPUs, FSDP2 cannot hook itself before a call without any argument.)
+        """
+        model, batch = self._model[0], self.batches[number]
         tokens, labels, documents = batch["tokens"], batch["labels"], batch["documents"]
         assert tokens is not None
         positions = model.token_positions(tokens, documents, None)
@@ -111,16 +114,16 @@ class Stage(nn.Module):
         if not self.piece.is_last:
             return x if self.spec.experts is None else (x, x.new_zeros(1).float() if balance is None else balance)
         assert labels is not None
-        return self._with_balance(model.loss(model.norm(x), labels, self.divisor), balance)
+        return self._with_balance(model.loss(model.norm(x), labels, self.divisor), balance, self.counted[number])
 
-    def _with_balance(self, loss: Tensor, balance: Tensor | None) -> Tensor:
+    def _with_balance(self, loss: Tensor, balance: Tensor | None, counted: int) -> Tensor:
         """What is differentiated; what is reported leaves the balance out."""
         self.mean = loss.detach() if self.mean is None else self.mean + loss.detach()
         experts = self.spec.experts
         if experts is None or balance is None or self.divisor is None:
             return loss
         routed = sum(self.spec.is_routed(layer) for layer in range(self.spec.layers))
-        share = self.counted[self.current] / self.divisor
+        share = counted / self.divisor
         return loss + experts.balance_weight * balance.squeeze() / routed * share
 
 

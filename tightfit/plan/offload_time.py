@@ -5,9 +5,9 @@
     after it    what waits in line still, and the embedding, whose gradient is the last: the next forward pass begins
                 with it, so nothing hides these
 
-Without updates inside backward all states pass in the next forward pass, the first layers' first. States pass both ways
-at once, each slower than one way alone (benchmarks/calibrate.py). This is a run of many steps: where each step is
-waited for by itself, nothing is hidden behind the next forward pass.
+Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
+whose states nothing hides. States pass both ways at once, each slower than one way alone (benchmarks/calibrate.py).
+This is a run of many steps: where each step is waited for by itself, nothing is hidden behind the next forward pass.
 """
 
 from dataclasses import dataclass
@@ -60,11 +60,12 @@ class OffloadTime:
 
     def _when(self, levers: Levers, away: float) -> tuple[float, float, float]:
         """Of the weights that are `away`, those updated beside backward, after it, and beside the next forward pass."""
-        if not levers.update_in_backward:
-            return 0.0, 0.0, away
-        late = min(away, max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES) / self.workload.weight_bytes)
         kept = self.params - away  # the vocabulary's matrices are kept first
-        last = min(away - late, max(0.0, self.embedding - kept))
+        alone = max(0.0, self.embedding - kept)
+        if not levers.update_in_backward:
+            return 0.0, min(away, alone), max(0.0, away - alone)
+        late = min(away, max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES) / self.workload.weight_bytes)
+        last = min(away - late, alone)
         return away - late - last, last, late
 
     @property
