@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.kernels.operators import SCRATCH, operator
 
@@ -99,13 +98,3 @@ def fused_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = original
-
-
-class ReadsAsOne(TorchDispatchMode):
-    """Whatever a program reads off a fake tensor is one: counts, norms and flags have no values here."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        return func(*args, **(kwargs or {}))

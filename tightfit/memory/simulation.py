@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from tightfit.errors import UserError
-from tightfit.memory.cuda_rules import ReadsAsOne, cuda_scratch, fused_attention
+from tightfit.memory.cuda_rules import cuda_scratch, fused_attention
+from tightfit.memory.faking import Faking
 from tightfit.memory.tracing import Tracer
 
 
@@ -25,7 +25,7 @@ from tightfit.memory.tracing import Tracer
 def simulated() -> Iterator[Tracer]:
     """Inside the block tensors are fake, kernels are a GPU's, and the tracer follows what is allocated."""
     tracer = Tracer(cuda_scratch)
-    with FakeTensorMode(), ReadsAsOne(), fused_attention(), tracer, dtensor_planning_unseen(tracer):
+    with tracer.listening(), fused_attention(), Faking(tracer), dtensor_planning_unseen(tracer):
         yield tracer
 
 

@@ -25,14 +25,15 @@ from tightfit.memory.ledger import Component, Phase
 from tightfit.memory.trace import Allocation, Trace
 
 Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
+Run = Callable[[Any, Any, Any, Any], Any]
 KINDS = (("attention", "attention"), ("mlp", "mlp"), ("norm", "norms"), ("embed", "embedding"))
 COMMUNICATION = ("fsdp", "c10d", "_c10d_functional")
-OWNER_DEPTH = 12
+OWNER_DEPTH = 9
 SKIPPED = torch.ops.prim.device.default
 SUM = torch.ops.aten.add.Tensor
 BACKWARD = ("backward", "first step")
 ENGINE = "_engine_run_backward"
-DISPATCHERS = ("_fn", "inner")
+DISPATCHERS = ("follow", "__torch_dispatch__", "_fn", "inner")
 OWN_REFERENCES = 2
 """References to a storage that nobody else has: its tensor's, and that of the object we hold to look at it."""
 
@@ -53,19 +54,26 @@ class Tracer(TorchDispatchMode):
         self.paused = False
         self._known: dict[int, tuple[int, Any]] = {}
         self._streams: list[Any] = [torch.cpu.current_stream()]
-        self._stack = ExitStack()
+        self._stack, self._listening = ExitStack(), ExitStack()
         self.trace.begin(self.phase)
 
     def __enter__(self) -> "Tracer":
-        self._stack.enter_context(_followed_resizes(self))
-        self._stack.enter_context(watched(self.told))
+        self._listening.enter_context(self.listening())
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._stack.close()
-        self._known.clear()  # what dies from here on is the end of the program, not part of it
+        self._listening.close()
+
+    @contextmanager
+    def listening(self) -> Iterator["Tracer"]:
+        """Inside the block all is followed but operations, which whoever runs them gives to `follow`."""
+        with _followed_resizes(self), watched(self.told), self._stack:
+            try:
+                yield self
+            finally:
+                self._known.clear()  # what dies from here on is the end of the program, not part of it
 
     def begin(self, phase: Phase) -> None:
         """The program enters `phase`."""
@@ -143,15 +151,19 @@ class Tracer(TorchDispatchMode):
         self._stack.callback(module.register_forward_hook(watch).remove)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.follow(_call, func, types, args, kwargs or {})
+
+    def follow(self, run: Run, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The operation's results, by `run`; their memory is followed from here on."""
         if func is SKIPPED or self.paused:
-            return func(*args, **kwargs)
-        if any(issubclass(kind, _dtensor()) for kind in types):
-            return NotImplemented  # its own local operations come back here
+            return run(func, types, args, kwargs)
+        for kind in types:
+            if kind is not FakeTensor and issubclass(kind, _dtensor()):
+                return NotImplemented  # its own local operations come back here
         held = self.scratch(func, args, kwargs)
         number = self.trace.allocate(self._scratch(held, func)) if held else None
         summed = self._summed_in_place(args) if func is SUM and self.phase in BACKWARD else None
-        made = func(*args, **kwargs)
+        made = run(func, types, args, kwargs)
         if summed is not None:
             self._take_over(summed, made)
         elif isinstance(made, Tensor):
@@ -247,23 +259,28 @@ def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
 
 def _called_by_engine() -> bool:
     """Whether autograd itself, and no formula or function of somebody's, made this call."""
-    frame: Any = sys._getframe(3)
+    frame = _caller(sys._getframe(2))
+    return frame is not None and frame.f_code.co_name == ENGINE
+
+
+def _caller(frame: Any) -> Any:
+    """The frame that asked for the operation which `frame` is part of following."""
     while frame is not None and frame.f_code.co_name in DISPATCHERS:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == ENGINE
+    return frame
 
 
 def _sharding_owner() -> tuple[Component, str] | None:
     """What FSDP2 makes empty memory for, by the file that asks for it: gathered weights, or a collective's buffer."""
-    frame = sys._getframe(3)
+    frame = _caller(sys._getframe(3))
     for _ in range(OWNER_DEPTH):
+        if frame is None:
+            return None
         file = frame.f_code.co_filename
         if file.endswith("_fsdp_collectives.py"):
             return "communication", "collectives' buffers"
         if file.endswith("_fsdp_param.py"):
             return "weights", "gathered"
-        if frame.f_back is None:
-            return None
         frame = frame.f_back
     return None
 
@@ -292,6 +309,10 @@ def _leaving(stack: list[str]) -> Callable[..., None]:
             stack.pop()
 
     return leave
+
+
+def _call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _dtensor() -> Any:
