@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tests.distributed.training import CPU, PLAIN, SETTINGS, TIED, UNEVEN, Case,
 from tests.train.models import TINY, TINY_ROUTED, tiny_model
 from tightfit.models.huggingface.weights import load_weights, save_weights
 from tightfit.models.spec import ModelSpec
+from tightfit.parallel import gathering
+from tightfit.parallel.ranks import Ranks
 from tightfit.parallel.shards import copy_whole, is_shard, like_shard, local, whole
 from tightfit.train.assembly import assemble, unfilled
 
@@ -54,18 +57,25 @@ CUT = {
 
 @pytest.mark.parametrize("name", CUT)
 def test_parts_lie_where_torch_gathers_them_from(group: Make, name: str) -> None:
-    """Other tests put ranks' parts together by their places; torch's own gathering is the reference."""
+    """Other tests, and the equivalence gate, put parts together by their places; torch's gathering is the reference."""
     answers = group(4).run(parts_and_wholes, CUT[name])
-    found = united([parts for parts, _ in answers])
+    found = united([parts for parts, _, _ in answers])
     assert len(found) > 10
-    for _, gathered in answers:
+    assert answers[0][2].keys() == found.keys()
+    assert all(torch.equal(answers[0][2][name], weight) for name, weight in found.items())
+    for rank, (_, gathered, here) in enumerate(answers):
         assert gathered.keys() == found.keys()
         assert all(torch.equal(found[name], weight) for name, weight in gathered.items())
+        assert rank == 0 or set(here.values()) == {None}
 
 
-def parts_and_wholes(case: Case) -> tuple[Parts, dict[str, Tensor]]:
-    named = parameters(build(case, mesh_of(case.layout))[0])
-    return held(named), {name: whole(tensor) for name, tensor in named.items()}
+def parts_and_wholes(case: Case) -> tuple[Parts, dict[str, Tensor], dict[str, Tensor | None]]:
+    mesh = mesh_of(case.layout)
+    named = parameters(build(case, mesh)[0])
+    narrow = {name: tensor.bfloat16() if "norm" in name else tensor for name, tensor in named.items()}
+    with patch.object(gathering, "BATCH_BYTES", 20_000):
+        here = dict(gathering.gathered_here(narrow, Ranks.of(mesh)))
+    return held(narrow), {name: whole(tensor) for name, tensor in narrow.items()}, here
 
 
 def test_rows_are_copied_where_they_are(group: Make) -> None:

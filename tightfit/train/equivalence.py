@@ -2,7 +2,7 @@
 
 All ranks train as the layout says. Beside them the first rank trains the whole model alone, without levers, on the same
 micro-batches one after another. Before the first step their weights are compared; in every step the loss, the norm of
-all gradients, every gradient and every updated weight. Each is gathered whole, a tensor at a time. What several ranks
+all gradients, every gradient and every updated weight. Each is put together on the first rank. What several ranks
 hold of it alike (replicas, norms of tensor ranks, a tied embedding's two ends) must be the same to the bit.
 
 The error of a tensor is ‖found − truth‖ / ‖truth‖ in float64; of gradients, the truth's norm is taken to be at least a
@@ -15,7 +15,7 @@ lossy levers differ, as they should.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,8 +28,9 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
+from tightfit.parallel.gathering import gathered_here
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import described, local, place, splits_of, whole
+from tightfit.parallel.shards import described, local, place, splits_of
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.optimizer import MasterAdamW
 from tightfit.train.precision import LossScale
@@ -183,7 +184,7 @@ class _Comparison:
         self.found.append(Difference(step, kind, "", None, abs(ours - theirs) / max(abs(theirs), LEAST_NUMBER)))
 
     def tensors(self, step: int, kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor] | None) -> None:
-        """Of all ranks' parts, gathered one after another, and the truth where it is known."""
+        """Of all ranks' parts, put together, and the truth where it is known."""
         everything = 0.0
         if theirs is not None and kind == "gradient":
             everything = sum(float(t.double().square().sum()) for t in theirs.values()) ** 0.5
@@ -242,28 +243,3 @@ def _order(found: Difference) -> tuple[int, int, float]:
 def _layer(name: str) -> int | None:
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "layers" else None
-
-
-def gathered_here(parts: dict[str, Tensor], ranks: Ranks) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor of the model, whole, on the first process (None on others), whoever holds its parts."""
-    names: list[list[str]] = [list(parts)]
-    if ranks.processes > 1:
-        names = [[] for _ in range(ranks.processes)]
-        dist.all_gather_object(names, list(parts))
-    holders = {name: process for process in reversed(range(len(names))) for name in names[process]}
-    for name in sorted(holders, key=lambda name: (holders[name], name)):
-        complete = whole(parts[name]).contiguous() if name in parts else None
-        yield name, complete if holders[name] == 0 else _sent(complete, holders[name], ranks)
-
-
-def _sent(tensor: Tensor | None, holder: int, ranks: Ranks) -> Tensor | None:
-    """A tensor that process `holder` has, on the first one."""
-    if ranks.process == holder:
-        assert tensor is not None
-        dist.send_object_list([tensor.cpu()], dst=0)
-    if not ranks.first:
-        return None
-    box: list[Any] = [None]
-    dist.recv_object_list(box, src=holder)
-    received: Tensor = box[0]
-    return received
