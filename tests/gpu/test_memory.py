@@ -1,9 +1,10 @@
 """A measured ledger on the GPU: it is what the allocator says, states are exact, and the simulation is near it.
 
-So is that of a rank among fake ones: of tensor ranks, and of a stage in the middle of a pipeline.
+So is that of a rank among fake ones: of tensor ranks, and of stages of a pipeline, sharded and not.
 """
 
 import gc
+from typing import Literal
 
 import pytest
 import torch
@@ -83,15 +84,21 @@ def test_the_ledger_is_what_the_allocator_says(precision: PrecisionName, checkpo
 
 
 @pytest.mark.parametrize(
-    ("split", "ranks", "stage", "micro_batches"),
-    [("tensor=3", 3, 0, 1), ("tensor=3 sequence_parallel=false", 3, 0, 2), ("pipeline=3", 3, 1, 6)],
+    ("split", "ranks", "stage", "micro_batches", "zero"),
+    [
+        ("tensor=3", 3, 0, 1, 0),
+        ("tensor=3 sequence_parallel=false", 3, 0, 2, 0),
+        ("pipeline=3", 3, 1, 6, 0),
+        ("pipeline=3", 6, 0, 6, 1),
+        ("pipeline=3 schedule=zero-bubble", 3, 2, 6, 0),
+    ],
 )
 def test_a_rank_of_a_split_allocates_what_its_simulation_does(
-    split: str, ranks: int, stage: int, micro_batches: int
+    split: str, ranks: int, stage: int, micro_batches: int, zero: Literal[0, 1]
 ) -> None:
     case = Case(
         model="smollm2-135m", sequence_length=768, micro_batch=4, ranks=ranks, split=split, stage=stage,
-        accumulation=micro_batches,
+        accumulation=micro_batches, zero=zero,
     )  # fmt: skip
     found, said = measure(case), predict(case)
     assert found.allocated_bytes is not None
