@@ -1,12 +1,16 @@
 """The house rules: imports point one way, planning needs no torch, starting is quick, nothing wakes the GPU early."""
 
 import ast
+import importlib
+import multiprocessing
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.group import PRELOADED
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
@@ -70,12 +74,27 @@ def test_planning_modules_do_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def import_all(names: list[str]) -> None:
+    """Forked from a server that has imported some of them and nothing of the tests' own that uses a GPU."""
+    import torch
+
+    for name in names:
+        importlib.import_module(name)
+    assert set(names) <= set(sys.modules)
+    assert "deepspeed" not in sys.modules
+    assert not torch.cuda.is_initialized()
+    assert not torch.cuda._is_in_bad_fork(), "a module that the server imports initialised CUDA"
+
+
 def test_no_module_initialises_cuda_or_imports_deepspeed() -> None:
     names = [f"tightfit.{name}" for name in modules() if name not in ("__main__", "__init__")]
     assert "tightfit.train.loop" in names
-    code = f"import importlib, sys, torch\nfor m in {names!r}: importlib.import_module(m)\n"
-    code += "assert not torch.cuda.is_initialized() and 'deepspeed' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=import_all, args=(names,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def seconds_to_run(*arguments: str) -> float:
