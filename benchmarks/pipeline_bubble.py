@@ -94,7 +94,8 @@ def main() -> None:
     parser.add_argument("--forward-ms", type=float, default=120.0)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     options = parser.parse_args()
-    found = run_together(options.ranks, recorded_steps, options.ranks, options.micro_batches, options.forward_ms / 1e3)
+    settings = (options.ranks, options.micro_batches, options.forward_ms / 1e3)
+    found = run_together(options.ranks, recorded_steps, *settings, modules=[record.__module__])
     records = [record_of(data) for data in found]
     for made in records:
         print(f"{made.schedule}: waited {made.waited:.1%}, (K−1)/(K−1+vM) is {made.formula:.1%}")

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import tests.distributed.piping
 import tests.distributed.training
+import tests.distributed.victim
 import tests.train.jobs
 import tightfit.train.loop
 

@@ -1,10 +1,17 @@
-"""Groups of two and four processes, shared by all tests of this folder."""
+"""Groups of two and four processes, shared by all tests of this folder, and the server that all are forked from."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.distributed.group import Group
+from tests.distributed.group import PRELOADED, Group
+from tightfit.parallel.forked import start_server
+
+
+@pytest.fixture(scope="session")
+def server() -> None:
+    """For tests of what forks by itself, from the server that has imported what tests need."""
+    start_server(PRELOADED)
 
 
 @pytest.fixture(scope="package")

@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from tightfit.parallel.forked import start_server
+
 Function = Callable[..., Any]
 PRELOADED = ["tests.preloaded"]
 ANSWER_S = 300
@@ -22,8 +24,8 @@ class Group:
     """`world` processes of one process group; `run` has each of them call a function and returns what they returned."""
 
     def __init__(self, world: int, meeting: Path) -> None:
+        start_server(PRELOADED)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import yaml
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 from tests.distributed.group import Group
@@ -19,43 +18,70 @@ from tests.train.jobs import tiny_job
 from tightfit.cli.main import app
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.train import gate, launching
-from tightfit.train.launching import _cause
+from tightfit.train.launching import _cause, _ending
 from tightfit.train.metrics import read_metrics
 
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
 
 
-def test_a_request_to_stop_reaches_all_ranks(tmp_path: Path, corpus: Path, token_cache: Path) -> None:
+def test_a_program_checks_starts_again_and_stops(tmp_path: Path, corpus: Path, token_cache: Path) -> None:
+    """All of `tightfit launch`: its ranks are compared, started, one is killed, they go on, and are asked to stop."""
     layout = {"data": 2, "zero": 3, "micro_batch": 1}
     job = tiny_job(tmp_path / "run", corpus, token_cache, model=SMALL, steps=100_000, layout=layout, device="cpu",
-                   evaluation={"max_rows": 1})  # fmt: skip
+                   evaluation={"max_rows": 1}, saving={"every": 3})  # fmt: skip
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json")))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tightfit", "launch", str(tmp_path / "job.yaml")],
+        [sys.executable, "-m", "tightfit", "launch", str(tmp_path / "job.yaml"), "--check", "--restarts", "1"],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 180
-    while len(read_metrics(job.output / "metrics.jsonl")) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=120)
+    try:
+        assert until(lambda: checkpoints_of(job.output))
+        first = ranks_of(process.pid)
+        os.kill(max(first), signal.SIGKILL)
+        assert until(lambda: first.isdisjoint(ranks_of(process.pid)))
+        again = reached(job.output)
+        assert until(lambda: reached(job.output) > again + 2)
+        ranks = ranks_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        said, told = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 128 + signal.SIGTERM, told
-    assert "Traceback" not in told
-    assert len(checkpoints_of(job.output)) == 1
+    assert "Traceback" not in told.rpartition("data: ")[2], "since they were started again"
+    assert len(first) == len(ranks) == 2
+    assert said.splitlines()[0] == "2 ranks (data 2, zero 3, micro_batch 1) against one, 2 steps", (
+        "no rank has printed anything"
+    )
+    assert "the same" in said
+    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    assert int(checkpoints_of(job.output)[-1].name.removeprefix("step-")) == reached(job.output)
     assert load_model(str(job.output)).model.spec.layers == 2
 
 
-def failure(rank: int, exit_code: int) -> ProcessFailure:
-    return ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=exit_code, error_file="")
+def until(condition: Callable[[], object], limit_s: float = 180) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def reached(run: Path) -> int:
+    return max((row["step"] for row in read_metrics(run / "metrics.jsonl")), default=0)
+
+
+def ranks_of(program: int) -> set[int]:
+    """The processes of its server."""
+    children = Path(f"/proc/{program}/task/{program}/children").read_text().split()
+    return {int(pid) for child in children for pid in Path(f"/proc/{child}/task/{child}/children").read_text().split()}
 
 
 def test_the_rank_that_died_is_named() -> None:
     """All are seen to have ended in the same moment; those that waited for the dead one with an error of their own."""
-    fell, died = {rank: failure(rank, 1) for rank in (0, 1, 3)}, {2: failure(2, -signal.SIGKILL)}
-    assert _cause(ChildFailedError("train", fell | died))[0] == 2
-    assert _cause(ChildFailedError("train", fell))[0] == 0
-    own = {0: failure(0, 2), 1: failure(1, -signal.SIGTERM)}
-    assert _cause(ChildFailedError("train", own))[0] == 0
+    assert _cause({0: 1, 1: 1, 2: -signal.SIGKILL, 3: 1}) == 2
+    assert _cause({0: 1, 1: 1, 3: 1}) == 0
+    assert _cause({0: 2, 1: -signal.SIGTERM}) == 0
+    assert _ending(-signal.SIGKILL) == "signal 9 (SIGKILL)"
+    assert _ending(3) == "exit code 3"
 
 
 def test_a_job_whose_ranks_differ_is_not_started(group: Callable[[int], Group], tmp_path: Path) -> None:

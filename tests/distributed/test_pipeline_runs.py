@@ -1,18 +1,17 @@
 """Whole runs of `tightfit train` on pipelines: they end as one process does, and go on where any layout stopped."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.distributed.group import Group
-from tests.distributed.test_runs import alone, assert_same_run, run_fields, torchrun, write_again
+from tests.distributed.test_runs import alone, assert_same_run, run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of
+from tightfit.train.loop import run_job
 
 Make = Callable[[int], Group]
 SMALL = {"source": "tiny-llama", "shape": {"layers": 4, "hidden_size": 32, "mlp_size": 48}}
@@ -73,16 +72,16 @@ def test_a_pipeline_stopped_and_resumed_is_bit_equal(group: Make, make: Callable
     assert ours == theirs
 
 
-def test_torchrun_trains_a_pipeline_and_one_process_goes_on(make: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_pipeline_samples_and_one_process_goes_on(group: Make, make: Callable[..., Job]) -> None:
+    """The last stage has the logits; the first rank tells what comes of them."""
     asked = {"max_rows": 2, "prompts": ["the quick"], "sample_tokens": 3}
-    job = make("launched", {"pipeline": 2}, evaluation=asked)
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    done = torchrun(2, str(file), "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)  # one object: the other rank prints nothing
-    assert (result["step"], result["rank"], result["samples"][0][0]) == (4, 0, "the quick")
-    one = make("one", evaluation={"max_rows": 2})
-    alone(one)
-    assert_same_run(job.output, one.output)
-    assert alone(make("launched", steps=6), resume=True).step == 6
+    found = group(2).run(sampled, make("moving", {"pipeline": 2}, evaluation=asked, steps=2).model_dump(mode="json"))
+    one, other = (make("one", evaluation=asked, steps=2), make("moving", steps=3))
+    assert found[0] == sampled(one.model_dump(mode="json"))
+    assert found[0][0][0] == "the quick"
+    assert_same_run(other.output, one.output, 2)
+    assert alone(other, resume=True).step == 3
+
+
+def sampled(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    return list(run_job(Job.model_validate(fields), quiet=True).samples)

@@ -109,8 +109,11 @@ def step_on_odd_rows(case: Case, training: bool) -> str:
     return "nothing was wrong"
 
 
+@pytest.mark.usefixtures("server")
 def test_processes_started_here_end_with_a_sentence() -> None:
     with pytest.raises(UserError, match="the second rank refuses"):
         run_together(2, refuse_or_wait, "refuse")
     with pytest.raises(UserError, match="process 1 of 2 was ended by SIGKILL"):
         run_together(2, refuse_or_wait, "die")
+    with pytest.raises(RuntimeError, match=r"process 1 of 2 failed:\n(.|\n)*ZeroDivisionError"):
+        run_together(2, refuse_or_wait, "fail")

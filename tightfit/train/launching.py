@@ -1,31 +1,42 @@
 """Starting a job's processes on this machine, and ending with one sentence when one of them dies.
 
-The processes are torchrun's: its elastic agent (torch.distributed.launcher) starts one per rank, watches them, ends the
-others when one dies (SIGTERM, and after 30 s SIGKILL), and starts all of them again where restarts are allowed. SIGINT
-or SIGTERM to the agent it passes on: ranks finish their step, save and stop, within the same 30 s. Ranks that wait for
-a dead one in a collective are ended that way or by the collective's own timeout (parallel/mesh.py).
-Several machines need the line of `torchrun_line` on each of them, or Slurm (plan/export/launch.py).
+One process per rank, forked from a server that has imported the training loop (parallel/forked.py), with the variables
+torchrun would give it. When one dies the others are ended (SIGTERM, and after 30 s SIGKILL), and all are started again
+where restarts are allowed. SIGINT, SIGTERM and SIGHUP are passed on: ranks finish their step, save and stop, within the
+same 30 s. Ranks that wait for a dead one in a collective are ended that way or by the collective's own timeout
+(parallel/mesh.py). torch's elastic agent can fork too, but then knows of one failure only, which may be that of a rank
+that missed the dead one. Several machines need the line of `torchrun_line` on each of them, or Slurm
+(plan/export/launch.py).
 """
 
+import os
+import runpy
 import shlex
 import signal
 import sys
 import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
+from tightfit.parallel.forked import STOPPING, Forked
+from tightfit.parallel.processes import share_threads
 from tightfit.train.checkpoint import what_is_safe
 from tightfit.train.precision import choose_device
 
 PORT = 29500
+MODULES = ("tightfit.train.loop", "transformers.models.auto.tokenization_auto", "tightfit.report.run")
+"""What a rank would import, most of it by itself; the tokenizer's when it is asked for."""
 DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 """Signals that end a process from outside or by a fault of its own; others fail because of it, a moment later."""
+LOOK_S = 0.2
+"""How often a request to stop is looked for, at least."""
 
 
 def torchrun_line(ranks: int, nodes: int, head: str, arguments: list[str]) -> str:
@@ -50,35 +61,86 @@ def launch(job: Job, arguments: list[str], restarts: int = 0) -> int | None:
         )
     if restarts and "--resume" not in arguments:
         arguments = [*arguments, "--resume"]
-    return run_processes([sys.executable, "-m", "tightfit", "train", *arguments], ranks, restarts, job.output)
+    return run_processes(train, (arguments,), ranks, restarts, job.output)
 
 
-def run_processes(command: list[str], processes: int, restarts: int, run: Path) -> int | None:
-    """Start `command` once per rank; a rank that fails is named, with what can be resumed from."""
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=restarts, monitor_interval=0.2,
-    )  # fmt: skip
+def train(arguments: list[str]) -> None:
+    """`python -m tightfit train ARGUMENTS`, in a process that has imported it already."""
+    if torch.cuda._is_in_bad_fork():  # an import of the server's has opened the GPU, which is no use after a fork
+        os.execv(sys.executable, [sys.executable, "-m", "tightfit", "train", *arguments])
+    sys.argv = ["tightfit", "train", *arguments]
+    runpy.run_module("tightfit", run_name="__main__")
+
+
+def run_processes(
+    function: Callable[..., None], arguments: Sequence[Any], world: int, restarts: int, run: Path
+) -> int | None:
+    """Call `function(*arguments)` once per rank; a rank that fails is named, with what can be resumed from."""
+    failures: dict[int, int] = {}
+    with _requests() as asked:
+        for attempt in range(restarts + 1):
+            failures = _attempt(attempt, function, arguments, world, asked)
+            if asked:
+                return asked[0]
+            if not failures:
+                return None
+    rank = _cause(failures)
+    raise UserError(
+        f"rank {rank} ended with {_ending(failures[rank])}, and the other ranks with it; {what_is_safe(run)}; "
+        "add --resume to go on"
+    )
+
+
+@contextmanager
+def _requests() -> Iterator[list[int]]:
+    """The signals that have asked us to stop, while somebody looks."""
+    asked: list[int] = []
+    previous = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in STOPPING}
     try:
-        elastic_launch(config, command[0])(*command[1:])
-    except SignalException as stopped:  # the agent has passed it on and waited for the ranks
-        return int(stopped.sigval)
-    except ChildFailedError as error:
-        rank, failure = _cause(error)
-        raise UserError(
-            f"rank {rank} ended with {_ending(failure)}, and the other ranks with it; {what_is_safe(run)}; "
-            "add --resume to go on"
-        ) from None
-    return None
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that died, where others were seen to fail in the same moment because of it; else the first to fail."""
-    died = [rank for rank, failure in error.failures.items() if -failure.exitcode in DEATHS]
-    return (died[0], error.failures[died[0]]) if died else error.get_first_failure()
+def _attempt(
+    attempt: int, function: Callable[..., None], arguments: Sequence[Any], world: int, asked: list[int]
+) -> dict[int, int]:
+    """All ranks until they have ended: the exit codes of those that were first to fail."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # where they meet; of this attempt
+    given = (_environment(attempt, world, store.port), function, *arguments)
+    with Forked(world, _rank, given, MODULES) as processes:
+        while not asked and not processes.failures and processes.wait(LOOK_S):
+            pass
+        failures = processes.failures
+        processes.end(signal.SIGINT if signal.SIGINT in asked else signal.SIGTERM)
+    return failures
 
 
-def _ending(failure: ProcessFailure) -> str:
-    if failure.exitcode >= 0:
-        return f"exit code {failure.exitcode}"
-    return f"signal {-failure.exitcode} ({failure.signal_name()})"
+def _environment(attempt: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun tells its processes, and torch and DeepSpeed read."""
+    numbers = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
+    words = {
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+    }
+    return {name: str(value) for name, value in numbers.items()} | words
+
+
+def _rank(rank: int, environment: dict[str, str], function: Callable[..., None], *arguments: Any) -> None:
+    os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    share_threads(int(environment["WORLD_SIZE"]))
+    function(*arguments)
+
+
+def _cause(failures: dict[int, int]) -> int:
+    """The rank that died, where others were seen to fail in the same moment because of it; else the first of them."""
+    return next((rank for rank, code in failures.items() if -code in DEATHS), min(failures))
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"

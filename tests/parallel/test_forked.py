@@ -1,0 +1,145 @@
+"""Forked processes: what their end tells, who ends them, and what no signal ends. None of it needs torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+FUNCTIONS = """
+import multiprocessing, os, pathlib, signal, sys, time
+from tightfit.parallel.forked import Forked, start_server
+
+def wait(rank, folder, *codes):
+    # until asked to stop, which it tells; or ends as it was told to
+    folder = pathlib.Path(folder)
+    def stop(number, frame):
+        (folder / f"asked-{rank}").write_text(str(number))
+        sys.exit(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    (folder / f"pids-{rank}.part").write_text(f"{os.getpid()} {os.getppid()}")
+    (folder / f"pids-{rank}.part").rename(folder / f"pids-{rank}")
+    if codes and codes[rank] < 0:
+        os.kill(os.getpid(), -codes[rank])
+    if codes and codes[rank] > 0:
+        sys.exit(codes[rank])
+    time.sleep(600)
+
+def main(folder, *codes):
+    with Forked(2, wait, (folder, *map(int, codes)), ["functions"]) as processes:
+        while processes.wait() and not processes.failures:
+            pass
+        print(processes.failures, "torch" in sys.modules)
+
+def another():
+    # somebody else's process of the same server, asked to stop
+    start_server([])
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    process.start()
+    process.terminate()
+    process.join(30)
+    print(process.exitcode)
+    process.kill()
+"""
+BOUND_S = 60
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    made: list[subprocess.Popen[str]] = []
+
+    def started(*codes: int, function: str = "main") -> subprocess.Popen[str]:
+        given = (str(tmp_path), *codes) if function == "main" else ()
+        code = f"import functions; functions.{function}(*{given!r})"
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+        command = [sys.executable, "-c", code]
+        made.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        )
+        return made[-1]
+
+    yield started
+    for process in made:
+        process.kill()
+
+
+def until(condition: Callable[[], object]) -> bool:
+    limit = time.monotonic() + BOUND_S
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def pids(folder: Path) -> tuple[list[int], int]:
+    """Those of the processes, and of the server they were forked from."""
+    assert until(lambda: all((folder / f"pids-{rank}").exists() for rank in range(2)))
+    found = [[int(word) for word in (folder / f"pids-{rank}").read_text().split()] for rank in range(2)]
+    assert found[0][1] == found[1][1]
+    return [own for own, _ in found], found[0][1]
+
+
+def asked(folder: Path) -> list[str]:
+    return [(folder / f"asked-{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("code", [3, -signal.SIGKILL])
+def test_the_end_of_one_is_told_and_ends_the_other(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, code: int
+) -> None:
+    told, _ = start(0, code).communicate(timeout=BOUND_S)
+    assert told.split("\n")[0] == f"{{1: {code}}} False"
+    assert (tmp_path / "asked-0").read_text() == str(int(signal.SIGTERM))
+
+
+def test_a_signal_to_all_leaves_the_server_and_comes_once(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Ctrl-C, which a terminal sends to the whole group, and SIGTERM to each, as Slurm does."""
+    process = start()
+    _, server = pids(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(BOUND_S) != 0
+    assert asked(tmp_path) == [str(int(signal.SIGTERM))] * 2, "from who started them, not from the terminal"
+    assert until(lambda: not alive(server))
+
+
+def test_the_server_is_not_ended_by_who_asks_everybody_to_stop(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start()
+    ranks, server = pids(tmp_path)
+    for pid in (server, *ranks):
+        os.kill(pid, signal.SIGTERM)
+    told, _ = process.communicate(timeout=BOUND_S)
+    assert told == "{} False\n", "exit codes are known, as the server was there to tell"
+    assert asked(tmp_path) == [str(int(signal.SIGTERM))] * 2
+
+
+def test_who_started_them_is_killed_and_nothing_stays(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start()
+    ranks, server = pids(tmp_path)
+    process.kill()
+    process.wait(BOUND_S)
+    assert until(lambda: not any(alive(pid) for pid in (*ranks, server)))
+    assert asked(tmp_path) == [str(int(signal.SIGTERM))] * 2
+
+
+def test_others_of_the_same_server_can_be_asked_to_stop(start: Callable[..., subprocess.Popen[str]]) -> None:
+    told, _ = start(function="another").communicate(timeout=BOUND_S)
+    assert told == f"{-signal.SIGTERM}\n"
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, other than one that nobody has asked about after its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
