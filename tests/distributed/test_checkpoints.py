@@ -1,6 +1,6 @@
 """Checkpoints in pieces: written while training goes on, and read by any layout to the same bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.models.saving import export_model
 
 Make = Callable[[int], Group]
-SMALL = {"source": "tiny-llama", "shape": {"layers": 4, "hidden_size": 32, "mlp_size": 48}}
+SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
 LAYOUTS = {
     "one": {},
     "replicas": {"data": 2},
@@ -50,10 +50,11 @@ def rewritten(group: Make, job: Job, copy: Path) -> dict[str, bytes]:
     return checkpoint_files(checkpoints_of(copy)[-1])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "layouts"), [("fp32", ["one", "tensor and pipeline"]), ("bf16", LAYOUTS)])
 def test_pieces_of_zero_3_on_four_are_read_by_every_layout(
-    group: Make, make: Callable[..., Job], precision: str
+    group: Make, make: Callable[..., Job], precision: str, layouts: Iterable[str]
 ) -> None:
+    """In bf16 there are masters beside all that fp32 has."""
     fields = {"precision": precision, "steps": 1}
     run_on(group, make("whole", LAYOUTS["zero-3"], sharded=False, **fields))
     run_on(group, make("pieces", LAYOUTS["zero-3"], **fields))
@@ -61,9 +62,9 @@ def test_pieces_of_zero_3_on_four_are_read_by_every_layout(
     assert len(list((found / "sharded").glob("*.distcp"))) == 4, "every rank writes"
     assert not list(found.glob("*.safetensors"))
     expected = rewritten(group, make("whole", **fields), make("copy of whole").output)
-    for name, layout in LAYOUTS.items():
+    for name in layouts:
         copy = make(f"copy by {name}").output
-        assert rewritten(group, make("pieces", layout, **fields), copy) == expected, name
+        assert rewritten(group, make("pieces", LAYOUTS[name], **fields), copy) == expected, name
 
 
 @pytest.mark.parametrize("name", ["replicas", "tensor and pipeline"])

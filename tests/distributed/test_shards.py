@@ -78,6 +78,21 @@ def parts_and_wholes(case: Case) -> tuple[Parts, dict[str, Tensor], dict[str, Te
     return held(narrow), {name: whole(tensor) for name, tensor in narrow.items()}, here
 
 
+def test_parts_that_are_missing_or_not_alike_are_found() -> None:
+    """Which no comparison of what was put together would show."""
+    row = torch.arange(4.0)
+    upper, other = Parts([("x", torch.Size((2, 4)), ((0, 1), (0, 4)), row.dtype)], {row.dtype: row}), held({"x": row})
+    lower = replace(upper, entries=[("x", torch.Size((2, 4)), ((1, 1), (0, 4)), row.dtype)])
+    assert united([upper, lower, upper])["x"].tolist() == [[0, 1, 2, 3]] * 2
+    for parts, words in (
+        ([upper], "no rank has some elements"),
+        ([upper, lower, replace(upper, values={row.dtype: -row})], "ranks differ in x"),
+        ([upper, other], "x of rank 1 is"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            united(parts)
+
+
 def test_rows_are_copied_where_they_are(group: Make) -> None:
     assert group(4).run(copy_rows) == [True] * 4
 
