@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.hf.models import VOCABULARY, gradients, make_batch, make_model, make_twins
 from tightfit.hf import accelerate, undo
@@ -22,13 +22,13 @@ COMMON: dict[str, Any] = {
 
 
 def dataset(rows: list[dict[str, Any]]) -> Any:
-    """Imported here, as PEFT and TRL are below, because it takes seconds, of the worker that runs this alone."""
+    """Imported here, as trainers are where they are used: that takes seconds, of the worker that runs this alone."""
     import datasets
 
     return datasets.Dataset.from_list(rows)
 
 
-def losses(trainer: Trainer) -> list[float]:
+def losses(trainer: "transformers.Trainer") -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -37,10 +37,10 @@ def test_trainer(tmp_path: Path) -> None:
     """Real steps with gradient accumulation (the loss's divisor is the trainer's then) and checkpointed layers."""
     made = {}
     for name, model in zip(("plain", "ours"), make_twins("llama"), strict=True):
-        options = TrainingArguments(
+        options = transformers.TrainingArguments(
             str(tmp_path / name), gradient_accumulation_steps=2, gradient_checkpointing=True, **COMMON
         )
-        trainer = Trainer(model, options, train_dataset=dataset(ROWS))
+        trainer = transformers.Trainer(model, options, train_dataset=dataset(ROWS))
         made[name] = losses(trainer)
     assert len(made["ours"]) == 3
     np.testing.assert_allclose(made["ours"], made["plain"], rtol=1e-4)
@@ -53,8 +53,8 @@ def test_trainer_evaluation_and_metrics(tmp_path: Path) -> None:
         heads: list[int] = []
         model.lm_head.register_forward_hook(lambda module, args, out, heads=heads: heads.append(out.ndim))
         for metrics in (None, lambda pair: {"accuracy": float((pair.predictions.argmax(-1) == pair.label_ids).mean())}):
-            trainer = Trainer(
-                model, TrainingArguments(str(tmp_path), **COMMON), eval_dataset=dataset(ROWS),
+            trainer = transformers.Trainer(
+                model, transformers.TrainingArguments(str(tmp_path), **COMMON), eval_dataset=dataset(ROWS),
                 compute_metrics=metrics,
             )  # fmt: skip
             seen[name] = {k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_accuracy")}
