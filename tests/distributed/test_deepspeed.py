@@ -5,7 +5,6 @@ are this module's own: DeepSpeed is imported by nobody else.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.group import Group
 from tests.plan.questions import planned
+from tests.programs import run_forked
 from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
@@ -183,8 +183,7 @@ def test_one_process_keeps_the_optimizer_on_the_host_and_prints_nothing_else(mak
     job = make("single", "deepspeed", data=1, zero=0, levers={"offload": "optimizer"})
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps(job.model_dump(mode="json")))
-    command = [sys.executable, "-m", "tightfit", "train", str(file), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step"] == STEPS
+    code, said, told = run_forked(tmp_path, "train", str(file), "--json")
+    assert code == 0, told
+    assert json.loads(said)["step"] == STEPS
     assert_same_run(job.output, alone(make, "ours", {"zero": 0}))

@@ -43,6 +43,11 @@ def launch(
     changes = [word for text in overrides for word in ("-o", text)]
     arguments = [str(job), *changes, *(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
 
+    from tightfit.parallel.forked import TRAINING, start_server
+
+    if nodes == 1:
+        start_server(TRAINING)  # which imports while we do
+
     from tightfit.train.launching import launch as start
     from tightfit.train.launching import torchrun_line
 

@@ -24,6 +24,8 @@ from typing import Any, Self
 Target = Callable[..., None]
 STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 REACHABLE = "tightfit.parallel.reachable"
+TRAINING = ("tightfit.train.loop", "transformers.models.auto.tokenization_auto", "tightfit.report.run")
+"""What a rank that trains would import: named here, as a program has its server import it before it does so itself."""
 PATIENCE_S = 30.0
 """How long processes that were asked to stop may take: a step, and a checkpoint."""
 

@@ -25,14 +25,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.parallel.forked import STOPPING, Forked
+from tightfit.parallel.forked import STOPPING, TRAINING, Forked
 from tightfit.parallel.processes import share_threads
 from tightfit.train.checkpoint import what_is_safe
 from tightfit.train.precision import choose_device
 
 PORT = 29500
-MODULES = ("tightfit.train.loop", "transformers.models.auto.tokenization_auto", "tightfit.report.run")
-"""What a rank would import, most of it by itself; the tokenizer's when it is asked for."""
 DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 """Signals that end a process from outside or by a fault of its own; others fail because of it, a moment later."""
 LOOK_S = 0.2
@@ -109,7 +107,7 @@ def _attempt(
     """All ranks until they have ended: the exit codes of those that were first to fail."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # where they meet; of this attempt
     given = (_environment(attempt, world, store.port), function, *arguments)
-    with Forked(world, _rank, given, MODULES) as processes:
+    with Forked(world, _rank, given, TRAINING) as processes:
         while not asked and not processes.failures and processes.wait(LOOK_S):
             pass
         failures = processes.failures

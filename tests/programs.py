@@ -1,0 +1,25 @@
+"""`tightfit …` as a program of its own, but forked from the server that has imported what it needs."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from tests.distributed.group import PRELOADED
+from tightfit.parallel.forked import Forked
+
+
+def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, and all that was written to stdout and stderr, also by what is not Python."""
+    with Forked(1, _run, (str(folder), arguments), PRELOADED) as program:
+        while program.wait():
+            pass
+        code = program.failures.get(0, 0)
+    return code, *((folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+
+
+def _run(rank: int, folder: str, arguments: tuple[str, ...]) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    sys.argv = ["tightfit", *arguments]
+    runpy.run_module("tightfit", run_name="__main__")
