@@ -1,7 +1,6 @@
 """The equivalence gate: silent where ranks train as one process does; where a split is broken it says so, and where."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,10 +40,10 @@ SHARDS = Layout(data=2, zero=3, micro_batch=2)
 HYBRID = Layout(data=4, zero=2, shard_inside=2, micro_batch=2)
 
 
-def judge(subject: Subject, fault: str | None = None) -> Verdict:
+def judge(subject: Subject, fault: str | None = None, steps: int | None = None) -> Verdict:
     """The verdict of all ranks, with a fault in the splitting where one is asked for: it shows in the first step."""
     with FAULTS[fault]() if fault else patch.object(sys, "argv", sys.argv):
-        return compare(subject, mesh_of(subject.layout), torch.device("cpu"), steps=1 if fault else 2)
+        return compare(subject, mesh_of(subject.layout), torch.device("cpu"), steps=steps or (1 if fault else 2))
 
 
 def subject(layout: Layout, **changes: Any) -> Subject:
@@ -297,17 +296,16 @@ def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str, layout: Lay
     assert (ours.kv_heads < layout.tensor) == (theirs.kv_heads < layout.tensor)
     assert (ours.experts is None) == (theirs.experts is None)
     assert ours.vocab_size % 2 == theirs.vocab_size % 2
-    assert group(4).run(judge, small)[0].same
+    assert group(4).run(judge, small, None, 1)[0].same
 
 
+@pytest.mark.usefixtures("server")
 def test_the_verb_starts_its_own_processes(tmp_path: Path) -> None:
+    """Of the server that other tests fork from; test_launching.py has a program with a server of its own do it."""
     job = tmp_path / "job.yaml"
     job.write_text("model: tiny-llama\ndata: notes.txt\noutput: out\nsteps: 1\nlayout: {tensor: 2, micro_batch: 4}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "tightfit", "check", str(job), "--tiny", "--steps", "1", "--json"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["check", str(job), "--tiny", "--steps", "1", "--json"])
+    assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["same"] is True
     assert (told["ranks"], told["steps"], told["layout"]["tensor"]) == (2, 1, 2)
