@@ -47,7 +47,7 @@ CASES = {
     "zero-bubble": Piped(schedule="zero-bubble"),
     "zero-bubble-four": Piped(pipeline=4, micro_batch=1, schedule="zero-bubble"),
     "1f1b-four": Piped(pipeline=4, micro_batch=1),
-    **{f"{schedule}-tied": Piped(spec=DEEP_TIED, schedule=schedule) for schedule in SCHEDULES},
+    **{f"{schedule}-tied": Piped(spec=DEEP_TIED, schedule=schedule) for schedule in SCHEDULES if schedule != "1f1b"},
     "interleaved-tied": Piped(spec=DEEP_TIED, schedule="interleaved", stages_per_rank=2),
     **{
         f"{schedule}-checkpointed": Piped(schedule=schedule, levers=Levers(checkpoint_every=1))
@@ -63,27 +63,22 @@ CASES = {
     "tiled": Piped(levers=Levers(tiles=2)),
     "gemma": Piped(spec=replace(GEMMA, layers=5)),
     "learned-positions": Piped(spec=replace(GPT2, layers=5)),
-    **{f"data-zero-{zero}": Piped(data=2, zero=zero, micro_batch=1) for zero in (0, 1)},
-    **{f"data-zero-{zero}-tied": Piped(spec=DEEP_TIED, data=2, zero=zero, micro_batch=1) for zero in (0, 1)},
-    "data-zero-1-clipped": Piped(data=2, zero=1, micro_batch=1, settings=CLIPPED),
+    "data-zero-0": Piped(data=2, micro_batch=1),
+    **{
+        f"data-zero-{zero}-clipped-tied": Piped(spec=DEEP_TIED, data=2, zero=zero, micro_batch=1, settings=CLIPPED)
+        for zero in (0, 1)
+    },
     "data-zero-1-interleaved": Piped(data=2, zero=1, micro_batch=1, schedule="interleaved", stages_per_rank=2),
     "data-zero-1-zero-bubble": Piped(data=2, zero=1, micro_batch=1, schedule="zero-bubble"),
     "data-zero-1-checkpointed": Piped(data=2, zero=1, micro_batch=1, levers=Levers(checkpoint_every=2)),
     "data-zero-0-zero-bubble": Piped(data=2, micro_batch=1, schedule="zero-bubble"),
-    **{
-        f"tensor{name}": Piped(spec=spec, tensor=2, sequence_parallel=parts, schedule=schedule)
-        for name, spec, parts, schedule in (
-            ("", DEEP, False, "1f1b"),
-            ("-sequence", DEEP, True, "1f1b"),
-            ("-sequence-tied", DEEP_TIED, True, "gpipe"),
-            ("-sequence-zero-bubble", DEEP, True, "zero-bubble"),
-        )
-    },
+    "tensor": Piped(tensor=2, sequence_parallel=False),
+    "tensor-sequence-zero-bubble": Piped(tensor=2, schedule="zero-bubble"),
     "tensor-sequence-checkpointed": Piped(tensor=2, levers=Levers(checkpoint_every=1)),
     "tensor-interleaved": Piped(tensor=2, schedule="interleaved", stages_per_rank=2),
-    "tensor-clipped": Piped(tensor=2, spec=DEEP_TIED, settings=CLIPPED),
-    "tensor-data-zero-1": Piped(tensor=2, data=2, zero=1, micro_batch=1, steps=2),
-    "tensor-data-zero-0-tied": Piped(spec=DEEP_TIED, tensor=2, data=2, micro_batch=1, steps=2),
+    "tensor-clipped-tied": Piped(tensor=2, spec=DEEP_TIED, schedule="gpipe", settings=CLIPPED),
+    "tensor-data-zero-1": Piped(spec=replace(DEEP, layers=3), tensor=2, data=2, zero=1),
+    "tensor-data-zero-0-tied": Piped(spec=replace(DEEP_TIED, layers=3), tensor=2, data=2),
 }
 
 

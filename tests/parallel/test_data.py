@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -50,8 +51,8 @@ def sent_in_a_step(case: Case) -> tuple[Counter[tuple[str, torch.dtype]], Decode
     with fake_group(WORLD):
         mesh = make_mesh(case.layout, "cpu")
         decoder, module, optimizer = build(case, mesh)
-        for _ in range(3):
-            with Traffic() as traffic:
+        for watch in (*[nullcontext()] * 2, traffic := Traffic()):
+            with watch:
                 train_step(module, optimizer, micro_batches(case, 0, 0), CPU, 1e-3, LossScale(), ranks=Ranks.of(mesh))
         return traffic.elements, decoder
 
@@ -60,7 +61,7 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize("micro_batches_each", [1, 3])
+@pytest.mark.parametrize("micro_batches_each", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
 def test_traffic_is_what_the_table_says(precision: str, micro_batches_each: int) -> None:
     narrow = torch.float32 if precision == "fp32" else torch.bfloat16
