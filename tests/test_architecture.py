@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.group import PRELOADED
+from tightfit.parallel.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
@@ -89,8 +90,8 @@ def import_all(names: list[str]) -> None:
 def test_no_module_initialises_cuda_or_imports_deepspeed() -> None:
     names = [f"tightfit.{name}" for name in modules() if name not in ("__main__", "__init__")]
     assert "tightfit.train.loop" in names
+    start_server(PRELOADED)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=import_all, args=(names,))
     process.start()
     process.join()

@@ -23,6 +23,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.parallel.forked import start_server
 from tightfit.train import loop
 from tightfit.train.checkpoint import latest_checkpoint
 from tightfit.train.loop import run_job
@@ -160,8 +161,8 @@ def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
     """Twenty kills at random instants; with a save after every step most of them fall into saving."""
     job, straight = (make(name, steps=40, saving={"every": 1, "keep": 2}, **SMALL) for name in ("killed", "straight"))
     expected = checkpoint_files(run_job(straight, quiet=True).checkpoint)
+    start_server(PRELOADED)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     chance = random.Random(7)
     fields, kills, reached = job.model_dump(mode="json"), 0, 0
     while kills < 20:

@@ -16,6 +16,7 @@ from tests.distributed.group import PRELOADED
 from tests.train.jobs import tokenize_slowly
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.parallel.forked import start_server
 from tightfit.train.data import shards, texts
 from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.data.token_store import TokenStore
@@ -169,8 +170,8 @@ def test_errors_leave_nothing_behind(data: Path, tokenizer: Tokenizer) -> None:
 def start(data: Path, tokenizer: Tokenizer, seconds_per_text: float) -> tuple[BaseProcess, Connection]:
     """A process that tokenizes, and the end of a pipe to receive its fingerprint from."""
     tokenizer.save(data.parent / "tokenizer")
+    start_server(PRELOADED)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     given = (data, data.parent / "tokenizer", seconds_per_text, theirs)
     process = context.Process(target=tokenize_slowly, args=given)
