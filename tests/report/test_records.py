@@ -28,6 +28,7 @@ def test_newest_rows_beside_peers_and_predictions(tmp_path: Path) -> None:
     away = {"levers": "offload=optimizer update_in_backward=True", "host_gib": "35.906"}
     path = written(
         tmp_path / "levers.csv",
+        {"case": "8b-24gb", "fitted": "1", "levers": "checkpoint_every=1"},
         {"case": "8b-24gb", "fitted": "1", "levers": "offload_keep_bytes=5000000000"},
         {"case": "3b-offload", **away, "step_s": "2.0"},
         {

@@ -45,7 +45,7 @@ class Levers(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How updated bf16 weights without masters are rounded; `stochastic` keeps small updates, on average."""
     update_in_backward: bool = False
-    """Update each weight as soon as its gradient is complete, then free that; clips by the norm of the step before."""
+    """Update each weight as soon as its gradient is complete, then free that; clips by an estimate of the norm."""
 
     matmul: Literal["native", "fp8-tensor", "fp8-row"] = "native"
     """Linear layers' products in the compute dtype, or in fp8 scaled per tensor or per row, which is lossy."""

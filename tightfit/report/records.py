@@ -1,6 +1,7 @@
 """Records as tables: what one GPU trains, beside peers and predictions, from the rows of benchmarks/levers.py.
 
-The newest row of every way counts. A prediction was made by the same program just before its step, so a row shows both.
+The newest row of every way counts; what the planner picks is one way, whatever it picks. A prediction was made by the
+same program just before its step, so a row shows both.
 """
 
 import csv
@@ -48,8 +49,13 @@ def read_rows(path: Path, cases: Iterable[str], key: Sequence[str]) -> list[Row]
             rows = list(csv.DictReader(file))
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}); run benchmarks/levers.py first") from None
-    latest = {tuple(row[each] for each in key): row for row in rows}
+    latest = {_key(row, key): row for row in rows}
     return [row for case in cases for row in latest.values() if row["case"] == case]
+
+
+def _key(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
+    picked = row.get("fitted") == "1"
+    return tuple("" if picked and column == "levers" else row[column] for column in columns)
 
 
 def record_rows(path: Path) -> Table:

@@ -42,7 +42,7 @@ from tightfit.train.updaters import FormatUpdater, TorchUpdater, Updater
 
 BUCKET_BYTES = 256 * 2**20
 NO_LEVERS = Levers()
-PREVIOUS_NORM = "previous_norm/all"
+PREVIOUS_NORMS = "previous_norms/all"
 
 
 @dataclass
@@ -222,7 +222,7 @@ class MasterAdamW:
                     held = like_shard(tensor, parameter) if is_shard(parameter) else tensor
                     yield f"{kind}/{name}", described(held, self.splits.get(name))
         if self.in_backward is not None:
-            yield PREVIOUS_NORM, self.in_backward.previous_norm
+            yield PREVIOUS_NORMS, self.in_backward.previous_norms
 
     @torch.no_grad()
     def load_state(self, saved: Mapping[str, Tensor], source: str) -> None:
