@@ -47,7 +47,7 @@ class WeightStream:
 
     def __init__(self, streamed: Sequence[Sequence[Streamed]], dtype: torch.dtype, link: StateLink) -> None:
         self.streamed, self.link, device = streamed, link, link.device
-        self.loader = SideStream(device)
+        self.loader = SideStream(device, first=True)  # its kernels narrow masters, piece by piece
         size = max(sum(_room(each.parameter.numel() * dtype.itemsize) for each in layer) for layer in streamed)
         self.slots = [_Slot(self._memory(size, "weights", "of two layers")) for _ in range(SLOTS)]
         narrowed = any(each.home.tensors[WEIGHT].dtype != dtype for layer in streamed for each in layer)
