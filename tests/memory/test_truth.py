@@ -1,19 +1,16 @@
 """The truth tables stay true: stored predictions are those of today's code, and near enough to what was measured.
 
 A code change that moves a prediction needs a new measurement beside it. Formulas and costs are made anew for every row
-of every table; the simulation as well, on two processes, with deep models from shallow ones (to 0.3 %, see
-test_simulation.py), of levers and splits for the rows of SIMULATED. What the allocator reserves depends on every layer:
-for the rows of REPLAYED it is replayed in full.
+of every table; the simulation as well, with deep models from shallow ones (to 0.3 %, see test_simulation.py), of levers
+and splits for the rows of SIMULATED. What the allocator reserves depends on every layer: for the rows of REPLAYED it is
+replayed in full.
 """
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from tests.distributed.group import PRELOADED
 from tightfit.bench.memory_truth import GIB, Prediction, formulas, predict
 from tightfit.bench.memory_truth_case import Case
 from tightfit.hardware.machine import parse_machine
@@ -64,19 +61,15 @@ def rows() -> list[Row]:
     return table("memory_truth")
 
 
-def simulated(row: Row, direct_layers: int) -> Prediction:
-    """What a worker makes of a row."""
-    torch.set_num_threads(1)
-    streams = "offload=weights" in row.get("more", "")  # whose fullest moment is another in a model of a few layers
-    rehearsal.DIRECT_LAYERS = 48 if streams else direct_layers
-    return predict(Case.of_row(row), MACHINE)
-
-
-def predictions(rows: Sequence[Row], direct_layers: int) -> list[Prediction]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with context.Pool(2) as workers:
-        return workers.starmap(simulated, [(row, direct_layers) for row in rows], chunksize=1)
+def predictions(rows: Sequence[Row], direct_layers: int, monkeypatch: pytest.MonkeyPatch) -> list[Prediction]:
+    """What is predicted of each row now, of models of more than `direct_layers` layers from shallow ones."""
+    made = []
+    for row in rows:
+        streams = "offload=weights" in row.get("more", "")  # whose fullest moment is another in a model of a few layers
+        with monkeypatch.context() as patched:
+            patched.setattr(rehearsal, "DIRECT_LAYERS", rehearsal.DIRECT_LAYERS if streams else direct_layers)
+            made.append(predict(Case.of_row(row), MACHINE))
+    return made
 
 
 def moved(rows: Sequence[Row], column: str, now: Callable[[int], float | None]) -> list[str]:
@@ -124,24 +117,39 @@ def first_of_each(name: str) -> list[Row]:
     return [found[words] for words in SIMULATED[name]]
 
 
-@pytest.mark.parametrize("name", FLAGS)
-def test_simulated_peaks_are_what_the_table_says(name: str) -> None:
-    kept = first_of_each(name) if name in SIMULATED else table(name)
-    now = predictions(kept, SHALLOW)
+def chosen(name: str) -> list[Row]:
+    """The rows of a table that are simulated here."""
+    return first_of_each(name) if name in SIMULATED else table(name)
+
+
+def parts() -> list[tuple[str, str]]:
+    """Every table by its models, so that no test takes long."""
+    return [(name, model) for name in FLAGS for model in dict.fromkeys(row["model"] for row in chosen(name))]
+
+
+@pytest.mark.parametrize(("name", "model"), parts())
+def test_simulated_peaks_are_what_the_table_says(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [row for row in chosen(name) if row["model"] == model]
+    now = predictions(kept, SHALLOW, monkeypatch)
     said = moved(kept, "simulated_gib", lambda at: now[at].simulated_bytes / GIB)
     if name == "lever_truth":
         away = [at for at, row in enumerate(kept) if float(row["simulated_host_gib"])]
-        assert away
         said += moved(
             [kept[at] for at in away], "simulated_host_gib", lambda at: now[away[at]].simulated_host_bytes / GIB
         )
     assert not said, sentence(name, said)
 
 
-def test_simulated_reserves_are_what_the_table_says(rows: list[Row]) -> None:
+def test_rows_enough_are_simulated() -> None:
+    assert len(chosen("memory_truth")) > 50
+    assert len(parts()) > len(FLAGS)
+    assert any(float(row["simulated_host_gib"]) for row in chosen("lever_truth"))
+
+
+def test_simulated_reserves_are_what_the_table_says(rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [row for row in rows if Case.of_row(row) in REPLAYED]
     assert len(kept) == len(REPLAYED)
-    now = predictions(kept, rehearsal.DIRECT_LAYERS)
+    now = predictions(kept, rehearsal.DIRECT_LAYERS, monkeypatch)
     said = moved(kept, "simulated_gib", lambda at: now[at].simulated_bytes / GIB)
     said += moved(kept, "simulated_reserved_gib", lambda at: now[at].simulated_reserved_bytes / GIB)
     assert not said, sentence("memory_truth", said)
