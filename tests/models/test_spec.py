@@ -6,6 +6,7 @@ import pytest
 
 from tightfit.errors import UserError
 from tightfit.models.presets import preset
+from tightfit.models.resolve import reshaped
 from tightfit.models.spec import Experts, ModelSpec, Rope
 
 SPEC = ModelSpec(
@@ -72,3 +73,14 @@ def test_impossible_shapes(change, message):
 
 def test_specs_can_be_compared_and_hashed():
     assert len({preset("phi-4-mini"), preset("phi-4-mini"), preset("gpt2")}) == 2
+
+
+def test_sizes_are_changed_by_name() -> None:
+    spec = preset("tiny-llama")
+    made = reshaped(spec, {"layers": 3, "tied": 1}, "tiny-llama")
+    assert (made.layers, made.tied) == (3, True)
+    assert isinstance(made.tied, bool)
+    assert reshaped(made, {"layers": spec.layers, "tied": int(spec.tied)}, "tiny-llama") == spec
+    for changes, words in (({"wheels": 4}, "wheels is not a size"), ({"tied": 2}, "tied is 2")):
+        with pytest.raises(UserError, match=words):
+            reshaped(spec, changes, "tiny-llama")

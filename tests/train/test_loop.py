@@ -360,6 +360,8 @@ def test_metrics_rows_beyond_the_checkpoint_are_dropped_on_resume(make: Make) ->
         ),
         ({"model": {"source": "tiny-llama", "shape": {"wheels": 4}}}, ["wheels"]),
         ({"model": {"source": "tiny-llama", "shape": {"heads": 3}}}, ["3"]),
+        ({"model": {"source": "tiny-llama", "shape": {"rope": 3}}}, ["rope"]),
+        ({"model": {"source": "tiny-llama", "shape": {"tied": 3}}}, ["tied", "true or false"]),
         ({"tokenizer": {"source": "model"}}, ["tiny-llama", "tokenizer"]),
         ({"tokenizer": {"source": "/nowhere"}}, ["/nowhere"]),
     ],

@@ -1,6 +1,5 @@
 """`tightfit plan`: will it fit, how, and how fast."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -103,12 +102,12 @@ def _question(
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
-    from tightfit.models.resolve import resolve_spec
+    from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
     from tightfit.plan.pins import parse_pins
 
     job: dict[str, Any] = {}
-    shape: dict[str, Any] = {}
+    shape: dict[str, int] = {}
     if model.endswith(JOB_FILES):
         from tightfit.jobs.load import load_job
 
@@ -118,7 +117,7 @@ def _question(
         seq, precision = seq or loaded.data.sequence_length, precision or _known(loaded.precision)
         rows = rows or (None if batch_tokens else loaded.global_batch)
         steps, model, shape = steps or loaded.steps, loaded.model.source, loaded.model.shape
-    spec = replace(resolve_spec(model), **shape)
+    spec = reshaped(resolve_spec(model), shape, model)
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
     workload = make_workload(
         spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision

@@ -1,6 +1,8 @@
 """From what a user typed to a ModelSpec: a preset's name, a directory with a config.json, or that file itself."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,19 @@ def resolve_spec(source: str) -> ModelSpec:
             f"{_shown(source)} is neither a model preset nor a directory with a config.json; {_fix(source)}"
         )
     return spec_from_config(read_config(path), str(path))
+
+
+def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelSpec:
+    """`spec`, which `source` names, with some of its sizes (or what it either has or has not) changed."""
+    made: dict[str, Any] = {}
+    for name, value in changes.items():
+        old = getattr(spec, name, None) if name in ModelSpec.__dataclass_fields__ else None
+        if not isinstance(old, int):
+            raise UserError(f"model.shape.{name} is not a size of a model; see `tightfit models {source}`")
+        if isinstance(old, bool) and value not in (0, 1):
+            raise UserError(f"model.shape.{name} is {value}, but a model has that or not; say true or false")
+        made[name] = type(old)(value)
+    return replace(spec, **made)
 
 
 def read_config(path: Path) -> Any:

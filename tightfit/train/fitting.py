@@ -6,7 +6,6 @@ alike, so they count with all of the card. Nothing lossy is chosen.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import peak
 from tightfit.models.loading import source_spec
+from tightfit.models.resolve import reshaped
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.answer import Answer, Question, answer
 from tightfit.plan.cost import Costs
@@ -91,10 +91,10 @@ def fit_machine(job: Job, machine: Machine, precision: PrecisionName) -> Fitted:
 
 def job_spec(job: Job) -> ModelSpec:
     """The shape that will be trained; a tokenizer that is still to be trained is taken to fill its vocabulary."""
-    shape: dict[str, Any] = {**job.model.shape}
+    shape = {**job.model.shape}
     if job.tokenizer.source == "train":
         shape["vocab_size"] = -(-job.tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return replace(source_spec(job.model.source), **shape)
+    return reshaped(source_spec(job.model.source), shape, job.model.source)
 
 
 def _pins(job: Job) -> Pins:

@@ -27,6 +27,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_sharded, has_weights, load_into, load_source_tokenizer, source_spec
+from tightfit.models.resolve import reshaped
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.parallel.ranks import Ranks
@@ -164,13 +165,11 @@ def _place(device: torch.device, ranks: Ranks) -> str:
 def _spec(job: Job) -> ModelSpec:
     """The model's shape with the job's changes, if it can take the job's rows."""
     spec = source_spec(job.model.source)
-    if unknown := sorted(set(job.model.shape) - set(ModelSpec.__dataclass_fields__)):
-        raise UserError(f"model.shape.{unknown[0]} is not a size of a model; see `tightfit models {job.model.source}`")
     if _wants_weights(job) and job.model.shape:
         raise UserError(
             f"model.shape changes {job.model.source}, whose weights then do not fit; set model.weights=random"
         )
-    spec = replace(spec, **job.model.shape)  # type: ignore[arg-type]
+    spec = reshaped(spec, job.model.shape, job.model.source)
     if job.data.sequence_length > spec.max_positions:
         raise UserError(
             f"data.sequence_length is {job.data.sequence_length}, but {job.model.source} has {spec.max_positions} "

@@ -17,6 +17,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.loading import source_spec
+from tightfit.models.resolve import reshaped
 from tightfit.models.spec import Experts, ModelSpec
 from tightfit.plan.job import PLAN_SUFFIX, job_of_plan
 from tightfit.plan.plan import Plan
@@ -72,7 +73,7 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> Subject:
 
 def subject_of(job: Job) -> Subject:
     """What `job` trains."""
-    spec = replace(source_spec(job.model.source), **job.model.shape)  # type: ignore[arg-type]
+    spec = reshaped(source_spec(job.model.source), job.model.shape, job.model.source)
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
     return Subject(
         spec, job.layout, job.levers, _few(job.accumulation), job.data.sequence_length, settings=settings, seed=job.seed
