@@ -10,7 +10,6 @@ from tightfit.report.documentation import ROOT
 
 @pytest.mark.usefixtures("server")
 def test_every_schedule_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As its `main` does; that such a script starts processes of its own is seen of fsdp_ratio.py."""
     small = ["--ranks", "2", "--micro-batches", "4", "--forward-ms", "5", "--dry-run"]
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setattr(sys, "argv", ["pipeline_bubble.py", *small])

@@ -1,4 +1,7 @@
-"""Forked processes: what their end tells, who ends them, and what no signal ends. None of it needs torch."""
+"""Forked processes: what their end tells, who ends them, and what no signal ends. None of it needs torch.
+
+They are those of a script that imports a neighbour, as the scripts in benchmarks/ do.
+"""
 
 import os
 import signal
@@ -10,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-FUNCTIONS = """
+SCRIPT = """
 import multiprocessing, os, pathlib, signal, sys, time
+from sibling import SLEEP_S
 from tightfit.parallel.forked import Forked, start_server
 
 def wait(rank, folder, *codes):
@@ -24,14 +28,16 @@ def wait(rank, folder, *codes):
         signal.signal(number, stop)
     (folder / f"pids-{rank}.part").write_text(f"{os.getpid()} {os.getppid()}")
     (folder / f"pids-{rank}.part").rename(folder / f"pids-{rank}")
+    while not all((folder / f"pids-{rank}").exists() for rank in range(2)):
+        time.sleep(0.01)
     if codes and codes[rank] < 0:
         os.kill(os.getpid(), -codes[rank])
     if codes and codes[rank] > 0:
         sys.exit(codes[rank])
-    time.sleep(600)
+    time.sleep(SLEEP_S)
 
 def main(folder, *codes):
-    with Forked(2, wait, (folder, *map(int, codes)), ["functions"]) as processes:
+    with Forked(2, wait, (folder, *map(int, codes)), ["json"]) as processes:
         while processes.wait() and not processes.failures:
             pass
         print(processes.failures, "torch" in sys.modules)
@@ -39,29 +45,29 @@ def main(folder, *codes):
 def another():
     # somebody else's process of the same server, asked to stop
     start_server([])
-    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(SLEEP_S,))
     process.start()
     process.terminate()
     process.join(30)
     print(process.exitcode)
     process.kill()
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
 """
 BOUND_S = 60
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "sibling.py").write_text("SLEEP_S = 600\n")
     made: list[subprocess.Popen[str]] = []
 
     def started(*codes: int, function: str = "main") -> subprocess.Popen[str]:
-        given = (str(tmp_path), *codes) if function == "main" else ()
-        code = f"import functions; functions.{function}(*{given!r})"
-        environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
-        command = [sys.executable, "-c", code]
-        made.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        )
+        given = [str(tmp_path), *map(str, codes)] if function == "main" else []
+        command = [sys.executable, str(tmp_path / "script.py"), function, *given]
+        made.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
         return made[-1]
 
     yield started
