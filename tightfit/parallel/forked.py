@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from types import TracebackType
 from typing import Any, Self
@@ -73,7 +74,8 @@ class Forked:
     def end(self, number: int = signal.SIGTERM) -> None:
         """Ask those that run to stop, and after PATIENCE_S end them."""
         for process in self.running:
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, number)
         limit = time.monotonic() + PATIENCE_S
         while self.running and (left := limit - time.monotonic()) > 0:
             self.wait(left)
