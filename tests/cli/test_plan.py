@@ -207,6 +207,7 @@ def test_the_pages_commands_run_as_written(tightfit: Any, tmp_path: Path, monkey
     assert (tmp_path / "exports" / "torchrun.sh").is_file()
 
 
+@pytest.mark.alone
 def test_planning_needs_no_torch_and_little_time() -> None:
     began = time.perf_counter()
     made = base_install(*EIGHT, "--json")
