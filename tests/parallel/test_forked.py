@@ -115,6 +115,20 @@ def test_a_signal_to_all_leaves_the_server_and_comes_once(
     assert until(lambda: not alive(server))
 
 
+def test_ctrl_c_at_any_instant_of_the_start_leaves_nobody(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Also between the start of the first and of the last, which are then neither waited for nor forgotten."""
+    for instant in range(12):
+        process = start()
+        time.sleep(0.05 + 0.02 * instant)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(BOUND_S) != 0
+        for found in tmp_path.glob("pids-*[01]"):
+            assert until(lambda found=found: not alive(int(found.read_text().split()[0]))), instant
+            found.unlink()
+
+
 def test_the_server_is_not_ended_by_who_asks_everybody_to_stop(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

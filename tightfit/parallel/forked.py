@@ -43,7 +43,8 @@ def start_server(modules: Sequence[str]) -> None:
 
 
 class Forked:
-    """`world` processes that each call `target(rank, *arguments)`; those that still run at the end are ended."""
+    """`with` it, `world` processes that each call `target(rank, *arguments)`; those that still run at its end are
+    ended."""
 
     def __init__(
         self, world: int, target: Target, arguments: Sequence[Any], modules: Sequence[str], *, fresh: bool = False
@@ -53,8 +54,6 @@ class Forked:
             start_server(modules)
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         self.processes = [context.Process(target=_begin, args=(target, rank, *arguments)) for rank in range(world)]
-        for process in self.processes:
-            process.start()
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Until one of those that run has ended, or `limit_s` have passed; whether any still runs."""
@@ -63,8 +62,8 @@ class Forked:
 
     @property
     def running(self) -> list[Any]:
-        """Those that have not ended."""
-        return [process for process in self.processes if process.exitcode is None]
+        """Those that have begun and not ended."""
+        return [process for process in self.processes if process.pid is not None and process.exitcode is None]
 
     @property
     def failures(self) -> dict[int, int]:
@@ -84,6 +83,12 @@ class Forked:
             process.join()
 
     def __enter__(self) -> Self:
+        try:
+            for process in self.processes:
+                process.start()
+        except BaseException:  # Ctrl-C while some run already, which Python would wait for at its own end
+            self.end()
+            raise
         return self
 
     def __exit__(
