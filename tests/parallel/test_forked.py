@@ -67,12 +67,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def started(*codes: int, function: str = "main") -> subprocess.Popen[str]:
         given = [str(tmp_path), *map(str, codes)] if function == "main" else []
         command = [sys.executable, str(tmp_path / "script.py"), function, *given]
-        made.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        made.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_ctrl_c
+            )
+        )  # fmt: skip
         return made[-1]
 
     yield started
     for process in made:
         process.kill()
+
+
+def heed_ctrl_c() -> None:
+    """Which programs in a shell's background do not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def until(condition: Callable[[], object]) -> bool:

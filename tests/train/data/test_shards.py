@@ -169,7 +169,8 @@ def test_errors_leave_nothing_behind(data: Path, tokenizer: Tokenizer) -> None:
 
 def start(data: Path, tokenizer: Tokenizer, seconds_per_text: float) -> tuple[BaseProcess, Connection]:
     """A process that tokenizes, and the end of a pipe to receive its fingerprint from."""
-    tokenizer.save(data.parent / "tokenizer")
+    if not (data.parent / "tokenizer").exists():  # of which another process may be reading
+        tokenizer.save(data.parent / "tokenizer")
     start_server(PRELOADED)
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
