@@ -200,12 +200,15 @@ def _wait_for_progress(run: Path, began: Path | None, process: Any) -> None:
 
 
 def test_termination_request_saves_and_stops(make: Make) -> None:
+    """Asked twice in a moment, as by Slurm and by who started it, it is asked once."""
     job = make(steps=100_000)
 
     def once_training() -> None:
         while len(read_metrics(job.output / "metrics.jsonl")) < 4:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.002)
 
     timer = threading.Thread(target=once_training)
     timer.start()
@@ -215,6 +218,18 @@ def test_termination_request_saves_and_stops(make: Make) -> None:
     assert 0 < result.step < 100_000
     assert result.checkpoint.name == f"step-{result.step:08d}"
     assert result.checkpoint.is_dir()
+
+
+def test_a_second_request_stops_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SAME_REQUEST_S", 0.0)
+
+    def ask_twice(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "train_step", ask_twice)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(make(steps=100_000), quiet=True)
 
 
 def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(

@@ -48,6 +48,9 @@ from tightfit.train.schedule import lr_ratio
 from tightfit.train.shortage import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
 
+SAME_REQUEST_S = 2.0
+"""Within this, signals that ask to stop are one request."""
+
 
 @dataclass
 class RunResult:
@@ -283,11 +286,19 @@ def _evaluation_at_start(run: Path) -> Evaluation | None:
 
 @contextmanager
 def _stop_signals(run: _Run) -> Iterator[None]:
-    """SIGINT and SIGTERM let the current step finish; a second one interrupts at once."""
+    """SIGINT and SIGTERM let the current step finish; another one interrupts at once.
+
+    Those that follow closely are the same request: Slurm asks all processes, and who started a rank passes it on.
+    """
+    began = 0.0
 
     def ask(number: int, _: object) -> None:
+        nonlocal began
+        if run.asked_by is not None and time.monotonic() - began < SAME_REQUEST_S:
+            return
         if run.asked_by is not None:
             raise KeyboardInterrupt
+        began = time.monotonic()
         run.asked_by = number  # of its own: while ranks agree on the last step's, this one must not be lost
         run.progress.say(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
 
