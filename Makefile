@@ -41,7 +41,7 @@ test-gpu: install
 	@$(BIN)/pytest tests/gpu tests/kernels
 
 docs: install
-	@$(BIN)/python -m tightfit.report.documentation
+	@$(BIN)/python -m benchmarks.reports.documentation
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

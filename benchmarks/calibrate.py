@@ -5,8 +5,8 @@ needs to launch layers is the step time of models so narrow that the card waits 
 (memory_truth.py) stay a test of the predictions. Takes under a minute on a GPU. Writes
 benchmarks/results/calibration.csv, which hardware/efficiency.py cites and tests read.
 
-    python benchmarks/calibrate.py
-    python benchmarks/calibrate.py --parts products attention --results DIR
+    python -m benchmarks.calibrate
+    python -m benchmarks.calibrate --parts products attention --results DIR
 
 Kernels are timed as they follow each other in a CUDA graph, where the host is not in the way; attention, whose choice
 of a backend may look at the stream, in a loop. On a CPU all shapes are tiny, to see that it runs.
@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from calibrate_host import launches, link_updates
-from results import RESULTS, append_row
 from torch import Tensor, nn
 
+from benchmarks.calibrate_host import launches, link_updates
+from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.kernels.adamw import Numbers
@@ -32,7 +32,7 @@ from tightfit.kernels.attention import Visibility, attention
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize, quantize_columns, quantize_rows
 from tightfit.levers.host_update import fused_adamw
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

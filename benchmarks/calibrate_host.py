@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from tightfit.bench.memory_truth import filled
+from benchmarks.truth.prediction import filled
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -23,7 +23,7 @@ from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.pins import parse_pins
-from tightfit.train.rehearsal import Program, build
+from tightfit.prove.rehearsal import Program, build
 from tightfit.train.step import ignore
 
 BACK = "update_in_backward=true"

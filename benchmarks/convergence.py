@@ -18,9 +18,9 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from results import RESULTS, append_row
 
-from tightfit.bench.peer_updaters import use_peer
+from benchmarks.peers.updaters import use_peer
+from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer, PrecisionName, Schedule
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -36,7 +36,7 @@ from tightfit.train.data.loader import make_loader
 from tightfit.train.data.shards import prepare_text
 from tightfit.train.data.sources import find_sources
 from tightfit.train.data.texts import read_texts
-from tightfit.train.optimizer import NO_LEVERS, MasterAdamW
+from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
 from tightfit.train.precision import LossScale
 from tightfit.train.schedule import lr_ratio
 from tightfit.train.step import train_step

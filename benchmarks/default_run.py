@@ -1,6 +1,6 @@
 """The embedded job as `make run` runs it: what it prints, kept for the README, and a row of how it went.
 
-python benchmarks/default_run.py          (two to three minutes on two quiet cores)
+python -m benchmarks.default_run          (two to three minutes on two quiet cores)
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from results import RESULTS, append_row
+from benchmarks.rows import RESULTS, append_row
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "stdlib-loss.png"
 FACTS = {

@@ -2,7 +2,7 @@
 
 The fastest are what `tightfit/kernels/flash_blocks.py` has in its table. 2 × 8192 tokens, 32 heads on 8, bf16, causal.
 
-    python benchmarks/flash_blocks.py --head-dim 64 --head-dim 128
+    python -m benchmarks.flash_blocks --head-dim 64 --head-dim 128
 """
 
 import argparse
@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from results import RESULTS, append_row
 from torch import Tensor
 
-from tightfit.bench.measure import time_step
+from benchmarks.operations.measure import time_step
+from benchmarks.rows import RESULTS, append_row
 from tightfit.kernels.flash_attention import attend, like_rows
 from tightfit.kernels.flash_attention_backward import Given, write_key_gradients, write_query_gradients
 from tightfit.kernels.flash_blocks import Blocks, Problem

@@ -3,11 +3,10 @@
 The model, the text and the loop are convergence.py's; on a CPU products of 8-bit codes are computed in float32. Runs in
 bf16 drift apart by rounding alone: one whose layers work in two tiles, exact but in another order, shows how far.
 
-    python benchmarks/fp8_convergence.py --results DIR
+    python -m benchmarks.fp8_convergence --results DIR
 """
 
-from convergence import Study, Variant, run_study
-
+from benchmarks.convergence import Study, Variant, run_study
 from tightfit.jobs.levers import Levers
 
 STUDY = Study(

@@ -5,8 +5,8 @@ Plain is what torch's own tutorial does: `fully_shard` on every layer and on the
 so that whatever else the machine does falls on both; losses must agree all along. Only ratios are written, to
 benchmarks/results/fsdp_ratio.csv: seconds of two processes on a CPU say nothing about GPUs.
 
-    python benchmarks/fsdp_ratio.py
-    python benchmarks/fsdp_ratio.py --model tiny-llama --rows 1 --length 32 --pairs 3 --dry-run
+    python -m benchmarks.fsdp_ratio
+    python -m benchmarks.fsdp_ratio --model tiny-llama --rows 1 --length 32 --pairs 3 --dry-run
 """
 
 import argparse
@@ -17,22 +17,22 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from results import append_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.rows import append_row
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.launch.together import run_together
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.parallel.mesh import make_mesh
-from tightfit.parallel.processes import run_together
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.assembly import assemble, unfilled
-from tightfit.train.optimizer import decays
+from tightfit.train.optimizer.adamw import decays
 from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, train_step
 

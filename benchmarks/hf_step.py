@@ -3,7 +3,7 @@
 The workload, the loop and the checks are train_step.py's. Liger is optional (`pip install liger-kernel`) and last:
 it replaces a global of transformers' modeling file. Writes benchmarks/results/hf_step.csv.
 
-    python benchmarks/hf_step.py --case h200-1b --case h200-8b
+    python -m benchmarks.hf_step --case h200-1b --case h200-8b
 """
 
 import argparse
@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from results import RESULTS
-from train_step import CASES, Maker, make_ours, make_theirs, run_case
-
+from benchmarks.rows import RESULTS
+from benchmarks.train_step import CASES, Maker, make_ours, make_theirs, run_case
 from tightfit.hf import accelerate
 
 

@@ -6,7 +6,7 @@ summed in another order (two micro-batches instead of one), shows how far that g
 up for a quarter of the run: with 20 steps up to 1e-3 gradients were so steep early on that rounding alone changed the
 norm of one from 7.6 to 5.1, and a single step of two runs differed by 0.9.
 
-    python benchmarks/kernel_convergence.py --results DIR
+    python -m benchmarks.kernel_convergence --results DIR
 """
 
 import argparse
@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from results import RESULTS, append_row
 
+from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer, Schedule
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
@@ -27,7 +27,7 @@ from tightfit.train.data.loader import make_loader
 from tightfit.train.data.shards import prepare_text
 from tightfit.train.data.sources import find_sources
 from tightfit.train.data.texts import read_texts
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
 from tightfit.train.schedule import lr_ratio
 from tightfit.train.step import train_step

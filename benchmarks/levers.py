@@ -2,12 +2,12 @@
 
 Each case is a shape and some ways to train it: ours with given levers (or `fit`: what the planner picks for the card or
 for a smaller one), Hugging Face's model as it is and with Liger, and DeepSpeed with its optimizer on the host, each
-where it is installed. What a row says is in tightfit/bench/record.py. Writes benchmarks/results/levers.csv; `1b-ladder`
-has every lever alone, which `tightfit picture levers` draws; `1b-allocator` is run twice, the second time with
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment.
+where it is installed. What a row says is in benchmarks/records/record.py. Writes benchmarks/results/levers.csv.
+`1b-ladder` has every lever alone, which `python -m benchmarks.pictures levers` draws; `1b-allocator` is run twice, the
+second time with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment.
 
-    python benchmarks/levers.py --case 3b-offload --case 8b-24gb
-    python benchmarks/levers.py --ladder
+    python -m benchmarks.levers --case 3b-offload --case 8b-24gb
+    python -m benchmarks.levers --ladder
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import RESULTS, append_row
 
-from tightfit.bench.peers import is_installed
-from tightfit.bench.record import FIT, Case, Way, row_of, run
+from benchmarks.peers.training_step import is_installed
+from benchmarks.records.record import FIT, Case, Way, row_of, run
+from benchmarks.rows import RESULTS, append_row
 from tightfit.hardware.host import free_host_bytes
 from tightfit.train.fitting import cap_memory
 

@@ -4,7 +4,7 @@ Llama-3.1-8B's shape, one sequence of 32 768 tokens, every layer checkpointed, b
 The allocator notes when Python asks for memory, which is long before the GPU gets there: so that the time axis is the
 GPU's, every launch waits for its kernel (CUDA_LAUNCH_BLOCKING). That costs a few per cent of the step time shown.
 
-    python benchmarks/loss_memory.py --results DIR         (an 80 GB GPU or more; --model and --seq for smaller ones)
+    python -m benchmarks.loss_memory --results DIR         (an 80 GB GPU or more; --model and --seq for smaller ones)
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 
 import torch
-from results import RESULTS, append_row
 
+from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
@@ -25,7 +25,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.report.timeline import Timeline, draw_timelines, recorded
-from tightfit.train.optimizer import MasterAdamW, clip_factor, global_norm
+from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
 
 SETTINGS = Optimizer(lr=1e-5)
 

@@ -4,9 +4,9 @@ Predictions are made first, by formula and by simulation, and need no GPU; then 
 ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/memory_truth.csv,
 lever_truth.csv with `--levers` and split_truth.csv with `--splits`.
 
-    python benchmarks/memory_truth.py predict --predictions FILE     (no GPU; minutes)
-    python benchmarks/memory_truth.py measure --predictions FILE --results DIR     (an H200; minutes)
-    python benchmarks/memory_truth.py repredict      (no GPU: when predictions change and what is measured does not)
+    python -m benchmarks.memory_truth predict --predictions FILE     (no GPU; minutes)
+    python -m benchmarks.memory_truth measure --predictions FILE --results DIR     (an H200; minutes)
+    python -m benchmarks.memory_truth repredict      (no GPU: when predictions change and what is measured does not)
 
 The last appends rows with today's predictions beside the newest measurements; `commit` is the measured code's and
 `predicted_commit` that of the predictions.
@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import RESULTS, append_row
 
-from tightfit.bench.memory_truth import GIB, Measurement, Prediction, measure, predict
-from tightfit.bench.memory_truth_case import Case
-from tightfit.report.results import current_commit
-from tightfit.report.scatter import newest
+from benchmarks.reports.scatter import newest
+from benchmarks.rows import RESULTS, append_row, current_commit
+from benchmarks.truth.case import Case
+from benchmarks.truth.prediction import GIB, Measurement, Prediction, measure, predict
 
 
 def cases() -> Iterator[Case]:

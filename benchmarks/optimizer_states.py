@@ -4,15 +4,15 @@ torchao's and bitsandbytes' 8-bit AdamW run beside ours where they are installed
 and no masters, rounded to nearest and stochastically; these are left out on CPUs, most of which have no instructions
 for bf16. The model, the text and the loop are convergence.py's.
 
-    python benchmarks/optimizer_states.py --results DIR
+    python -m benchmarks.optimizer_states --results DIR
 """
 
 from importlib.util import find_spec
 
 import torch
-from convergence import Study, Variant, run_study
 
-from tightfit.bench.peer_updaters import PEERS
+from benchmarks.convergence import Study, Variant, run_study
+from benchmarks.peers.updaters import PEERS
 from tightfit.jobs.levers import Levers
 
 OTHERS = {

@@ -5,8 +5,8 @@ sleep of known length (forward, as long again for the gradient of its input, and
 that compute on fewer cores than there are ranks would wait for the cores. Rows go to
 benchmarks/results/pipeline_bubble.csv, the picture of all recorded slots to docs/pictures/pipeline-recorded.png.
 
-    python benchmarks/pipeline_bubble.py
-    python benchmarks/pipeline_bubble.py --ranks 2 --micro-batches 4 --forward-ms 5 --dry-run
+    python -m benchmarks.pipeline_bubble
+    python -m benchmarks.pipeline_bubble --ranks 2 --micro-batches 4 --forward-ms 5 --dry-run
 """
 
 import argparse
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import append_row
 from torch import Tensor, nn
 
+from benchmarks.rows import append_row
 from tightfit.jobs.layout import Layout
+from tightfit.launch.together import run_together
 from tightfit.models.presets import preset
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.pipeline import Pipeline
-from tightfit.parallel.processes import run_together
+from tightfit.prove.check_target import Subject
+from tightfit.prove.equivalence import Trainee, trainee
 from tightfit.report.pipeline import SCHEDULES, Record, draw_records, record_of
-from tightfit.train.equivalence import Trainee, trainee
 from tightfit.train.pipeline_record import record
-from tightfit.train.subject import Subject
 
 PIECES = 2
 """Stages of a rank under the interleaved schedule."""

@@ -6,8 +6,8 @@ that can be planned and of what `tightfit train` runs. Published layouts are not
 Rows go to benchmarks/results/scale.csv (a layout each) and scale_stages.csv (a pipeline stage each); docs/scale.md is
 made from the newest rows of each case.
 
-    python benchmarks/scale.py                   a minute
-    python benchmarks/scale.py --simulate 600    with rehearsals that may take so many seconds each
+    python -m benchmarks.scale                   a minute
+    python -m benchmarks.scale --simulate 600    with rehearsals that may take so many seconds each
 """
 
 import argparse
@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from results import append_row
-
+from benchmarks.rows import append_row
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.layout import Layout
@@ -225,7 +224,7 @@ def rehearse_stage(words: str) -> None:
     """The other side of that."""
     from tightfit.memory.formulas.overheads import DEFAULT
     from tightfit.memory.trace import ledger_of_replay
-    from tightfit.train.rehearsal import rehearse, rehearsed_step
+    from tightfit.prove.rehearsal import rehearse, rehearsed_step
 
     name, layout, levers, stage = json.loads(words)
     workload = next(chosen(name, CASES[name])).workload

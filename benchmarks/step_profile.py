@@ -6,7 +6,7 @@ nothing to do. Every product of the step is then run again alone, in a short bur
 the second is slower, the card's power limit is what bounds it (clocks and power while steps run are printed too).
 Writes benchmarks/results/step_profile.csv.
 
-    python benchmarks/step_profile.py --case h200-8b --who tightfit
+    python -m benchmarks.step_profile --case h200-8b --who tightfit
 """
 
 import argparse
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hf_step import MAKERS
-from results import RESULTS, append_row
+from benchmarks.hf_step import MAKERS
 from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_step import CASES, Case, Step
 
+from benchmarks.rows import RESULTS, append_row
+from benchmarks.train_step import CASES, Case, Step
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 

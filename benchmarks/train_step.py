@@ -3,8 +3,8 @@
 Same shape, same weights, same random tokens, same optimizer (fused AdamW), same clipping, same machine, alternating in
 one run; the first losses must agree before anything is timed. Writes benchmarks/results/train_step.csv.
 
-    python benchmarks/train_step.py --case cpu
-    python benchmarks/train_step.py --case h200-1b        (GPU, bf16 states, no checkpointing)
+    python -m benchmarks.train_step --case cpu
+    python -m benchmarks.train_step --case h200-1b        (GPU, bf16 states, no checkpointing)
 """
 
 import argparse
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import RESULTS, append_row
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
@@ -27,7 +27,7 @@ from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, train_step
 

@@ -58,3 +58,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tokenized shards and trained tokenizers of the whole suite are kept."""
     return tmp_path_factory.mktemp("token-cache")
+
+
+@pytest.fixture(scope="session")
+def server() -> None:
+    """For tests of what forks by itself: the server of forked processes, with what tests need imported."""
+    from tests.distributed.group import PRELOADED
+    from tightfit.launch.forked import start_server
+
+    start_server(PRELOADED)

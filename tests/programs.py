@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.distributed.group import PRELOADED
-from tightfit.parallel.forked import Forked
+from tightfit.launch.forked import Forked
 
 
 def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.reports.documentation import ROOT
 from tests.cli.test_verbs import Run
 from tests.report.test_memory_pictures import text_of
 from tests.train.jobs import tiny_job
@@ -16,7 +17,6 @@ from tightfit.jobs.job import Job
 from tightfit.memory.ledger import Ledger
 from tightfit.plan.job import job_of_plan, overridden
 from tightfit.plan.plan import Plan
-from tightfit.report.documentation import ROOT
 
 PLANNED = ("plan", "tiny-llama", "--on", "A100-80GB", "--seq", "32", "--global-batch", "4", "--precision", "fp32")
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.reports.documentation import ROOT
 from tests.cli.test_base_install import base_install
 from tests.cli.test_verbs import Run
 from tightfit.plan.plan import Plan
-from tightfit.report.documentation import ROOT
 
 EIGHT = ("plan", "llama-3.1-8b", "--on", "8xV100-32GB", "--seq", "512", "--global-batch", "8")
 PROMISED = {

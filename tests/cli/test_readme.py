@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.reports.documentation import ROOT
 from tightfit.cli import main as cli
-from tightfit.report.documentation import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)

@@ -1,17 +1,10 @@
-"""Groups of two and four processes, shared by all tests of this folder, and the server that all are forked from."""
+"""Groups of two and four processes, shared by all tests of this folder."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.distributed.group import PRELOADED, Group
-from tightfit.parallel.forked import start_server
-
-
-@pytest.fixture(scope="session")
-def server() -> None:
-    """For tests of what forks by itself, from the server that has imported what tests need."""
-    start_server(PRELOADED)
+from tests.distributed.group import Group
 
 
 @pytest.fixture(scope="package")

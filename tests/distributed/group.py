@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from tightfit.parallel.forked import start_server
+from tightfit.launch.forked import start_server
 
 Function = Callable[..., Any]
 PRELOADED = ["tests.preloaded"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightfit.parallel.shards import local, place
+from tightfit.collectives.shards import local, place
 
 Place = tuple[tuple[int, int], ...]
 

@@ -20,17 +20,20 @@ from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.cli.main import app
+from tightfit.collectives import conjugate
+from tightfit.collectives.shards import local
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.presets import preset
-from tightfit.parallel import conjugate, data, pipeline, tensor
+from tightfit.parallel import data, pipeline, tensor
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import local
-from tightfit.train import gate, optimizer, step
-from tightfit.train.equivalence import TOLERANCE, Verdict, compare
-from tightfit.train.gate import run_check
-from tightfit.train.subject import Subject, miniature
+from tightfit.prove import equivalence_check as gate
+from tightfit.prove.check_target import Subject, miniature
+from tightfit.prove.equivalence import TOLERANCE, Verdict, compare
+from tightfit.prove.equivalence_check import run_check
+from tightfit.train import step
+from tightfit.train.optimizer import adamw as optimizer
 
 Make = Callable[[int], Group]
 TENSOR = Layout(tensor=2, micro_batch=2)

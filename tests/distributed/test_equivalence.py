@@ -26,10 +26,10 @@ from tests.distributed.training import (
     truth,
 )
 from tests.train.models import TINY_ROUTED
+from tightfit.collectives.shards import is_shard
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.parallel.ranks import ALONE, Ranks
-from tightfit.parallel.shards import is_shard
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, train_step
 

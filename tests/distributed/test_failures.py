@@ -17,8 +17,8 @@ from tests.train.jobs import tiny_job
 from tightfit.cli.main import main
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
+from tightfit.launch.launcher import run_processes
 from tightfit.models.loading import checkpoints_of, load_model
-from tightfit.train.launching import run_processes
 from tightfit.train.metrics import read_metrics
 
 BOUND_S = 180

@@ -16,9 +16,10 @@ from tests.distributed.group import Group
 from tests.distributed.test_check import TENSOR, judge, subject
 from tests.train.jobs import tiny_job
 from tightfit.cli.main import app
+from tightfit.launch import launcher as launching
+from tightfit.launch.launcher import _cause, _ending
 from tightfit.models.loading import checkpoints_of, load_model
-from tightfit.train import gate, launching
-from tightfit.train.launching import _cause, _ending
+from tightfit.prove import equivalence_check as gate
 from tightfit.train.metrics import read_metrics
 
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}

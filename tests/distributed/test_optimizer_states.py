@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.distributed.group import Group
 from tests.distributed.parts import Parts, held, united
 from tests.distributed.training import UNEVEN, Case, build, mesh_of, run_rank, together, truth
+from tightfit.collectives.shards import is_shard, like_shard, local
 from tightfit.jobs.levers import Levers
-from tightfit.parallel.shards import is_shard, like_shard, local
 
 Make = Callable[[int], Group]
 EIGHT = Levers(optimizer_states="8bit")

@@ -23,7 +23,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.parallel.mesh import make_mesh
-from tightfit.train.checkpoint import Position, gathered, save_checkpoint
+from tightfit.train.checkpoints.directory import Position, gathered, save_checkpoint
 from tightfit.train.loop import RunResult, run_job
 from tightfit.train.metrics import read_metrics
 from tightfit.train.precision import COMPUTE_DTYPES

@@ -13,11 +13,11 @@ from tests.distributed.group import Group
 from tests.distributed.parts import Parts, held, united
 from tests.distributed.training import CPU, PLAIN, SETTINGS, TIED, UNEVEN, Case, build, mesh_of, parameters
 from tests.train.models import TINY, TINY_ROUTED, tiny_model
+from tightfit.collectives.shards import copy_whole, is_shard, like_shard, local, whole
 from tightfit.models.huggingface.weights import load_weights, save_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel import gathering
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import copy_whole, is_shard, like_shard, local, whole
 from tightfit.train.assembly import assemble, unfilled
 
 Make = Callable[[int], Group]

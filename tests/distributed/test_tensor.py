@@ -21,11 +21,11 @@ from tests.distributed.training import (
     truth,
 )
 from tests.train.models import TINY, TINY_ROUTED
+from tightfit.collectives.shards import described, splits_of, whole
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.models.spec import Experts
-from tightfit.parallel.shards import described, splits_of, whole
 
 Make = Callable[[int], Group]
 CLIPPED = Optimizer(lr=1e-3, eps=1e-4, clip_norm=0.1)

@@ -15,8 +15,8 @@ from tests.distributed.refusing import refuse_or_wait
 from tests.distributed.training import CPU, Case, build, micro_batches
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
+from tightfit.launch.together import run_together
 from tightfit.parallel import mesh
-from tightfit.parallel.processes import run_together
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.precision import LossScale
 from tightfit.train.step import inputs, train_step

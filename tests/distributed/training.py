@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.parts import Parts, held, united
 from tests.train.models import TINY, ragged_batch
+from tightfit.collectives.shards import described, splits_of
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -19,9 +20,8 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import ALONE, Ranks
-from tightfit.parallel.shards import described, splits_of
 from tightfit.train.assembly import assemble, unfilled
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, train_step
 

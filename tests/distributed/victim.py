@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tightfit.launch.launcher import train
 from tightfit.models.loading import checkpoints_of
-from tightfit.train.launching import train
 
 Original = Callable[..., Any]
 
@@ -27,14 +27,14 @@ def die(once: str) -> None:
 
 def in_a_step(once: str) -> None:
     """The third: a checkpoint has been saved after the second."""
-    import tightfit.train.optimizer as module
+    import tightfit.train.optimizer.adamw as module
 
     replace(module.MasterAdamW, "step", lambda calls, _: calls == 3, once)
 
 
 def in_a_save(once: str) -> None:
     """The second: its folder is half written."""
-    import tightfit.train.checkpoint as module
+    import tightfit.train.checkpoints.directory as module
 
     replace(module, "_write_training_state", lambda _, given: checkpoints_of(given[0].parents[2]), once)
 

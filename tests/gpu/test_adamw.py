@@ -16,9 +16,9 @@ from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
 from tightfit.kernels.adamw_list import adamw_list
 from tightfit.kernels.triton_support import Impl
 from tightfit.train.assembly import assemble
+from tightfit.train.optimizer.updaters import MOMENTS
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step
-from tightfit.train.updaters import MOMENTS
 
 GPU = torch.device("cuda")
 IMPLS: tuple[Impl, ...] = ("torch", "triton")

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from tests.train.jobs import tiny_job
+from tightfit.launch.forked import TRAINING, Forked
 from tightfit.models.loading import checkpoints_of
-from tightfit.parallel.forked import TRAINING, Forked
 from tightfit.train.metrics import read_metrics
 
 

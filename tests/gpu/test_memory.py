@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 import torch
 
-from tightfit.bench.memory_truth import formulas, measure, predict
-from tightfit.bench.memory_truth_case import Case
+from benchmarks.truth.case import Case
+from benchmarks.truth.prediction import formulas, measure, predict
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -21,7 +21,7 @@ from tightfit.memory.measurement import measured
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
-from tightfit.train.rehearsal import build, introduce, rehearse
+from tightfit.prove.rehearsal import build, introduce, rehearse
 
 CUDA = torch.device("cuda")
 SPEC = preset("smollm2-135m")

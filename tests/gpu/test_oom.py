@@ -15,7 +15,7 @@ from tests.train.jobs import tiny_job
 from tightfit.jobs.job import Job
 from tightfit.memory.ledger import Ledger
 from tightfit.train.loop import run_job
-from tightfit.train.shortage import EXIT_CODE, RunOutOfMemoryError
+from tightfit.train.out_of_memory import EXIT_CODE, RunOutOfMemoryError
 
 GIB = 2**30
 SHAPE = {"layers": 8, "hidden_size": 1024, "mlp_size": 4096, "heads": 16, "kv_heads": 16, "head_dim": 64,

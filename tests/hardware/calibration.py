@@ -3,7 +3,7 @@
 import csv
 from dataclasses import dataclass
 
-from tightfit.report.documentation import RESULTS
+from benchmarks.reports.documentation import RESULTS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tightfit.memory import faking
 from tightfit.memory.faking import Faking
 from tightfit.memory.simulation import simulated
 from tightfit.memory.trace import Trace
-from tightfit.train.rehearsal import rehearsed_step
+from tightfit.prove.rehearsal import rehearsed_step
 
 Make = Callable[[Tensor], Any]
 OPERATIONS: dict[str, Make] = {

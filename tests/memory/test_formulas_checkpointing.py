@@ -12,7 +12,7 @@ from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger, Phase
 from tightfit.models.presets import preset
-from tightfit.train.rehearsal import rehearse
+from tightfit.prove.rehearsal import rehearse
 
 BARE = Overheads(context_bytes=0, workspace_bytes=0, slack_share=0)
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward")

@@ -12,7 +12,7 @@ from tightfit.memory.formulas.cut import balanced, cut, head_operations, layer_o
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
-from tightfit.train.rehearsal import rehearse
+from tightfit.prove.rehearsal import rehearse
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "1f1b": ({}, {}, 0.02),

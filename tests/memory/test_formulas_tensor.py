@@ -12,7 +12,7 @@ from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Phase
 from tightfit.models.presets import preset
-from tightfit.train.rehearsal import rehearse
+from tightfit.prove.rehearsal import rehearse
 
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
 WHOLE = {"sequence_parallel": False}

@@ -18,7 +18,7 @@ from tightfit.memory.formulas.tiles import head_groups
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
 from tightfit.plan.space import TILED_LENGTH
-from tightfit.train.rehearsal import rehearse
+from tightfit.prove.rehearsal import rehearse
 
 CASES: list[tuple[str, int, dict[str, Any], str]] = [
     ("llama-3.1-8b", 8192, {"tiles": 8}, "pure-bf16"),

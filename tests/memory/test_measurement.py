@@ -14,8 +14,8 @@ from tightfit.jobs.job import Job
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.measurement import Measuring, measured, replay_of_history, running_totals
 from tightfit.memory.trace import Allocation
+from tightfit.prove.measured_run import MeasuredRun, measure_job
 from tightfit.train.loop import run_job
-from tightfit.train.measured_run import MeasuredRun, measure_job
 from tightfit.train.metrics import read_metrics
 from tightfit.train.preparation import Prepared, prepare
 from tightfit.train.step import accumulate

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.reports.documentation import ROOT
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.errors import UserError
 from tightfit.jobs.job import PrecisionName
@@ -29,9 +30,8 @@ from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
-from tightfit.report.documentation import ROOT
-from tightfit.train import rehearsal
-from tightfit.train.rehearsal import CPU, build, introduce, rehearse, rehearsed_step
+from tightfit.prove import rehearsal
+from tightfit.prove.rehearsal import CPU, build, introduce, rehearse, rehearsed_step
 from tightfit.train.step import NotFiniteError
 
 ODD = replace(TINY, vocab_size=101, mlp_size=52)

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tightfit.bench.memory_truth import GIB, Prediction, formulas, predict
-from tightfit.bench.memory_truth_case import Case
+from benchmarks.reports.documentation import RESULTS
+from benchmarks.reports.scatter import newest
+from benchmarks.reports.truth import settings, summary
+from benchmarks.truth.case import Case
+from benchmarks.truth.prediction import GIB, Prediction, formulas, predict
 from tightfit.hardware.machine import parse_machine
 from tightfit.plan.cost import Costs
-from tightfit.report.documentation import RESULTS
-from tightfit.report.scatter import newest
-from tightfit.report.truth import settings, summary
-from tightfit.train import rehearsal
+from tightfit.prove import rehearsal
 
 Row = dict[str, str]
 FLAGS = {"memory_truth": "", "lever_truth": " --levers", "split_truth": " --splits"}
@@ -84,7 +84,7 @@ def moved(rows: Sequence[Row], column: str, now: Callable[[int], float | None]) 
 
 
 def sentence(name: str, said: list[str]) -> str:
-    again = f"python benchmarks/memory_truth.py predict{FLAGS[name]}, then measure"
+    again = f"python -m benchmarks.memory_truth predict{FLAGS[name]}, then measure"
     return "\n".join([f"measure again: {again}, both with --predictions FILE", *said])
 
 

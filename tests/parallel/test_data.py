@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.training import CPU, TIED, Case, build, micro_batches
 from tests.parallel.fake import fake_group
 from tests.train.models import TINY
+from tightfit.collectives.shards import is_shard
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import micro_batch
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import is_shard
 from tightfit.train.evaluation import evaluate
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step

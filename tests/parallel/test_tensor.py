@@ -11,6 +11,7 @@ from tests.distributed.training import CPU, Case, build, micro_batches
 from tests.parallel.fake import fake_group
 from tests.parallel.test_data import Traffic
 from tests.train.models import TINY, TINY_ROUTED
+from tightfit.collectives.shards import splits_of
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -19,11 +20,10 @@ from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import cut
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import splits_of
 from tightfit.parallel.tensor import refusal
 from tightfit.plan.traffic import TensorCalls, backward_calls, forward_calls
+from tightfit.prove.rehearsal import rehearse
 from tightfit.train.precision import LossScale
-from tightfit.train.rehearsal import rehearse
 from tightfit.train.step import train_step
 
 ROWS, LENGTH = 4, 16

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.reports.documentation import RESULTS
 from tests.plan.questions import question
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
@@ -14,7 +15,6 @@ from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
 from tightfit.plan.steptime import StepTime
 from tightfit.plan.work import attention_pairs, layer_work, sharded_params
-from tightfit.report.documentation import RESULTS
 
 NONE = Levers()
 

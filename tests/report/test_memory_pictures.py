@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.reports.documentation import ROOT, markdown_table
+from benchmarks.reports.scatter import draw_truth, errors, points
 from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout, PipelineSchedule
@@ -21,10 +23,8 @@ from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
 from tightfit.plan.bubble import bubble_share
-from tightfit.report.documentation import ROOT, markdown_table
 from tightfit.report.memory import COLORS, Bar, Card, bar, classic_rows, draw_memory, draw_zero, layer_rows
 from tightfit.report.pipeline import SCHEDULES, Slot, checked, draw_pipeline, idle_share, slots
-from tightfit.report.scatter import draw_truth, errors, points
 
 LLAMA = "llama-3.1-8b"
 CARDS = [Card("80 GB", 80 * 10**9)]

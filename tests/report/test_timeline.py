@@ -12,9 +12,9 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.trace import Allocation, Replay, Trace
 from tightfit.models.presets import preset
 from tightfit.plan.pins import parse_pins
+from tightfit.prove.rehearsal import rehearsed_step
 from tightfit.report.simulated import simulate_timeline
 from tightfit.report.timeline import Recorder, Timeline, draw_timelines, of_history, of_replay, of_simulation
-from tightfit.train.rehearsal import rehearsed_step
 
 MIB = 2**20
 REPLAY = Replay(

@@ -15,10 +15,10 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
+from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
-from tightfit.train.optimizer import MasterAdamW, global_norm
+from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
 from tightfit.train.precision import LossScale
-from tightfit.train.rehearsal import rehearse
 from tightfit.train.step import NotFiniteError, accumulate, train_step
 
 CPU = torch.device("cpu")

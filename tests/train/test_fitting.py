@@ -13,9 +13,9 @@ from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
+from tightfit.prove.measured_run import measure_job
 from tightfit.report.fitting import fit_beside_run
 from tightfit.train.fitting import fit_job, fit_machine, with_memory
-from tightfit.train.measured_run import measure_job
 
 GIB = 2**30
 

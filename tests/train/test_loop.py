@@ -21,11 +21,11 @@ from tests.distributed.group import PRELOADED
 from tests.train.jobs import checkpoint_files, run_and_die, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
+from tightfit.launch.forked import start_server
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import checkpoints_of, load_model
-from tightfit.parallel.forked import start_server
 from tightfit.train import loop
-from tightfit.train.checkpoint import latest_checkpoint
+from tightfit.train.checkpoints.directory import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
 

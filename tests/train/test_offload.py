@@ -18,11 +18,11 @@ from tightfit.levers import state_link
 from tightfit.levers.offload import IN_FLIGHT_BYTES, placements
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
+from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
 from tightfit.train.loop import run_job
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
-from tightfit.train.rehearsal import rehearse
 from tightfit.train.step import train_step
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from tightfit.jobs.workload import Workload
 from tightfit.levers.optimizer_states import CHUNK_ELEMENTS
 from tightfit.memory.formulas.training import FACTORED_CHUNK
 from tightfit.models.decoder import Decoder
+from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
-from tightfit.train.rehearsal import rehearse
 from tightfit.train.step import train_step
 
 CPU = torch.device("cpu")

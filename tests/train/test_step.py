@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.train.models import TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.jobs.job import Optimizer
 from tightfit.models.decoder import Decoder
-from tightfit.train.optimizer import MasterAdamW, global_norm
+from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, accumulate, train_step
 

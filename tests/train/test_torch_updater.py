@@ -3,7 +3,7 @@
 import torch
 
 from tightfit.jobs.job import Optimizer
-from tightfit.train.updaters import TorchUpdater
+from tightfit.train.optimizer.updaters import TorchUpdater
 
 SHAPES = [(3, 5), (7,), (2, 2)]
 UNREACHED = {1: 1, 3: 2}

@@ -28,8 +28,8 @@ def check(
     tightfit check job.yaml -o layout.tensor=2 -o layout.data=2
     torchrun --nproc-per-node=8 -m tightfit check plan.json --whole
     """
+    from tightfit.prove.equivalence_check import run_check
     from tightfit.report.check import print_verdict
-    from tightfit.train.gate import run_check
 
     verdict, subject = run_check(job, override or [], steps=steps, tiny=tiny)
     if verdict is None:

@@ -43,13 +43,13 @@ def launch(
     changes = [word for text in overrides for word in ("-o", text)]
     arguments = [str(job), *changes, *(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
 
-    from tightfit.parallel.forked import TRAINING, start_server
+    from tightfit.launch.forked import TRAINING, start_server
 
     if nodes == 1:
         start_server(TRAINING)  # which imports while we do
 
-    from tightfit.train.launching import launch as start
-    from tightfit.train.launching import torchrun_line
+    from tightfit.launch.launcher import launch as start
+    from tightfit.launch.launcher import torchrun_line
 
     if nodes > 1:
         return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, arguments))
@@ -61,9 +61,9 @@ def launch(
 
 def require_same(job: "Job", source: str) -> None:
     """End here where the job's ranks do not train as one process does."""
+    from tightfit.prove.check_target import subject_of
+    from tightfit.prove.equivalence_check import check
     from tightfit.report.check import print_verdict
-    from tightfit.train.gate import check
-    from tightfit.train.subject import subject_of
 
     verdict, subject = check(subject_of(job), source)
     if verdict is None:

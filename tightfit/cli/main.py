@@ -10,7 +10,6 @@ import typer
 
 import tightfit
 from tightfit.cli.batch import batch
-from tightfit.cli.bench import bench
 from tightfit.cli.check import check
 from tightfit.cli.compare import compare
 from tightfit.cli.evaluate import evaluate
@@ -37,7 +36,6 @@ app = typer.Typer(
 )
 for verb in (train, launch, sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
     app.command()(verb)
-app.add_typer(bench)
 app.add_typer(picture)
 
 

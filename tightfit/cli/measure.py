@@ -30,9 +30,9 @@ def measure(
 
     loaded = default_job(override or []) if job is None else read_job(job, override or [], steps=steps)[0]
 
+    from tightfit.prove.measured_run import measure_job
     from tightfit.report.ledger import print_measured
     from tightfit.report.timeline import draw_timelines, of_measurement
-    from tightfit.train.measured_run import measure_job
 
     found = measure_job(loaded, steps, quiet=as_json)
     if found.rank:

@@ -1,4 +1,4 @@
-"""`tightfit picture`: memory, ZeRO stages, timelines, pipeline schedules and the truth, drawn."""
+"""`tightfit picture`: memory, ZeRO stages, timelines and pipeline schedules, drawn."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -155,41 +155,4 @@ def pipeline(
     idle = draw_pipeline(checked(schedule or SCHEDULES), ranks, micro_batches, out)
     for name, share in idle.items():
         typer.echo(f"{name}: ranks wait {share:.1%} of the time")
-    typer.echo(f"picture in {out}")
-
-
-@picture.command()
-def truth(
-    out: Out,
-    results: Annotated[Path, typer.Option(help="Rows of benchmarks/memory_truth.py.")] = Path(
-        "benchmarks/results/memory_truth.csv"
-    ),
-) -> None:
-    """Predicted against measured memory, with the errors.
-
-    \b
-    tightfit picture truth --out truth.png
-    """
-    from tightfit.report.scatter import draw_truth
-
-    for name, apart in draw_truth(results, out).items():
-        typer.echo(f"{name}: {apart.rows} rows, mean error {apart.mean:.1%}, worst {apart.worst:.1%}")
-    typer.echo(f"picture in {out}")
-
-
-@picture.command()
-def levers(
-    out: Out,
-    results: Annotated[Path, typer.Option(help="Rows of benchmarks/levers.py.")] = Path(
-        "benchmarks/results/levers.csv"
-    ),
-) -> None:
-    """What each lever saves and costs: memory on the GPU and the host beside the time of a step, as measured.
-
-    \b
-    tightfit picture levers --out levers.png
-    """
-    from tightfit.report.levers import draw_levers
-
-    draw_levers(results, out)
     typer.echo(f"picture in {out}")

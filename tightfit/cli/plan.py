@@ -147,7 +147,7 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     """What the options add to the answer."""
     extra: dict[str, Any] = {}
     if confirm:
-        from tightfit.train.rehearsal import rehearse
+        from tightfit.prove.rehearsal import rehearse
 
         extra["simulation"] = plan.confirmed(rehearse(plan.workload, plan.layout, plan.levers))
     if compare_estimators:

@@ -65,7 +65,7 @@ def train(
     from tightfit.report.run import print_result
     from tightfit.train.fitting import cap_memory, fit_job
     from tightfit.train.loop import run_job
-    from tightfit.train.shortage import EXIT_CODE, RunOutOfMemoryError
+    from tightfit.train.out_of_memory import EXIT_CODE, RunOutOfMemoryError
 
     cap = None if memory is None else parse_bytes(memory, "--memory")
     if cap is not None:

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tightfit.collectives.conjugate import copied
 from tightfit.errors import UserError
 from tightfit.kernels.logit_rows import ELSEWHERE, IGNORED, LABEL, LARGEST, LOGSUMEXP, SUM, Combine
 from tightfit.kernels.vocab_parallel import VocabularyRows
-from tightfit.parallel.conjugate import copied
 
 WeightShards = Literal["auto", "data", "vocabulary"]
 WEIGHT_SHARDS = ("auto", "data", "vocabulary")

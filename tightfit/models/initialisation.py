@@ -9,10 +9,10 @@ norms are the identity, biases zero.
 import torch
 from torch import Tensor
 
+from tightfit.collectives.shards import copy_whole, described, is_shard, local, splits_of
 from tightfit.models.blank import whole_parameters
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.shards import copy_whole, described, is_shard, local, splits_of
 
 INTO_RESIDUAL = ("attention.o.weight", "down.weight", "experts.down")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tightfit.collectives.shards import splits_of
 from tightfit.errors import UserError
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
@@ -24,7 +25,6 @@ from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
-from tightfit.parallel.shards import splits_of
 from tightfit.parallel.tensor import refusal, tensor_parallel
 from tightfit.plan.runnable import not_yet
 

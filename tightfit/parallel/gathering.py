@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tightfit.collectives.shards import local, place
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shards import local, place
 
 BATCH_BYTES = 256 * 2**20
 

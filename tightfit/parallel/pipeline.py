@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
+from tightfit.collectives.shards import local
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.memory.ledger import Phase
@@ -31,7 +32,6 @@ from tightfit.parallel.data import shard
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline_engine import LeanStage, Slot, make_schedule
 from tightfit.parallel.pipeline_stage import Inputs, Piece, Stage, carried, keep_only, pieces_of
-from tightfit.parallel.shards import local
 from tightfit.parallel.tensor import sum_partial_gradients
 
 BUCKET_BYTES = 64 * 2**20

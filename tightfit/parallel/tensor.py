@@ -33,15 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.errors import UserError
-from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import Levers
-from tightfit.kernels.adamw8bit import WIDTH as EIGHT_BIT_BLOCK
-from tightfit.kernels.vocab_parallel import VocabularyRows, embedded_here
-from tightfit.models.decoder import Attention, Decoder, Surroundings
-from tightfit.models.mlp import Mlp
-from tightfit.models.spec import ModelSpec
-from tightfit.parallel.conjugate import (
+from tightfit.collectives.conjugate import (
     Taken,
     copied,
     gathered,
@@ -52,8 +44,16 @@ from tightfit.parallel.conjugate import (
     scattered,
     summed,
 )
+from tightfit.collectives.shards import Split, local, remember_splits, splits_of
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.kernels.adamw8bit import WIDTH as EIGHT_BIT_BLOCK
+from tightfit.kernels.vocab_parallel import VocabularyRows, embedded_here
+from tightfit.models.decoder import Attention, Decoder, Surroundings
+from tightfit.models.mlp import Mlp
+from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import TIMEOUT, tensor_axes
-from tightfit.parallel.shards import Split, local, remember_splits, splits_of
 from tightfit.plan.dividing import indivisible, widths
 
 CUTS = (

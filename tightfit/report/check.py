@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from tightfit.train.equivalence import Verdict
-    from tightfit.train.subject import Subject
+    from tightfit.prove.check_target import Subject
+    from tightfit.prove.equivalence import Verdict
 
 
 def print_verdict(verdict: "Verdict", subject: "Subject", *, as_json: bool) -> None:

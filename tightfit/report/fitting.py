@@ -6,9 +6,9 @@ import sys
 import torch
 
 from tightfit.memory.comparison import Comparison, compare
+from tightfit.prove.measured_run import MeasuredRun, measure_job
 from tightfit.report.ledger import print_comparison
 from tightfit.train.fitting import Fitted
-from tightfit.train.measured_run import MeasuredRun, measure_job
 
 MEASURED_STEPS = 2
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tightfit.memory.trace import Allocation
-    from tightfit.train.measured_run import MeasuredRun
+    from tightfit.prove.measured_run import MeasuredRun
 
 KIB = 2**10
 WIDTH = 120

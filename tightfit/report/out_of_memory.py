@@ -6,7 +6,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tightfit.report.tables import gib
-from tightfit.train.shortage import Advice, Shortage
+from tightfit.train.out_of_memory import Advice, Shortage
 
 BAR_CELLS = 40
 

@@ -10,8 +10,8 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import refuse_what_cannot_run
 from tightfit.plan.pins import Pins
+from tightfit.prove.rehearsal import rehearsed_step
 from tightfit.report.timeline import Timeline, of_simulation
-from tightfit.train.rehearsal import rehearsed_step
 
 
 def simulate_timeline(

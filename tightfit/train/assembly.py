@@ -22,7 +22,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.data import materialise
 from tightfit.parallel.pipeline import take_stages
-from tightfit.train.optimizer import NO_LEVERS, MasterAdamW
+from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
 from tightfit.train.pipeline_step import counting
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 

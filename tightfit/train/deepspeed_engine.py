@@ -38,7 +38,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import apply
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.export.deepspeed import settings
-from tightfit.train.optimizer import MasterAdamW, decays
+from tightfit.train.optimizer.adamw import MasterAdamW, decays
 from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, NotFiniteError, OnPhase, StepResult, inputs
 

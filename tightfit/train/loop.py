@@ -28,7 +28,7 @@ from tightfit.models.loading import LoadedModel, load_model
 from tightfit.parallel.apply import refuse_what_cannot_run
 from tightfit.parallel.mesh import joined
 from tightfit.parallel.ranks import Ranks
-from tightfit.train.checkpoint import (
+from tightfit.train.checkpoints.directory import (
     Position,
     checkpoint_path,
     gathered,
@@ -36,16 +36,16 @@ from tightfit.train.checkpoint import (
     save_checkpoint,
     what_is_safe,
 )
-from tightfit.train.checkpoint_sharded import ShardedSaver
+from tightfit.train.checkpoints.sharded import ShardedSaver
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.metrics import MetricsLog, read_metrics
+from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.pipeline_record import recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, claim_output, prepare
 from tightfit.train.progress import RunProgress
 from tightfit.train.schedule import lr_ratio
-from tightfit.train.shortage import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
 
 SAME_REQUEST_S = 2.0

@@ -8,7 +8,7 @@ same norm and stops at the same loss. A tied embedding, of which two stages hold
 from torch import nn
 
 from tightfit.parallel.pipeline import Pipeline
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 
 TIED = "embed.weight"
 

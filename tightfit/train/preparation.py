@@ -33,8 +33,8 @@ from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.assembly import assemble, unfilled
-from tightfit.train.checkpoint import Position, read_position, restore_training_state, restore_weights
-from tightfit.train.checkpoint_sharded import restore_sharded_states
+from tightfit.train.checkpoints.directory import Position, read_position, restore_training_state, restore_weights
+from tightfit.train.checkpoints.sharded import restore_sharded_states
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.dataset import PackedChats, PackedText
 from tightfit.train.data.held_out import Part, split
@@ -44,7 +44,7 @@ from tightfit.train.data.sources import Source, find_sources
 from tightfit.train.data.texts import read_texts
 from tightfit.train.data.token_store import TokenStore
 from tightfit.train.deepspeed_engine import deepspeed_assembled, refuse_what_deepspeed_cannot
-from tightfit.train.optimizer import MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale, choose_precision
 
 Rows = Dataset[dict[str, Tensor]]

@@ -18,8 +18,8 @@ from tightfit.parallel.data import micro_batch
 from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.parallel.tensor import sum_partial_gradients
-from tightfit.train.backward_update import BackwardUpdate
-from tightfit.train.optimizer import MasterAdamW, clip_factor, global_norm
+from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
+from tightfit.train.optimizer.backward_update import BackwardUpdate
 from tightfit.train.precision import LossScale
 
 Batch = dict[str, Tensor]

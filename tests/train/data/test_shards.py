@@ -15,8 +15,8 @@ import pytest
 from tests.distributed.group import PRELOADED
 from tests.train.jobs import tokenize_slowly
 from tightfit.errors import UserError
+from tightfit.launch.forked import start_server
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
-from tightfit.parallel.forked import start_server
 from tightfit.train.data import shards, texts
 from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.data.token_store import TokenStore

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tightfit.collectives.shards import copy_whole
 from tightfit.errors import UserError
 from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import architecture_of
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.shards import copy_whole
 
 OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}
 INSIDE = {

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tightfit.collectives.shards import copy_whole
 from tightfit.errors import UserError
 from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
@@ -25,7 +26,6 @@ from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.huggingface.weight_names import Link, links
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.shards import copy_whole
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

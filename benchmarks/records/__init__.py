@@ -1,0 +1,1 @@
+"""What one GPU trains, and how fast."""

@@ -1,0 +1,1 @@
+"""Tables and pictures of README.md and docs/, made from the program and the results."""

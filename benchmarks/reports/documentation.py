@@ -1,0 +1,130 @@
+"""Tables in README.md and docs/ that come from the program and its results, so that they cannot drift apart from them.
+
+A page holds `<!-- begin NAME -->` and `<!-- end NAME -->`; what stands between is made by the function of that name.
+`make docs` (python -m benchmarks.reports.documentation) rewrites them; a test fails where a page is out of date.
+"""
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.reports.levers import measured_block, predicted_rows
+from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
+from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
+from benchmarks.reports.scale import plan_rows, published_rows, stage_rows, time_rows
+from benchmarks.reports.step_profile import profile_rows
+from benchmarks.reports.truth import measured_on, summary_rows, truth_rows
+from tightfit.jobs.fields import field_rows
+from tightfit.report.pipeline import bubble_rows
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+TRUTH = RESULTS / "memory_truth.csv"
+LEVERS_TRUTH = RESULTS / "lever_truth.csv"
+SPLITS_TRUTH = RESULTS / "split_truth.csv"
+LEVERS = RESULTS / "levers.csv"
+PLAN_COMMAND = "tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64"
+COLUMNS = 104
+
+
+def pages() -> list[Path]:
+    """Every page that may hold such tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def refreshed(text: str) -> str:
+    """`text` with every marked block made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"<!-- begin {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end {match[1]} -->"
+
+    return re.sub(r"<!-- begin ([\w-]+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A GitHub table; bars in cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def job_fields() -> str:
+    """Every field of a job file."""
+    rows = [(f"`{row.path}`", row.type, f"`{row.default}`", row.meaning) for row in field_rows()]
+    return markdown_table(("field", "type", "default", "meaning"), rows)
+
+
+def train_step() -> str:
+    """The newest measurement of each case and implementation of benchmarks/train_step.py and hf_step.py."""
+    newest: dict[tuple[str, str], dict[str, str]] = {}
+    for name in ("train_step.csv", "hf_step.csv"):
+        with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+            newest |= {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
+    rows = []
+    for (case, who), row in sorted(newest.items(), key=lambda item: (item[0][0], item[0][1] == "tightfit")):
+        baseline = newest[case, "huggingface"]
+        ratio = float(baseline["step_ms_p50"]) / float(row["step_ms_p50"])
+        workload = f"{row['model']} shape, {row['batch']} × {row['sequence_length']} tokens, {row['dtype']}"
+        on_gpu = float(row["peak_gib"]) > 0
+        speed = f"{int(row['tokens_per_second']):,}" if on_gpu else "–"
+        peak = f"{row['peak_gib']} GiB" if on_gpu else "–"
+        rows.append((row["device"], workload, who, speed, f"{ratio:.2f}×", peak, f"`{row['commit']}`"))
+    return markdown_table(("device", "workload", "implementation", "tokens/s", "speed", "peak memory", "commit"), rows)
+
+
+def plan_output() -> str:
+    """What the README's `tightfit plan` prints, and the command itself."""
+    plain = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"}
+    words = [sys.executable, "-m", *shlex.split(PLAN_COMMAND)]
+    printed = subprocess.run(words, env=plain, capture_output=True, text=True, check=True, encoding="utf-8").stdout
+    lines = [line.rstrip() for line in printed.splitlines()]
+    return "\n".join(["```", PLAN_COMMAND, "```", "", "```text", *lines, "```"])
+
+
+def truth_summary(results: Path) -> str:
+    """Mean and worst errors by source, and what they were measured on."""
+    return f"{markdown_table(*summary_rows(results))}\n\n{measured_on(results)}"
+
+
+def default_run() -> str:
+    """The end of the embedded job's screen, as benchmarks/default_run.py kept it."""
+    return f"```text\n{(RESULTS / 'default_run.txt').read_text(encoding='utf-8').rstrip()}\n```"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "job-fields": job_fields,
+    "train-step": train_step,
+    "default-run": default_run,
+    "step-profile": lambda: markdown_table(*profile_rows(RESULTS / "step_profile.csv")),
+    "accelerators": lambda: markdown_table(*accelerator_rows()),
+    "links": lambda: markdown_table(*link_rows()),
+    "efficiencies": lambda: markdown_table(*efficiency_rows()),
+    "plan-examples": lambda: markdown_table(*example_rows()),
+    "plan-output": plan_output,
+    "truth-summary": lambda: truth_summary(TRUTH),
+    "split-truth-summary": lambda: truth_summary(SPLITS_TRUTH),
+    "split-truth": lambda: markdown_table(*truth_rows(SPLITS_TRUTH)),
+    "truth": lambda: markdown_table(*truth_rows(TRUTH)),
+    "lever-truth": lambda: f"{markdown_table(*truth_rows(LEVERS_TRUTH))}\n\n{measured_on(LEVERS_TRUTH)}",
+    "lever-predictions": lambda: markdown_table(*predicted_rows()),
+    "levers": lambda: measured_block(LEVERS),
+    "records": lambda: f"{markdown_table(*record_rows(LEVERS))}\n\n{measured_at(LEVERS)}",
+    "long-rows": lambda: markdown_table(*long_rows()),
+    "allocator": lambda: markdown_table(*allocator_rows(LEVERS)),
+    "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
+    "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
+    "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
+    "scale-plans": lambda: markdown_table(*plan_rows(RESULTS)),
+    "scale-times": lambda: markdown_table(*time_rows(RESULTS)),
+    "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
+    "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
+}
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")

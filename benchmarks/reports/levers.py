@@ -1,0 +1,156 @@
+"""What each lever saves and costs: peak memory beside step time, from the ladder rows of benchmarks/levers.py.
+
+Each row has what was predicted just before its step; the picture marks it on the bar.
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from tightfit.errors import UserError
+from tightfit.report.figure import panels, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LADDER = "1b-ladder"
+NONE = "no lever"
+NAMES = {
+    "checkpoint_every=1": "checkpoint every layer",
+    "checkpoint_keep=attention": "keep attention",
+    "checkpoint_keep=matmuls": "keep matmuls",
+    "offload_checkpoints=True": "checkpoints on the host",
+    "update_in_backward=True": "update in backward",
+    "offload=optimizer": "optimizer on the host",
+    "offload=weights": "weights and optimizer on the host",
+}
+GPU, HOST, TIME, SAID = "#1f5fa8", "#a8c4e0", "#d1495b", "#111111"
+
+
+class Rung(NamedTuple):
+    """One lever's row."""
+
+    name: str
+    gpu_gib: float
+    host_gib: float
+    step_s: float
+    predicted_gib: float
+    predicted_s: float
+
+
+def rungs(path: Path, case: str = LADDER) -> list[Rung]:
+    """The newest row of every lever of `case` that ran, in the order they first came."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("case") == case and row.get("step_s")]
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}); run benchmarks/levers.py --ladder first") from None
+    latest = {row["levers"]: row for row in rows}
+    if not latest:
+        raise UserError(f"{path} has no rows of {case}; run benchmarks/levers.py --ladder first")
+    order = list(dict.fromkeys(row["levers"] for row in rows))
+    return [_rung(latest[levers]) for levers in order]
+
+
+def _rung(row: dict[str, str]) -> Rung:
+    columns = ("peak_allocated_gib", "host_gib", "step_s", "predicted_gib", "predicted_s")
+    return Rung(named(row["levers"]), *(float(row[column]) for column in columns))
+
+
+def named(levers: str) -> str:
+    """A set of levers in words."""
+    return ", ".join(NAMES.get(each, each.replace("_", " ").replace("=", " ")) for each in levers.split()) or NONE
+
+
+def draw_levers(path: Path, out: Path, case: str = LADDER) -> None:
+    """Two panels of bars: GPU and host memory, and time of a step against that without levers."""
+    found = rungs(path, case)
+    places = range(len(found))
+    with panels(out, 1, 2, width=11, height=1.5 + 0.32 * len(found)) as (_, axes_grid):
+        memory, time = axes_grid[0]
+        gpu = [rung.gpu_gib for rung in found]
+        memory.barh(places, gpu, color=GPU, label="GPU, peak allocated")
+        memory.barh(places, [rung.host_gib for rung in found], left=gpu, color=HOST, label="host, pinned")
+        _mark(memory, [rung.predicted_gib for rung in found])
+        memory.set_yticks(list(places), [rung.name for rung in found])
+        memory.set_xlabel("GiB")
+        time.barh(places, [rung.step_s for rung in found], color=TIME, label="measured")
+        _mark(time, [rung.predicted_s for rung in found])
+        for place, rung in zip(places, found, strict=True):
+            right = max(rung.step_s, rung.predicted_s)
+            time.text(right, place, f"  {rung.step_s / _plain_s(found):.2f} ×", va="center", fontsize=8)
+        time.set_yticks(list(places), [""] * len(found))
+        time.set_xlabel("seconds a step")
+        time.margins(x=0.12)
+        for axes in (memory, time):
+            axes.invert_yaxis()
+            axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8)
+            plain(axes)
+
+
+def _mark(axes: "Axes", values: list[float]) -> None:
+    """What was predicted, on each bar."""
+    places = range(len(values))
+    low, high = ([place + shift for place in places] for shift in (-0.4, 0.4))
+    axes.vlines(values, low, high, color=SAID, linewidth=1.6, label="predicted")
+
+
+def _plain_s(found: list[Rung]) -> float:
+    return next((rung.step_s for rung in found if rung.name == NONE), found[0].step_s)
+
+
+def lever_rows(path: Path, case: str = LADDER) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The same as a table."""
+    found = rungs(path, case)
+    header = ("lever", "GPU", "host", "step", "against none", "predicted")
+    return header, [
+        (rung.name, f"{rung.gpu_gib:.1f} GiB", f"{rung.host_gib:.1f} GiB" if rung.host_gib else "–",
+         f"{rung.step_s:.3f} s", f"{rung.step_s / _plain_s(found):.2f} ×",
+         f"{rung.predicted_gib:.1f} GiB, {rung.predicted_s:.3f} s")
+        for rung in found
+    ]  # fmt: skip
+
+
+PREDICTED = (
+    "", "checkpoint_every=1", "checkpoint_every=1 checkpoint_keep=attention",
+    "checkpoint_every=1 checkpoint_keep=matmuls", "checkpoint_every=1 offload_checkpoints=true", "tiles=8",
+    "update_in_backward=true", "optimizer_states=bf16", "optimizer_states=8bit", "optimizer_states=factored",
+    "offload=optimizer", "offload=optimizer update_in_backward=true",
+    "offload=weights update_in_backward=true checkpoint_every=1", "matmul=fp8-tensor",
+)  # fmt: skip
+QUESTION = ("llama-3.1-8b", 8192, "H200")
+
+
+def predicted_rows() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """What formulas and costs say of every lever alone, for one row of QUESTION."""
+    from tightfit.hardware.machine import parse_machine
+    from tightfit.jobs.layout import Layout
+    from tightfit.jobs.levers import Levers
+    from tightfit.jobs.workload import Workload
+    from tightfit.memory.formulas.training import peak
+    from tightfit.models.presets import preset
+    from tightfit.plan.cost import Costs
+    from tightfit.plan.pins import parse_pins
+
+    model, length, machine = QUESTION
+    workload, layout = Workload(spec=preset(model), sequence_length=length, global_batch=1), Layout(micro_batch=1)
+    frame, rows = Costs(workload, parse_machine(machine)).frame(layout), []
+    plain_s = frame.step(Levers()).step_s
+    for text in PREDICTED:
+        levers = Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)
+        gpu, host = (count / 2**30 for count in peak(workload, layout, levers))
+        shown = ", ".join(f"`{each}`" for each in text.split()) or NONE
+        on_host = f"{host:.1f} GiB" if host else "–"
+        rows.append((shown, f"{gpu:.1f} GiB", on_host, f"{frame.step(levers).step_s / plain_s:.2f} ×"))
+    return ("levers", "GPU", "host", "time of a step"), rows
+
+
+def measured_block(path: Path) -> str:
+    """The measured ladder as a table, or where it would come from."""
+    try:
+        header, rows = lever_rows(path)
+    except UserError:
+        return "`python -m benchmarks.levers --ladder` measures them."
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,69 @@
+"""Append-only results: every row names the commit, the device and the versions it was measured with."""
+
+import csv
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tightfit
+from tightfit.errors import UserError
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def append_row(name: str, values: Mapping[str, Any], *, folder: Path = RESULTS, commit: str | None = None) -> None:
+    """Add one row to `folder/name.csv`; the columns of an existing file are kept."""
+    row = {**_conditions(commit), **values}
+    path = folder / f"{name}.csv"
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    columns = list(row)
+    if not fresh:
+        with path.open(encoding="utf-8", newline="") as file:
+            columns = next(csv.reader(file), [])
+        if set(columns) != set(row):
+            raise UserError(f"{path} has columns {columns}, the new row has {list(row)}; move the old file away")
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def version_of(package: str) -> str:
+    """The installed version, or nothing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _conditions(commit: str | None) -> dict[str, str]:
+    import torch
+
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit or current_commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version_of("transformers"),
+    }
+
+
+@cache  # before the first row changes the checkout
+def current_commit() -> str:
+    """The short commit of the checkout this package runs from, marked when it has changes; else the version."""
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True)
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=10"]
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return tightfit.__version__

@@ -1,0 +1,16 @@
+"""benchmarks/pipeline_bubble.py runs every schedule and tells its bubble beside the formula's."""
+
+import sys
+
+import pytest
+
+from benchmarks import pipeline_bubble
+
+
+@pytest.mark.usefixtures("server")
+def test_every_schedule_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--ranks", "2", "--micro-batches", "4", "--forward-ms", "5", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["pipeline_bubble.py", *small])
+    pipeline_bubble.main()
+    told = {line.partition(":")[0]: line.rpartition("is ")[2] for line in capsys.readouterr().out.splitlines()}
+    assert told == {"gpipe": "20.0%", "1f1b": "20.0%", "interleaved": "11.1%", "zero-bubble": "20.0%"}

@@ -1,1 +1,0 @@
-"""Measuring operations beside their peers, against the limits of the machine they run on."""

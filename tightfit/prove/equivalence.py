@@ -1,0 +1,245 @@
+"""The equivalence gate: N ranks against one, on the same rows, step by step, and where they first differ.
+
+All ranks train as the layout says. Beside them the first rank trains the whole model alone, without levers, on the same
+micro-batches one after another. Before the first step their weights are compared; in every step the loss, the norm of
+all gradients, every gradient and every updated weight. Each is put together on the first rank. What several ranks
+hold of it alike (replicas, norms of tensor ranks, a tied embedding's two ends) must be the same to the bit.
+
+The error of a tensor is ‖found − truth‖ / ‖truth‖ in float64; of gradients, the truth's norm is taken to be at least a
+thousandth of all gradients', as some are nothing but rounding (keys' biases, without rope). In float32 another order of
+additions makes some 1e-6 of it; a missing or doubled term of a weight is a share of its gradient. What differs first is
+found in the order things are computed: loss, then gradients from the output back to the embedding, then weights. So a
+gradient that is named is the one nearest to the fault, and what comes after it in backward may be wrong because of it.
+Limits: the first rank must hold the whole model in float32 beside its share (take a miniature of a large one), and
+lossy levers differ, as they should.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tightfit.collectives.shards import described, local, place, splits_of
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.parallel.gathering import gathered_here
+from tightfit.parallel.ranks import Ranks
+from tightfit.prove.check_target import Subject
+from tightfit.train.assembly import assemble, unfilled
+from tightfit.train.optimizer.adamw import MasterAdamW
+from tightfit.train.precision import LossScale
+from tightfit.train.step import StepResult, train_step
+
+TOLERANCE = 1e-4
+LEAST_SHARE = 1e-3
+"""Of the norm of all gradients: errors of smaller ones are measured against this."""
+LEAST_WEIGHT = 1e-2
+"""Ten updates of the gate's learning rate: errors of smaller weights, such as new biases, are measured against this."""
+LEAST_NUMBER = 1e-6
+Look = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one thing is from the truth: `kind` is start, loss, norm, gradient, weight or copy; `step` counts from 1.
+
+    A copy is the same or not (an error of 1), and `rank` is who holds it.
+    """
+
+    step: int
+    kind: str
+    name: str
+    layer: int | None
+    error: float
+    rank: int = 0
+
+    def sentence(self) -> str:
+        """In words."""
+        where = f"{self.kind} of {self.name}" if self.name else f"the {self.kind}"
+        inside = f" (layer {self.layer})" if self.layer is not None else ""
+        if self.kind == "copy":
+            return f"step {self.step}: the {where}{inside} on rank {self.rank} is not what other ranks hold"
+        return f"step {self.step}: {where}{inside} is off by {self.error:.2g} of its size"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was compared, what differs first (None: nothing does), how many things do, and the largest error found."""
+
+    ranks: int
+    steps: int
+    compared: int
+    different: int
+    first: Difference | None
+    largest: Difference
+    losses: tuple[float, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether ranks train as one process does."""
+        return self.first is None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"same": self.same, **asdict(self)}
+
+
+@dataclass
+class Trainee:
+    """A model in training: of all ranks, or of one alone."""
+
+    decoder: Decoder
+    module: nn.Module
+    optimizer: MasterAdamW
+    ranks: Ranks
+    device: torch.device
+
+    def step(self, subject: Subject, number: int, look: Look) -> StepResult:
+        """One step on this rank's rows."""
+        batches = subject.micro_batches(number)[self.ranks.rank :: self.ranks.world]
+        lr = subject.settings.lr
+        return train_step(self.module, self.optimizer, batches, self.device, lr, LossScale(), look, self.ranks)
+
+
+def trainee(subject: Subject, mesh: DeviceMesh | None, device: torch.device) -> Trainee:
+    """The subject's model with weights from its seed, split over `mesh`."""
+
+    def fill(model: Decoder) -> None:
+        torch.manual_seed(subject.seed)
+        init_weights(model)
+
+    decoder = unfilled(subject.spec, subject.layout, subject.precision, device, subject.levers)
+    module, optimizer = assemble(
+        decoder, mesh, subject.layout, subject.levers, subject.precision, subject.settings, device, fill, subject.seed
+    )
+    return Trainee(decoder, module, optimizer, Ranks.of(mesh), device)
+
+
+def compare(
+    subject: Subject, mesh: DeviceMesh, device: torch.device, *, steps: int = 2, tolerance: float = TOLERANCE
+) -> Verdict:
+    """Train `steps` steps both ways and compare. All ranks call this, and all get the verdict."""
+    many = trainee(subject, mesh, device)
+    one = trainee(_alone(subject), None, device) if many.ranks.first else None
+    found = _Comparison(many.ranks, tolerance)
+    found.tensors(0, "start", _weights(many), None if one is None else _weights(one))
+    losses = [_compare_step(subject, number, many, one, found) for number in range(1, steps + 1)]
+    return many.ranks.share(found.verdict(steps, losses))
+
+
+def _alone(subject: Subject) -> Subject:
+    return replace(subject, layout=Layout(micro_batch=subject.layout.micro_batch), levers=Levers())
+
+
+def _compare_step(subject: Subject, number: int, many: Trainee, one: Trainee | None, found: "_Comparison") -> float:
+    """One step of both; the gradients are looked at just before the optimizer takes them."""
+    truth: dict[str, Tensor] = {}
+    whole_batch = replace(_alone(subject), passes=subject.passes * subject.layout.data)
+
+    def keep(phase: str) -> None:
+        if phase == "optimizer" and one is not None:
+            truth.update((name, gradient.clone()) for name, gradient in _gradients(one).items())
+
+    def look(phase: str) -> None:
+        if phase == "optimizer":
+            found.tensors(number, "gradient", _gradients(many), truth if one is not None else None)
+
+    expected = one.step(whole_batch, number, keep) if one is not None else None
+    result = many.step(subject, number, look)
+    if expected is not None:
+        found.number(number, "loss", result.loss, expected.loss)
+        found.number(number, "norm", result.gradient_norm, expected.gradient_norm)
+    found.tensors(number, "weight", _weights(many), None if one is None else _weights(one))
+    found.copies(number, _weights(many))
+    return result.loss
+
+
+def _weights(of: Trainee) -> dict[str, Tensor]:
+    splits = splits_of(of.decoder)
+    return {name: described(p.detach(), splits.get(name)) for name, p in of.decoder.named_parameters()}
+
+
+def _gradients(of: Trainee) -> dict[str, Tensor]:
+    splits = splits_of(of.decoder)
+    named = ((name, p.grad) for name, p in of.decoder.named_parameters())
+    return {name: described(grad, splits.get(name)) for name, grad in named if grad is not None}
+
+
+class _Comparison:
+    """Collects differences; the first process has the truth."""
+
+    def __init__(self, ranks: Ranks, tolerance: float) -> None:
+        self.ranks, self.tolerance = ranks, tolerance
+        self.found: list[Difference] = []
+
+    def number(self, step: int, kind: str, ours: float, theirs: float) -> None:
+        """One that all ranks know."""
+        self.found.append(Difference(step, kind, "", None, abs(ours - theirs) / max(abs(theirs), LEAST_NUMBER)))
+
+    def tensors(self, step: int, kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor] | None) -> None:
+        """Of all ranks' parts, put together, and the truth where it is known."""
+        everything = 0.0
+        if theirs is not None and kind == "gradient":
+            everything = sum(float(t.double().square().sum()) for t in theirs.values()) ** 0.5
+        for name, tensor in gathered_here(ours, self.ranks):
+            if theirs is None:
+                continue
+            error = float("inf")
+            if tensor is not None and name in theirs:
+                truth = theirs[name].double()
+                least = LEAST_SHARE * everything if kind == "gradient" else LEAST_WEIGHT * truth.numel() ** 0.5
+                error = float((tensor.to(truth.device).double() - truth).norm()) / max(float(truth.norm()), least)
+            self.found.append(Difference(step, kind, name, _layer(name), error))
+
+    def copies(self, step: int, parts: dict[str, Tensor]) -> None:
+        """Of the parts that several ranks hold: each against the first rank's that has it."""
+        own = {(name, place(tensor)): _digest(tensor) for name, tensor in parts.items()}
+        everyones: list[Any] = [own]
+        if self.ranks.processes > 1:
+            everyones = [None] * self.ranks.processes
+            dist.all_gather_object(everyones, own)
+        known: dict[Any, bytes] = {}
+        for rank, held in enumerate(everyones):
+            for (name, part), digest in held.items():
+                if (name, part) in known:
+                    error = float(digest != known[name, part])
+                    self.found.append(Difference(step, "copy", name, _layer(name), error, rank))
+                known.setdefault((name, part), digest)
+
+    def verdict(self, steps: int, losses: Sequence[float]) -> Verdict:
+        """In the order of computation."""
+        found = sorted(self.found, key=_order)
+        wrong = [d for d in found if not d.error <= self.tolerance]
+        nothing = Difference(0, "start", "", None, 0.0)
+        largest = max(found, key=lambda d: float("inf") if d.error != d.error else d.error, default=nothing)
+        first = wrong[0] if wrong else None
+        return Verdict(self.ranks.processes, steps, len(found), len(wrong), first, largest, tuple(losses))
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """Different for parts that differ in a bit."""
+    return hashlib.blake2b(local(tensor).contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).digest()
+
+
+PLACES = {"start": 0, "loss": 1, "gradient": 2, "norm": 3, "weight": 4, "copy": 5}
+"""The norm is made of gradients, and follows them."""
+
+
+def _order(found: Difference) -> tuple[int, int, float]:
+    """By step; the loss, then what backward meets first."""
+    place = PLACES[found.kind]
+    if found.name.startswith(("embed.", "positions.")):
+        return found.step, place, float("inf")
+    return found.step, place, -float("inf") if found.layer is None else -float(found.layer)
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "layers" else None

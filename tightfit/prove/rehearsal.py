@@ -1,0 +1,249 @@
+"""Rehearsal: the real training step on fake tensors, traced. What it would allocate is known before anything is.
+
+The decoder, the loss, the optimizer and the wrappers are those that train; only the tensors have no bytes and the
+other ranks are not there. See memory/simulation.py for how, and for the limits. The same step can be built on a real
+device, which is how predictions are compared with what happens.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tightfit.jobs.job import Optimizer
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.extrapolation import depths, extrapolated
+from tightfit.memory.formulas.overheads import DEFAULT, Overheads
+from tightfit.memory.ledger import Ledger, Line
+from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
+from tightfit.memory.trace import Allocation, Replay, Trace, ledger_of_replay
+from tightfit.memory.tracing import Tracer
+from tightfit.models.blank import blank_decoder
+from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.spec import ModelSpec
+from tightfit.parallel.apply import cut
+from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.pipeline import take_stages
+from tightfit.parallel.ranks import Ranks
+from tightfit.train.assembly import Fill, assemble
+from tightfit.train.optimizer.adamw import MasterAdamW
+from tightfit.train.precision import COMPUTE_DTYPES, LossScale
+from tightfit.train.step import Batch, OnPhase, StepResult, ignore, train_step
+
+DIRECT_LAYERS = 48
+"""Models of up to so many layers are traced whole, in seconds; what the allocator reserves is then replayed exactly."""
+GPU_KERNELS = Implementations(norm="triton", rope="triton", glu="triton", linear_cross_entropy="triton")
+CPU = torch.device("cpu")
+LR = 1e-5
+
+
+@dataclass
+class Program:
+    """A training step, built and ready: what is trained, by what, on which batches."""
+
+    module: nn.Module
+    decoder: Decoder
+    optimizer: MasterAdamW
+    batches: list[Batch]
+    device: torch.device
+    scale: LossScale
+    ranks: Ranks
+
+    def step(self, on_phase: OnPhase = ignore) -> StepResult:
+        """Run it once."""
+        return train_step(
+            self.module, self.optimizer, self.batches, self.device, LR, self.scale, on_phase, ranks=self.ranks
+        )
+
+
+Step = Callable[[OnPhase], object]
+MakeStep = Callable[[DeviceMesh | None, Tracer], Step]
+
+
+def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
+    """The ledger of a training step that is never run: of the first rank of each pipeline stage that may be fullest."""
+    lines: list[Line] = []
+    for stage in telling_stages(layout):
+        ledger = rehearse_stage(workload, layout, levers, overheads, stage)
+        lines += [replace(line, rank=stage) for line in ledger.lines]
+    return Ledger("simulation", tuple(lines))
+
+
+def rehearse_stage(
+    workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, stage: int = 0
+) -> Ledger:
+    """The same of the first rank of pipeline stage `stage` alone, as rank 0."""
+    replay = _replay(workload, layout, levers, overheads, stage)
+    return ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
+
+
+def telling_stages(layout: Layout) -> list[int]:
+    """The first stage has most in flight, the last the loss; those between them hold ever less."""
+    return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+
+
+def _replay(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads, stage: int = 0) -> Replay:
+    """The whole model where that is quick, else the moments that follow from two shallow ones; a stage as it is."""
+    layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
+    few, more = depths(layers, period)
+    direct = layout.pipeline > 1 or layers <= DIRECT_LAYERS or more >= layers
+    if direct or _differs_by_layer(workload.spec, levers):
+        return rehearsed_step(workload, layout, levers, overheads, stage).replay()
+    shallow, deeper = (
+        rehearsed_step(_of_depth(workload, depth), layout, levers, overheads).replay() for depth in (few, more)
+    )
+    periods = (layers - more) // period
+    return Replay(
+        [], [], [], extrapolated(shallow.occurrences, deeper.occurrences, periods),
+        extrapolated(shallow.host_occurrences, deeper.host_occurrences, periods),
+    )  # fmt: skip
+
+
+def _differs_by_layer(spec: ModelSpec, levers: Levers) -> bool:
+    """Whether layers are not all alike, or alike by periods: budgets and counts single some of them out."""
+    single = levers.checkpoint_budget_bytes is not None or levers.checkpoint_host_bytes or levers.offload_keep_bytes
+    return bool(single or levers.num_checkpoints) or (spec.experts is not None and bool(spec.experts.dense_layers))
+
+
+def _of_depth(workload: Workload, layers: int) -> Workload:
+    windowed = tuple(layer for layer in workload.spec.window_layers if layer < layers)
+    return replace(workload, spec=replace(workload.spec, layers=layers, window_layers=windowed))
+
+
+def rehearsed_step(
+    workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, stage: int = 0
+) -> Trace:
+    """The trace behind that ledger, of the first rank of pipeline stage `stage`."""
+
+    def make(mesh: DeviceMesh | None, tracer: Tracer) -> Step:
+        program = build(workload, layout, levers, CPU, _gpu_kernels(workload), mesh, tracer)
+        introduce(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
+        return program.step
+
+    return rehearsed(make, layout, overheads, carries_over=levers.offload != "none", stage=stage)
+
+
+def _gpu_kernels(workload: Workload) -> Implementations:
+    """What the decoder takes on a GPU, which it does not see here: our attention where torch has no fused one."""
+    spec = workload.spec
+    plain = spec.attention_softcap is None and not spec.window_layers
+    fused = workload.precision != "fp32" or spec.heads == spec.kv_heads
+    return GPU_KERNELS if plain and fused else replace(GPU_KERNELS, attention="triton")
+
+
+def rehearsed(
+    make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False,
+    carries_over: bool = False, stage: int = 0,
+) -> Trace:  # fmt: skip
+    """Everything allocated and freed from building the model to the end of one step, on the first rank of a stage.
+
+    `warm_up` goes before with a step that differs, such as the first of an optimizer that makes its states in it.
+    Where a step `carries_over` what the next one frees, a step goes before as well, and the trace has no repetition.
+    """
+    with ExitStack() as stack:
+        mesh = None
+        if layout.ranks > 1:
+            stack.enter_context(fake_world(layout.ranks, stage * (layout.ranks // layout.pipeline)))
+            mesh = make_mesh(layout, "cpu")
+        tracer = stack.enter_context(simulated())
+        with FirstChunkOnly():
+            step = make(mesh, tracer)
+        tracer.trace.allocate(Allocation(overheads.workspace_bytes, "workspace", "cuBLAS"))
+        if warm_up or carries_over:
+            step(lambda phase: tracer.begin("first step"))
+        if not carries_over:
+            tracer.begin_step()
+        step(tracer.begin)
+    return tracer.trace
+
+
+def build(
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+    device: torch.device,
+    impl: Implementations,
+    mesh: DeviceMesh | None = None,
+    tracer: Tracer | None = None,
+    fill: Fill = lambda decoder: None,
+) -> Program:
+    """A training step on tokens of no meaning, on a real device or on fake tensors."""
+    decoder = _unfilled(workload, layout, levers, device, impl, tracer)
+    if tracer is not None:
+        if layout.zero:
+            with tracer.pause():  # what FSDP2 then takes its shards from has no memory either
+                if mesh is not None and layout.pipeline > 1:
+                    take_stages(decoder, mesh, layout, workload.sequence_length)
+                cut(decoder, mesh, layout, levers)
+        tracer.begin("init")
+    module, optimizer = assemble(
+        decoder, mesh, layout, levers, workload.precision, Optimizer(), device, fill, length=workload.sequence_length
+    )
+    scale = LossScale.for_precision(workload.precision)
+    return Program(module, decoder, optimizer, _batches(workload, layout), device, scale, Ranks.of(mesh))
+
+
+def _unfilled(
+    workload: Workload, layout: Layout, levers: Levers, device: torch.device, impl: Implementations,
+    tracer: Tracer | None,
+) -> Decoder:  # fmt: skip
+    """A decoder of the dtype it is built in; converting it afterwards is what fake tensors cannot do.
+
+    One that will be sharded has no memory before: it is made on the meta device, or where that is fake too, unseen.
+    So is one that will be offloaded: it is made on the host.
+    """
+    faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
+    shared = layout.zero > 0 or layout.tensor * layout.pipeline > 1
+    if offloaded and not faking:
+        dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
+        return blank_decoder(workload.spec, "cpu", dtype, impl)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision])
+    try:
+        with torch.device("meta" if shared and not faking else device):
+            if tracer is not None and (shared or offloaded):
+                with tracer.pause():
+                    return Decoder(workload.spec, impl)
+            return Decoder(workload.spec, impl)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: int = 1) -> None:
+    """Tell the tracer which tensors are weights, masters, states and gradients, and where the loss begins.
+
+    Backward is cut where it enters each `period` of layers.
+    """
+    tracer.name_modules(model)
+    tracer.claim(model.parameters(), "weights")
+    tracer.claim_gradients(model.parameters())
+    for bucket in optimizer.buckets:
+        if optimizer.has_masters:
+            tracer.claim(bucket.masters, "master weights")
+        for index in range(len(bucket.masters)):
+            tracer.claim(bucket.updater.states(index).values(), "optimizer states")
+    if model.norm is not None:  # which only the last stage of a pipeline has
+        tracer.loss_follows(model.norm)
+    last = len(model.layers) - 1
+    for index, layer in enumerate(model.layers):
+        if index % period == period - 1 or index == last:
+            tracer.cut_backward(layer)
+
+
+def _batches(workload: Workload, layout: Layout) -> list[Batch]:
+    """One micro-batch, or two where gradients are accumulated: more would repeat the second.
+
+    A pipeline has several in flight: all that gpipe has, of others two rounds.
+    """
+    shape = (layout.micro_batch, workload.sequence_length)
+    most = {1: 2}.get(layout.pipeline, 2 * layout.pipeline)
+    passes = workload.global_batch // (layout.micro_batch * layout.data)
+    passes = passes if layout.pipeline > 1 and layout.schedule == "gpipe" else min(most, passes)
+    made = torch.randint(workload.spec.vocab_size, shape)
+    return [{"tokens": made, "labels": made}] * max(1, passes)

@@ -1,0 +1,204 @@
+"""Checkpoints: a Hugging Face directory that anybody can load, plus what resuming needs in `training/`.
+
+    run/checkpoints/step-00000100/
+        config.json  model.safetensors  tokenizer.json …     the model
+        training/state.safetensors                           optimizer states, master weights, RNG
+        training/state.json                                  step, loader position, loss scale, the job
+
+Each is written whole or not at all (`durable.py`); the newest `keep` stay. No pickle anywhere.
+
+Of several ranks the first one writes: shards are gathered a tensor at a time, on the device, and kept in host memory.
+So the files are those of a single process, and any number of ranks, in any layout, can go on from them. The price is
+host memory on the first rank's machine, as much as the checkpoint is large, and that the others wait.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightfit.collectives.shards import whole
+from tightfit.durable import discard_directory, durable_directory, sweep
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.weights import load_weights
+from tightfit.models.loading import checkpoints_of, has_sharded
+from tightfit.models.resolve import resolve_spec
+from tightfit.models.saving import write_model
+from tightfit.models.sharded_weights import load_sharded_weights
+from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.parallel.ranks import ALONE, Ranks
+from tightfit.train.optimizer.adamw import MasterAdamW
+
+FORMAT = 1
+STATE_PREFIX = "optimizer/"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands between two steps, apart from tensors."""
+
+    step: int
+    loader: dict[str, Any]
+    loss_scale: dict[str, Any]
+    job: dict[str, Any]
+    facts: dict[str, Any]
+    """What the run found out and a resume must find again: precision, data fingerprint, total steps."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The tensors of a checkpoint, whole."""
+
+    model: Decoder
+    states: dict[str, Tensor]
+
+
+def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: Ranks = ALONE) -> Content:
+    """What a checkpoint holds of a model that computes in `dtype`. All ranks call this; the first has all of it."""
+    if optimizer.engine is not None:
+        weights = optimizer.engine.weights(dtype, ranks)
+        return Content(_complete(model.spec, weights), optimizer.engine.states(ranks))
+    if optimizer.offloading is not None:
+        return Content(_complete(model.spec, optimizer.offloading.weights(model)), optimizer.state())
+    if optimizer.is_whole:
+        return Content(model, optimizer.state())
+    weights = _wholes(model.state_dict(), ranks, dtype)
+    states = _wholes(optimizer.state(), ranks)
+    return Content(_complete(model.spec, ranks.united(weights)), ranks.united(states))
+
+
+def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
+    """A decoder of these tensors; one without any where this rank has none."""
+    with torch.device("meta"):
+        model = Decoder(spec)
+    if weights:
+        model.load_state_dict(weights, assign=True)
+    return model
+
+
+def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """All of every tensor that this stage has in host memory on the process that speaks for it, cast to `dtype` if
+    given; nothing on the others."""
+    found = {}
+    for name, tensor in tensors.items():
+        complete = whole(tensor)
+        if ranks.speaks_for_stage:
+            found[name] = complete.to("cpu", dtype or complete.dtype)
+    return found
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or will be."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def save_checkpoint(run: Path, content: Content, tokenizer: Tokenizer, position: Position, keep: int) -> Path:
+    """Write the checkpoint of `position.step`, then let go of all but the newest `keep`."""
+    target = checkpoint_path(run, position.step)
+    try:
+        if target.exists():
+            discard_directory(target)
+        with durable_directory(target) as folder:
+            write_model(folder, content.model, tokenizer)
+            _write_training_state(folder / "training", content.states, position)
+        for old in checkpoints_of(run)[:-keep]:
+            discard_directory(old)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot write checkpoint {target}: {reason}; make room or change `output`; {what_is_safe(run)}"
+        ) from error
+    return target
+
+
+def what_is_safe(run: Path) -> str:
+    """The end of a sentence that tells of a failure: what can be resumed from."""
+    found = checkpoints_of(run)
+    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
+
+
+def _write_training_state(folder: Path, states: Mapping[str, Tensor], position: Position) -> None:
+    folder.mkdir()
+    tensors = {f"{STATE_PREFIX}{name}": tensor for name, tensor in states.items()}
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    save_file(tensors, folder / "state.safetensors")
+    content = {"format": FORMAT, **position.__dict__}
+    (folder / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_position(checkpoint: Path) -> Position:
+    """The position a checkpoint was taken at."""
+    path = checkpoint / "training" / "state.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise UserError(f"{path} was written by another version of tightfit; resume with that one")
+        return Position(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is missing or damaged ({error}); resume from an older checkpoint") from None
+
+
+def restore_weights(checkpoint: Path, model: Decoder) -> None:
+    """Load the weights of a checkpoint into a model of the same shape."""
+    saved = resolve_spec(str(checkpoint))
+    if saved != model.spec:
+        name = next(n for n in model.spec.__dataclass_fields__ if getattr(saved, n) != getattr(model.spec, n))
+        ours, theirs = getattr(model.spec, name), getattr(saved, name)
+        raise UserError(f"the job's model has {name} {ours}, checkpoint {checkpoint} has {theirs}; make them equal")
+    if has_sharded(checkpoint):
+        load_sharded_weights(model, checkpoint)
+    else:
+        load_weights(model, checkpoint)
+
+
+def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
+    """Load optimizer states, master weights and RNG, a tensor at a time."""
+    path = checkpoint / "training" / "state.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file:
+            saved = _States(file)
+            own = {name: saved[name] for name in optimizer.state()} if optimizer.stages > 1 else saved
+            optimizer.load_state(own, str(path))
+            names = set(file.keys())
+            if "rng/cpu" in names:
+                torch.set_rng_state(file.get_tensor("rng/cpu"))
+            if "rng/cuda" in names and torch.cuda.is_available():
+                torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}); resume from an older checkpoint") from None
+
+
+class _States(Mapping[str, Tensor]):
+    """The optimizer's tensors in an open safetensors file, each read when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.file.get_tensor(f"{STATE_PREFIX}{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        names: list[str] = self.file.keys()
+        return (name.removeprefix(STATE_PREFIX) for name in names if name.startswith(STATE_PREFIX))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run, after sweeping what a kill left behind."""
+    sweep(run / "checkpoints")
+    found = checkpoints_of(run)
+    return found[-1] if found else None

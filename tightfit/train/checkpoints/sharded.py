@@ -1,0 +1,164 @@
+"""Checkpoints in pieces, written by all ranks while training goes on (`saving.sharded`).
+
+    run/checkpoints/step-00000100/
+        config.json  tokenizer.json …     the model, without weights
+        sharded/                          weights and optimizer states in pieces (torch.distributed.checkpoint)
+        training/state.json               step, loader position, loss scale, the job
+
+Saving copies what a rank has to host memory and returns; a thread of each rank writes its pieces, over a process group
+of its own, and the first process gives the directory its name when all are on the disk. A kill before that leaves the
+checkpoint before. One is written at a time: the next one waits for it. Any layout reads them, and what exports models
+(models/sharded_weights.py). The directory must be one that all ranks see.
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_tree
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.loading import checkpoints_of
+from tightfit.models.saving import write_config
+from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors, weights_of
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.parallel.ranks import Ranks
+from tightfit.train.checkpoints.directory import FORMAT, STATE_PREFIX, Position, checkpoint_path, what_is_safe
+from tightfit.train.optimizer.adamw import MasterAdamW
+
+
+@dataclass
+class _Pending:
+    """A checkpoint being written."""
+
+    future: "Future[Any]"
+    folder: Path
+    target: Path
+    keep: int
+    named: bool = False
+
+
+class ShardedSaver:
+    """Writes one checkpoint at a time in the background; all ranks call all of its methods alike."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.group = dist.new_group(backend="gloo")  # the thread's, so that it never meets training's collectives
+        self.pending: _Pending | None = None
+
+    def save(
+        self, run: Path, model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, tokenizer: Tokenizer,
+        position: Position, keep: int,
+    ) -> None:  # fmt: skip
+        """Begin to write the checkpoint of `position.step`, once the one before is complete."""
+        self.finish()
+        target = checkpoint_path(run, position.step)
+        folder = self.ranks.share(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
+        with _failures_told(target):
+            if self.ranks.first:
+                _begin(folder, model, dtype, tokenizer, position)
+            self.ranks.wait()
+            future: Any = async_save(
+                _content(model, optimizer), checkpoint_id=folder / FOLDER, process_group=self.group
+            )
+        self.pending = _Pending(future, folder, target, keep)
+
+    def finish(self) -> None:
+        """Wait until what is being written is complete and has its name."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        with _failures_told(pending.target):
+            pending.future.result()
+        self._name(pending)
+        self.ranks.wait()
+
+    def poll(self) -> None:
+        """Give what has been written its name, without waiting for anything."""
+        if self.pending is not None and self.pending.future.done():
+            self._name(self.pending)
+
+    def _name(self, pending: _Pending) -> None:
+        """The first process's write ends when those of all ranks have."""
+        if self.ranks.first and not pending.named:
+            with _failures_told(pending.target):
+                pending.future.result()
+                _complete(pending)
+            pending.named = True
+
+
+@contextmanager
+def _failures_told(target: Path) -> Iterator[None]:
+    """What cannot be written, at once or later in the background, is one sentence."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        failures = list(getattr(error, "failures", {}).values())  # of a rank's thread
+        cause = failures[0][0] if failures else error
+        raise UserError(
+            f"cannot write checkpoint {target}: {getattr(cause, 'strerror', None) or cause}; make room or change "
+            f"`output`; {what_is_safe(target.parent.parent)}"
+        ) from error
+
+
+def _content(model: Decoder, optimizer: MasterAdamW) -> dict[str, Tensor]:
+    states = {f"{STATE_PREFIX}{name}": tensor for name, tensor in optimizer.state().items()}
+    return {**weights_of(model), **states, "rng/cpu": torch.get_rng_state()}
+
+
+def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenizer, position: Position) -> None:
+    """What is not in pieces."""
+    (folder / "training").mkdir(parents=True)
+    write_config(folder, model.spec, tokenizer, dtype)
+    tokenizer.save(folder)
+    state = json.dumps({"format": FORMAT, **position.__dict__}, indent=1) + "\n"
+    (folder / "training" / "state.json").write_text(state, encoding="utf-8")
+
+
+def _complete(pending: _Pending) -> None:
+    """Everything to the disk, then the name, then let go of old ones."""
+    flush_tree(pending.folder)
+    if pending.target.exists():
+        discard_directory(pending.target)
+    os.rename(pending.folder, pending.target)
+    flush(pending.target.parent)
+    for old in checkpoints_of(pending.target.parent.parent)[: -pending.keep]:
+        discard_directory(old)
+
+
+def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
+    """Optimizer states, master weights and RNG, of which every rank reads its own part."""
+    own, random = optimizer.state(), torch.get_rng_state()
+    _require_fit(checkpoint, own, others_hold_more=optimizer.stages > 1)
+    read_pieces({f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}, checkpoint)
+    for bucket in optimizer.buckets:
+        for index, name in enumerate(bucket.names):
+            bucket.updater.set_step(index, own[f"step/{name}"])
+    torch.set_rng_state(random)
+
+
+def _require_fit(checkpoint: Path, own: dict[str, Tensor], *, others_hold_more: bool) -> None:
+    """Torch would cast what has another dtype and pass over what nobody asks for: say so instead."""
+    named = stored_tensors(checkpoint).items()
+    stored = {name.removeprefix(STATE_PREFIX): what for name, what in named if name.startswith(STATE_PREFIX)}
+    odd = own.keys() - stored.keys() if others_hold_more else own.keys() ^ stored.keys()
+    if odd:
+        raise UserError(f"{checkpoint} does not fit this model: optimizer state {min(odd)} is on one side only")
+    for name, tensor in own.items():
+        if stored[name] != (tensor.dtype, tensor.shape):
+            dtype, shape = stored[name]
+            raise UserError(
+                f"{checkpoint}: {name} is {dtype} {list(shape)}, this run needs {tensor.dtype} {list(tensor.shape)}"
+            )
