@@ -9,10 +9,10 @@ Hugging Face multiplies means taken over all layers together instead, where one 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.kernels.gated_mlp import can_be_one, gated_mlp
 from tightfit.kernels.glu import ACTIVATIONS, glu, relu2
+from tightfit.kernels.routed_mlp import route, routed_mlp
 from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.models.spec import ModelSpec
 
@@ -72,41 +72,15 @@ class RoutedMlp(nn.Module):
         weights, chosen = probabilities.topk(self.experts_spec.per_token, dim=-1)
         if self.experts_spec.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        rows = self._rows_per_expert(chosen)
-        made = self._through_experts(tokens, weights.to(x.dtype), chosen, rows)
+        routing = route(chosen, self.experts_spec.count)
+        experts = self.experts.gate, self.experts.up, self.experts.down
+        made = routed_mlp(tokens, weights.to(x.dtype), routing, *experts, self.activation, impl=self.impl)
         if self.shared is not None and self.shared_gate is not None:
             made = made + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)[0]
-        return made.view_as(x), self._balance(probabilities, rows)
+        return made.view_as(x), self._balance(probabilities, routing.offsets)
 
-    def _rows_per_expert(self, chosen: Tensor) -> Tensor:
-        """How many tokens go to each expert, [E]."""
-        flat = chosen.flatten()
-        return flat.new_zeros(self.experts_spec.count).index_add_(0, flat, torch.ones_like(flat))
-
-    def _through_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
-        """Σ_k weight · expert(token): token copies sorted by expert, one contiguous product per expert."""
-        k = self.experts_spec.per_token
-        order = chosen.flatten().argsort(stable=True)
-        source = order // k
-        counts = _evenly(order.numel(), len(rows)) if isinstance(rows, FakeTensor) else rows.tolist()
-        pieces = [
-            F.linear(self._gated(F.linear(part, gate), F.linear(part, up)), down)
-            for part, gate, up, down in zip(
-                tokens[source].split(counts), self.experts.gate, self.experts.up, self.experts.down, strict=True
-            )
-        ]
-        scaled = torch.cat(pieces) * weights.flatten()[order, None]
-        return torch.zeros_like(tokens).index_add(0, source, scaled)
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return glu(gate, up, self.activation, overwrite=True, impl=self.impl)
-
-    def _balance(self, probabilities: Tensor, rows: Tensor) -> Tensor:
-        """E · Σ_e f_e · P_e."""
+    def _balance(self, probabilities: Tensor, offsets: Tensor) -> Tensor:
+        """E · Σ_e f_e · P_e, where expert e has the rows before offsets[e]."""
+        rows = offsets.diff(prepend=offsets.new_zeros(1))
         share = rows.to(probabilities.dtype) / len(probabilities)
         return len(rows) * (share * probabilities.mean(0)).sum()
-
-
-def _evenly(total: int, parts: int) -> list[int]:
-    """As equal whole numbers as there are: where tokens have no values, nobody can say which expert they go to."""
-    return [total // parts + (part < total % parts) for part in range(parts)]
