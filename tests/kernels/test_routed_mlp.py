@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
+from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.recomputation import result_unwanted
 from tightfit.kernels.routed_mlp import route, routed_mlp, routed_mlp_eager
 
-TOKENS, SIZE, WIDTH, EXPERTS, PER_TOKEN = 13, 24, 40, 4, 2
+TOKENS, SIZE, WIDTH, EXPERTS, PER_TOKEN = 331 if HAS_GPU else 13, 24, 40, 4, 2
+"""On a GPU enough tokens for their mean error to say something; the interpreter is slow."""
 
 
 def tensors(dtype: torch.dtype, tokens: int = TOKENS, per_token: int = PER_TOKEN) -> list[Tensor]:
