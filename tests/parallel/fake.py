@@ -5,7 +5,7 @@ so that a step stays finite: gathered pieces are all this rank's own, of a reduc
 back as if the others had added nothing, and what is received is zero.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,10 @@ def receive(tensors: list[Tensor], _: object) -> None:
     torch._foreach_zero_(tensors)
 
 
-IN_PLACE = {"_allgather_base_": gather, "_reduce_scatter_base_": scatter, "recv_": receive}
+IN_PLACE: dict[str, Callable[..., None]] = {
+    "_allgather_base_": gather,
+    "_reduce_scatter_base_": scatter,
+    "recv_": receive,
+}
 NEW = {"all_gather_into_tensor": gather, "reduce_scatter_tensor": scatter}
 """Of DTensor: these return their result, and along the first dimension."""

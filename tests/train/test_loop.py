@@ -28,6 +28,7 @@ from tightfit.train import loop
 from tightfit.train.checkpoint import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
+from tightfit.train.step import train_step
 
 Make = Any
 SMALL = {
@@ -239,14 +240,14 @@ def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make(steps=10, saving={"every": 2, "keep": 3})
-    real, calls = loop.train_step, []
+    calls: list[int] = []
 
     def poisoned(model: Any, *rest: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 6:
             with torch.no_grad():
                 model.norm.weight.fill_(float("nan"))
-        return real(model, *rest, **named)
+        return train_step(model, *rest, **named)
 
     monkeypatch.setattr(loop, "train_step", poisoned)
     with pytest.raises(UserError) as caught:

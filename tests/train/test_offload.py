@@ -17,7 +17,8 @@ from tightfit.jobs.workload import Workload
 from tightfit.kernels.adamw import Numbers
 from tightfit.levers import host_update, state_link
 from tightfit.levers.host_update import fused_adamw
-from tightfit.levers.offload import IN_FLIGHT_BYTES, placements
+from tightfit.levers.offload import placements
+from tightfit.levers.state_link import IN_FLIGHT_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.train.assembly import assemble
@@ -150,7 +151,7 @@ def test_a_host_that_updates_differs_by_rounding(offload: str, inside: bool, mon
     """
     pieces: list[Numbers] = []
     monkeypatch.setattr(host_update, "fused_adamw", lambda *given: (pieces.append(given[4]), fused_adamw(*given)))
-    levers = {"offload": offload, "update_in_backward": inside}
+    levers: dict[str, Any] = {"offload": offload, "update_in_backward": inside}
     spacing = torch.finfo(torch.float32).eps
     (_, _, ours), (_, _, there) = (trained("bf16", 1, **levers, offload_update=who) for who in ("gpu", "host"))
     for name, state in ours.items():
@@ -210,7 +211,7 @@ def test_the_ledger_has_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(state_link, "PIECE_ELEMENTS", 2**20)
     spec = TINY.__class__(**{**TINY.__dict__, "hidden_size": 128, "mlp_size": 512, "layers": 6, "head_dim": 32})
     workload = Workload(spec=spec, sequence_length=64, global_batch=1, precision="bf16")
-    base = {"checkpoint_every": 1, "update_in_backward": True}
+    base: dict[str, Any] = {"checkpoint_every": 1, "update_in_backward": True}
     ledgers = {
         offload: rehearse(workload, Layout(micro_batch=1), Levers(offload=offload, **base))
         for offload in ("none", "optimizer", "weights")

@@ -210,7 +210,7 @@ def test_loss_scaling_cancels_and_overflow_leaves_states_alone(form: str) -> Non
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_saved_states_go_on_to_the_same_bits(form: str, rounding: str) -> None:
     """Three steps, or two and one with everything carried over by name."""
-    levers = {"optimizer_states": form, "rounding": rounding}
+    levers: dict[str, Any] = {"optimizer_states": form, "rounding": rounding}
     model, optimizer = assembled("pure-bf16", **levers)
     for step in range(3):
         if step == 2:
@@ -242,7 +242,7 @@ def test_stochastic_rounding_keeps_updates_that_nearest_loses() -> None:
         layer = torch.nn.Linear(100, 100, bias=False, dtype=torch.bfloat16)
         torch.nn.init.ones_(layer.weight)
         settings = Optimizer(lr=1, weight_decay=0.0, clip_norm=0.0)
-        optimizer = MasterAdamW(layer, settings, None, Levers(rounding=rounding, optimizer_states="fp32"))  # type: ignore[arg-type]
+        optimizer = MasterAdamW(layer, settings, None, Levers(rounding=rounding, optimizer_states="fp32"))
         for _ in range(40):
             layer.weight.grad = torch.full_like(layer.weight, -1.0)
             optimizer.step(2.0**-12)
