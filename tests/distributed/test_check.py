@@ -14,6 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
 from tests.distributed.group import Group
@@ -141,7 +143,7 @@ def blocks_twice_as_large() -> Iterator[None]:
 def averages() -> Iterator[None]:
     original = data._summed
 
-    def averaged(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def averaged(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return original(group, bucket).then(lambda made: made.value() / group.size())
 
     with patch.object(data, "_summed", averaged):
@@ -150,7 +152,7 @@ def averages() -> Iterator[None]:
 
 @contextmanager
 def no_reduction() -> Iterator[None]:
-    def kept(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def kept(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -161,8 +163,8 @@ def no_reduction() -> Iterator[None]:
 
 @contextmanager
 def divided_shards() -> Iterator[None]:
-    original = data.FSDPModule.set_gradient_divide_factor
-    with patch.object(data.FSDPModule, "set_gradient_divide_factor", lambda module, _: original(module, 2.0)):
+    original = FSDPModule.set_gradient_divide_factor
+    with patch.object(FSDPModule, "set_gradient_divide_factor", lambda module, _: original(module, 2.0)):
         yield
 
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.distributed.group import Group
 from tests.distributed.piping import Piped
@@ -54,7 +55,7 @@ def reduce_without_the_last() -> float | None:
         mesh.joined(Layout(data=2, tensor=2), CPU) as (made, _),
     ):
         assert made is not None
-        mesh._set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
+        _set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
         if dist.get_rank() == 3:
             return None
         began = time.monotonic()
@@ -82,7 +83,7 @@ def wait_for_the_first() -> bool:
                 time.sleep(2 * SHORT_S)
             ranks.wait()
         finally:
-            mesh._set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
+            _set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
         return time.monotonic() - began > 1.5 * SHORT_S
 
 

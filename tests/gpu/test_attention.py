@@ -38,7 +38,8 @@ def documents(length: int, every: int) -> Tensor:
 def both_ways(impl: str, dtype: torch.dtype, head_dim: int, packed: int = 0, **limits: Any) -> list[Tensor]:
     given = leaves(dtype, head_dim)
     visible = Visibility(LENGTH, LENGTH, CUDA, documents(LENGTH, packed) if packed else None)
-    out = attention(*given, visible, scale=head_dim**-0.5, impl=impl, **limits)  # type: ignore[arg-type]
+    query, key, value = given
+    out = attention(query, key, value, visible, scale=head_dim**-0.5, impl=impl, **limits)  # type: ignore[arg-type]
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(CUDA, dtype)
     return [out, *torch.autograd.grad(out, given, d_out)]
 
@@ -56,7 +57,8 @@ def test_packed_documents_need_no_quadratic_memory() -> None:
     visible = Visibility(length, length, CUDA, documents(length, 1000))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention(*given, visible, scale=0.125, impl="rule").sum().backward()
+    query, key, value = given
+    attention(query, key, value, visible, scale=0.125, impl="rule").sum().backward()
     assert torch.cuda.max_memory_allocated() - before < length**2 // 2
 
 
@@ -67,7 +69,9 @@ def test_measuring_inside_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     def gradients(impl: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
         given = leaves(dtype, 64)
-        out = checkpoint(lambda *x: attention(*x, visible, scale=0.125, impl=impl), *given, use_reentrant=False)
+        out = checkpoint(
+            lambda q, k, v: attention(q, k, v, visible, scale=0.125, impl=impl), *given, use_reentrant=False
+        )
         return torch.autograd.grad(out.float().sum(), given)
 
     truth, eager = (gradients("eager", dtype) for dtype in (torch.float64, torch.bfloat16))
@@ -81,7 +85,8 @@ def test_the_rule_never_holds_all_scores(dtype: torch.dtype) -> None:
     given = leaves(dtype, 64, length)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention(*given, Visibility(length, length, CUDA), scale=0.125, impl="rule").sum().backward()
+    query, key, value = given
+    attention(query, key, value, Visibility(length, length, CUDA), scale=0.125, impl="rule").sum().backward()
     scores = given[0].shape[0] * given[0].shape[1] * length**2
     assert torch.cuda.max_memory_allocated() - before < scores // 4  # bytes: all scores would be two or four each
 

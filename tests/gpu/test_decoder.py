@@ -87,7 +87,7 @@ def test_attention_backends_agree(window: int | None, packed: bool) -> None:
     truth = attention(q.double(), k.double(), v.double(), visible, scale=0.125, window=window, impl="eager")
     errors = [
         error(attention(q, k, v, visible, scale=0.125, window=window, impl=impl), truth) for impl in ("sdpa", "eager")
-    ]  # type: ignore[arg-type]
+    ]
     assert errors[0] <= 1.1 * errors[1] + 1e-3
 
 

@@ -96,7 +96,7 @@ def test_streams_change_no_bit(
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_host_that_updates_differs_by_rounding(offload: str, inside: bool) -> None:
     """One step: from there on differences in the last bit of a gradient become differences in Adam's next sign."""
-    levers = {"offload": offload, "update_in_backward": inside, "steps": 1}
+    levers: dict[str, Any] = {"offload": offload, "update_in_backward": inside, "steps": 1}
     results, held, _ = trained("bf16", **levers, offload_update="host")
     wanted, there, _ = trained("bf16", **levers)
     assert results == wanted

@@ -94,7 +94,7 @@ def test_first_eight_bit_step_is_exact(impl: str) -> None:
     start, given = torch.randn(4, 300, device=DEVICE), gradient((4, 300))
     w = start.clone()
     adamw8bit(w, None, given, *zero_moments(w), None, numbers(), impl)  # type: ignore[arg-type]
-    wanted = updated(start, given, *(torch.zeros_like(start) for _ in range(2)), None, numbers())
+    wanted = updated(start, given, torch.zeros_like(start), torch.zeros_like(start), None, numbers())
     assert torch.allclose(w, wanted, rtol=1e-5, atol=1e-7)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def packed(length: int) -> Tensor:
     return torch.stack([first, torch.zeros_like(first)])
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float, **seen) -> Tensor:
+def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float, **seen: Any) -> Tensor:
     """One query, one head at a time, straight from the definition."""
     window, softcap, documents = seen.get("window"), seen.get("softcap"), seen.get("documents")
     out = torch.zeros_like(query)
@@ -48,7 +49,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float, **seen) -> 
     return out
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 3},
     "window-of-one": {"window": 1},
@@ -72,7 +73,7 @@ COMBINATIONS = [
 ]
 
 
-def run(impl: str, shape: dict, setting: dict, heads: int = 4) -> tuple[Tensor, ...]:
+def run(impl: Any, shape: dict[str, int], setting: dict[str, Any], heads: int = 4) -> tuple[Tensor, ...]:
     query, key, value = qkv(**shape, heads=heads)
     visible = Visibility(shape["queries"], shape["keys"], CPU, setting.get("documents"))
     limits = {name: setting.get(name) for name in ("window", "softcap")}
@@ -81,7 +82,7 @@ def run(impl: str, shape: dict, setting: dict, heads: int = 4) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize(("shape", "setting"), COMBINATIONS)
-def test_plain_implementations_follow_the_definition(shape, setting):
+def test_plain_implementations_follow_the_definition(shape: dict[str, int], setting: dict[str, Any]) -> None:
     query, key, value = (x.detach() for x in qkv(**shape))
     wanted = by_hand(query, key, value, 0.3, **setting)
     for impl in ("sdpa", "eager", "auto", "rule"):
@@ -90,19 +91,19 @@ def test_plain_implementations_follow_the_definition(shape, setting):
 
 @pytest.mark.parametrize("heads", [2, 4, 8])
 @pytest.mark.parametrize(("shape", "setting"), COMBINATIONS)
-def test_sdpa_equals_eager_in_output_and_gradients(shape, setting, heads):
+def test_sdpa_equals_eager_in_output_and_gradients(shape: dict[str, int], setting: dict[str, Any], heads: int) -> None:
     for fused, eager in zip(run("sdpa", shape, setting, heads), run("eager", shape, setting, heads), strict=True):
         assert torch.allclose(fused, eager, atol=1e-5)
 
 
-def test_scale_and_unmasked_reference():
+def test_scale_and_unmasked_reference() -> None:
     query, key, value = (x.detach() for x in qkv(3, 7))
     wanted = torch.softmax(query @ key.repeat_interleave(2, 1).mT / math.sqrt(6), -1) @ value.repeat_interleave(2, 1)
     assert torch.allclose(attention_eager(query, key, value, None, scale=6**-0.5), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_flex_equals_eager(setting):
+def test_flex_equals_eager(setting: str) -> None:
     """Uncompiled, over more than one of its blocks, and forward only: on CPUs it has no more."""
     limits = dict(SETTINGS[setting])
     documents = packed(150) // 7 if limits.pop("documents", None) is not None else None
@@ -112,19 +113,19 @@ def test_flex_equals_eager(setting):
     assert torch.allclose(flex, eager, atol=1e-5)
 
 
-def test_low_precision_eager_keeps_its_dtype():
+def test_low_precision_eager_keeps_its_dtype() -> None:
     query, key, value = (x.detach().bfloat16() for x in qkv(5, 5))
     assert attention_eager(query, key, value, None, scale=1.0).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("impl", ["cudnn", "flash", "efficient"])
 @pytest.mark.parametrize("setting", [{"window": 3}, {"softcap": 1.0}, {"documents": packed(13)}])
-def test_fused_backends_refuse_what_they_would_get_wrong(impl, setting):
+def test_fused_backends_refuse_what_they_would_get_wrong(impl: Any, setting: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="plain causal attention only"):
         run(impl, SHAPES["square"], setting)
 
 
-def test_mistakes_are_named():
+def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match="attention is 'fast'; give one of auto, rule, sdpa"):
         run("fast", SHAPES["square"], {})
     with pytest.raises(UserError, match="key/value cache"):
@@ -135,7 +136,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str,
     """Pretend that tensors are on a GPU where candidates take as long as given; returns the names measured."""
     measured: list[str] = []
 
-    def timed(candidates, like, *, gradients):
+    def timed(candidates: Any, like: Any, *, gradients: bool) -> dict[str, float]:
         measured.extend(name for name in candidates if name in milliseconds)
         return {name: milliseconds[name] for name in candidates if name in milliseconds}
 
@@ -148,12 +149,18 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str,
     return measured
 
 
-def backend_of(length: int = 13, documents: Tensor | None = None, dtype=torch.bfloat16, kv_heads=2, **limits) -> str:
+def backend_of(
+    length: int = 13,
+    documents: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_heads: int = 2,
+    **limits: Any,
+) -> str:
     query, key, _ = qkv(length, length, kv_heads=kv_heads)
     return attention_backend(query.to(dtype), key.to(dtype), Visibility(length, length, CPU, documents), **limits)
 
 
-def test_the_fastest_is_chosen_once_and_remembered(monkeypatch, tmp_path):
+def test_the_fastest_is_chosen_once_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cache = tmp_path / "cache" / "attention.json"
     measured = on_gpu(monkeypatch, cache, {"cudnn": 2.0, "flash": 1.0, "triton": 1.5, "flex": 1.2})
     assert backend_of() == backend_of() == backend_of(16) == "flash"
@@ -170,7 +177,7 @@ def test_the_fastest_is_chosen_once_and_remembered(monkeypatch, tmp_path):
     assert measured == ["cudnn", "flash", "triton"]
 
 
-def test_a_damaged_memory_or_no_place_for_one_is_no_failure(monkeypatch, tmp_path):
+def test_a_damaged_memory_or_no_place_for_one_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cache = tmp_path / "attention.json"
     for text in ("{", "[]", '{"a": 1}'):
         cache.write_text(text)
@@ -181,7 +188,7 @@ def test_a_damaged_memory_or_no_place_for_one_is_no_failure(monkeypatch, tmp_pat
     assert backend_of() == "triton"
 
 
-def test_a_rule_decides_where_measuring_cannot(monkeypatch, tmp_path):
+def test_a_rule_decides_where_measuring_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured = on_gpu(monkeypatch, tmp_path / "attention.json", {})
     assert backend_of() == "sdpa"
     assert backend_of(window=3) == "triton"
@@ -194,13 +201,15 @@ def test_a_rule_decides_where_measuring_cannot(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("major", "dtype"), [(9, torch.float32), (7, torch.float16), (7, torch.float32)], ids=str)
-def test_where_torch_has_no_fused_kernel_for_grouped_heads_ours_is_taken(major, dtype, monkeypatch, tmp_path):
+def test_where_torch_has_no_fused_kernel_for_grouped_heads_ours_is_taken(
+    major: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     on_gpu(monkeypatch, tmp_path / "attention.json", {}, major)
     assert backend_of(dtype=dtype) == "triton"
     assert backend_of(dtype=dtype, kv_heads=4) == "sdpa"
 
 
-def test_the_rule_does_not_measure(monkeypatch, tmp_path):
+def test_the_rule_does_not_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured = on_gpu(monkeypatch, tmp_path / "attention.json", {"triton": 1.0})
     taken = []
     monkeypatch.setattr(module, "flash_attention", lambda query, *_, **__: taken.append("triton") or query)
@@ -212,11 +221,11 @@ def test_the_rule_does_not_measure(monkeypatch, tmp_path):
     assert measured == []
 
 
-def test_measuring_inside_a_checkpoint_leaves_no_trace(monkeypatch, tmp_path):
+def test_measuring_inside_a_checkpoint_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hooks that keep what a layer saves must not see the measurement, which recomputing does not repeat."""
     measure, measured = attention_choice.measure, []
 
-    def run_once(candidate, tensors, given):
+    def run_once(candidate: Any, tensors: Any, given: Any) -> float:
         torch.autograd.grad(candidate(*tensors), tensors, given)
         measured.append(1)
         return 1.0
@@ -228,9 +237,9 @@ def test_measuring_inside_a_checkpoint_leaves_no_trace(monkeypatch, tmp_path):
     visible = Visibility(13, 13, CPU)
     state = torch.get_rng_state()
 
-    def layer(impl: str) -> tuple[Tensor, ...]:
+    def layer(impl: Any) -> tuple[Tensor, ...]:
         out = checkpoint(
-            lambda *x: attention(*x, visible, scale=0.3, impl=impl), query, key, value, use_reentrant=False
+            lambda q, k, v: attention(q, k, v, visible, scale=0.3, impl=impl), query, key, value, use_reentrant=False
         )
         return torch.autograd.grad(out.float().square().sum(), (query, key, value))
 
@@ -241,17 +250,17 @@ def test_measuring_inside_a_checkpoint_leaves_no_trace(monkeypatch, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_cpus_take_sdpa():
+def test_cpus_take_sdpa() -> None:
     assert backend_of() == backend_of(window=3) == backend_of(softcap=1.0) == "sdpa"
 
 
-def test_noise_does_not_choose():
+def test_noise_does_not_choose() -> None:
     assert fastest({"cudnn": 1.0, "flash": 0.995}) == "cudnn"
     assert fastest({"cudnn": 1.0, "flash": 0.98}) == "flash"
     assert fastest({}) is None
 
 
-def test_classes_differ_in_what_speed_depends_on(monkeypatch):
+def test_classes_differ_in_what_speed_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     query, key, _ = qkv(13, 13)
     one = Asked.about(query, key, False, False, False)

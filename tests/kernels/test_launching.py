@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 
-def test_kernels_compile_for_cards_that_are_not_here():
+def test_kernels_compile_for_cards_that_are_not_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.launching", "75", "90"]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ def packed(length: int) -> Tensor:
     return torch.stack([first, torch.zeros_like(first)])
 
 
-def test_plain_causal_attention_needs_no_mask_and_others_share_one():
+def test_plain_causal_attention_needs_no_mask_and_others_share_one() -> None:
     assert Visibility(9, 9, CPU).mask(None) is None
     assert Visibility(9, 9, CPU).mask(9) is None
     assert Visibility(1, 9, CPU).mask(None) is None
@@ -27,29 +27,34 @@ def test_plain_causal_attention_needs_no_mask_and_others_share_one():
     assert Visibility(10, 10, CPU, packed(10)).mask(None).shape == (2, 1, 10, 10)
 
 
-def test_documents_with_a_cache_before_them_are_refused():
+def test_documents_with_a_cache_before_them_are_refused() -> None:
     with pytest.raises(UserError, match="do not go together"):
         Visibility(4, 9, CPU, packed(4))
 
 
-def test_bounds_are_where_documents_start_and_end():
+def test_bounds_are_where_documents_start_and_end() -> None:
     assert Visibility(5, 5, CPU).bounds is None
-    starts, ends = Visibility(7, 7, CPU, torch.tensor([[4, 4, 4, 0, 1, 1, 4], [0] * 7])).bounds
+    bounds = Visibility(7, 7, CPU, torch.tensor([[4, 4, 4, 0, 1, 1, 4], [0] * 7])).bounds
+    assert bounds is not None
+    starts, ends = bounds
     assert starts.tolist() == [[0, 0, 0, 3, 4, 4, 6], [0] * 7]
     assert ends.tolist() == [[3, 3, 3, 4, 6, 6, 7], [7] * 7]
 
 
-def test_a_number_that_returns_is_another_document():
+def test_a_number_that_returns_is_another_document() -> None:
     mask = Visibility(3, 3, CPU, torch.tensor([[1, 2, 1]])).mask(None)
+    assert mask is not None
     assert mask[0, 0].tolist() == [[True, False, False], [False, True, False], [False, False, True]]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 130, 1000])
 @pytest.mark.parametrize("documents", [None, packed(300) // 30, packed(300)], ids=["one", "long", "short"])
-def test_block_masks_say_what_masks_do(window, documents):
+def test_block_masks_say_what_masks_do(window: int | None, documents: Tensor | None) -> None:
     visible = Visibility(300, 300, CPU, documents)
     block_mask = visible.block_mask(window)
-    seen = visible.mask(window, explicit=True)[:, 0]
+    mask = visible.mask(window, explicit=True)
+    assert mask is not None
+    seen = mask[:, 0]
     padded = F.pad(seen, (0, 84, 0, 84))
     tiles = padded.view(-1, 3, 128, 3, 128).transpose(2, 3)
     assert torch.equal(block_mask.to_dense()[:, 0].bool(), tiles.any(-1).any(-1))
@@ -62,5 +67,5 @@ def test_block_masks_say_what_masks_do(window, documents):
     assert torch.equal(torch.stack(by_function), seen)
 
 
-def test_documents_from_boundaries():
+def test_documents_from_boundaries() -> None:
     assert documents_between(torch.tensor([0, 2, 3, 6]), 6).tolist() == [[0, 0, 1, 2, 2, 2]]

@@ -28,7 +28,8 @@ INPUT_BYTES = 4 * 16 * 32 * 4
 def offloading(**levers: Any) -> tuple[Decoder, HostStore]:
     model = tiny_model(SPEC)
     checkpoint_layers(model, Levers(checkpoint_every=1, offload_checkpoints=True, **levers))
-    checkpointing = model.layers[0].forward.func.__self__  # type: ignore[union-attr]
+    forward: Any = model.layers[0].forward
+    checkpointing = forward.func.__self__
     assert isinstance(checkpointing, Checkpointing)
     assert checkpointing.store is not None
     return model, checkpointing.store

@@ -29,10 +29,7 @@ def few(spec: ModelSpec, layers: int) -> ModelSpec:
 
 def costs(spec: ModelSpec, share: Share, levels: tuple[str, ...], offload: bool) -> tuple[int, float]:
     """Bytes and seconds of a choice, added up layer by layer."""
-    found = [
-        level_options(spec, layer, share, offload)[LEVELS.index(level)]  # type: ignore[arg-type]
-        for layer, level in enumerate(levels)
-    ]
+    found = [level_options(spec, layer, share, offload)[LEVELS.index(level)] for layer, level in enumerate(levels)]
     stays = layer_cost(spec, 0, share).entry if offload else 0
     return stays + sum(option.bytes for option in found), sum(option.seconds for option in found)
 

@@ -50,7 +50,7 @@ def test_the_peak_is_the_simulations(model: str, length: int, levers: dict[str, 
     truth = rehearse(workload, layout, given)
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.03)
     for phase in ("forward", "loss", "backward", "optimizer"):
-        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase  # type: ignore[arg-type]
+        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase
     whole = rehearse(workload, layout, given.model_copy(update={"tiles": 1}))
     assert truth.allocated_bytes("backward") < whole.allocated_bytes("backward")
 

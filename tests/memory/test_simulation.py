@@ -21,6 +21,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.allocator import PlainAllocator
+from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Component, Ledger, Phase
 from tightfit.memory.measurement import measured
@@ -206,7 +207,7 @@ def _of_depth(
 
     monkeypatch.setattr(rehearsal, "DIRECT_LAYERS", direct_layers)
     monkeypatch.setattr(rehearsal, "rehearsed_step", counted)
-    moments = rehearsal._replay(*question, rehearsal.DEFAULT).moments
+    moments = rehearsal._replay(*question, DEFAULT).moments
     monkeypatch.undo()
     assert (traced == [12]) if direct_layers else (len(traced) == 2 and max(traced) < 12)
     return moments

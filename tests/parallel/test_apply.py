@@ -31,7 +31,7 @@ def test_stages_have_their_engines() -> None:
         assert isinstance(made, DistributedDataParallel)
         assert made.module is model
         for zero in (1, 2, 3):
-            model, layout = tiny_model(), Layout(data=8, zero=zero)  # type: ignore[arg-type]
+            model, layout = tiny_model(), Layout(data=8, zero=zero)
             assert apply(model, make_mesh(layout, "cpu"), layout, Levers(), "fp32") is model
             assert isinstance(model, FSDPModule)
 

@@ -110,8 +110,7 @@ def test_plans_leave_room_where_they_can_and_say_so_where_not() -> None:
     roomy = planned("llama-3.1-8b", "8xH100-80GB", 4096, 64)
     assert roomy.plan.gpu_peak_bytes <= COMFORT * roomy.plan.machine.accelerator.memory_bytes
     pins = ("layout.zero=3", "layout.data=8", "layout.micro_batch=1", "levers.checkpoint_every=0", "levers.tiles=1")
-    pins += ("levers.loss_chunk_bytes=0",)
-    tight = planned("llama-3.1-8b", "8xH100-80GB", 16384, 64, *pins)
+    tight = planned("llama-3.1-8b", "8xH100-80GB", 16384, 64, *pins, "levers.loss_chunk_bytes=0")
     if tight.plan.gpu_peak_bytes > COMFORT * tight.plan.machine.accelerator.memory_bytes:
         assert any(note.startswith("tight") for note in tight.notes)
 

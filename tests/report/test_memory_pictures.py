@@ -3,6 +3,7 @@
 import csv
 import re
 import shlex
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -145,7 +146,7 @@ def test_zero_bubble_holds_no_more_than_the_formulas_count() -> None:
     )
 
 
-def write_truth(path: Path, rows: list[tuple[str, ...]]) -> None:
+def write_truth(path: Path, rows: Sequence[tuple[str, ...]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(TRUTH_COLUMNS)

@@ -31,8 +31,6 @@ from tightfit.train.checkpoints.directory import what_is_safe
 from tightfit.train.precision import choose_device
 
 PORT = 29500
-DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
-"""Signals that end a process from outside or by a fault of its own; others fail because of it, a moment later."""
 LOOK_S = 0.2
 """How often a request to stop is looked for, at least."""
 
@@ -74,17 +72,18 @@ def run_processes(
     function: Callable[..., None], arguments: Sequence[Any], world: int, restarts: int, run: Path
 ) -> int | None:
     """Call `function(*arguments)` once per rank; a rank that fails is named, with what can be resumed from."""
-    failures: dict[int, int] = {}
+    culprit: tuple[int, int] | None = None
     with _requests() as asked:
         for attempt in range(restarts + 1):
-            failures = _attempt(attempt, function, arguments, world, asked)
+            culprit = _attempt(attempt, function, arguments, world, asked)
             if asked:
                 return asked[0]
-            if not failures:
+            if culprit is None:
                 return None
-    rank = _cause(failures)
+    assert culprit is not None
+    rank, code = culprit
     raise UserError(
-        f"rank {rank} ended with {_ending(failures[rank])}, and the other ranks with it; {what_is_safe(run)}; "
+        f"rank {rank} ended with {_ending(code)}, and the other ranks with it; {what_is_safe(run)}; "
         "add --resume to go on"
     )
 
@@ -103,16 +102,16 @@ def _requests() -> Iterator[list[int]]:
 
 def _attempt(
     attempt: int, function: Callable[..., None], arguments: Sequence[Any], world: int, asked: list[int]
-) -> dict[int, int]:
-    """All ranks until they have ended: the exit codes of those that were first to fail."""
+) -> tuple[int, int] | None:
+    """All ranks until they have ended: the one that failed, if any, and its exit code."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # where they meet; of this attempt
     given = (_environment(attempt, world, store.port), function, *arguments)
     with Forked(world, _rank, given, TRAINING) as processes:
         while not asked and not processes.failures and processes.wait(LOOK_S):
             pass
-        failures = processes.failures
+        failed = bool(processes.failures)
         processes.end(signal.SIGINT if signal.SIGINT in asked else signal.SIGTERM)
-    return failures
+        return processes.culprit() if failed else None
 
 
 def _environment(attempt: int, world: int, port: int) -> dict[str, str]:
@@ -131,11 +130,6 @@ def _rank(rank: int, environment: dict[str, str], function: Callable[..., None],
     os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     share_threads(int(environment["WORLD_SIZE"]))
     function(*arguments)
-
-
-def _cause(failures: dict[int, int]) -> int:
-    """The rank that died, where others were seen to fail in the same moment because of it; else the first of them."""
-    return next((rank for rank, code in failures.items() if -code in DEATHS), min(failures))
 
 
 def _ending(exit_code: int) -> str:
