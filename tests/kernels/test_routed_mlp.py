@@ -29,11 +29,11 @@ def chosen(kind: str, tokens: int = TOKENS, per_token: int = PER_TOKEN) -> Tenso
 
 
 def ours(experts: Tensor, activation: Any = "silu", impl: Any = "triton") -> Any:
-    return lambda x, w, *weights: routed_mlp(x, w, route(experts, EXPERTS), *weights, activation, impl=impl)
+    return lambda x, w, gate, up, down: routed_mlp(x, w, route(experts, EXPERTS), gate, up, down, activation, impl=impl)
 
 
 def eager(experts: Tensor, activation: Any = "silu") -> Any:
-    return lambda x, w, *weights: routed_mlp_eager(x, w, experts, *weights, activation)
+    return lambda x, w, gate, up, down: routed_mlp_eager(x, w, experts, gate, up, down, activation)
 
 
 @pytest.mark.parametrize("kind", ["any", "hot", "empty"])
