@@ -43,7 +43,7 @@ FLOORS = [
 TORCH_FREE = ["hardware.cpu", "models.spec", "models.presets", "models.huggingface.config", "models.resolve",
               "jobs.job", "jobs.load", "jobs.fields", "jobs.workload", "memory.ledger", "durable", "cli.main",
               "report.tables", "hardware.catalog", "hardware.machine", "hardware.local", "hardware.efficiency",
-              "plan.answer", "plan.serving", "plan.export.files", "plan.runnable", "plan.job", "report.plan",
+              "plan.answer", "plan.serving", "plan.export.files", "jobs.rules.refusals", "plan.job", "report.plan",
               "memory.formulas.training", "memory.formulas.serving", "memory.comparison", "report.memory",
               "report.ledger", "report.timeline"]  # fmt: skip
 

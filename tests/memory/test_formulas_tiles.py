@@ -17,7 +17,7 @@ from tightfit.memory.formulas.share import Share
 from tightfit.memory.formulas.tiles import head_groups
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
-from tightfit.plan.space import TILED_LENGTH
+from tightfit.plan.lever_choices import TILED_LENGTH
 from tightfit.prove.rehearsal import rehearse
 
 CASES: list[tuple[str, int, dict[str, Any], str]] = [

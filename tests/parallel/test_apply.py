@@ -13,7 +13,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import LOSS_CHUNK_BYTES, Levers
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES
-from tightfit.parallel.apply import apply
+from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 
@@ -67,7 +67,7 @@ def test_the_loss_is_chosen_from_outside() -> None:
 )
 def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        apply(tiny_model(), None, layout, levers, "fp32")
+        cut(tiny_model(), None, layout, levers)
     assert all(word in str(caught.value) for word in words)
 
 

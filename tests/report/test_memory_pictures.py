@@ -23,7 +23,7 @@ from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
-from tightfit.plan.bubble import bubble_share
+from tightfit.plan.seconds.pipeline import bubble_share
 from tightfit.report.memory import COLORS, Bar, Card, bar, classic_rows, draw_memory, draw_zero, layer_rows
 from tightfit.report.pipeline import SCHEDULES, Slot, checked, draw_pipeline, idle_share, slots
 

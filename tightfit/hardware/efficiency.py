@@ -80,7 +80,7 @@ class Efficiency:
     updates: tuple[tuple[str, float], ...] = (
         ("torch fp32", 0.755), ("torch bf16", 0.659), ("8bit", 0.411), ("factored", 0.799),
     )  # fmt: skip
-    """What updates reach of it, by who makes them, in the bytes of plan/update_time.py ("update"); others all."""
+    """What updates reach of it, by who makes them, in the bytes of plan/seconds/optimizer.py ("update"); others all."""
     link_both_ways: float = 47.39 / 55.32
     """Of a copy one way, what each of two at once gets, beside products ("link")."""
     host_adam_params_s: float = 4.313e9

@@ -25,6 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.rules.trainer import routed_layers_are_not_tiled
 from tightfit.kernels.attention import attention
 from tightfit.kernels.rope import rope
 from tightfit.levers.tiled_function import in_tiles
@@ -36,13 +40,9 @@ def tile_layers(model: Decoder, tiles: int) -> None:
     """Make every dense layer work in `tiles` pieces of the sequence; 1 changes nothing."""
     if tiles == 1:
         return
-    dense = [layer for layer in model.layers if isinstance(layer.mlp, Mlp)]
-    if not dense:
-        raise UserError(
-            f"levers.tiles is {tiles}, but all MLPs of {model.spec.family} are routed to experts, which are not tiled; "
-            "set it to 1"
-        )
-    for layer in dense:
+    if sentence := routed_layers_are_not_tiled(Run(layout=Layout(), levers=Levers(tiles=tiles), spec=model.spec)):
+        raise UserError(sentence)
+    for layer in (each for each in model.layers if isinstance(each.mlp, Mlp)):
         layer.forward = TiledLayer(cast(Layer, layer), tiles, layer.forward)
 
 

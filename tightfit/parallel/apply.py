@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tightfit.collectives.shards import splits_of
-from tightfit.errors import UserError
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refuse_untrainable
+from tightfit.jobs.rules.rule import Run
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.fp8 import use_fp8
 from tightfit.levers.loss import choose_loss
@@ -25,15 +26,12 @@ from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
-from tightfit.parallel.tensor import refusal, tensor_parallel
-from tightfit.plan.runnable import not_yet
+from tightfit.parallel.tensor import tensor_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
     """Leave of the weights what this rank has of each, before they have values. Comes before `apply`, and once."""
-    refuse_what_cannot_run(layout, levers)
-    if sentence := refusal(model.spec, layout, levers):
-        raise UserError(sentence)
+    refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
 
@@ -47,7 +45,6 @@ def apply(
     `inside_checkpoints` changes layers' forward once more before they are checkpointed: what it adds is done again
     when they are computed again.
     """
-    refuse_what_cannot_run(layout, levers)
     choose_loss(model, levers)
     use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and levers.offload != "weights")
     tile_layers(model, levers.tiles)
@@ -61,9 +58,3 @@ def apply(
     if layout.zero == 0:
         return replicate(model, mesh["data"])
     return shard(model, sharding_axes(mesh), layout.zero, precision)
-
-
-def refuse_what_cannot_run(layout: Layout, levers: Levers) -> None:
-    """A sentence for what can be planned but not yet trained."""
-    if sentence := not_yet(layout, levers):
-        raise UserError(sentence)

@@ -46,15 +46,11 @@ from tightfit.collectives.conjugate import (
 )
 from tightfit.collectives.shards import Split, local, remember_splits, splits_of
 from tightfit.errors import UserError
-from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import Levers
-from tightfit.kernels.adamw8bit import WIDTH as EIGHT_BIT_BLOCK
+from tightfit.jobs.rules.shapes import uneven_share
 from tightfit.kernels.vocab_parallel import VocabularyRows, embedded_here
 from tightfit.models.decoder import Attention, Decoder, Surroundings
 from tightfit.models.mlp import Mlp
-from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import TIMEOUT, tensor_axes
-from tightfit.plan.dividing import indivisible, widths
 
 CUTS = (
     (r"^(embed|head)\.weight$", 0),
@@ -182,11 +178,8 @@ class SequenceExchange(Exchange):
 
 def even_share(rows: int, length: int, ranks: int) -> int:
     """Tokens of each rank where tensor ranks split the residual stream."""
-    if rows * length % ranks:
-        raise UserError(
-            f"{rows} rows of {length} tokens cannot be split evenly over {ranks} tensor ranks; "
-            "change data.sequence_length or set layout.sequence_parallel=false"
-        )
+    if sentence := uneven_share(rows, length, ranks):
+        raise UserError(sentence)
     return rows * length // ranks
 
 
@@ -278,42 +271,3 @@ def _partial_gradients(model: nn.Module) -> Iterator[Tensor]:
     for name, p in model.named_parameters():
         if p.grad is not None and name in splits and splits[name].summed:
             yield local(p.grad)
-
-
-def refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | None:
-    """One sentence about what of a model or of the levers tensor ranks cannot split; None where all is well."""
-    t = layout.tensor
-    if t == 1:
-        return None
-    if sentence := indivisible(spec, t):
-        return sentence
-    if levers.loss == "plain":
-        return f"levers.loss is plain, which needs all logits, but layout.tensor is {t}; set levers.loss=fused"
-    if levers.tiles > 1:
-        return (
-            f"levers.tiles is {levers.tiles}, which takes layers apart where tensor ranks meet, but layout.tensor is "
-            f"{t}; set levers.tiles=1"
-        )
-    if levers.matmul != "native":
-        return (
-            f"levers.matmul is {levers.matmul}, whose scales are of whole matrices, but layout.tensor is {t}; "
-            "set levers.matmul=native"
-        )
-    return _states_refusal(spec, layout, levers)
-
-
-def _states_refusal(spec: ModelSpec, layout: Layout, levers: Levers) -> str | None:
-    """Formats whose numbers share a row or a block of it with others."""
-    t = layout.tensor
-    if levers.optimizer_states == "factored":
-        return (
-            f"levers.optimizer_states is factored, which needs all rows and columns of a weight, but layout.tensor is "
-            f"{t}; take 8bit or bf16"
-        )
-    rows = [spec.query_size, *(size for _, size in widths(spec))]
-    if levers.optimizer_states == "8bit" and any(length // t % EIGHT_BIT_BLOCK for length in rows):
-        return (
-            f"levers.optimizer_states is 8bit, whose blocks of {EIGHT_BIT_BLOCK} do not divide rows cut in {t}; "
-            "lower layout.tensor or take bf16"
-        )
-    return None

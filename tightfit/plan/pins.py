@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.trainer import NOT_TRAINED
 from tightfit.jobs.section import Section
-from tightfit.plan.runnable import runnable_only
 
 SECTIONS: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
 
@@ -42,7 +42,9 @@ def parse_pins(texts: Sequence[str], *, runnable: bool = False) -> Pins:
 
     `runnable` also pins what the trainer cannot run yet to its default, unless a text says otherwise.
     """
-    found: dict[str, dict[str, Any]] = runnable_only() if runnable else {section: {} for section in SECTIONS}
+    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    if runnable:
+        found["layout"] = dict.fromkeys(NOT_TRAINED, 1)
     for text in texts:
         path, equals, value = text.partition("=")
         section, dot, name = path.strip().partition(".")

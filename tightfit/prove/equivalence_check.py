@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from tightfit.errors import UserError
+from tightfit.jobs.rules.refusals import refuse_untrainable
+from tightfit.jobs.rules.rule import Run
 from tightfit.launch.together import run_together
-from tightfit.parallel.apply import refuse_what_cannot_run
 from tightfit.parallel.mesh import joined, make_mesh
-from tightfit.parallel.tensor import refusal
 from tightfit.prove.check_target import Subject, miniature, read_subject, without_rounding
 from tightfit.prove.equivalence import Verdict, compare
 from tightfit.train.precision import choose_device
@@ -33,9 +33,9 @@ def check(subject: Subject, source: str, *, steps: int = 2, tiny: bool | None = 
     """The verdict on `subject`, which was read from `source`."""
     if subject.layout.ranks == 1:
         raise UserError(f"{source} has one rank, which has nothing to differ from; set layout.data or another degree")
-    refuse_what_cannot_run(subject.layout, subject.levers)
-    if sentence := refusal(subject.spec, subject.layout, subject.levers):
-        raise UserError(sentence)  # before a miniature, which could be split
+    refuse_untrainable(  # before a miniature, which could be split
+        Run(layout=subject.layout, levers=subject.levers, spec=subject.spec)
+    )
     subject = replace(subject, levers=without_rounding(subject.levers))
     if tiny or (tiny is None and subject.spec.params() > SMALL_PARAMS):
         subject = miniature(subject)

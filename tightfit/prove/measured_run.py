@@ -23,7 +23,6 @@ from tightfit.jobs.job import Job
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.measurement import Measuring, measured
 from tightfit.memory.trace import Allocation, largest_alive
-from tightfit.parallel.apply import refuse_what_cannot_run
 from tightfit.parallel.mesh import joined
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove.rehearsal import introduce
@@ -82,7 +81,8 @@ class MeasuredRun:
 
 def measure_job(job: Job, steps: int, *, quiet: bool = False) -> MeasuredRun:
     """Run `steps` steps of `job`, as one of its ranks, and say what was in memory."""
-    refuse_what_cannot_run(job.layout, job.levers)
+    if sentence := job.refusal():
+        raise UserError(sentence)
     _refuse_unwritable(job.output)
     if job.engine != "tightfit":
         raise UserError(f"engine is {job.engine}, whose tensors cannot be told apart; measure with -o engine=tightfit")

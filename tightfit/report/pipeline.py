@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tightfit.errors import UserError
 from tightfit.jobs.layout import PipelineSchedule
-from tightfit.plan.bubble import bubble_share
+from tightfit.plan.seconds.pipeline import bubble_share
 from tightfit.report.figure import panels
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.errors import UserError
-from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refuse_untrainable
+from tightfit.jobs.rules.rule import Run
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
@@ -52,8 +52,7 @@ def assemble(
 
     `seed` is that of weights rounded stochastically; a pipeline's stages are cut for rows of `length` tokens.
     """
-    if sentence := disagreement(levers, layout, precision, accumulation=1):
-        raise UserError(sentence)
+    refuse_untrainable(Run(layout=layout, levers=levers, precision=precision, spec=model.spec, sequence_length=length))
     dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)
     if mesh is not None and layout.pipeline > 1:
         take_stages(model, mesh, layout, length or model.spec.max_positions)

@@ -25,7 +25,6 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.ledger import Phase
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel, load_model
-from tightfit.parallel.apply import refuse_what_cannot_run
 from tightfit.parallel.mesh import joined
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.checkpoints.directory import (
@@ -97,7 +96,8 @@ def run_job(
     job: Job, *, resume: bool = False, overwrite: bool = False, stop_after: int | None = None, quiet: bool = False
 ) -> RunResult:
     """Train as `job` says, as one of its ranks, and return how it went."""
-    refuse_what_cannot_run(job.layout, job.levers)
+    if sentence := job.refusal():
+        raise UserError(sentence)
     with joined(job.layout, choose_device(job.device)) as (mesh, device):
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
