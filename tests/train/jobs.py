@@ -6,6 +6,14 @@ from typing import Any
 
 from tightfit.jobs.job import Job
 
+SMALL_RUN: dict[str, Any] = {
+    "model": {"source": "tiny-llama", "shape": {"layers": 1, "hidden_size": 32, "mlp_size": 48}},
+    "evaluation": {"max_rows": 1},
+    "global_batch": 2,
+    "steps": 2,
+}
+Snapshot = dict[str, tuple[int, bytes]]
+
 
 def tiny_job(output: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
     """A pre-training job on the corpus with a tokenizer of its own; `changes` replace top-level fields."""
@@ -29,6 +37,12 @@ def checkpoint_files(checkpoint: Path) -> dict[str, bytes]:
     files = {str(p.relative_to(checkpoint)): p.read_bytes() for p in sorted(checkpoint.rglob("*")) if p.is_file()}
     files.pop("training/state.json")
     return files
+
+
+def snapshot(folder: Path) -> Snapshot:
+    """Every path below, with its kind and content."""
+    paths = sorted(folder.rglob("*"))
+    return {str(p.relative_to(folder)): (p.stat().st_mode, p.read_bytes() if p.is_file() else b"") for p in paths}
 
 
 def tokenize_slowly(data: Path, tokenizer: Path, seconds_per_text: float, found: Any) -> None:

@@ -24,7 +24,7 @@ from tightfit.jobs.job import Job
 from tightfit.launch.forked import start_server
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import checkpoints_of, load_model
-from tightfit.train import loop
+from tightfit.train import loop, stopping
 from tightfit.train.checkpoints.directory import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
@@ -128,7 +128,7 @@ def test_resume_in_the_middle_of_later_epochs(make: Make) -> None:
     whole, parts = (make(name, **SMALL | large) for name in ("whole", "parts"))
     straight = run_job(whole, quiet=True)
     for stop in (straight.steps // 3, straight.steps // 2, straight.steps):
-        last = run_job(parts, resume=True, stop_after=stop, quiet=True)
+        last = run_job(parts, resume="auto", stop_after=stop, quiet=True)
     assert straight.steps > 12
     assert checkpoint_files(straight.checkpoint) == checkpoint_files(last.checkpoint)
 
@@ -225,7 +225,7 @@ def test_termination_request_saves_and_stops(make: Make) -> None:
 
 
 def test_a_second_request_stops_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
 
     def ask_twice(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGTERM)

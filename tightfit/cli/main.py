@@ -20,6 +20,7 @@ from tightfit.cli.measure import measure
 from tightfit.cli.models import models
 from tightfit.cli.picture import picture
 from tightfit.cli.plan import plan
+from tightfit.cli.resuming import ResumingCommand
 from tightfit.cli.sample import sample
 from tightfit.cli.train import train
 from tightfit.errors import UserError
@@ -34,7 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, launch, sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
+app.command(cls=ResumingCommand)(train)
+app.command(cls=ResumingCommand)(launch)
+for verb in (sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
     app.command()(verb)
 app.add_typer(picture)
 

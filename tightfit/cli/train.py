@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tightfit.cli.options import Override
+from tightfit.cli.resuming import From, Overwrite, Resume, ResumeAuto, resuming
 
 
 def train(
@@ -16,8 +17,10 @@ def train(
         ),
     ] = None,
     override: Override = None,
-    resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
+    resume: Resume = False,
+    resume_auto: ResumeAuto = False,
+    checkpoint: From = None,
+    overwrite: Overwrite = False,
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Save and stop after this step; the schedule still spans all steps.")
     ] = None,
@@ -42,6 +45,7 @@ def train(
     tightfit train job.yaml -o steps=500             a job of yours, with a change
     tightfit train job.yaml --fit                    with the levers that fit this GPU
     tightfit train runs/mine --resume                go on where it stopped
+    tightfit train job.yaml --resume=auto            the same, or begin where there is no checkpoint yet
     tightfit train plan.json -o data.train=notes -o output=runs/mine -o steps=500
                                                      what `tightfit plan --save` found
     \b
@@ -75,7 +79,14 @@ def train(
         loaded, plan = fitted.job, fitted.plan or plan
         print_fit(fitted, as_json=as_json)
     try:
-        result = run_job(loaded, resume=resume, overwrite=overwrite, stop_after=stop_after, quiet=as_json)
+        result = run_job(
+            loaded,
+            resume=resuming(resume, resume_auto),
+            overwrite=overwrite,
+            checkpoint=checkpoint,
+            stop_after=stop_after,
+            quiet=as_json,
+        )
     except RunOutOfMemoryError as error:
         print_shortage(error.shortage)
         raise typer.Exit(EXIT_CODE) from None

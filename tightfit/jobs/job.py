@@ -114,6 +114,8 @@ class Evaluation(Section):
     """Tokens generated for each prompt."""
     temperature: float = Field(default=0.7, ge=0)
     """Sampling temperature of those continuations; 0 is greedy."""
+    stop_early: int = Field(default=0, ge=0)
+    """End the run after so many evaluations in a row without a lower held-out loss; 0 for never."""
 
 
 class Saving(Section):
@@ -121,6 +123,8 @@ class Saving(Section):
     """Steps between checkpoints; 0 for the end only."""
     keep: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest held-out loss; evaluate as often as you save."""
     sharded: bool = False
     """Several ranks write their own parts, while training goes on; `tightfit export` makes one model of them."""
 

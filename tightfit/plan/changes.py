@@ -110,10 +110,11 @@ def _more_cards(space: SearchSpace) -> tuple[str, int] | None:
 
 
 def _other_card(space: SearchSpace) -> tuple[str, int] | None:
-    """The smallest card that would do in the same number."""
-    machine, here = space.machine, space.machine.accelerator.memory_bytes
-    for card in sorted(CATALOG, key=lambda row: row.memory_bytes):
-        if card.memory_bytes <= here or card.rates.of(NUMBERS[space.workload.precision]) is None:
+    """The smallest card of the same vendor that would do in the same number; no chips that are whole computers."""
+    machine, mine = space.machine, space.machine.accelerator
+    same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in ("superchip", "soc"))
+    for card in sorted(same, key=lambda row: row.memory_bytes):
+        if card.memory_bytes <= mine.memory_bytes or card.rates.of(NUMBERS[space.workload.precision]) is None:
             continue
         counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
         other = replace(

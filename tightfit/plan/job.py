@@ -5,6 +5,7 @@ with `-o`, and each one that is missing is one sentence. Other fields can be ove
 for what was planned: `overridden` names the first planned field that a job does not follow.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import yaml
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.jobs.load import load_job, parse_job
+from tightfit.jobs.paths import JOB_FILE, run_output, with_absolute_paths
 from tightfit.plan.plan import Plan
 
 PLAN_SUFFIX = ".json"
@@ -38,11 +40,17 @@ def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = (), *, steps
 
 
 def read_job(path: Path, overrides: Sequence[str] = (), *, steps: int | None = None) -> tuple[Job, Plan | None]:
-    """The job at `path` (a job file, the directory of a run, or a plan) and, where it is one, the plan."""
+    """The job at `path` (a job file, the directory of a run, or a plan) and, where it is one, the plan.
+
+    Files it names are looked up from here and beside `path`; a run's output is the directory it is in now.
+    """
     if path.suffix.lower() == PLAN_SUFFIX and not path.is_dir():
         plan = Plan.load(path)
-        return job_of_plan(plan, str(path), overrides, steps=steps), plan
-    return load_job(path / "job.yaml" if path.is_dir() else path, overrides), None
+        return with_absolute_paths(job_of_plan(plan, str(path), overrides, steps=steps), path.parent), plan
+    run = run_output(path)
+    own_place = [] if run is None else [f"output={json.dumps(str(run))}"]  # wherever the run has been moved to
+    file = path / JOB_FILE if path.is_dir() else path
+    return with_absolute_paths(load_job(file, [*own_place, *overrides]), file.parent), None
 
 
 def overridden(plan: Plan, job: Job) -> str | None:

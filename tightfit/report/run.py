@@ -1,5 +1,6 @@
 """The end of a run: what was reached, at what speed and price, a sample of it, and what to try next."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from tightfit.train.loop import RunResult
 
 def print_result(result: RunResult, *, as_json: bool, prediction: Prediction | None = None) -> None:
     """Draw the loss curve and print the summary, with what was predicted where the run was planned."""
-    picture = draw_loss_curve(result.run)
+    picture = _loss_curve(result.run)
     if as_json:
         planned = {"prediction": prediction.to_json()} if prediction is not None else {}
         return print_json({**asdict(result), "loss_curve": picture, **planned})
@@ -31,22 +32,42 @@ def print_result(result: RunResult, *, as_json: bool, prediction: Prediction | N
     console.print("Next:", *_next_commands(result), sep="\n  ", highlight=False, soft_wrap=True)
 
 
+def _loss_curve(run: Path) -> Path | None:
+    """The picture; where it cannot be written, a warning: the run itself has ended well."""
+    try:
+        return draw_loss_curve(run)
+    except OSError as error:
+        print(f"tightfit: warning: cannot write {run / 'loss.png'}: {error.strerror or error}", file=sys.stderr)
+        return None
+
+
 def _facts(result: RunResult, picture: Path | None) -> Iterator[tuple[str, str]]:
-    reached = f"{result.step} of {result.steps}" + (" (stopped on request)" if result.stopped_by is not None else "")
-    yield "steps", reached
+    why = " (stopped on request)" if result.stopped_by is not None else ""
+    why = " (stopped early: the held-out loss no longer fell)" if result.stopped_early else why
+    yield "steps", f"{result.step} of {result.steps}{why}"
     yield "model", f"{count_name(result.params)} parameters, {result.precision}, {result.device}"
     if result.end is not None:
         start = f"{result.start.loss:.3f} → " if result.start is not None else ""
         yield "held-out loss", f"{start}{result.end.loss:.3f} nats/token (perplexity {result.end.perplexity:,.1f})"
-    yield "speed", f"{result.tokens_per_second:,.0f} tokens/s over {result.train_seconds:.0f} s of training"
+    yield "speed", _speed(result)
     yield "peak memory", gib(result.peak_bytes)
     yield "checkpoint", str(result.checkpoint)
     if picture is not None:
         yield "loss curve", str(picture)
 
 
+def _speed(result: RunResult) -> str:
+    """Of steady steps; the warm-up is told apart."""
+    said = f"{result.tokens_per_second:,.0f} tokens/s over {result.train_seconds:.0f} s of training"
+    if result.warmup_steps:
+        said += f", of which the first {result.warmup_steps} steps took {result.warmup_seconds:.1f} s to warm up"
+    if result.mfu is not None:
+        said += f"; {result.mfu:.0%} of the card's FLOP/s (MFU)"
+    return said
+
+
 def _next_commands(result: RunResult) -> list[str]:
-    if result.step < result.steps:
+    if result.step < result.steps and not result.stopped_early:
         return [f"tightfit train {result.run} --resume"]
     return [
         f'tightfit sample {result.run} -p "import "',

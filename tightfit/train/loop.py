@@ -1,54 +1,48 @@
-"""The training loop: prepare, step, evaluate, save, and leave a run that can be resumed bit-exactly.
+"""The training loop: prepare, step, save, evaluate, and leave a run that can be resumed bit-exactly.
 
-A kill leaves the last checkpoint; SIGINT or SIGTERM finishes the step, saves and stops. A loss that is not finite stops
-the run before the weights are touched. The loop decides when; `step.py`, `evaluation.py`, `checkpoint.py` know how.
-Of several ranks all run this loop in step; the first one alone prints, logs and writes, and a request to stop that any
-of them gets stops all of them after the same step.
+A kill leaves the last checkpoint; SIGINT, SIGTERM or SIGHUP finishes the step, saves and stops. A loss that is not
+finite stops the run before the weights are touched. The loop decides when; `step.py`, `evaluation.py`, `checkpoints/`
+know how. Nothing is written before all is prepared (`run_directory.py`). Of several ranks all run this loop in step;
+the first one alone prints, logs and writes, and a request to stop that any of them gets stops all of them after the
+same step.
 """
 
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import peak_resident_bytes
 from tightfit.jobs.job import Job
+from tightfit.jobs.paths import with_absolute_paths
 from tightfit.jobs.workload import Workload
 from tightfit.memory.ledger import Phase
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel, load_model
 from tightfit.parallel.mesh import joined
 from tightfit.parallel.ranks import Ranks
-from tightfit.train.checkpoints.directory import (
-    Position,
-    checkpoint_path,
-    gathered,
-    latest_checkpoint,
-    save_checkpoint,
-    what_is_safe,
-)
+from tightfit.train.checkpoints.directory import Position, checkpoint_path, gathered, save_checkpoint, what_is_safe
 from tightfit.train.checkpoints.sharded import ShardedSaver
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import Evaluation, evaluate
-from tightfit.train.metrics import MetricsLog, read_metrics
+from tightfit.train.metrics import METRICS_FILE, MetricsLog, SideFiles, read_metrics
 from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
+from tightfit.train.pace import Pace, flops_per_token, peak_flops
 from tightfit.train.pipeline_record import recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
-from tightfit.train.preparation import Prepared, claim_output, prepare
+from tightfit.train.preparation import Prepared, prepare
 from tightfit.train.progress import RunProgress
+from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, opened, recover
 from tightfit.train.schedule import lr_ratio
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
-
-SAME_REQUEST_S = 2.0
-"""Within this, signals that ask to stop are one request."""
+from tightfit.train.stopping import StopRequest
 
 
 @dataclass
@@ -65,64 +59,114 @@ class RunResult:
     start: Evaluation | None
     end: Evaluation | None
     tokens_per_second: float
+    """Of steady steps: those after the warm-up."""
     train_seconds: float
     peak_bytes: int
+    warmup_steps: int = 0
+    warmup_seconds: float = 0.0
+    mfu: float | None = None
+    """Model FLOPs per second as a share of what the card's data sheet promises; None on cards that are not known."""
     rank: int = 0
     """The first rank's result is the run's; the others' is for themselves."""
     samples: list[tuple[str, str]] = field(default_factory=list)
     stopped_by: int | None = None
     """The signal that asked the run to stop early."""
-
-
-@dataclass
-class Pace:
-    """Tokens and seconds spent in training steps alone, without evaluation and saving."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, tokens: int, seconds: float) -> float:
-        """Count one step; returns its tokens per second."""
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-        return tokens / seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Average over the run so far."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    stopped_early: bool = False
+    """Whether the held-out loss had stopped falling (`evaluation.stop_early`)."""
 
 
 def run_job(
-    job: Job, *, resume: bool = False, overwrite: bool = False, stop_after: int | None = None, quiet: bool = False
+    job: Job,
+    *,
+    resume: bool | Literal["auto"] = False,
+    overwrite: bool = False,
+    checkpoint: str | None = None,
+    stop_after: int | None = None,
+    quiet: bool = False,
 ) -> RunResult:
-    """Train as `job` says, as one of its ranks, and return how it went."""
+    """Train as `job` says, as one of its ranks, and return how it went.
+
+    `resume` goes on from the newest checkpoint, or from the one named `checkpoint`; "auto" begins anew without one.
+    """
+    job, start = with_absolute_paths(job), Start(resume=resume, overwrite=overwrite, checkpoint=checkpoint)
     if sentence := job.refusal():
         raise UserError(sentence)
-    with joined(job.layout, choose_device(job.device)) as (mesh, device):
+    with joined(job.layout, choose_device(job.device)) as (mesh, device), ExitStack() as stack:
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
-        checkpoint = latest_checkpoint(job.output) if resume and ranks.first else None
-        if ranks.first:
-            claim_output(job, resuming=checkpoint is not None, overwrite=overwrite)
-        checkpoint = ranks.share(checkpoint)
+        decision = _agreed(ranks, lambda: _decided(job.output, start))
         with RunProgress(0, 0, quiet) as notes:
-            prepared = prepare(job, checkpoint, notes.say, show_bars=not quiet, device=device, mesh=mesh)
-        last_step = min(prepared.total_steps, stop_after or prepared.total_steps)
-        return _Run(prepared, last_step, quiet).go()
+            prepared = prepare(
+                job, decision.checkpoint, notes.say, show_bars=not quiet, device=device, mesh=mesh,
+                saves=True, replaces=decision.replaces,
+            )  # fmt: skip
+            last_step = _last_step(prepared, stop_after)
+            if finished := prepared.position_step == prepared.total_steps:
+                notes.say(
+                    f"{job.output} is finished: {prepared.total_steps} of {prepared.total_steps} steps; "
+                    "give -o steps=MORE to train it further"
+                )
+        run = None if finished else _begun(ranks, stack, opened(job, decision, start))
+        return _Run(prepared, run, last_step, quiet, writes=not finished).go()
+
+
+def _decided(output: Path, start: Start) -> Decision:
+    recover(output)
+    return decide(output, start)
+
+
+def _agreed(ranks: Ranks, function: Callable[[], Decision]) -> Decision:
+    """What the first process decides, or its refusal, on all of them."""
+    found: Decision | None = None
+    refusal: str | None = None
+    if ranks.first:
+        try:
+            found = function()
+        except UserError as error:
+            refusal = str(error)
+    found, refusal = ranks.share((found, refusal))
+    if refusal is not None or found is None:
+        raise UserError(refusal)
+    return found
+
+
+def _begun(ranks: Ranks, stack: ExitStack, run: AbstractContextManager[OpenedRun]) -> OpenedRun | None:
+    """The run's directory on the first process, which writes to it; where it is refused, all of them say so."""
+    entered: list[OpenedRun] = []
+
+    def enter() -> Decision:
+        entered.append(stack.enter_context(run))
+        return entered[0].decision
+
+    _agreed(ranks, enter)
+    return entered[0] if entered else None
+
+
+def _last_step(prepared: Prepared, stop_after: int | None) -> int:
+    if stop_after is not None and stop_after < prepared.position_step:
+        raise UserError(
+            f"--stop-after is {stop_after}, but {prepared.checkpoint} has {prepared.position_step} steps already; "
+            "give a later step"
+        )
+    return min(prepared.total_steps, stop_after or prepared.total_steps)
 
 
 class _Run:
     """The state of one pass through the loop."""
 
-    def __init__(self, prepared: Prepared, last_step: int, quiet: bool) -> None:
-        self.p, self.job, self.last_step = prepared, prepared.job, last_step
+    def __init__(
+        self, prepared: Prepared, opened_run: OpenedRun | None, last_step: int, quiet: bool, *, writes: bool
+    ) -> None:
+        self.p, self.job, self.last_step, self.writes = prepared, prepared.job, last_step, writes
+        self.opened_run = opened_run
+        """The run's directory, on the first rank."""
         self.ranks = prepared.ranks
         self.step, self.pace = prepared.position_step, Pace()
-        self.start = _evaluation_at_start(self.job.output) if self.step else None
+        self.losses = self.ranks.share(_held_out_losses(self.job.output, self.step)) if self.step else {}
+        self.start = Evaluation(self.losses[0], 0) if 0 in self.losses else None
         self.end: Evaluation | None = None
-        self.asked_by: int | None = None
-        """The signal that this rank was sent; `stopped_by` is what all ranks have agreed on."""
         self.stopped_by: int | None = None
+        """The signal that all ranks have agreed on; a rank's own is in its `request`."""
         self.quiet = quiet
         self.phase: Phase = "forward"
         self.saved: Path | None = prepared.checkpoint
@@ -130,27 +174,26 @@ class _Run:
         self.saver = ShardedSaver(self.ranks) if sharded else None
 
     def go(self) -> RunResult:
-        """Evaluate, train to the last step, evaluate again, save, sample."""
+        """Evaluate, train to the last step, save, evaluate again, sample."""
         p = self.p
-        with (
-            self._metrics_log() as self.metrics,
-            RunProgress(p.total_steps, self.step, self.quiet) as self.progress,
-            _stop_signals(self),
-        ):
-            if self.step == 0:
-                self.start = self._evaluate()
-            self._train()
-            self.end = self._evaluate() if self.end is None else self.end
-            if self.saved is None or self.saved.name != f"step-{self.step:08d}":
-                self._save()
-            if self.saver is not None:
-                self.saver.finish()
+        with RunProgress(p.total_steps, self.step, self.quiet) as self.progress:
+            self.side_files, self.request = SideFiles(self.progress.say), StopRequest(self.progress.say)
+            with self._metrics_log() as self.metrics, self.request.heard():
+                if self.step == 0:
+                    self.start = self._evaluate()
+                self._train()
+                self._save_once()
+                if self.stopped_by is None and self.end is None:
+                    self.end = self._evaluate()
+                if self.saver is not None:
+                    self.saver.finish()
+                    self._settle()
         return self._result()
 
     def _metrics_log(self) -> AbstractContextManager[MetricsLog | None]:
-        if not self.ranks.first:
+        if not self.ranks.first or not self.writes:
             return nullcontext()
-        return MetricsLog(self.job.output, self.step, self.job.logging.tensorboard)
+        return MetricsLog(self.job.output, self.step, self.job.logging.tensorboard, self.side_files)
 
     def _log(self, **values: Any) -> None:
         if self.metrics is not None:
@@ -158,7 +201,7 @@ class _Run:
 
     def _train(self) -> None:
         batches = iter(self.p.loader)
-        while self.step < self.last_step and not self._asked_to_stop():
+        while self.step < self.last_step and not self._has_plateaued() and not self._asked_to_stop():
             began = time.perf_counter()
             micro_batches = list(islice(batches, self.job.accumulation))
             lr = self.job.optimizer.lr * lr_ratio(self.job.schedule, self.step, self.p.total_steps)
@@ -169,29 +212,39 @@ class _Run:
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was; all of them then say so before the same step."""
-        self.stopped_by = self.ranks.largest(self.asked_by or 0) or None
+        self.stopped_by = self.ranks.largest(self.request.signal or 0) or None
         return self.stopped_by is not None
+
+    def _has_plateaued(self) -> bool:
+        """Whether the last `stop_early` evaluations found no lower loss than those before them; alike on all ranks."""
+        patience, losses = self.job.evaluation.stop_early, list(self.losses.values())
+        return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         p = self.p
         try:
-            with recorded(p.module, self.step + 1, self.ranks, self.job.output):
+            with recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files):
                 return train_step(
                     p.module, p.optimizer, micro_batches, p.device, lr, p.scale, self._in_phase, ranks=self.ranks
                 )
         except NotFiniteError as error:
-            when = (
-                "in which weights were changed already;" if error.weights_changed else "before the weights changed and"
-            )
-            raise UserError(
-                f"step {self.step + 1}: {error}; training stopped {when} "
-                f"{what_is_safe(self.job.output)}; lower optimizer.lr (now {self.job.optimizer.lr:g}) or warm up longer"
-            ) from None
+            raise UserError(self._not_finite(error)) from None
         except torch.OutOfMemoryError as error:
             workload = Workload.of_job(self.job, p.model.spec, p.precision)
             running = Running(self.job, workload, p.model, p.optimizer, p.device)
             safe = what_is_safe(self.job.output)
             raise RunOutOfMemoryError(shortage_of(error, running, self.step + 1, self.phase, safe)) from None
+
+    def _not_finite(self, error: NotFiniteError) -> str:
+        """The same step would fail again with the same settings: say what to change."""
+        when = "in which weights were changed already;" if error.weights_changed else "before the weights changed and"
+        lower = f"-o optimizer.lr={self.job.optimizer.lr / 2:g}"
+        again = f"--resume {lower}" if self.saved is not None else f"{lower}, from the beginning,"
+        return (
+            f"step {self.step + 1}: {error}; training stopped {when} {what_is_safe(self.job.output)}; the same "
+            f"settings would come to the same step: go on with {again} or a longer schedule.warmup_steps, and look for "
+            "odd data"
+        )
 
     def _in_phase(self, phase: Phase) -> None:
         self.phase = phase
@@ -199,8 +252,11 @@ class _Run:
     def _after_step(self, result: StepResult, lr: float, rate: float) -> None:
         job, ends = self.job, self.step >= self.last_step
         memory = peak_memory_bytes(self.p.device)
+        if self.opened_run is not None:
+            self.opened_run.is_worth_keeping = True
         if self.saver is not None:
             self.saver.poll()
+            self._settle()
         if self.step % job.logging.every == 0 or ends:
             self._log(
                 loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
@@ -208,47 +264,75 @@ class _Run:
             )  # fmt: skip
         self.progress.update(self.step, result.loss, rate, memory)
         self.end = None
+        if ends or (job.saving.every and self.step % job.saving.every == 0):
+            self._save_once()
         if job.evaluation.every and (self.step % job.evaluation.every == 0 or ends):
             self.end = self._evaluate()
-        if job.saving.every and self.step % job.saving.every == 0:
-            self._save()
 
     def _evaluate(self) -> Evaluation | None:
+        """The held-out loss; None without held-out data, and where somebody asks to stop meanwhile."""
         p, rows = self.p, self.job.layout.micro_batch
         if p.held_out is None:
             return None
         batches = evaluation_batches(p.held_out, rows, rank=self.ranks.rank, world=self.ranks.world)
-        found = evaluate(p.evaluated, batches, p.device, self.ranks)
+        unasked = takewhile(lambda _: not self._asked_to_stop(), batches)  # a checkpoint is wanted soon
+        found = evaluate(p.evaluated, unasked, p.device, self.ranks)
+        if self.stopped_by is not None:
+            return None
+        self.losses[self.step] = found.loss
         self._log(held_out_loss=found.loss, held_out_perplexity=found.perplexity)
         self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
         return found
 
+    def _save_once(self) -> None:
+        """Save this step, unless that has been done."""
+        if self.saved is None or self.saved.name != checkpoint_path(self.job.output, self.step).name:
+            self._save()
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.opened_run is not None:
+            self.opened_run.settle()
+
     def _save(self) -> None:
-        p = self.p
+        p, saving = self.p, self.job.saving
         position = Position(
             step=self.step, loader=p.loader.state_dict(), loss_scale=asdict(p.scale),
             job=self.job.model_dump(mode="json"), facts=p.facts,
         )  # fmt: skip
-        keep, dtype = self.job.saving.keep, COMPUTE_DTYPES[p.precision]
-        self.saved = checkpoint_path(self.job.output, self.step)
+        dtype = COMPUTE_DTYPES[p.precision]
+        kept: dict[str, Any] = {"keep": saving.keep, "keep_best": saving.keep_best}
         if self.saver is not None:
-            return self.saver.save(self.job.output, p.model, p.optimizer, dtype, p.tokenizer, position, keep)
-        content = gathered(p.model, p.optimizer, dtype, self.ranks)
-        if self.ranks.first:
-            save_checkpoint(self.job.output, content, p.tokenizer, position, keep)
-        self.ranks.wait()
+            self.saver.save(self.job.output, p.model, p.optimizer, dtype, p.tokenizer, position, **kept)
+        else:
+            content = gathered(p.model, p.optimizer, dtype, self.ranks)
+            if self.ranks.first:
+                save_checkpoint(self.job.output, content, p.tokenizer, position, **kept)
+            self.ranks.wait()
+        self.saved = checkpoint_path(self.job.output, self.step)
 
     def _result(self) -> RunResult:
-        p = self.p
+        p, pace = self.p, self.pace
         assert self.saved is not None
         return RunResult(
             run=self.job.output, checkpoint=self.saved, step=self.step, steps=p.total_steps,
             params=p.model.spec.params(), device=device_name(p.device), precision=p.precision,
             start=self.start, end=self.end,
-            tokens_per_second=self.pace.tokens_per_second, train_seconds=self.pace.seconds,
+            tokens_per_second=pace.tokens_per_second, train_seconds=pace.seconds,
+            warmup_steps=pace.warmup_steps, warmup_seconds=pace.warmup_seconds, mfu=self._mfu(),
             peak_bytes=peak_memory_bytes(p.device), rank=self.ranks.process,
             samples=self._samples(), stopped_by=self.stopped_by,
+            stopped_early=self.stopped_by is None and self.step < self.last_step,
         )  # fmt: skip
+
+    def _mfu(self) -> float | None:
+        p = self.p
+        if p.device.type != "cuda":
+            return None
+        memory_bytes = torch.cuda.get_device_properties(p.device).total_memory
+        peak = peak_flops(device_name(p.device), memory_bytes, p.precision)
+        spent = self.pace.tokens_per_second * flops_per_token(p.model.spec, self.job.data.sequence_length)
+        return None if peak is None else spent / (peak * self.ranks.processes)
 
     def _samples(self) -> list[tuple[str, str]]:
         """What the model says to the job's prompts; shards are read back from the checkpoint, whole."""
@@ -277,34 +361,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _evaluation_at_start(run: Path) -> Evaluation | None:
-    """The first held-out loss of a run that is being resumed."""
-    rows = read_metrics(run / "metrics.jsonl")
-    losses = [row["held_out_loss"] for row in rows if "held_out_loss" in row and row["step"] == 0]
-    return Evaluation(losses[0], 0) if losses else None
-
-
-@contextmanager
-def _stop_signals(run: _Run) -> Iterator[None]:
-    """SIGINT and SIGTERM let the current step finish; another one interrupts at once.
-
-    Those that follow closely are the same request: Slurm asks all processes, and who started a rank passes it on.
-    """
-    began = 0.0
-
-    def ask(number: int, _: object) -> None:
-        nonlocal began
-        if run.asked_by is not None and time.monotonic() - began < SAME_REQUEST_S:
-            return
-        if run.asked_by is not None:
-            raise KeyboardInterrupt
-        began = time.monotonic()
-        run.asked_by = number  # of its own: while ranks agree on the last step's, this one must not be lost
-        run.progress.say(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _held_out_losses(run: Path, step: int) -> dict[int, float]:
+    """What a run that is being resumed has found before and at `step`, by step."""
+    rows = [row for row in read_metrics(run / METRICS_FILE) if "held_out_loss" in row and row["step"] <= step]
+    return {row["step"]: row["held_out_loss"] for row in sorted(rows, key=lambda row: row["step"])}

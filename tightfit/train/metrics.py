@@ -1,9 +1,13 @@
 """metrics.jsonl: one row per logged step, always; TensorBoard events when asked.
 
 A resumed run continues the file: rows past the checkpoint it resumes from are dropped first, so every step stands once.
+Metrics never fail a run: what cannot be written (a full disk) is told once, and the rows after it are tried again.
 """
 
 import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,25 +15,47 @@ from typing import Any, Self
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
 
+METRICS_FILE = "metrics.jsonl"
+Say = Callable[[str], None]
+
+
+class SideFiles:
+    """Files beside a run that are worth a warning and no more: the first one that cannot be written gets one."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.has_warned = say, False
+
+    @contextmanager
+    def guarded(self, path: Path) -> Iterator[None]:
+        """Around writing `path`."""
+        try:
+            yield
+        except OSError as error:
+            if not self.has_warned:
+                self.say(f"warning: cannot write {path}: {error.strerror or error}; the run goes on without")
+            self.has_warned = True
+
 
 class MetricsLog:
-    """Appends rows to `run/metrics.jsonl`, each flushed as it is written."""
+    """Appends rows to `run/metrics.jsonl`, each written whole or not at all."""
 
-    def __init__(self, run: Path, resumed_step: int, tensorboard: bool) -> None:
-        self.path = run / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if row["step"] <= resumed_step] if resumed_step else []
-        with durable_file(self.path) as fresh:
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        self._file = self.path.open("a", encoding="utf-8")
+    def __init__(self, run: Path, resumed_step: int, tensorboard: bool, side_files: SideFiles) -> None:
+        self.path, self._side_files = run / METRICS_FILE, side_files
+        self._descriptor: int | None = None
+        with side_files.guarded(self.path):
+            _keep_rows(self.path, resumed_step)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._writer = _tensorboard_writer(run / "tensorboard", resumed_step) if tensorboard else None
 
     def add(self, step: int, **values: Any) -> None:
         """One row."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        if self._writer is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
+        with self._side_files.guarded(self.path):
+            if self._descriptor is not None:
+                _append(self._descriptor, json.dumps({"step": step, **values}) + "\n")
+        with self._side_files.guarded(self.path.parent / "tensorboard"):
+            numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+            if self._writer is not None:
+                for name, value in numbers.items():
                     self._writer.add_scalar(name, value, step)
 
     def __enter__(self) -> Self:
@@ -38,9 +64,30 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        with self._side_files.guarded(self.path.parent / "tensorboard"):
+            if self._writer is not None:
+                self._writer.close()
+
+
+def _keep_rows(path: Path, resumed_step: int) -> None:
+    """The file with its rows up to `resumed_step`, and no other."""
+    kept = [row for row in read_metrics(path) if row["step"] <= resumed_step] if resumed_step else []
+    with durable_file(path) as fresh:
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+
+
+def _append(descriptor: int, text: str) -> None:
+    """All of `text` at the end of a file, or none of it."""
+    before, data = os.fstat(descriptor).st_size, text.encode()
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, before)
+        raise
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -55,10 +102,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _tensorboard_writer(folder: Path, resumed_step: int) -> Any:
+    require_tensorboard()
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=resumed_step + 1)
+
+
+def require_tensorboard() -> None:
+    """A sentence where it is not installed."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
     except ImportError:
         raise UserError(
             "logging.tensorboard is true, but it is not installed: pip install 'tightfit[tensorboard]'"
         ) from None
-    return SummaryWriter(str(folder), purge_step=resumed_step + 1)

@@ -19,13 +19,14 @@ from torch import nn
 from tightfit.durable import durable_file
 from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import Ranks
+from tightfit.train.metrics import SideFiles
 
 RECORDED_STEP = 3
 FILE = "pipeline.json"
 
 
 @contextmanager
-def recorded(module: nn.Module, step: int, ranks: Ranks, run: Path) -> Iterator[None]:
+def recorded(module: nn.Module, step: int, ranks: Ranks, run: Path, side_files: SideFiles) -> Iterator[None]:
     """Around a training step; writes what its pipeline did if it is the one to record."""
     if not isinstance(module, Pipeline) or step != RECORDED_STEP:
         yield
@@ -33,7 +34,7 @@ def recorded(module: nn.Module, step: int, ranks: Ranks, run: Path) -> Iterator[
     with record(module, ranks) as found:
         yield
     if ranks.first:
-        with durable_file(run / FILE) as file:
+        with side_files.guarded(run / FILE), durable_file(run / FILE) as file:
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

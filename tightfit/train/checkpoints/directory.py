@@ -24,17 +24,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tightfit.collectives.shards import whole
-from tightfit.durable import discard_directory, durable_directory, sweep
+from tightfit.durable import discard_directory, durable_directory
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import load_weights
 from tightfit.models.loading import checkpoints_of, has_sharded
-from tightfit.models.resolve import resolve_spec
 from tightfit.models.saving import write_model
 from tightfit.models.sharded_weights import load_sharded_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import ALONE, Ranks
+from tightfit.train.metrics import METRICS_FILE, read_metrics
 from tightfit.train.optimizer.adamw import MasterAdamW
 
 FORMAT = 1
@@ -100,8 +100,10 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def save_checkpoint(run: Path, content: Content, tokenizer: Tokenizer, position: Position, keep: int) -> Path:
-    """Write the checkpoint of `position.step`, then let go of all but the newest `keep`."""
+def save_checkpoint(
+    run: Path, content: Content, tokenizer: Tokenizer, position: Position, keep: int, *, keep_best: bool = False
+) -> Path:
+    """Write the checkpoint of `position.step`, then let go of all but the newest `keep` and, if asked, the best."""
     target = checkpoint_path(run, position.step)
     try:
         if target.exists():
@@ -109,7 +111,7 @@ def save_checkpoint(run: Path, content: Content, tokenizer: Tokenizer, position:
         with durable_directory(target) as folder:
             write_model(folder, content.model, tokenizer)
             _write_training_state(folder / "training", content.states, position)
-        for old in checkpoints_of(run)[:-keep]:
+        for old in superseded(run, keep, keep_best=keep_best):
             discard_directory(old)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -152,11 +154,6 @@ def read_position(checkpoint: Path) -> Position:
 
 def restore_weights(checkpoint: Path, model: Decoder) -> None:
     """Load the weights of a checkpoint into a model of the same shape."""
-    saved = resolve_spec(str(checkpoint))
-    if saved != model.spec:
-        name = next(n for n in model.spec.__dataclass_fields__ if getattr(saved, n) != getattr(model.spec, n))
-        ours, theirs = getattr(model.spec, name), getattr(saved, name)
-        raise UserError(f"the job's model has {name} {ours}, checkpoint {checkpoint} has {theirs}; make them equal")
     if has_sharded(checkpoint):
         load_sharded_weights(model, checkpoint)
     else:
@@ -198,7 +195,24 @@ class _States(Mapping[str, Tensor]):
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run, after sweeping what a kill left behind."""
-    sweep(run / "checkpoints")
+    """The newest complete checkpoint of a run."""
     found = checkpoints_of(run)
     return found[-1] if found else None
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """The checkpoint with the lowest held-out loss, of those that were evaluated."""
+    losses = {row["step"]: row["held_out_loss"] for row in read_metrics(run / METRICS_FILE) if "held_out_loss" in row}
+    evaluated = {path: losses[step] for path in checkpoints_of(run) if (step := step_of(path)) in losses}
+    return min(evaluated, key=lambda path: evaluated[path]) if evaluated else None
+
+
+def superseded(run: Path, keep: int, *, keep_best: bool) -> list[Path]:
+    """The checkpoints that need not be kept any longer."""
+    best = best_checkpoint(run) if keep_best else None
+    return [path for path in checkpoints_of(run)[:-keep] if path != best]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The steps that a checkpoint has behind it, from its name."""
+    return int(checkpoint.name.removeprefix("step-"))

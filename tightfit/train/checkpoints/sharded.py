@@ -30,12 +30,18 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_tree
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.loading import checkpoints_of
 from tightfit.models.saving import write_config
 from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors, weights_of
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import Ranks
-from tightfit.train.checkpoints.directory import FORMAT, STATE_PREFIX, Position, checkpoint_path, what_is_safe
+from tightfit.train.checkpoints.directory import (
+    FORMAT,
+    STATE_PREFIX,
+    Position,
+    checkpoint_path,
+    superseded,
+    what_is_safe,
+)
 from tightfit.train.optimizer.adamw import MasterAdamW
 
 
@@ -47,6 +53,7 @@ class _Pending:
     folder: Path
     target: Path
     keep: int
+    keep_best: bool
     named: bool = False
 
 
@@ -60,7 +67,7 @@ class ShardedSaver:
 
     def save(
         self, run: Path, model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, tokenizer: Tokenizer,
-        position: Position, keep: int,
+        position: Position, keep: int, *, keep_best: bool = False,
     ) -> None:  # fmt: skip
         """Begin to write the checkpoint of `position.step`, once the one before is complete."""
         self.finish()
@@ -73,7 +80,7 @@ class ShardedSaver:
             future: Any = async_save(
                 _content(model, optimizer), checkpoint_id=folder / FOLDER, process_group=self.group
             )
-        self.pending = _Pending(future, folder, target, keep)
+        self.pending = _Pending(future, folder, target, keep, keep_best)
 
     def finish(self) -> None:
         """Wait until what is being written is complete and has its name."""
@@ -134,7 +141,7 @@ def _complete(pending: _Pending) -> None:
         discard_directory(pending.target)
     os.rename(pending.folder, pending.target)
     flush(pending.target.parent)
-    for old in checkpoints_of(pending.target.parent.parent)[: -pending.keep]:
+    for old in superseded(pending.target.parent.parent, pending.keep, keep_best=pending.keep_best):
         discard_directory(old)
 
 

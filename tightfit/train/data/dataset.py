@@ -73,8 +73,9 @@ class PackedText(Dataset[Row]):
 class PackedChats(Dataset[Row]):
     """Whole conversations, several to a row (or one, without `pack`); only what the assistant says is a label.
 
-    A conversation too long for a row loses its end, and is left out if no answer remains: `truncated` and `dropped`
-    count these. The last token of a conversation is only ever a label, so one of T + 1 tokens fits.
+    A conversation too long for a row is cut so that answers keep their ends where that is possible (`fitting_window`),
+    and is left out if no answer remains: `truncated` and `dropped` count these, `lost_answer_tokens` what they lose.
+    The last token of a conversation is only ever a label, so one of T + 1 tokens fits.
     """
 
     def __init__(
@@ -86,15 +87,24 @@ class PackedChats(Dataset[Row]):
         candidates = (part or everything(store)).documents_of(store)
         lengths = np.diff(store.document_starts)[candidates] - 1
         is_long = lengths > sequence_length
-        lost = [i for i in candidates[is_long].tolist() if not store.mask(i)[1 : sequence_length + 1].any()]
-        self.dropped, self.truncated = len(lost), int(is_long.sum()) - len(lost)
+        self.windows = {i: fitting_window(store.mask(i), sequence_length + 1) for i in candidates[is_long].tolist()}
+        labels = {i: store.mask(i)[first + 1 : stop] for i, (first, stop) in self.windows.items()}
+        lost = [i for i, counted in labels.items() if not counted.any()]
+        self.conversations, self.dropped, self.truncated = len(candidates), len(lost), int(is_long.sum()) - len(lost)
+        self.lost_answer_tokens = sum(int(store.mask(i).sum() - counted.sum()) for i, counted in labels.items())
         kept = ~np.isin(candidates, lost)
-        self.rows = self._packed(candidates[kept], lengths[kept].clip(max=sequence_length), seed, pack)
+        lengths[is_long] = [stop - first - 1 for first, stop in self.windows.values()]
+        self.rows = self._packed(candidates[kept], lengths[kept], seed, pack)
         if not self.rows:
             raise UserError(
                 f"none of the {len(candidates)} conversations has an answer within {sequence_length} tokens; "
                 "raise sequence_length"
             )
+
+    @property
+    def answer_tokens(self) -> int:
+        """What the assistant says in all conversations of the store."""
+        return sum(int(mask.sum(dtype=np.int64)) for mask in self.store.masks)
 
     def _packed(self, conversations: np.ndarray, lengths: np.ndarray, seed: int, pack: bool) -> list[list[int]]:
         if not pack:
@@ -112,12 +122,31 @@ class PackedChats(Dataset[Row]):
         T = self.sequence_length
         tokens, labels, documents = [], [], []
         for number, conversation in enumerate(self.rows[index]):
-            said = self.store.document(conversation)[: T + 1].astype(np.int64)
-            counts = self.store.mask(conversation)[1 : T + 1]
+            first, stop = self.windows.get(conversation, (0, T + 1))
+            said = self.store.document(conversation)[first:stop].astype(np.int64)
+            counts = self.store.mask(conversation)[first + 1 : stop]
             tokens.append(said[:-1])
             labels.append(np.where(counts, said[1:], IGNORE))
             documents.append(np.full(len(said) - 1, number))
         return _row(np.concatenate(tokens), np.concatenate(labels), np.concatenate(documents), T)
+
+
+def fitting_window(mask: np.ndarray, size: int) -> tuple[int, int]:
+    """Which `size` tokens of a conversation that is too long are kept: the first of them, and one past the last.
+
+    A window ends where an answer ends that is in it as a whole; of these, the one with most tokens of answers. Where
+    none has half as many as the plain beginning of the conversation (or of a late first answer), that is taken.
+    """
+    counted = np.append(0, np.cumsum(mask))
+    starts = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
+    ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
+    firsts = np.maximum(ends - size, 0)
+    kept = np.where(firsts < np.maximum(starts, 1), counted[ends] - counted[firsts], 0)
+    begin = min(max(0, int(starts[0]) - size // 2), len(mask) - size) if len(starts) else 0
+    if not len(kept) or 2 * kept.max() < counted[begin + size] - counted[begin]:
+        return begin, begin + size
+    best = int(kept.argmax())
+    return int(firsts[best]), int(ends[best])
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray, length: int) -> Row:

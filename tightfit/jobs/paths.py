@@ -1,0 +1,67 @@
+"""The files a job names, as absolute paths: it then means the same from every directory, and after its run was moved.
+
+A relative name is looked up from the working directory, as a shell would, and then beside the job file. Names that are
+not files (presets, `stdlib`, `train`) and files that are not there stay as they were written, for the sentence that
+refuses them. The directory of a run is where it is: `run_output` says so to a job that is read from one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tightfit.jobs.job import Job
+from tightfit.models.presets import PRESETS
+
+JOB_FILE = "job.yaml"
+MARK = "# Written by tightfit: the job as it ran.\n"
+"""The first line of a run's job.yaml, by which it is told from a job file of the user's."""
+NOT_FILES = frozenset({"stdlib", "smollm2-135m-instruct", "model", "train", *PRESETS})
+
+
+def is_run_file(path: Path) -> bool:
+    """Whether `path` is the job.yaml that a run has written."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MARK)) == MARK.encode()
+    except OSError:
+        return False
+
+
+def run_output(path: Path) -> Path | None:
+    """The directory of the run that `path`, a directory or a job file, belongs to; None for a job of the user's."""
+    if path.is_dir():
+        return path.absolute()
+    return path.parent.absolute() if is_run_file(path) else None
+
+
+def with_absolute_paths(job: Job, beside: Path | None = None) -> Job:
+    """`job` with every file it names looked up, also `beside` the directory of its job file."""
+
+    def found(name: str) -> str:
+        return _found(name, beside)
+
+    data: dict[str, Any] = {"train": [found(name) for name in job.data.train]}
+    if isinstance(job.data.held_out, list):
+        data["held_out"] = [found(name) for name in job.data.held_out]
+    if not job.data.cache.is_absolute() and not str(job.data.cache).startswith("~"):
+        data["cache"] = job.data.cache.absolute()
+    changes: dict[str, Any] = {
+        "data": job.data.model_copy(update=data),
+        "model": job.model.model_copy(update={"source": found(job.model.source)}),
+        "output": job.output.expanduser().absolute(),
+    }
+    if "tokenizer" in job.model_fields_set:
+        changes["tokenizer"] = job.tokenizer.model_copy(update={"source": found(job.tokenizer.source)})
+    return job.model_copy(update=changes)
+
+
+def _found(name: str, beside: Path | None) -> str:
+    if name in NOT_FILES:
+        return name
+    path = Path(name).expanduser()
+    for place in (path, *([] if beside is None else [beside / path])):
+        try:
+            if place.exists():
+                return str(place.absolute())
+        except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
+            return name
+    return name

@@ -1,0 +1,50 @@
+"""Room on disk for a run's checkpoints, asked for before the run begins.
+
+A checkpoint holds weights, float32 masters where there are some, and both moments:
+    bytes = parameters × (weight + master + moments)
+The newest `saving.keep` of them stay, with `saving.keep_best` one more, and another one while it is written.
+"""
+
+import shutil
+from pathlib import Path
+
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import moment_bytes
+from tightfit.jobs.workload import Workload
+from tightfit.models.loading import checkpoints_of
+
+
+def checkpoint_bytes(workload: Workload, levers: Levers) -> int:
+    """What one checkpoint takes, without its small files."""
+    master = 4 if workload.has_masters else 0
+    per_param = workload.weight_bytes + master + moment_bytes(levers, wide=workload.updates_wide)
+    return int(workload.spec.params() * per_param)
+
+
+def added_checkpoints(job: Job, first_step: int, total_steps: int, existing: int) -> int:
+    """How many more than now there will be at most, while the last of them is written."""
+    every = job.saving.every or total_steps
+    saves = total_steps // every - first_step // every + (total_steps % every > 0)
+    return max(0, min(existing + saves, job.saving.keep + job.saving.keep_best + 1) - existing)
+
+
+def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_steps: int, replaces: bool) -> int:
+    """A sentence where the run's checkpoints do not fit beside what is there; else the bytes they will take."""
+    existing = 0 if replaces else len(checkpoints_of(job.output))
+    count = added_checkpoints(job, first_step, total_steps, existing)
+    if replaces:
+        count = min(count, 1)  # the old run goes after the first
+    each = checkpoint_bytes(workload, job.levers)
+    free = shutil.disk_usage(_existing(job.output)).free
+    if each * count > free:
+        raise UserError(
+            f"output {job.output} has {free / 2**30:.2f} GiB free, but {count} checkpoint(s) of {each / 2**30:.2f} GiB "
+            "each will be there at once; make room, lower saving.keep or choose another output"
+        )
+    return each * count
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.exists())

@@ -1,0 +1,248 @@
+"""Everything about a run that can be wrong, found out before anything is allocated or written.
+
+Order: the rules, the model's shape, the checkpoint that is resumed, tokenizer, data, room in host memory and on disk.
+The only thing that is written is the token cache. `tightfit train --dry-run` ends here; a run goes on with
+preparation.py, and writes for the first time in run_directory.py.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.hardware.cpu import has_native_bf16
+from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.workload import Workload
+from tightfit.models.loading import has_weights, source_spec
+from tightfit.models.resolve import reshaped, resolve_spec
+from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import Tokenizer, load_tokenizer
+from tightfit.parallel.ranks import Ranks
+from tightfit.plan.host_room import refuse_host_shortage
+from tightfit.train.checkpoints.directory import Position, read_position
+from tightfit.train.checkpoints.room import refuse_full_disk
+from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
+from tightfit.train.metrics import require_tensorboard
+from tightfit.train.precision import choose_precision
+from tightfit.train.run_data import RunData, Say, find_data, find_tokenizer, tell_lost
+
+VOCAB_MULTIPLE = 64
+"""Vocabularies of new models are rounded up to this, which keeps the output GEMM aligned on every GPU."""
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A job whose every part was found to be good, and what was found."""
+
+    job: Job
+    checkpoint: Path | None
+    position: Position | None
+    device: torch.device
+    precision: PrecisionName
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    data: RunData
+    total_steps: int
+    facts: dict[str, Any]
+    """What a resumed run must find again."""
+    checkpoint_bytes: int
+    """Disk space that checkpoints will add."""
+
+    @property
+    def first_step(self) -> int:
+        """Steps that have been made already."""
+        return 0 if self.position is None else self.position.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint is that of the last step."""
+        return self.first_step == self.total_steps
+
+
+def check_run(
+    job: Job,
+    checkpoint: Path | None,
+    say: Say,
+    *,
+    show_bars: bool,
+    device: torch.device,
+    ranks: Ranks,
+    saves: bool = True,
+    replaces: bool = False,
+) -> CheckedRun:
+    """All that `job` needs to begin, or to go on from `checkpoint`; every rank calls this."""
+    if sentence := job.refusal():
+        raise UserError(sentence)
+    position = None if checkpoint is None else read_position(checkpoint)
+    precision = ranks.share(_precision(job, position, device))
+    if checkpoint is not None and position is not None:
+        _refuse_contradictions(job, precision, position, checkpoint)
+    if job.engine == "deepspeed":
+        refuse_what_deepspeed_cannot(job, checkpoint, device)
+    if saves and job.logging.tensorboard:
+        require_tensorboard()
+    spec = _spec(job, checkpoint)
+    with ranks.first_goes_first():  # the others then find tokenizer and tokens in the cache
+        tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else find_tokenizer(job, say, show_bars)
+        spec = _with_vocabulary(job, spec, tokenizer)
+        data = find_data(job, spec, tokenizer, show_bars)
+    store = data.store
+    say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
+    tell_lost(data.train, say)
+    facts = {"precision": precision, "data": store.fingerprint, "rows": len(data.train)}
+    _refuse_other_facts(job, facts, position, checkpoint, ranks)
+    if checkpoint is not None:
+        refuse_other_shape(checkpoint, spec)
+    _tell_model(spec, precision, device, ranks, say)
+    total = total_steps(job, len(data.train))
+    _refuse_passed(position, checkpoint, total)
+    workload = Workload.of_job(job, spec, precision)
+    refuse_host_shortage(workload, job.layout, job.levers, _ranks_here(device, ranks))
+    first_step = 0 if position is None else position.step
+    room = refuse_full_disk(job, workload, first_step=first_step, total_steps=total, replaces=replaces) if saves else 0
+    return CheckedRun(
+        job=job,
+        checkpoint=checkpoint,
+        position=position,
+        device=device,
+        precision=precision,
+        spec=spec,
+        tokenizer=tokenizer,
+        data=data,
+        total_steps=total,
+        facts=facts,
+        checkpoint_bytes=room,
+    )
+
+
+def _precision(job: Job, position: Position | None, device: torch.device) -> PrecisionName:
+    """That of the job; `auto` goes on with what a checkpoint was made in."""
+    if job.precision == "auto" and position is not None and "precision" in position.facts:
+        found: PrecisionName = position.facts["precision"]
+        return found
+    return choose_precision(job.precision, device)
+
+
+def _tell_model(spec: ModelSpec, precision: str, device: torch.device, ranks: Ranks, say: Say) -> None:
+    place = device.type if ranks.processes == 1 else f"{ranks.processes} × {device.type}"
+    say(f"model: {spec.params():,} parameters, {precision} on {place}")
+    if device.type == "cpu" and "bf16" in precision and not has_native_bf16():
+        say("this CPU has no bf16 instructions: expect some 200 times fp32's time, or set precision=fp32")
+
+
+def _ranks_here(device: torch.device, ranks: Ranks) -> int:
+    return min(ranks.world, max(1, torch.cuda.device_count())) if device.type == "cuda" else ranks.world
+
+
+def total_steps(job: Job, rows: int) -> int:
+    """The optimizer steps of a run over `rows` rows."""
+    total = job.steps or math.ceil((job.epochs or 0) * rows / job.global_batch)
+    if job.schedule.warmup_steps > total:
+        raise UserError(
+            f"schedule.warmup_steps is {job.schedule.warmup_steps}, more than the {total} steps that {job.epochs:g} "
+            f"epochs of {rows} rows make; lower it or train longer"
+        )
+    return total
+
+
+def _refuse_passed(position: Position | None, checkpoint: Path | None, total: int) -> None:
+    if position is not None and position.step > total:
+        raise UserError(
+            f"{checkpoint} has {position.step} steps, more than the {total} of this job; raise steps or resume from an "
+            "earlier checkpoint with --from"
+        )
+
+
+def _refuse_other_facts(
+    job: Job, facts: dict[str, Any], position: Position | None, checkpoint: Path | None, ranks: Ranks
+) -> None:
+    """All ranks must have the same job and data, and a resumed run those of its checkpoint."""
+    own = job.model_dump(mode="json"), facts
+    if ranks.largest(int(ranks.share(own) != own)):
+        raise UserError(
+            "the processes of this run do not agree on the job or its data; start all of them with the same job file, "
+            "overrides and data"
+        )
+    if position is not None and position.facts != facts:
+        name = next(key for key in facts if position.facts.get(key) != facts[key])
+        raise UserError(
+            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
+            "resume with the data it was started with"
+        )
+
+
+def _spec(job: Job, checkpoint: Path | None) -> ModelSpec:
+    """The model's shape with the job's changes, if it can take the job's rows."""
+    source = job.model.source
+    if checkpoint is not None and Path(source).is_absolute() and not Path(source).exists():
+        return resolve_spec(str(checkpoint))  # what the run began with has gone, and is not needed any more
+    spec = source_spec(source)
+    if wants_weights(job) and job.model.shape:
+        raise UserError(f"model.shape changes {source}, whose weights then do not fit; set model.weights=random")
+    spec = reshaped(spec, job.model.shape, source)
+    if job.data.sequence_length > spec.max_positions:
+        raise UserError(
+            f"data.sequence_length is {job.data.sequence_length}, but {source} has {spec.max_positions} "
+            "positions; shorten the rows or choose a model with more"
+        )
+    return spec
+
+
+def wants_weights(job: Job) -> bool:
+    """Whether the model begins with the weights of its source."""
+    found = has_weights(job.model.source)
+    if job.model.weights == "pretrained" and not found:
+        raise UserError(f"model.weights is pretrained, but {job.model.source} has none; give a directory or GGUF file")
+    return found and job.model.weights != "random"
+
+
+def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+    """A model that starts at random takes the vocabulary of the tokenizer trained for it."""
+    if job.tokenizer.source != "train":
+        return spec
+    if wants_weights(job):
+        raise UserError(f"tokenizer.source is train, but {job.model.source} has weights; set model.weights=random")
+    return replace(spec, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+
+
+def refuse_other_shape(checkpoint: Path, spec: ModelSpec) -> None:
+    """A sentence where the job's model is not the checkpoint's."""
+    saved = resolve_spec(str(checkpoint))
+    if saved != spec:
+        name = next(n for n in spec.__dataclass_fields__ if getattr(saved, n) != getattr(spec, n))
+        ours, theirs = getattr(spec, name), getattr(saved, name)
+        raise UserError(f"the job's model has {name} {ours}, checkpoint {checkpoint} has {theirs}; make them equal")
+
+
+FIXED_FIELDS = ("tokenizer.vocab_size", "tokenizer.train_bytes", "objective", "global_batch", "seed", "data.field",
+                "data.sequence_length", "data.separate_documents", "data.pack")  # fmt: skip
+"""What a resumed run may not change; schedule, learning rate, steps, batching of memory and reporting it may.
+
+Where files lie is not among it: the model's shape, the data's tokens and the precision are compared by themselves.
+"""
+
+
+def _refuse_contradictions(job: Job, precision: str, position: Position, checkpoint: Path) -> None:
+    now = job.model_dump(mode="json")
+    pairs = [(name, _look_up(position.job, name), _look_up(now, name)) for name in FIXED_FIELDS]
+    pairs.append(("precision", position.facts.get("precision"), precision))
+    shares = [_look_up(fields, "data.held_out") for fields in (position.job, now)]
+    if any(isinstance(share, float) for share in shares):
+        pairs.append(("data.held_out", *shares))
+    sources = [_look_up(fields, "tokenizer.source") for fields in (position.job, now)]
+    if any(source in ("model", "train") for source in sources):
+        pairs.append(("tokenizer.source", *sources))
+    for name, saved, wanted in pairs:
+        if saved != wanted:
+            raise UserError(
+                f"{name} is {wanted!r}, but {checkpoint} was made with {saved!r}; set it back, or start a new output"
+            )
+
+
+def _look_up(fields: dict[str, Any], path: str) -> Any:
+    for part in path.split("."):
+        fields = fields.get(part, {})
+    return fields

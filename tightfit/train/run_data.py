@@ -1,0 +1,132 @@
+"""The tokenizer and the rows of a job: found or made, kept in the token cache, and told about.
+
+Nothing here touches the run's directory. Conversations that do not fit a row are counted and told; a data set of which
+most answers would be lost is refused.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from tightfit.durable import durable_directory
+from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.models.loading import load_source_tokenizer
+from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.train.data.chats import read_chats
+from tightfit.train.data.dataset import PackedChats, PackedText
+from tightfit.train.data.held_out import Part, split
+from tightfit.train.data.shards import prepare_chats, prepare_text
+from tightfit.train.data.sources import Source, find_sources
+from tightfit.train.data.texts import read_texts
+from tightfit.train.data.token_store import TokenStore
+
+Rows = Dataset[dict[str, Tensor]]
+PackedRows = PackedText | PackedChats
+Say = Callable[[str], None]
+MOST_LOST = 0.5
+"""The largest share of the answers' tokens that may be lost to rows that are too short."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The tokenized data, the rows to train on, and the rows kept aside."""
+
+    store: TokenStore
+    train: PackedRows
+    held_out: PackedRows | None
+
+    def evaluated_rows(self, count: int) -> Rows | None:
+        """About `count` rows spread over all that is held out, so that a few of them see the whole variety."""
+        if self.held_out is None:
+            return None
+        return Subset(self.held_out, range(0, len(self.held_out), math.ceil(len(self.held_out) / count)))
+
+
+def find_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
+    """The tokenizer that `job` names, or one trained on its data."""
+    match job.tokenizer.source:
+        case "model":
+            return load_source_tokenizer(job.model.source)
+        case "train":
+            return _trained_tokenizer(job, say, show_bars)
+        case directory:
+            return load_tokenizer(directory)
+
+
+def _trained_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
+    """Trained once per data, vocabulary and size, then kept beside the tokenized shards."""
+    sources = find_sources(job.data.train, rows_only=job.objective == "sft")
+    stamps = [list(stamp) for source in sources for stamp in source.stamps()]
+    recipe = json.dumps([job.tokenizer.model_dump(), job.objective, job.data.field, stamps])
+    kept = job.data.cache.expanduser() / "tokenizers" / hashlib.sha256(recipe.encode()).hexdigest()[:32]
+    if (kept / "tokenizer.json").is_file():
+        return load_tokenizer(kept)
+    say(f"training a tokenizer of {job.tokenizer.vocab_size:,} tokens on the data")
+
+    texts = _first_texts(job, sources)
+    trained = train_tokenizer(texts, job.tokenizer.vocab_size, progress=show_bars)
+    try:
+        with durable_directory(kept) as folder:
+            trained.save(folder)
+    except OSError as error:
+        if not kept.is_dir():  # else another process was first
+            raise UserError(
+                f"cannot write data.cache {job.data.cache}: {error.strerror}; choose another place"
+            ) from error
+    return load_tokenizer(kept)
+
+
+def _first_texts(job: Job, sources: list[Source]) -> Iterator[str]:
+    """As much of the data as a trained tokenizer looks at: documents, or what is said in conversations."""
+    said = (message["content"] for chat in read_chats(sources) for message in chat.messages)
+    texts = said if job.objective == "sft" else (piece.text for piece in read_texts(sources, job.data.field))
+    seen = 0
+    for text in texts:
+        yield text
+        seen += len(text)
+        if seen >= job.tokenizer.train_bytes:
+            return
+
+
+def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) -> RunData:
+    """What `job` trains and evaluates on, tokenized."""
+    data = job.data
+
+    def store_of(names: list[str]) -> TokenStore:
+        common = {"cache_dir": data.cache, "vocab_size": spec.vocab_size, "progress": show_bars}
+        if job.objective == "sft":
+            return prepare_chats(names, tokenizer, **common)  # type: ignore[arg-type]
+        return prepare_text(names, tokenizer, field=data.field, **common)  # type: ignore[arg-type]
+
+    def rows(store: TokenStore, part: Part | None = None) -> PackedRows:
+        if job.objective == "sft":
+            return PackedChats(store, data.sequence_length, seed=job.seed, part=part, pack=data.pack)
+        return PackedText(store, data.sequence_length, part=part, separate_documents=data.separate_documents)
+
+    store = store_of(data.train)
+    if isinstance(data.held_out, list):
+        return RunData(store, rows(store), rows(store_of(data.held_out)) if data.held_out else None)
+    kept, aside = split(store, data.held_out, seed=job.seed, sequence_length=data.sequence_length)
+    return RunData(store, rows(store, kept), None if aside is None else rows(store, aside))
+
+
+def tell_lost(rows: PackedRows, say: Say) -> None:
+    """How much of conversations does not fit into rows; a sentence that refuses where that is most of it."""
+    if not isinstance(rows, PackedChats) or not rows.truncated + rows.dropped:
+        return
+    length, share = rows.sequence_length, rows.lost_answer_tokens / max(rows.answer_tokens, 1)
+    what = (
+        f"{rows.truncated + rows.dropped:,} of {rows.conversations:,} conversations are longer than "
+        f"data.sequence_length {length}: {rows.truncated:,} are cut and {rows.dropped:,} left out, which loses "
+        f"{share:.1%} of the answers' tokens"
+    )
+    if share > MOST_LOST:
+        raise UserError(f"{what}; raise data.sequence_length")
+    say(f"warning: {what}; raise data.sequence_length to keep them")

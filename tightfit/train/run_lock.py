@@ -1,0 +1,88 @@
+"""One run to a directory: who writes there holds a lock, and others are told who that is.
+
+The lock is the kernel's (flock), so that of a killed process is gone with it. Of several ranks the first one holds it.
+Where a file system knows no locks, runs go on without. The file says who holds it: process, host, since when.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tightfit.errors import UserError
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Holds the lock of `directory`, which exists; the file is gone afterwards."""
+    path = directory / LOCK_FILE
+    descriptor = _taken(path)
+    try:
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with suppress(OSError):  # on a full disk the lock is nameless
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def refuse_if_locked(directory: Path) -> None:
+    """A sentence where another process holds the lock; nothing is written."""
+    path = directory / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        _flock(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def _taken(path: Path) -> int:
+    """A descriptor that has the lock of the file that is at `path` now, not of one that was removed meanwhile."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"cannot write output {path.parent}: {error.strerror}; choose a writable directory"
+            ) from error
+        try:
+            _flock(descriptor, path)
+            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{path.parent} is being written by {_holder(path)}; wait for it, stop it, or choose another output"
+        ) from None
+    except OSError:  # no locks on this file system
+        return
+
+
+def _holder(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {int(found['pid'])} on {found['host']} since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

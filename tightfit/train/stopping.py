@@ -1,0 +1,41 @@
+"""Requests to stop: SIGINT, SIGTERM and SIGHUP let the current step finish and be saved; a second one stops at once.
+
+Those that follow closely are the same request: Slurm asks all processes, and who started a rank passes it on. A signal
+that was ignored when the run began (nohup) stays ignored.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SAME_REQUEST_S = 2.0
+"""Within this, signals that ask to stop are one request."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequest:
+    """The signal that this process was sent, if any."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.signal: int | None = None
+        self._say, self._began = say, 0.0
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.signal is not None and time.monotonic() - self._began < SAME_REQUEST_S:
+            return
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self._began, self.signal = time.monotonic(), number
+        self._say(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Signals are requests inside."""
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._ask) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
