@@ -15,7 +15,7 @@ from tightfit.parallel.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["errors", "durable"],
+    ["printable", "errors", "durable", "bounded_files"],
     ["hardware", "models.spec", "jobs"],
     ["memory.ledger", "memory.formulas"],
     ["plan"],

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tightfit.durable import durable_file
+from tightfit.report.escaping import escape
 from tightfit.report.results import append_row, version_of
 from tightfit.report.tables import gib, print_json
 

@@ -1,0 +1,91 @@
+"""Reading a file whole, if it is one that can be: a regular file (or a pipe) of at most so many bytes.
+
+A name can lead to `/dev/zero`, which never ends, or to a file a thousand times larger than anything sensible. Whatever
+is read whole is therefore looked at first, and never more of it is read than its limit: memory and time are bounded by
+a number in our source, not by what somebody put there.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import UserError
+
+LARGEST_RECORD_BYTES = 64 * 2**20
+"""Of the JSON files we write ourselves: plans, ledgers, records of a run."""
+
+
+def user_path(name: str | Path, what: str) -> Path:
+    """The path a user wrote, with `~` followed; `what` says where it was written."""
+    text = os.fspath(name)
+    shown = text if len(text) <= 100 else f"{text[:100]}…"
+    try:
+        path = Path(text).expanduser()
+        os.lstat(path)  # the file system's own limits on names
+    except RuntimeError:
+        raise UserError(f"{what} {shown!r} begins with a home directory that does not exist; write it out") from None
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # whoever opens it says so
+    except (OSError, ValueError):  # a null byte, a lone surrogate, a name too long, a loop of links
+        raise UserError(f"{what} {shown!r} is not a name that a file here can have; choose another") from None
+    return path
+
+
+def require_regular(path: Path) -> int:
+    """The size of `path`, which must be a regular file."""
+    found = _stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path} is {_kind(found.st_mode)} and not a regular file; copy its contents to one")
+    return found.st_size
+
+
+def read_bounded(path: Path, most_bytes: int, what: str) -> bytes:
+    """All of `path`, which is `what` (such as "a model config"); OSError where it cannot be read."""
+    mode = _stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(21, os.strerror(21), str(path))
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise UserError(f"{path} is {_kind(mode)} and not a regular file; copy its contents to one")
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise UserError(f"{path} is larger than {_size(most_bytes)}, which {what} never is; check the name")
+    return content
+
+
+def read_json(path: Path, most_bytes: int, what: str, *, remedy: str) -> Any:
+    """The JSON value in `path`; every failure is a sentence that ends with `remedy`."""
+    try:
+        return json.loads(read_bounded(path, most_bytes, what).decode("utf-8"))
+    except OSError as error:
+        noun = what.partition(" ")[2]  # without its article
+        raise UserError(f"cannot read {noun} {path}: {error.strerror}; {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).split("\n", 1)[0]
+        raise UserError(f"{path} is not JSON ({reason}); {remedy}") from None
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except ValueError:  # a null byte
+        raise UserError(f"{str(path)!r} is not a name that a file can have; choose another") from None
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFDIR: "a directory",
+    }
+    return kinds.get(stat.S_IFMT(mode), "something else")
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count:,} bytes"
