@@ -13,6 +13,7 @@ from typing import Any
 
 from tightfit.errors import UserError
 
+BLOCK_BYTES = 2**20
 LARGEST_RECORD_BYTES = 64 * 2**20
 """Of the JSON files we write ourselves: plans, ledgers, records of a run."""
 
@@ -48,11 +49,13 @@ def read_bounded(path: Path, most_bytes: int, what: str) -> bytes:
         raise IsADirectoryError(21, os.strerror(21), str(path))
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
         raise UserError(f"{path} is {_kind(mode)} and not a regular file; copy its contents to one")
+    content = bytearray()  # a read of `most_bytes` at once would allocate them
     with path.open("rb") as file:
-        content = file.read(most_bytes + 1)
+        while len(content) <= most_bytes and (block := file.read(BLOCK_BYTES)):
+            content += block
     if len(content) > most_bytes:
         raise UserError(f"{path} is larger than {_size(most_bytes)}, which {what} never is; check the name")
-    return content
+    return bytes(content)
 
 
 def read_json(path: Path, most_bytes: int, what: str, *, remedy: str) -> Any:

@@ -60,10 +60,10 @@ class _Loader(yaml.SafeLoader):
             )
         return root
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> str:  # type: ignore[override]
-        text: str = super().construct_scalar(node)  # type: ignore[assignment]
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        text = super().construct_scalar(node)
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        if is_number and len(text) > LONGEST_NUMBER:
+        if is_number and isinstance(text, str) and len(text) > LONGEST_NUMBER:
             problem = f"a number of {len(text):,} characters"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return text
