@@ -211,7 +211,7 @@ def test_no_template_and_broken_templates_are_refused() -> None:
     with pytest.raises(UserError, match="no chat template"):
         with_template(None, []).render_chat(TWO_TURNS, add_generation_prompt=False)
     for template in ("{% for %}", "{{ messages[9].content + 1 }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
-        with pytest.raises(UserError, match="rejects a conversation"):
+        with pytest.raises(UserError, match=r"rejects a conversation|cannot be used"):
             with_template(template, []).render_chat(TWO_TURNS, add_generation_prompt=False)
 
 

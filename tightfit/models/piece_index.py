@@ -7,7 +7,7 @@ and the few types of torch that describe a tensor; attributes are set on fresh o
 names they have; memory stays in proportion to the file. Then every field is checked: its type, that pieces lie in
 files beside the index (links followed), within these files, and that they make up the whole of every tensor.
 
-It costs about 80 µs a piece (of an 8 B model on 8 ranks, 0.6 s), which reading the pieces exceeds by far.
+It costs 0.13 ms a piece on one slow core (1 s for an 8 B model of 8 ranks), much less than reading the pieces.
 """
 
 import io

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import UserError
 from tightfit.models.chat_spans import Span, answer_spans, has_generation_marks, token_mask
+from tightfit.models.template_limits import limited
 
 if TYPE_CHECKING:
     import tokenizers
@@ -128,8 +129,9 @@ class Tokenizer:
 
         An answer is its text and the token that ends the turn, without the header before it.
         """
-        text, marked = self._render(messages, False)
-        spans = marked if has_generation_marks(self.chat_template or "") else self._answer_spans(messages, text)
+        with limited(sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))):
+            text, marked = self._render(messages, False)
+            spans = marked if has_generation_marks(self.chat_template or "") else self._answer_spans(messages, text)
         encoding = self._encoding(text, True)
         return list(encoding.ids), token_mask(encoding.offsets, spans, len(text))
 
@@ -173,25 +175,13 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The rendered conversation and what `{% generation %}` marks in it, if the template has such marks."""
-        from transformers.utils import chat_template_utils
+        from tightfit.models.chat_template import chat_template
 
         template = self.chat_template
         if template is None:
             raise UserError("the tokenizer has no chat template, so it cannot lay out a conversation; use plain text")
-        conversation = _checked(messages)
-        render: Any = chat_template_utils.render_jinja_template  # its declared return type is not what it returns
-        try:
-            texts, spans = render(
-                [conversation],
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                return_assistant_tokens_mask=has_generation_marks(template),
-                **self._wrapped.special_tokens_map,
-            )
-        except Exception as error:  # a template is its author's program and fails in its own ways
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"the model's chat template rejects a conversation of {roles}: {error}") from error
-        return texts[0], [(start, end) for start, end in spans[0]] if spans else []
+        values = {**self._wrapped.special_tokens_map, "add_generation_prompt": add_generation_prompt}
+        return chat_template(template).render(_checked(messages), **values)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
