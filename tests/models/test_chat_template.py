@@ -1,13 +1,13 @@
 """Templates render as in transformers, and none takes more than a bounded time and memory, whatever it says."""
 
 import time
-import tracemalloc
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tightfit.errors import UserError
+from tightfit.hardware.cpu import peak_resident_bytes
 from tightfit.models.chat_template import ChatTemplate
 from tightfit.models.tokenizer import CHATML_TEMPLATE
 
@@ -83,6 +83,16 @@ HOSTILE = {
     "doubling lists": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubling in dicts": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
     "{% endfor %}{{ ns.x }}",
+    "lists of lists compared": "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "lists of lists joined": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% endfor %}{{ 'a' ~ ns.x }}",
+    "lists of lists formatted": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% endfor %}{{ '%s' % ns.x }}",
+    "lists of lists as json": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% endfor %}{{ ns.x|tojson }}",
+    "tuples of tuples as keys": "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}"
+    "{% endfor %}{{ {ns.x: 1}|length }}",
     "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
     "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -101,7 +111,7 @@ HOSTILE = {
     "joining": "{{ range(99999)|join('b' * 100000) }}",
     "joining by a method": "{{ ('b' * 100000).join(['a'] * 100000) }}",
     "batches": "{{ [1]|batch(1000000000, 0)|list|length }}",
-    "a long number": "{{ 10 ** 10 ** 10 }}",
+    "a long number": "{{ 10 ** (10 ** 10) }}",
     "a number that grows": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}"
     "{% endfor %}{{ ns.x }}",
     "bytes of a number": "{{ (5).to_bytes(10000000000, 'big') }}",
@@ -116,15 +126,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
 def test_no_template_takes_more_than_its_share(template: str) -> None:
-    tracemalloc.start()
-    began = time.thread_time()
-    try:
-        with pytest.raises(UserError, match="chat template"):
-            ChatTemplate(template).render(CHAT, add_generation_prompt=True)
-        assert tracemalloc.get_traced_memory()[1] < 600 * 2**20
-    finally:
-        tracemalloc.stop()
-    assert time.thread_time() - began < 30  # with every allocation traced
+    began, peak = time.thread_time(), peak_resident_bytes()
+    with pytest.raises(UserError, match="chat template"):
+        ChatTemplate(template).render(CHAT, add_generation_prompt=True)
+    assert peak_resident_bytes() - peak < 600 * 2**20
+    assert time.thread_time() - began < 12
 
 
 def test_long_conversations_are_no_hostile_ones() -> None:

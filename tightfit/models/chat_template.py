@@ -36,6 +36,7 @@ from tightfit.models.template_limits import (
     refuse_growth,
     sized,
     spend,
+    spend_deep,
 )
 
 LONGEST_TEMPLATE = 200_000
@@ -151,7 +152,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return paid(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, function: Any, /, *arguments: Any, **options: Any) -> Any:
-        spend(TURN + (self.template_characters if isinstance(function, Macro) else 0))
+        spend(4 * TURN + (self.template_characters if isinstance(function, Macro) else 0))
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # the sandbox wraps str.format
         if isinstance(owner, str | bytes | int | list | tuple | dict):
             refuse_growth(getattr(function, "__name__", ""), owner, arguments, options)
@@ -195,11 +196,38 @@ class _Metered(NodeTransformer):
         bounds = [part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)]
         return _filter(node.node, "metered_slice", bounds).set_lineno(node.lineno)
 
+    def visit_Compare(  # noqa: N802
+        self, node: nodes.Compare, *arguments: Any, **options: Any
+    ) -> nodes.Node:
+        self.generic_visit(node, *arguments, **options)
+        node.expr = _deep(node.expr)
+        for operand in node.ops:
+            operand.expr = _deep(operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair, *arguments: Any, **options: Any) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node, *arguments, **options)
+        node.key = _deep(node.key)
+        return node
+
     def visit_Concat(  # noqa: N802
         self, node: nodes.Concat, *arguments: Any, **options: Any
     ) -> nodes.Node:
         self.generic_visit(node, *arguments, **options)
         return _filter(nodes.List(node.nodes), "metered_concat", []).set_lineno(node.lineno)
+
+
+def _deep(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _filter(node, "metered_value", [])
+
+
+def _value(value: Any) -> Any:
+    """What is compared, hashed or printed, paid for as deep as it is."""
+    if isinstance(value, list | tuple | dict | set):
+        spend_deep(value)
+    elif isinstance(value, str):
+        spend(1 + len(value) // TURN)
+    return value
 
 
 def _filter(subject: Any, name: str, arguments: list[nodes.Expr]) -> nodes.Filter:
@@ -216,7 +244,7 @@ def _slice(value: Any, start: Any, stop: Any, step: Any) -> Any:
 
 
 def _concat(parts: Iterable[Any]) -> str:
-    texts = [str(part) for part in parts]
+    texts = [str(_value(part)) for part in parts]
     spend(sum(map(len, texts)))
     return "".join(texts)
 
@@ -264,12 +292,12 @@ def _tables() -> tuple[dict[str, Any], dict[str, Any]]:
     filters = {name: made for name, made in plain.filters.items() if name not in COSTLY_FILTERS}
     filters["tojson"] = _to_json
     filters |= {name: _metered(name, cast(Any, made)) for name, made in filters.items()}
-    filters |= {"metered_loop": _loop, "metered_slice": _slice, "metered_concat": _concat}
+    filters |= {"metered_loop": _loop, "metered_slice": _slice, "metered_concat": _concat, "metered_value": _value}
     return filters, {name: _metered(name, cast(Any, made)) for name, made in plain.tests.items()}
 
 
 def _environment(template_characters: int) -> _Environment:
-    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_value)
     made.filters, made.tests = (dict(table) for table in _tables())
     made.globals = {"raise_exception": _raise, "strftime_now": _now, "range": _range, "namespace": _Namespace}
     made.globals["dict"] = lambda *arguments, **fields: dict(*arguments, **fields)

@@ -83,6 +83,23 @@ def sized(value: Any) -> int:
     return 1
 
 
+def spend_deep(value: Any) -> None:
+    """Pay for all that a walk through `value` meets, as often as it meets it: a list of the same list twice, and that
+    twice again, is short to write down and endless to print, compare or hash."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            spend(TURN + len(each))
+            waiting += each.keys()
+            waiting += each.values()
+        elif isinstance(each, list | tuple | set | frozenset):
+            spend(TURN + len(each))
+            waiting += each
+        elif isinstance(each, str):
+            spend(len(each))
+
+
 def paid(value: Any) -> Any:
     """`value`, paid for."""
     spend(sized(value))
@@ -93,6 +110,8 @@ def refuse_growth(name: str, subject: Any, arguments: tuple[Any, ...], options: 
     """Pay beforehand for what a method or filter can make of little: widths, repetitions, replacements."""
     given = [*arguments, *options.values()]
     size = sized(subject)
+    if name in DEEP:
+        spend_deep([subject, *given])
     if name in WIDE or (name in FORMATTING and isinstance(subject, str) and NESTED_WIDTH.search(subject)):
         widths = [min(abs(value), 2**62) for value in given if isinstance(value, int | float)]
         spend(int(max(widths, default=1)) * (size if name in LINEWISE else 1))
@@ -103,8 +122,9 @@ def refuse_growth(name: str, subject: Any, arguments: tuple[Any, ...], options: 
         joined = subject if isinstance(subject, str) else (texts[0] if texts else "")
         parts = next((value for value in (subject, *given) if isinstance(value, list | tuple | range)), ())
         spend(sum(sized(part) for part in parts) + len(parts) * len(joined))
-    elif name in FORMATTING:
-        spend(size + sum(map(_digits, [*texts, subject if isinstance(subject, str) else ""])))
+    elif name in FORMATTING and isinstance(subject, str):
+        nested = texts if NESTED_WIDTH.search(subject) else []
+        spend(size + sum(map(len, texts)) + max(_largest_number(text) for text in [subject, *nested]))
     else:
         spend(size + sum(map(len, texts)))
 
@@ -120,12 +140,10 @@ LINEWISE = frozenset({"indent", "expandtabs", "wordwrap", "tojson"})
 """What adds to every line, tab or value."""
 JOINING = frozenset({"join"})
 FORMATTING = frozenset({"format", "format_map", "__mod__"})
+DEEP = FORMATTING | {"tojson", "string", "join", "sort", "unique", "groupby", "min", "max", "sum", "dictsort", "escape"}
+"""What walks through all of a value."""
 
 
-def _digits(text: str) -> int:
+def _largest_number(text: str) -> int:
     """The largest number in a format, which may be a width."""
-    largest = number = 0
-    for letter in text:
-        number = min(number * 10 + int(letter), 10**12) if letter in "0123456789" else 0
-        largest = max(largest, number)
-    return largest
+    return max((int(number[:18]) for number in re.findall(r"[0-9]{4,}", text)), default=0)
