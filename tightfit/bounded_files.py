@@ -5,11 +5,12 @@ is read whole is therefore looked at first, and never more of it is read than it
 a number in our source, not by what somebody put there.
 """
 
+import errno
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tightfit.errors import UserError
 
@@ -35,20 +36,16 @@ def user_path(name: str | Path, what: str) -> Path:
 
 
 def require_regular(path: Path) -> int:
-    """The size of `path`, which must be a regular file."""
+    """The size of `path`, which must be a regular file; OSError where it is missing or a directory."""
     found = _stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path} is {_kind(found.st_mode)} and not a regular file; copy its contents to one")
+    _refuse(path, found.st_mode, stat.S_ISREG(found.st_mode))
     return found.st_size
 
 
 def read_bounded(path: Path, most_bytes: int, what: str) -> bytes:
     """All of `path`, which is `what` (such as "a model config"); OSError where it cannot be read."""
     mode = _stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(21, os.strerror(21), str(path))
-    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        raise UserError(f"{path} is {_kind(mode)} and not a regular file; copy its contents to one")
+    _refuse(path, mode, stat.S_ISREG(mode) or stat.S_ISFIFO(mode))
     content = bytearray()  # a read of `most_bytes` at once would allocate them
     with path.open("rb") as file:
         while len(content) <= most_bytes and (block := file.read(BLOCK_BYTES)):
@@ -56,6 +53,17 @@ def read_bounded(path: Path, most_bytes: int, what: str) -> bytes:
     if len(content) > most_bytes:
         raise UserError(f"{path} is larger than {_size(most_bytes)}, which {what} never is; check the name")
     return bytes(content)
+
+
+def read_text(stream: TextIO, most_characters: int = 16 * 2**20) -> str:
+    """All of a stream that may never end."""
+    try:
+        text = stream.read(most_characters + 1)
+    except UnicodeDecodeError:
+        raise UserError("the standard input is not UTF-8 text; give text") from None
+    if len(text) > most_characters:
+        raise UserError(f"the standard input is longer than {most_characters:,} characters; give less")
+    return text
 
 
 def read_json(path: Path, most_bytes: int, what: str, *, remedy: str) -> Any:
@@ -79,13 +87,19 @@ def _stat(path: Path) -> os.stat_result:
         raise UserError(f"{str(path)!r} is not a name that a file can have; choose another") from None
 
 
+def _refuse(path: Path, mode: int, is_good: bool) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not is_good:
+        raise UserError(f"{path} is {_kind(mode)} and not a regular file; copy its contents to one")
+
+
 def _kind(mode: int) -> str:
     kinds = {
         stat.S_IFCHR: "a character device",
         stat.S_IFBLK: "a block device",
         stat.S_IFSOCK: "a socket",
         stat.S_IFIFO: "a pipe",
-        stat.S_IFDIR: "a directory",
     }
     return kinds.get(stat.S_IFMT(mode), "something else")
 

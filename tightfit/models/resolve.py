@@ -18,12 +18,12 @@ def resolve_spec(source: str) -> ModelSpec:
     """The shape of the model `source` names; a preset wins over a directory of that name, which `./name` still is."""
     if source in PRESETS:
         return preset(source)
-    path = Path(source)
     try:
+        path = Path(source).expanduser()
         if path.is_dir():
             path = path / "config.json"
         found = path.is_file()
-    except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
+    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, nobody's home
         found = False
     if not found:
         raise UserError(

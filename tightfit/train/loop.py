@@ -280,7 +280,7 @@ def _finite(value: float) -> float | None:
 def _evaluation_at_start(run: Path) -> Evaluation | None:
     """The first held-out loss of a run that is being resumed."""
     rows = read_metrics(run / "metrics.jsonl")
-    losses = [row["held_out_loss"] for row in rows if "held_out_loss" in row and row["step"] == 0]
+    losses = [row["held_out_loss"] for row in rows if isinstance(row.get("held_out_loss"), float) and row["step"] == 0]
     return Evaluation(losses[0], 0) if losses else None
 
 

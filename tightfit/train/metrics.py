@@ -4,12 +4,17 @@ A resumed run continues the file: rows past the checkpoint it resumes from are d
 """
 
 import json
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tightfit.bounded_files import read_bounded
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
+
+LARGEST_BYTES = 2**30
+LONGEST_ROW_BYTES = 10_000
 
 
 class MetricsLog:
@@ -19,13 +24,13 @@ class MetricsLog:
         self.path = run / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] <= resumed_step] if resumed_step else []
         with durable_file(self.path) as fresh:
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            fresh.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         self._file = self.path.open("a", encoding="utf-8")
         self._writer = _tensorboard_writer(run / "tensorboard", resumed_step) if tensorboard else None
 
     def add(self, step: int, **values: Any) -> None:
         """One row."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(_line({"step": step, **values}))
         self._file.flush()
         if self._writer is not None:
             for name, value in values.items():
@@ -44,14 +49,30 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last line cut short by a kill is passed over."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
+    """The rows of a metrics file; lines that are none (cut short by a kill, or damaged) are passed over."""
+    try:
+        content = read_bounded(path, LARGEST_BYTES, "a run's metrics") if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; move it away") from None
+    found = (_row(line) for line in content.split(b"\n") if line)
+    return [row for row in found if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line) if len(line) < LONGEST_ROW_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0 else None
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps({name: _finite(value) for name, value in row.items()}) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tensorboard_writer(folder: Path, resumed_step: int) -> Any:

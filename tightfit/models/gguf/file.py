@@ -219,16 +219,20 @@ class _Header:
         if kind != ARRAY:
             raise self.damaged(f"has a value of the unknown type {kind}")
         inner, count = self.number(4), self.number(10)
-        if count > MAX_ARRAY_VALUES:
-            raise self.damaged(f"has an array of {count} values")
         if inner == STRING:
             self.expect(count, 8, "strings of an array")
+            self._refuse_long(count)
             return [self.text() for _ in range(count)]
         if inner not in SCALARS:
             raise self.damaged(f"has an array of the unknown type {inner}")
         return self._scalars(inner, count)
 
+    def _refuse_long(self, count: int) -> None:
+        if count > MAX_ARRAY_VALUES:
+            raise self.damaged(f"has an array of {count} values")
+
     def _scalars(self, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(SCALARS[kind])
         self.expect(count, dtype.itemsize, "values of an array")
+        self._refuse_long(count)
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
