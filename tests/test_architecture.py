@@ -15,7 +15,7 @@ from tightfit.launch.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["errors", "durable"],
+    ["printable", "errors", "durable", "bounded_files"],
     ["hardware"],
     ["models.spec", "models.presets", "models.resolve", "models.huggingface"],
     ["jobs"],

@@ -358,6 +358,60 @@ def test_damaged_checkpoints_get_a_sentence(make: Make, two_steps: Path, name: s
     assert Path(name).stem in str(caught.value)
 
 
+STATES = {
+    "no object": ("[]", "damaged"),
+    "a step that is none": ({"step": None}, "step is None"),
+    "a step that is true": ({"step": True}, "step is True"),
+    "another step": ({"step": 3}, "it is of step 3, and its directory is step-00000002"),
+    "no loader": ({"loader": None}, "loader is not an object"),
+    "an empty loader": ({"loader": {}}, "position in the data cannot be used"),
+    "a loader of words": ({"loader": {"_snapshot": "x", "batch_sampler": []}}, "position in the data cannot be used"),
+    "a loss scale of words": ({"loss_scale": {"value": "x"}}, "loss_scale has a factor that is none"),
+    "a loss scale of nothing known": ({"loss_scale": {"wheels": 3}}, "wheels"),
+    "a loss scale without end": ({"loss_scale": {"value": 1e999}}, "loss_scale has a factor that is none"),
+    "facts that are none": ({"facts": 3}, "facts is not an object"),
+    "facts that say nothing": ({"facts": {}}, "precision"),
+    "more facts": ({"facts": "more"}, "made with wheels 4"),
+    "a job that is none": ({"job": {"model": 3}}, "model"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), STATES.values(), ids=STATES)
+def test_a_training_state_that_cannot_be_is_refused(make: Make, two_steps: Path, change: Any, words: str) -> None:
+    path = two_steps / "training" / "state.json"
+    content = json.loads(path.read_text())
+    if change == {"facts": "more"}:
+        change = {"facts": {**content["facts"], "wheels": 4}}
+    path.write_text(json.dumps({**content, **change}) if isinstance(change, dict) else change)
+    with pytest.raises(UserError) as caught:
+        run_job(make(steps=4), resume=True, quiet=True)
+    assert words in str(caught.value)
+
+
+def test_a_bad_state_names_the_checkpoint_to_go_back_to(make: Make) -> None:
+    job = make(steps=4, saving={"every": 2, "keep": 5}, **SMALL)
+    last = run_job(job, quiet=True).checkpoint
+    (last / "training" / "state.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="resume from an older checkpoint with --from step-00000002"):
+        run_job(job, resume=True, quiet=True)
+
+
+def test_damaged_metrics_do_not_keep_a_run_from_going_on(make: Make, two_steps: Path) -> None:
+    path = make().output / "metrics.jsonl"
+    rows = [
+        b"\xff\xfe",
+        b'{"step": null}',
+        b'{"step": "1"}',
+        b"[]",
+        b'{"step": 0, "held_out_loss": "x"}',
+        b"{" * 50_000,
+    ]
+    path.write_bytes(b"\n".join(rows) + b"\n" + path.read_bytes())
+    assert run_job(make(steps=4), resume=True, quiet=True).step == 4
+    steps = [row["step"] for row in read_metrics(path) if "loss" in row]
+    assert steps == [1, 2, 3, 4]
+
+
 def test_metrics_rows_beyond_the_checkpoint_are_dropped_on_resume(make: Make) -> None:
     job = make(steps=6, saving={"every": 2})
     run_job(job, stop_after=4, quiet=True)

@@ -159,9 +159,9 @@ class Job(Section):
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=10**12)
     """Optimizer steps; give this or `epochs`."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
     """Passes over the data; give this or `steps`."""
     global_batch: int = Field(default=8, ge=1)
     """Rows per optimizer step, over all ranks and accumulation steps."""

@@ -5,11 +5,11 @@ ledgers have. A measurement on the CPU is in host memory, where tensors are all 
 GPU is left without its kernels' workspaces, and neither has reserved memory.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.errors import UserError
 from tightfit.memory.ledger import NOT_ALLOCATED, PHASES, Component, Ledger, Phase, Place
 
@@ -82,12 +82,7 @@ def read_ledger(path: Path) -> Ledger:
     file = next((path / name for name in HOLDERS if (path / name).is_file()), None) if path.is_dir() else path
     if file is None:
         raise UserError(f"{path} holds no {' or '.join(HOLDERS)}; make one with `tightfit measure {path}`")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; give a plan, a ledger or a run's directory") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{file} is not JSON; give a plan, a ledger or a run's directory") from None
+    data = read_json(file, LARGEST_RECORD_BYTES, "a ledger", remedy="give a plan, a ledger or a run's directory")
     inner = data.get("ledger") if isinstance(data, dict) else None
     found = Ledger.from_json(inner if isinstance(inner, dict) else data, str(file))
     if not found.lines:

@@ -18,6 +18,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 
+NOT_FINITE = "its weights are damaged, or too large for the number format; load another checkpoint, or in float32"
 LARGEST_SEED = 2**63 - 1
 
 
@@ -123,6 +124,8 @@ def _next_logits(model: Decoder, tokens: Tensor, cache: KeyValueCache) -> Tensor
 @torch.inference_mode()
 def _choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tensor:
     """One token per row of `logits`, [B, 1]."""
+    if bool(logits.isnan().any()):
+        raise UserError(f"the model computes values that are no numbers: {NOT_FINITE}")
     if sampling.temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial(probabilities(logits, sampling), 1, generator=random)

@@ -1,11 +1,11 @@
 """From what a user typed to a ModelSpec: a preset's name, a directory with a config.json, or that file itself."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.bounded_files import read_json
 from tightfit.errors import UserError
 from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.presets import PRESETS, preset, suggestion
@@ -18,12 +18,12 @@ def resolve_spec(source: str) -> ModelSpec:
     """The shape of the model `source` names; a preset wins over a directory of that name, which `./name` still is."""
     if source in PRESETS:
         return preset(source)
-    path = Path(source)
     try:
+        path = Path(source).expanduser()
         if path.is_dir():
             path = path / "config.json"
         found = path.is_file()
-    except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
+    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, nobody's home
         found = False
     if not found:
         raise UserError(
@@ -47,17 +47,7 @@ def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelS
 
 def read_config(path: Path) -> Any:
     """The JSON value in the file `path`."""
-    try:
-        if path.stat().st_size > LARGEST_CONFIG_BYTES:
-            raise UserError(f"{path} is larger than {LARGEST_CONFIG_BYTES >> 20} MiB; that is no model config")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).split("\n", 1)[0]
-        raise UserError(f"{path} is not JSON ({reason}); download or write it again") from None
+    return read_json(path, LARGEST_CONFIG_BYTES, "a model config", remedy="download or write it again")
 
 
 def _shown(source: str) -> str:

@@ -5,6 +5,7 @@ talks to another, and none holds more than its own part. Tensors are called as o
 The index is read so that it cannot run code (piece_reader.py).
 """
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ def read_pieces(wanted: Mapping[str, Tensor], checkpoint: Path) -> None:
             reader = PieceReader(checkpoint / FOLDER)
             reader.read_metadata()  # torch 2.11 would not say what is wrong with it
             load(dict(wanted), storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise _damaged(checkpoint, error) from None
 
 

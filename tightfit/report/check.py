@@ -1,10 +1,11 @@
 """The equivalence gate's verdict on the screen, or as JSON."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+from tightfit.report.tables import print_json
 
 if TYPE_CHECKING:
     from tightfit.prove.check_target import Subject
@@ -15,8 +16,7 @@ def print_verdict(verdict: "Verdict", subject: "Subject", *, as_json: bool) -> N
     """One screen, or one JSON object."""
     if as_json:
         shape = {"spec": asdict(subject.spec), "layout": subject.layout.model_dump(), "passes": subject.passes}
-        print(json.dumps({**verdict.to_json(), **shape}, indent=1))
-        return
+        return print_json({**verdict.to_json(), **shape})
     console = Console(highlight=False)
     spread = ", ".join(f"{name} {value}" for name, value in subject.layout.model_dump(exclude_defaults=True).items())
     console.print(f"{verdict.ranks} ranks ({spread}) against one, {verdict.steps} steps")

@@ -6,6 +6,7 @@ import sys
 import torch
 
 from tightfit.memory.comparison import Comparison, compare
+from tightfit.printable import printable
 from tightfit.prove.measured_run import MeasuredRun, measure_job
 from tightfit.report.ledger import print_comparison
 from tightfit.train.fitting import Fitted
@@ -16,7 +17,7 @@ MEASURED_STEPS = 2
 def print_fit(fitted: Fitted, *, as_json: bool) -> None:
     """A few lines; beside JSON they go to the error stream."""
     for line in fitted.said:
-        print(line, file=sys.stderr if as_json else sys.stdout)
+        print(printable(line), file=sys.stderr if as_json else sys.stdout)
 
 
 def print_fit_beside_run(fitted: Fitted, *, as_json: bool) -> None:

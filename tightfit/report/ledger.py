@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tightfit.memory.comparison import Comparison, Pair
 from tightfit.memory.ledger import COMPONENTS, Ledger, Place
+from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ the share of time that ranks waited beside what the formula says.
 """
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.errors import UserError
 from tightfit.jobs.layout import PipelineSchedule
 from tightfit.plan.seconds.pipeline import bubble_share
@@ -216,9 +216,11 @@ class Record(NamedTuple):
 def read_record(run: Path) -> Record:
     """The recorded step of the run in directory `run`."""
     path = run / "pipeline.json" if run.is_dir() else run
+    remedy = "train three steps or more with layout.pipeline above 1"
+    data = read_json(path, LARGEST_RECORD_BYTES, "the record of a pipeline", remedy=remedy)
     try:
-        return record_of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return record_of(data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not the record of a pipeline ({error}); train three steps or more with layout.pipeline above 1"
         ) from None

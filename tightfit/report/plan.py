@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from tightfit.plan.batch import Batch, batch_of, warning
 from tightfit.plan.describe import describe_layout, describe_levers
 from tightfit.plan.plan import Plan
 from tightfit.plan.serving import Serving
+from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
 BAR_CELLS = 60

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tightfit.jobs.job import Job
 from tightfit.plan.job import overridden
 from tightfit.plan.plan import Plan
+from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib
 from tightfit.train.loop import RunResult
 

@@ -167,9 +167,9 @@ def _refuse_other_facts(
             "overrides and data"
         )
     if position is not None and position.facts != facts:
-        name = next(key for key in facts if position.facts.get(key) != facts[key])
+        name = next(key for key in {**facts, **position.facts} if position.facts.get(key) != facts.get(key))
         raise UserError(
-            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
+            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts.get(name)}; "
             "resume with the data it was started with"
         )
 
@@ -244,5 +244,5 @@ def _refuse_contradictions(job: Job, precision: str, position: Position, checkpo
 
 def _look_up(fields: dict[str, Any], path: str) -> Any:
     for part in path.split("."):
-        fields = fields.get(part, {})
+        fields = fields.get(part, {}) if isinstance(fields, dict) else {}
     return fields

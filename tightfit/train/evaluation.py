@@ -11,6 +11,7 @@ from torch import nn
 
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.models.generate import NOT_FINITE
 from tightfit.models.loading import load_model
 from tightfit.parallel.data import rest
 from tightfit.parallel.ranks import ALONE, Ranks
@@ -61,10 +62,11 @@ def evaluate_source(
     cache: Path,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     progress: bool = False,
+    verified: bool = True,
 ) -> Evaluation:
     """The loss of the model at `source` over the text of `data`."""
     target = choose_device(device)
-    loaded = load_model(source, device=target)
+    loaded = load_model(source, device=target, verified=verified)
     positions = loaded.model.spec.max_positions
     length = sequence_length or min(positions, DEFAULT_LENGTH)
     if length > positions:
@@ -73,4 +75,7 @@ def evaluate_source(
         raise UserError(f"{source} has no tokenizer, so text cannot be turned into its tokens")
     vocab_size = loaded.model.spec.vocab_size
     store = prepare_text(data, loaded.tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
-    return evaluate(loaded.model, evaluation_batches(PackedText(store, length), batch), target)
+    found = evaluate(loaded.model, evaluation_batches(PackedText(store, length), batch), target)
+    if not math.isfinite(found.loss):
+        raise UserError(f"the loss of {source} is {found.loss}: {NOT_FINITE}")
+    return found

@@ -363,5 +363,9 @@ def _finite(value: float) -> float | None:
 
 def _held_out_losses(run: Path, step: int) -> dict[int, float]:
     """What a run that is being resumed has found before and at `step`, by step."""
-    rows = [row for row in read_metrics(run / METRICS_FILE) if "held_out_loss" in row and row["step"] <= step]
+    rows = [
+        row
+        for row in read_metrics(run / METRICS_FILE)
+        if isinstance(row.get("held_out_loss"), float) and row["step"] <= step
+    ]
     return {row["step"]: row["held_out_loss"] for row in sorted(rows, key=lambda row: row["step"])}

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_tree
 from tightfit.errors import UserError
+from tightfit.models.checksums import write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.saving import write_config
 from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors, weights_of
@@ -136,6 +137,7 @@ def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenize
 
 def _complete(pending: _Pending) -> None:
     """Everything to the disk, then the name, then let go of old ones."""
+    write_checksums(pending.folder, digests=False)
     flush_tree(pending.folder)
     if pending.target.exists():
         discard_directory(pending.target)
