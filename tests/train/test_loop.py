@@ -372,7 +372,7 @@ STATES = {
     "facts that are none": ({"facts": 3}, "facts is not an object"),
     "facts that say nothing": ({"facts": {}}, "precision"),
     "more facts": ({"facts": "more"}, "made with wheels 4"),
-    "a job that is none": ({"job": {"model": 3}}, "model"),
+    "a job that is none": ({"job": {"model": 3}}, "was made with"),
 }
 
 
