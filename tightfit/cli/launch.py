@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tightfit.cli.options import Override
+from tightfit.cli.resuming import From, Overwrite, Resume, ResumeAuto, start_words
+from tightfit.cli.train import train_as_rank
 
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
 def launch(
     job: Annotated[Path, typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run.")],
     override: Override = None,
-    resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
+    resume: Resume = False,
+    resume_auto: ResumeAuto = False,
+    checkpoint: From = None,
+    overwrite: Overwrite = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="Start all ranks again, from the newest checkpoint, when one dies.")
     ] = 0,
@@ -27,8 +31,8 @@ def launch(
 ) -> None:
     """Start one process per rank of a job on this machine: on its GPUs, or on the CPU.
 
-    SIGINT or SIGTERM stops all ranks after their step, with a checkpoint. Exit codes: 2 when a rank died or a mistake
-    was given, 1 when a check finds a difference, 130 or 143 when stopped.
+    SIGINT, SIGTERM or SIGHUP stops all ranks after their step, with a checkpoint. Exit codes: 2 when a rank died or a
+    mistake was given, 1 when a check finds a difference, 130, 143 or 129 when stopped.
 
     \b
     tightfit launch job.yaml -o layout.data=2
@@ -41,7 +45,8 @@ def launch(
     overrides = override or []
     loaded, _ = read_job(job, overrides)
     changes = [word for text in overrides for word in ("-o", text)]
-    arguments = [str(job), *changes, *(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
+    arguments = [str(job), *changes]
+    begin = start_words(resume, resume_auto, checkpoint, overwrite)
 
     from tightfit.launch.forked import TRAINING, start_server
 
@@ -52,10 +57,10 @@ def launch(
     from tightfit.launch.launcher import torchrun_line
 
     if nodes > 1:
-        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, arguments))
+        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, [*arguments, *begin]))
     if check:
         require_same(loaded, str(job))
-    if (stopped_by := start(loaded, arguments, restarts)) is not None:
+    if (stopped_by := start(loaded, arguments, begin, restarts, train_as_rank)) is not None:
         raise typer.Exit(128 + stopped_by)
 
 

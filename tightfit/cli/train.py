@@ -9,6 +9,14 @@ from tightfit.cli.options import Override
 from tightfit.cli.resuming import From, Overwrite, Resume, ResumeAuto, resuming
 
 
+def train_as_rank(arguments: list[str]) -> None:
+    """`tightfit train ARGUMENTS` in a process that was started for it; mistakes are raised, not printed."""
+    from tightfit.cli.main import app
+
+    if code := app(["train", *arguments], standalone_mode=False):
+        raise SystemExit(code)
+
+
 def train(
     job: Annotated[
         Path | None,

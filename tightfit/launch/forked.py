@@ -52,6 +52,8 @@ class Forked:
         """`fresh` ones are not forked but import all they need, as those must that find the GPU opened already."""
         if not fresh:
             start_server(modules)
+        self.killed: set[int] = set()
+        """Ranks that had to be killed, as they did not stop when they were asked to."""
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         self.processes = [context.Process(target=_begin, args=(target, rank, *arguments)) for rank in range(world)]
 
@@ -64,6 +66,11 @@ class Forked:
     def running(self) -> list[Any]:
         """Those that have begun and not ended."""
         return [process for process in self.processes if process.pid is not None and process.exitcode is None]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of those that run, by rank."""
+        return {self.processes.index(process): process.pid for process in self.running}
 
     @property
     def failures(self) -> dict[int, int]:
@@ -79,6 +86,7 @@ class Forked:
         while self.running and (left := limit - time.monotonic()) > 0:
             self.wait(left)
         for process in self.running:
+            self.killed.add(self.processes.index(process))
             process.kill()
             process.join()
 
