@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tightfit.cli.options import Override
-from tightfit.cli.resuming import From, Overwrite, Resume, ResumeAuto, start_words
-from tightfit.cli.train import train_as_rank
+from tightfit.cli.resuming import DryRun, From, Overwrite, Resume, ResumeAuto, resuming, start_words
+from tightfit.cli.train import show_dry_run, train_as_rank
 
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
@@ -20,6 +20,7 @@ def launch(
     resume_auto: ResumeAuto = False,
     checkpoint: From = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="Start all ranks again, from the newest checkpoint, when one dies.")
     ] = 0,
@@ -44,9 +45,12 @@ def launch(
 
     overrides = override or []
     loaded, _ = read_job(job, overrides)
+    if dry_run:
+        begin = {"resume": resuming(resume, resume_auto), "overwrite": overwrite, "checkpoint": checkpoint}
+        return show_dry_run(loaded, begin, as_json=False)
     changes = [word for text in overrides for word in ("-o", text)]
     arguments = [str(job), *changes]
-    begin = start_words(resume, resume_auto, checkpoint, overwrite)
+    start_options = start_words(resume, resume_auto, checkpoint, overwrite)
 
     from tightfit.launch.forked import TRAINING, start_server
 
@@ -57,10 +61,10 @@ def launch(
     from tightfit.launch.launcher import torchrun_line
 
     if nodes > 1:
-        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, [*arguments, *begin]))
+        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, [*arguments, *start_options]))
     if check:
         require_same(loaded, str(job))
-    if (stopped_by := start(loaded, arguments, begin, restarts, train_as_rank)) is not None:
+    if (stopped_by := start(loaded, arguments, start_options, restarts, train_as_rank)) is not None:
         raise typer.Exit(128 + stopped_by)
 
 
