@@ -39,9 +39,12 @@ def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., tuple
     return made
 
 
-def launch(job: Job, file: Path, when: str, victim: int, *options: str, restarts: int = 0, once: str = "") -> None:
+def launch(job: Job, file: Path, when: str, victim: int, restarts: int = 0, once: str = "") -> None:
     """As `tightfit launch` does, but for the victim."""
-    arguments = (when, victim, once, [str(file), *options])
+
+    def arguments(attempt: int) -> tuple[Any, ...]:
+        return when, victim, once, [str(file), *(["--resume"] if attempt else [])]
+
     assert run_processes(train_or_die, arguments, job.layout.ranks, restarts, job.output) is None
 
 
@@ -72,7 +75,7 @@ def test_a_killed_rank_ends_the_job_by_name(
 def test_a_job_with_restarts_goes_on_from_its_checkpoint(make: Callable[..., tuple[Job, Path]]) -> None:
     job, file = make(layout={"data": 2, "zero": 1, "micro_batch": 1})
     died = file.parent / "died"
-    launch(job, file, "step", 1, "--resume", restarts=1, once=str(died))
+    launch(job, file, "step", 1, restarts=1, once=str(died))
     assert died.exists()
     assert checkpoints_of(job.output)[-1].name == "step-00000006"
     steps = [row["step"] for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tightfit.launch.launcher import train
+from tightfit.cli.train import train_as_rank
 from tightfit.models.loading import checkpoints_of
 
 Original = Callable[..., Any]
@@ -15,14 +15,22 @@ Original = Callable[..., Any]
 def train_or_die(when: str, victim: int, once: str, arguments: list[str]) -> None:
     """`tightfit train ARGUMENTS` as a rank; the victim dies `when`, and if `once` names a file, the first time only."""
     if os.environ["RANK"] == str(victim) and not (once and Path(once).exists()):
-        {"start": lambda _: die(once), "step": in_a_step, "save": in_a_save, "write": beside_training}[when](once)
-    train(arguments)
+        ways = {"start": die, "first step": in_the_first_step, "step": in_a_step, "save": in_a_save}
+        {**ways, "write": beside_training}[when](once)
+    train_as_rank(arguments)
 
 
 def die(once: str) -> None:
     if once:
         Path(once).touch()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_the_first_step(once: str) -> None:
+    """Nothing has been saved."""
+    import tightfit.train.optimizer.adamw as module
+
+    replace(module.MasterAdamW, "step", lambda calls, _: calls == 1, once)
 
 
 def in_a_step(once: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import multiprocessing, multiprocessing.util, os, pathlib, signal, sys, time
+import multiprocessing, os, pathlib, signal, sys, time
 from sibling import SLEEP_S
 from tightfit.launch.forked import Forked, start_server
 
@@ -54,30 +54,6 @@ def another():
     print(process.exitcode)
     process.kill()
 
-def fail(rank, folder, how):
-    # process 0 is seen to fail first, because of process 1, of which that is seen later
-    failed = pathlib.Path(folder) / "failed"
-    def end(*_):
-        failed.touch()
-        time.sleep(SLEEP_S)
-    if rank == 0:
-        while not failed.exists():
-            time.sleep(0.01)
-        sys.exit(3)
-    if how == "error":  # it needs long to end, as a program may that closes much
-        multiprocessing.util.Finalize(None, end, exitpriority=1)
-        raise ValueError("the cause")
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    end()
-
-def blame(folder, how):
-    with Forked(2, fail, (folder, how), ["json"]) as processes:
-        while processes.wait() and not processes.failures:
-            pass
-        seen = processes.failures
-        processes.end()
-        print(seen, processes.culprit())
-
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
 """
@@ -90,8 +66,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     (tmp_path / "sibling.py").write_text("SLEEP_S = 600\n")
     made: list[subprocess.Popen[str]] = []
 
-    def started(*codes: object, function: str = "main") -> subprocess.Popen[str]:
-        given = [] if function == "another" else [str(tmp_path), *map(str, codes)]
+    def started(*codes: int, function: str = "main") -> subprocess.Popen[str]:
+        given = [str(tmp_path), *map(str, codes)] if function == "main" else []
         command = [sys.executable, str(tmp_path / "script.py"), function, *given]
         made.append(
             subprocess.Popen(
@@ -146,14 +122,6 @@ def test_the_end_of_one_is_told_and_ends_the_other(
     assert (tmp_path / "asked-0").read_text() == str(int(signal.SIGTERM))
 
 
-@pytest.mark.parametrize(("how", "code"), [("error", 1), ("signal", -signal.SIGKILL)])
-def test_who_failed_first_is_to_blame_not_who_is_seen_first(
-    start: Callable[..., subprocess.Popen[str]], how: str, code: int
-) -> None:
-    told, _ = start(how, function="blame").communicate(timeout=BOUND_S)
-    assert told == f"{{0: 3}} {(1, code)}\n"
-
-
 def test_a_signal_to_all_leaves_the_server_and_comes_once(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -176,7 +144,7 @@ def test_ctrl_c_at_any_instant_of_the_start_leaves_nobody(
         time.sleep(0.05 + 0.02 * instant)
         assert until(partial(ended_by_ctrl_c, process))
         for found in tmp_path.glob("pids-*[01]"):
-            assert until(partial(ended, int(found.read_text().split()[0]))), instant
+            assert until(partial(gone, int(found.read_text().split()[0]))), instant
             found.unlink()
 
 
@@ -208,7 +176,7 @@ def test_others_of_the_same_server_can_be_asked_to_stop(start: Callable[..., sub
     assert told == f"{-signal.SIGTERM}\n"
 
 
-def ended(pid: int) -> bool:
+def gone(pid: int) -> bool:
     return not alive(pid)
 
 

@@ -56,7 +56,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "rows longer than the positions": {"data": {"train": ["TMP/text.txt"], "sequence_length": 100_000}},
     "warm-up longer than the run": {"steps": None, "epochs": 0.01, "schedule": {"warmup_steps": 90}},
     "layout without its processes": {"layout": {"data": 2, "micro_batch": 1}},
-    "pieces with DeepSpeed": {"engine": "deepspeed", "saving": {"sharded": True}},
     "output below a file": {"output": "TMP/text.txt/run"},
     "output that is a file": {"output": "TMP/text.txt"},
     "output with a file of the user's": {"output": "TMP/mine"},
@@ -217,3 +216,28 @@ def test_a_finished_run_says_so_and_stays(
     assert run_job(make_small(), resume=True).step == 2
     assert "is finished: 2 of 2 steps; give -o steps=MORE" in " ".join(capfd.readouterr().err.split())
     assert snapshot(run_copy) == before
+
+
+def conversations(folder: Path, long: int, short: int) -> Path:
+    """Answers of some 60 tokens, and of one."""
+    words = ["the quick brown fox jumps over the lazy dog " * 6] * long + ["yes"] * short
+    rows = [{"instruction": "say it", "output": answer} for answer in words]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "chats.jsonl"
+
+
+def test_conversations_that_do_not_fit_are_told_of_and_mostly_lost_ones_refused(
+    make_small: Callable[..., Job], tmp_path: Path, token_cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def job(name: str, long: int, short: int, length: int) -> Job:
+        data = {"train": [str(conversations(tmp_path, long, short))], "held_out": 0, "sequence_length": length}
+        return make_small(name, objective="sft", data={**data, "cache": str(token_cache)}, steps=1)
+
+    run_job(job("told", 1, 300, 32))
+    said = " ".join(capfd.readouterr().err.split())
+    assert "warning: 1 of 301 conversations are longer than data.sequence_length 32: 1 are cut and 0 left out" in said
+    with pytest.raises(UserError, match=r"2\d of 21 conversations .* loses \d+\.\d% of the answers' tokens; raise"):
+        run_job(job("refused", 20, 1, 16), quiet=True)
+    assert not (tmp_path / "refused").exists()
+    run_job(job("fits", 3, 3, 128))
+    assert "longer than" not in capfd.readouterr().err

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tightfit.cli.options import Override
+from tightfit.cli.resuming import DryRun, From, Overwrite, Resume, ResumeAuto, resuming, start_words
+from tightfit.cli.train import show_dry_run, train_as_rank
 
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
@@ -14,8 +16,11 @@ if TYPE_CHECKING:
 def launch(
     job: Annotated[Path, typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run.")],
     override: Override = None,
-    resume: Annotated[bool, typer.Option(help="Continue from the run's newest checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Start anew where the output already holds a run.")] = False,
+    resume: Resume = False,
+    resume_auto: ResumeAuto = False,
+    checkpoint: From = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     restarts: Annotated[
         int, typer.Option(min=0, help="Start all ranks again, from the newest checkpoint, when one dies.")
     ] = 0,
@@ -27,8 +32,8 @@ def launch(
 ) -> None:
     """Start one process per rank of a job on this machine: on its GPUs, or on the CPU.
 
-    SIGINT or SIGTERM stops all ranks after their step, with a checkpoint. Exit codes: 2 when a rank died or a mistake
-    was given, 1 when a check finds a difference, 130 or 143 when stopped.
+    SIGINT, SIGTERM or SIGHUP stops all ranks after their step, with a checkpoint. Exit codes: 2 when a rank died or a
+    mistake was given, 1 when a check finds a difference, 130, 143 or 129 when stopped.
 
     \b
     tightfit launch job.yaml -o layout.data=2
@@ -40,8 +45,12 @@ def launch(
 
     overrides = override or []
     loaded, _ = read_job(job, overrides)
+    if dry_run:
+        begin = {"resume": resuming(resume, resume_auto), "overwrite": overwrite, "checkpoint": checkpoint}
+        return show_dry_run(loaded, begin, as_json=False)
     changes = [word for text in overrides for word in ("-o", text)]
-    arguments = [str(job), *changes, *(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
+    arguments = [str(job), *changes]
+    start_options = start_words(resume, resume_auto, checkpoint, overwrite)
 
     from tightfit.launch.forked import TRAINING, start_server
 
@@ -52,10 +61,10 @@ def launch(
     from tightfit.launch.launcher import torchrun_line
 
     if nodes > 1:
-        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, arguments))
+        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, [*arguments, *start_options]))
     if check:
         require_same(loaded, str(job))
-    if (stopped_by := start(loaded, arguments, restarts)) is not None:
+    if (stopped_by := start(loaded, arguments, start_options, restarts, train_as_rank)) is not None:
         raise typer.Exit(128 + stopped_by)
 
 

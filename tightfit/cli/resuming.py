@@ -35,6 +35,12 @@ class ResumingCommand(TyperCommand):
         return super().parse_args(ctx, ["--resume-auto" if arg == "--resume=auto" else arg for arg in args])
 
 
+def start_words(resume: bool, resume_auto: bool, checkpoint: str | None, overwrite: bool) -> list[str]:
+    """The same options as words, for a command line."""
+    words = ["--resume-auto"] if resume_auto else ["--resume"] if resume else []
+    return [*words, *([] if checkpoint is None else ["--from", checkpoint]), *(["--overwrite"] if overwrite else [])]
+
+
 def resuming(resume: bool, resume_auto: bool) -> bool | Literal["auto"]:
     """What `run_job` calls it."""
     return "auto" if resume_auto else resume

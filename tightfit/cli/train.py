@@ -1,12 +1,23 @@
 """`tightfit train`: run a job."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tightfit.cli.options import Override
-from tightfit.cli.resuming import From, Overwrite, Resume, ResumeAuto, resuming
+from tightfit.cli.resuming import DryRun, From, Overwrite, Resume, ResumeAuto, resuming
+
+if TYPE_CHECKING:
+    from tightfit.jobs.job import Job
+
+
+def train_as_rank(arguments: list[str]) -> None:
+    """`tightfit train ARGUMENTS` in a process that was started for it; mistakes are raised, not printed."""
+    from tightfit.cli.main import app
+
+    if code := app(["train", *arguments], standalone_mode=False):
+        raise SystemExit(code)
 
 
 def train(
@@ -21,6 +32,7 @@ def train(
     resume_auto: ResumeAuto = False,
     checkpoint: From = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Save and stop after this step; the schedule still spans all steps.")
     ] = None,
@@ -46,10 +58,11 @@ def train(
     tightfit train job.yaml --fit                    with the levers that fit this GPU
     tightfit train runs/mine --resume                go on where it stopped
     tightfit train job.yaml --resume=auto            the same, or begin where there is no checkpoint yet
+    tightfit train job.yaml --dry-run                check everything, start nothing
     tightfit train plan.json -o data.train=notes -o output=runs/mine -o steps=500
                                                      what `tightfit plan --save` found
     \b
-    Exit codes: 2 for a mistake in what was given, 3 when the GPU ran out of memory, 130 or 143 when stopped.
+    Exit codes: 2 for a mistake in what was given, 3 when the GPU ran out of memory, 130, 143 or 129 when stopped.
     """
     if fields:
         from tightfit.jobs.fields import field_rows
@@ -63,6 +76,14 @@ def train(
     overrides = override or []
     loaded, plan = (default_job(overrides), None) if job is None else read_job(job, overrides)
 
+    begin: dict[str, Any] = {
+        "resume": resuming(resume, resume_auto),
+        "overwrite": overwrite,
+        "checkpoint": checkpoint,
+        "quiet": as_json,
+    }
+    if dry_run:
+        return show_dry_run(loaded, begin, as_json=as_json)
     from tightfit.report.fitting import print_fit, print_fit_beside_run
     from tightfit.report.out_of_memory import print_shortage
     from tightfit.report.prediction import prediction
@@ -79,14 +100,7 @@ def train(
         loaded, plan = fitted.job, fitted.plan or plan
         print_fit(fitted, as_json=as_json)
     try:
-        result = run_job(
-            loaded,
-            resume=resuming(resume, resume_auto),
-            overwrite=overwrite,
-            checkpoint=checkpoint,
-            stop_after=stop_after,
-            quiet=as_json,
-        )
+        result = run_job(loaded, stop_after=stop_after, **begin)
     except RunOutOfMemoryError as error:
         print_shortage(error.shortage)
         raise typer.Exit(EXIT_CODE) from None
@@ -97,3 +111,11 @@ def train(
         print_fit_beside_run(fitted, as_json=as_json)
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)
+
+
+def show_dry_run(job: "Job", begin: dict[str, Any], *, as_json: bool) -> None:
+    """What would run, for both verbs that train."""
+    from tightfit.report.dry_run import print_dry_run
+    from tightfit.train.dry_run import dry_run
+
+    print_dry_run(dry_run(job, **begin), as_json=as_json)

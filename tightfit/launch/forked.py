@@ -9,10 +9,6 @@ Who sends a signal to all processes of a job (scancel, systemd) must not end the
 signals that ask to stop are blocked there, and reach what it forks (launch/reachable.py). Each process has a session
 of its own, so that Ctrl-C comes to it once, from who started it; when that one has died, SIGTERM comes in its place.
 The server ends with the last of them.
-
-One failure makes others: who waits for a dead process in a collective fails a moment later. The order in which ends are
-seen says nothing (the server may tell of several at once, and one that failed first may be slow to end), so each
-process notes when it failed, on the clock that all of a machine share; `culprit` reads the notes.
 """
 
 import multiprocessing
@@ -31,8 +27,6 @@ STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 REACHABLE = "tightfit.launch.reachable"
 TRAINING = ("tightfit.train.loop", "transformers.models.auto.tokenization_auto", "tightfit.report.run")
 """What a rank that trains would import: named here, as a program has its server import it before it does so itself."""
-DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
-"""Signals that end a process from outside or by a fault of its own, never because another one has ended."""
 PATIENCE_S = 30.0
 """How long processes that were asked to stop may take: a step, and a checkpoint."""
 
@@ -58,12 +52,10 @@ class Forked:
         """`fresh` ones are not forked but import all they need, as those must that find the GPU opened already."""
         if not fresh:
             start_server(modules)
+        self.killed: set[int] = set()
+        """Ranks that had to be killed, as they did not stop when they were asked to."""
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        self.failed_at, self.failed_with = context.RawArray("d", world), context.RawArray("i", world)
-        """When each process failed by an error (0: it has not), and the exit code it was about to end with."""
-        notes = (self.failed_at, self.failed_with)
-        self.processes = [context.Process(target=_begin, args=(notes, target, r, *arguments)) for r in range(world)]
-        self._killed: set[int] = set()
+        self.processes = [context.Process(target=_begin, args=(target, rank, *arguments)) for rank in range(world)]
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Until one of those that run has ended, or `limit_s` have passed; whether any still runs."""
@@ -74,6 +66,11 @@ class Forked:
     def running(self) -> list[Any]:
         """Those that have begun and not ended."""
         return [process for process in self.processes if process.pid is not None and process.exitcode is None]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of those that run, by rank."""
+        return {self.processes.index(process): process.pid for process in self.running}
 
     @property
     def failures(self) -> dict[int, int]:
@@ -88,25 +85,10 @@ class Forked:
         limit = time.monotonic() + PATIENCE_S
         while self.running and (left := limit - time.monotonic()) > 0:
             self.wait(left)
-        for rank, process in enumerate(self.processes):
-            if process in self.running:
-                self._killed.add(rank)
-                process.kill()
-                process.join()
-
-    def culprit(self) -> tuple[int, int]:
-        """The process that failed before others did because of it, and its exit code. To be asked after `end`.
-
-        One that died of a signal nobody here has sent; else the first that failed by an error; else the first in order.
-        """
-        failures = self.failures
-        died = [rank for rank, code in failures.items() if -code in DEATHS and rank not in self._killed]
-        if died:
-            return died[0], failures[died[0]]
-        if noted := [rank for rank in failures if self.failed_at[rank]]:
-            first = min(noted, key=lambda rank: self.failed_at[rank])
-            return first, self.failed_with[first]
-        return min(failures.items())
+        for process in self.running:
+            self.killed.add(self.processes.index(process))
+            process.kill()
+            process.join()
 
     def __enter__(self) -> Self:
         try:
@@ -123,23 +105,10 @@ class Forked:
         self.end()
 
 
-def _begin(notes: tuple[Any, Any], target: Target, rank: int, *arguments: Any) -> None:
+def _begin(target: Target, rank: int, *arguments: Any) -> None:
     os.setsid()
     threading.Thread(target=_stop_with_parent, daemon=True).start()
-    try:
-        target(rank, *arguments)
-    except BaseException as error:
-        if code := _exit_code(error):
-            failed_at, failed_with = notes
-            failed_with[rank], failed_at[rank] = code, time.monotonic()
-        raise
-
-
-def _exit_code(error: BaseException) -> int:
-    """What Python ends with when `error` is not caught."""
-    if not isinstance(error, SystemExit):
-        return 1
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
+    target(rank, *arguments)
 
 
 def _stop_with_parent() -> None:

@@ -1,22 +1,26 @@
 """Starting a job's processes on this machine, and ending with one sentence when one of them dies.
 
 One process per rank, forked from a server that has imported the training loop (launch/forked.py), with the variables
-torchrun would give it. When one dies the others are ended (SIGTERM, and after 30 s SIGKILL), and all are started again
-where restarts are allowed. SIGINT, SIGTERM and SIGHUP are passed on: ranks finish their step, save and stop, within the
-same 30 s. Ranks that wait for a dead one in a collective are ended that way or by the collective's own timeout
-(parallel/mesh.py). torch's elastic agent can fork too, but then knows of one failure only, which may be that of a rank
-that missed the dead one. Several machines need the line of `torchrun_line` on each of them, or Slurm
+torchrun would give it. When one dies the others are ended (SIGTERM, and after 30 s SIGKILL), the cause is told
+(launch/endings.py), and all are started again where restarts are allowed and the cause was no mistake of the user's.
+SIGINT, SIGTERM and SIGHUP are passed on: ranks finish their step, save and stop, within the same 30 s. Ranks that wait
+for a dead one in a collective are ended that way or by the collective's own timeout (parallel/mesh.py). torch's elastic
+agent can fork too, but then knows of one failure only, which may be that of a rank that missed the dead one.
+
+Ranks meet at a store that nobody outside this machine can reach: torch's has no password, and by itself it would
+listen on every network. Several machines need the line of `torchrun_line` on each of them, or Slurm
 (plan/export/launch.py).
 """
 
 import os
-import runpy
 import shlex
 import signal
+import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +29,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
+from tightfit.launch.endings import Ending, cause, ending_kept, read_ending, sentence, stop_signal
 from tightfit.launch.forked import STOPPING, TRAINING, Forked
+from tightfit.launch.stopped import StoppedRanks
 from tightfit.launch.together import share_threads
+from tightfit.models.loading import checkpoints_of
 from tightfit.train.checkpoints.directory import what_is_safe
 from tightfit.train.precision import choose_device
 
 PORT = 29500
 LOOK_S = 0.2
 """How often a request to stop is looked for, at least."""
+LOOPBACK = "127.0.0.1"
+Train = Callable[[list[str]], None]
+"""What a rank calls with the arguments of `tightfit train`."""
 
 
 def torchrun_line(ranks: int, nodes: int, head: str, arguments: list[str]) -> str:
@@ -44,55 +54,79 @@ def torchrun_line(ranks: int, nodes: int, head: str, arguments: list[str]) -> st
     return shlex.join([*words, "-m", "tightfit", "train", *arguments])
 
 
-def launch(job: Job, arguments: list[str], restarts: int = 0) -> int | None:
-    """`tightfit train ARGUMENTS` on as many processes as the job has ranks; returns when all have ended well.
+def launch(job: Job, arguments: list[str], start: list[str], restarts: int, train: Train) -> int | None:
+    """`train(ARGUMENTS and START)` on as many processes as the job has ranks; returns when all have ended well.
 
-    Asked to stop, it has all of them save and stop, and returns the signal it was asked by.
+    `start` is how the run begins (`--resume`, `--overwrite`, …). Ranks that are started again go on from a checkpoint
+    that this launch has made; until there is one they begin as they did. Asked to stop, it has all of them save and
+    stop, and returns the signal it was asked by.
     """
+    refuse_missing_gpus(job)
+    before = _identities(job.output)
+
+    def given(attempt: int) -> Sequence[Any]:
+        return train, [*arguments, *_start(start, attempt, has_saved=bool(_identities(job.output) - before))]
+
+    return run_processes(_train, given, job.layout.ranks, restarts, job.output)
+
+
+def refuse_missing_gpus(job: Job) -> None:
+    """A sentence where this machine has fewer GPUs than the job has ranks."""
     ranks = job.layout.ranks
     if choose_device(job.device).type == "cuda" and torch.cuda.device_count() < ranks:
         raise UserError(
             f"the job's layout has {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; "
             "change the layout, use --nodes or set device=cpu"
         )
-    if restarts and "--resume" not in arguments:
-        arguments = [*arguments, "--resume"]
-    return run_processes(train, (arguments,), ranks, restarts, job.output)
 
 
-def train(arguments: list[str]) -> None:
-    """`python -m tightfit train ARGUMENTS`, in a process that has imported it already."""
+def _identities(run: Path) -> set[tuple[str, int, int]]:
+    """The checkpoints of a run, so that one that was written again is another one."""
+    return {(path.name, (stat := path.stat()).st_ino, stat.st_mtime_ns) for path in checkpoints_of(run)}
+
+
+def _start(start: list[str], attempt: int, *, has_saved: bool) -> list[str]:
+    """How attempt `attempt` begins."""
+    if attempt == 0:
+        return start
+    return ["--resume"] if has_saved else start or ["--resume-auto"]
+
+
+def _train(train: Train, arguments: list[str]) -> None:
     if torch.cuda._is_in_bad_fork():  # an import of the server's has opened the GPU, which is no use after a fork
         os.execv(sys.executable, [sys.executable, "-m", "tightfit", "train", *arguments])
-    sys.argv = ["tightfit", "train", *arguments]
-    runpy.run_module("tightfit", run_name="__main__")
+    train(arguments)
 
 
 def run_processes(
-    function: Callable[..., None], arguments: Sequence[Any], world: int, restarts: int, run: Path
+    function: Callable[..., None], arguments: Callable[[int], Sequence[Any]], world: int, restarts: int, run: Path
 ) -> int | None:
-    """Call `function(*arguments)` once per rank; a rank that fails is named, with what can be resumed from."""
-    culprit: tuple[int, int] | None = None
+    """Call `function(*arguments(attempt))` once per rank; a rank that fails is named, with what can be resumed from."""
     with _requests() as asked:
         for attempt in range(restarts + 1):
-            culprit = _attempt(attempt, function, arguments, world, asked)
+            endings = _attempt(attempt, function, arguments(attempt), world, asked)
             if asked:
                 return asked[0]
-            if culprit is None:
+            if not any(ending.exit_code or ending.stopped_s for ending in endings):
                 return None
-    assert culprit is not None
-    rank, code = culprit
-    raise UserError(
-        f"rank {rank} ended with {_ending(code)}, and the other ranks with it; {what_is_safe(run)}; "
-        "add --resume to go on"
-    )
+            if (number := stop_signal(endings)) is not None:
+                return number
+            found = cause(endings)
+            if found.is_user_s or attempt == restarts:
+                break
+            print(f"tightfit: {sentence(found, what_is_safe(run))}; starting again", file=sys.stderr)
+    if found.failure is not None:
+        print(found.failure, file=sys.stderr, end="")
+    advice = "; add --resume to go on" if checkpoints_of(run) and not found.is_user_s else ""
+    raise UserError(sentence(found, what_is_safe(run)) + advice)
 
 
 @contextmanager
 def _requests() -> Iterator[list[int]]:
     """The signals that have asked us to stop, while somebody looks."""
     asked: list[int] = []
-    previous = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in STOPPING}
+    heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays so
+    previous = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in heard}
     try:
         yield asked
     finally:
@@ -102,16 +136,38 @@ def _requests() -> Iterator[list[int]]:
 
 def _attempt(
     attempt: int, function: Callable[..., None], arguments: Sequence[Any], world: int, asked: list[int]
-) -> tuple[int, int] | None:
-    """All ranks until they have ended: the one that failed, if any, and its exit code."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # where they meet; of this attempt
-    given = (_environment(attempt, world, store.port), function, *arguments)
-    with Forked(world, _rank, given, TRAINING) as processes:
-        while not asked and not processes.failures and processes.wait(LOOK_S):
-            pass
-        failed = bool(processes.failures)
-        processes.end(signal.SIGINT if signal.SIGINT in asked else signal.SIGTERM)
-        return processes.culprit() if failed else None
+) -> list[Ending]:
+    """All ranks until they have ended, and how each of them did."""
+    with tempfile.TemporaryDirectory(prefix="tightfit-launch-") as folder:
+        store = loopback_store()  # where they meet; of this attempt
+        given = (_environment(attempt, world, store.port), folder, function, *arguments)
+        stopped = StoppedRanks()
+        with Forked(world, _rank, given, TRAINING) as processes:
+            while not asked and not processes.failures and processes.wait(LOOK_S):
+                if (rank := stopped.look(processes.pids)) is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(processes.pids[rank], signal.SIGKILL)
+                    break
+            processes.end(signal.SIGINT if signal.SIGINT in asked else signal.SIGTERM)
+        codes = [process.exitcode or 0 for process in processes.processes]
+        long = {rank: seconds for rank, seconds in stopped.seconds.items() if codes[rank] == -signal.SIGKILL}
+        return [
+            read_ending(
+                Path(folder),
+                rank,
+                code,
+                was_killed_here=rank in processes.killed or rank in long,
+                stopped_s=long.get(rank, 0.0),
+            )
+            for rank, code in enumerate(codes)
+        ]
+
+
+def loopback_store() -> TCPStore:
+    """Where ranks of this machine meet, on a port that other machines cannot reach."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _environment(attempt: int, world: int, port: int) -> dict[str, str]:
@@ -119,20 +175,17 @@ def _environment(attempt: int, world: int, port: int) -> dict[str, str]:
     numbers = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
     words = {
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": LOOPBACK,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
     }
+    if Path("/sys/class/net/lo").exists():
+        words["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {name: str(value) for name, value in numbers.items()} | words
 
 
-def _rank(rank: int, environment: dict[str, str], function: Callable[..., None], *arguments: Any) -> None:
+def _rank(rank: int, environment: dict[str, str], folder: str, function: Callable[..., None], *arguments: Any) -> None:
     os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     share_threads(int(environment["WORLD_SIZE"]))
-    function(*arguments)
-
-
-def _ending(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    with ending_kept(Path(folder), rank):
+        function(*arguments)

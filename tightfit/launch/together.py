@@ -38,16 +38,16 @@ def run_together(world: int, function: Callable[..., Any], *arguments: Any, modu
         with Forked(world, _run, given, imported, fresh=kind == "cuda") as processes:
             while not processes.failures and processes.wait():
                 pass
-            if processes.failures:
-                processes.end()
-                raise _failure(Path(folder), world, *processes.culprit())
+            if failures := processes.failures:
+                raise _failure(Path(folder), world, failures)
         return pickle.loads((Path(folder) / ANSWER).read_bytes())  # our own process wrote it
 
 
-def _failure(folder: Path, world: int, rank: int, code: int) -> Exception:
+def _failure(folder: Path, world: int, failures: dict[int, int]) -> Exception:
     """What to tell of processes that failed: what one of them refused, the traceback of one, or how it was ended."""
     if (refusal := folder / REFUSAL).is_file():
         return UserError(refusal.read_text(encoding="utf-8"))
+    rank, code = min(failures.items(), key=lambda item: item[1])  # one ended by a signal, before those that miss it
     if code == 1 and (failure := folder / FAILURE).is_file():
         return RuntimeError(failure.read_text(encoding="utf-8"))
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -28,6 +28,8 @@ def choose_precision(wanted: Precision, device: torch.device) -> PrecisionName:
     """The precision of the job; `auto` takes bf16 where it is native, fp16 on older GPUs, float32 on other CPUs."""
     if wanted != "auto":
         return wanted
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "bf16"  # a dry run of a job that is to run elsewhere
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
     return "bf16" if has_native_bf16() else "fp32"

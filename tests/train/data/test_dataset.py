@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tightfit.errors import UserError
-from tightfit.train.data.dataset import PackedChats, PackedText
+from tightfit.train.data.dataset import PackedChats, PackedText, fitting_window
 from tightfit.train.data.held_out import everything, split
 from tightfit.train.data.shard_writer import ShardWriter
 from tightfit.train.data.token_store import Recipe, TokenStore, open_store
@@ -163,20 +164,55 @@ def random_chats(seed: int, count: int, longest: int) -> tuple[list[list[int]], 
     return documents, masks
 
 
+def best_window(mask: list[bool], size: int) -> tuple[int, int]:
+    """What `fitting_window` promises, by trying every window."""
+    if len(mask) <= size:
+        return 0, len(mask)
+    plain = min(max(0, mask.index(True) - size // 2), len(mask) - size)
+    found = []
+    for stop in range(1, len(mask) + 1):
+        first = max(0, stop - size)
+        ends_answer = mask[stop - 1] and (stop == len(mask) or not mask[stop])
+        is_whole = False in mask[first:stop] or first == 0
+        if ends_answer and is_whole:
+            found.append((sum(mask[first + 1 : stop]), -stop, first))
+    if not found or 2 * max(found)[0] < sum(mask[plain + 1 : plain + size]):
+        return plain, plain + size
+    _, stop, first = max(found)
+    return first, -stop
+
+
+def test_a_conversation_that_is_cut_keeps_an_answer_s_end() -> None:
+    def window(mask: str, size: int) -> tuple[int, int]:
+        return fitting_window(np.array([letter == "a" for letter in mask]), size)
+
+    assert window("qqaaqqaaaq", 6) == (3, 9), "the longer answer, with its question"
+    assert window("qqaaaqqaqq", 6) == (0, 5), "the beginning up to the end of an answer"
+    assert window("qqqqqqqqaa", 4) == (6, 10), "a late answer with the end of its question"
+    assert window("qaaaaaaaaa", 4) == (0, 4), "an answer too long for any row keeps its beginning"
+    assert window("qaqaaaaaaa", 6) == (0, 6), "a short answer does not stand for a long one"
+
+
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("sequence_length", [2, 7, 30, 64])
 def test_exactly_the_answers_are_labels(tmp_path: Path, sequence_length: int, pack: bool) -> None:
     documents, masks = random_chats(sequence_length, 40, 30)
     dataset = PackedChats(make_store(tmp_path / "a", documents, masks), sequence_length, pack=pack)
-    reachable = [
-        [token for token, counts in zip(d[: sequence_length + 1], m, strict=False) if counts]
-        for d, m in zip(documents, masks, strict=True)
+    windows = [best_window(m, sequence_length + 1) for m in masks]
+    answers = [
+        [token for i, token in enumerate(d) if first < i < stop and m[i]]
+        for d, m, (first, stop) in zip(documents, masks, windows, strict=True)
     ]
-    assert sorted(labels_of(dataset)) == sorted(flat(reachable))
+    assert sorted(labels_of(dataset)) == sorted(flat(answers))
+    assert (
+        dataset.lost_answer_tokens
+        == dataset.answer_tokens - len(flat(answers))
+        == sum(map(sum, masks)) - len(flat(answers))
+    )
     long = [len(document) > sequence_length + 1 for document in documents]
-    assert dataset.dropped == sum(not labels for labels in reachable)
+    assert dataset.dropped == sum(not labels for labels in answers)
     assert dataset.truncated == sum(long) - dataset.dropped
-    assert sorted(i for row in dataset.rows for i in row) == [i for i, labels in enumerate(reachable) if labels]
+    assert sorted(i for row in dataset.rows for i in row) == [i for i, labels in enumerate(answers) if labels]
     if not pack:
         assert all(len(row) == 1 for row in dataset.rows)
     elif sequence_length == 64:
@@ -205,10 +241,10 @@ def test_conversations_follow_their_part(tmp_path: Path) -> None:
     assert len(theirs) == 9
 
 
-def test_conversations_without_a_reachable_answer_are_refused(tmp_path: Path) -> None:
+def test_late_answers_are_reached(tmp_path: Path) -> None:
     store = make_store(tmp_path / "a", [list(range(20))] * 3, [[False] * 19 + [True]] * 3)
-    with pytest.raises(UserError, match="none of the 3 conversations has an answer within 8 tokens; raise"):
-        PackedChats(store, 8)
+    assert labels_of(PackedChats(store, 8)) == [19] * 3
+    assert PackedChats(store, 8).truncated == 3
     assert PackedChats(store, 19).truncated == 0
     with pytest.raises(UserError, match="sequence_length is 1"):
         PackedChats(store, 1)

@@ -141,9 +141,9 @@ def fitting_window(mask: np.ndarray, size: int) -> tuple[int, int]:
     starts = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
     firsts = np.maximum(ends - size, 0)
-    kept = np.where(firsts < np.maximum(starts, 1), counted[ends] - counted[firsts], 0)
+    kept = np.where(firsts < np.maximum(starts, 1), counted[ends] - counted[firsts + 1], 0)
     begin = min(max(0, int(starts[0]) - size // 2), len(mask) - size) if len(starts) else 0
-    if not len(kept) or 2 * kept.max() < counted[begin + size] - counted[begin]:
+    if not len(kept) or 2 * kept.max() < counted[begin + size] - counted[begin + 1]:
         return begin, begin + size
     best = int(kept.argmax())
     return int(firsts[best]), int(ends[best])
