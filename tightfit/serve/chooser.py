@@ -37,6 +37,7 @@ class Chosen:
     chances: list[TokenChance]
 
 
+@torch.inference_mode()
 def choose(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
     """The tokens that follow, given logits [rows of all, V]; changes the logits."""
     raw = [_raw_row(logits, each, at) for each, at in zip(asked, _starts(asked), strict=True)]

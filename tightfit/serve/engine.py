@@ -6,7 +6,7 @@ of the one before it are read (`pipelined.py`); the schedule needs lengths only.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from tightfit.serve.draft import make_draft_runner
 from tightfit.serve.grammar import Constraints, Matcher
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.request import Answer, Output, Request, TokenChance
-from tightfit.serve.rope_tables import depends_on_length
+from tightfit.serve.rope_tables import length_of_change
 from tightfit.serve.runner import Runner
 from tightfit.serve.scheduler import Chunk, Limits, Scheduler
 from tightfit.serve.sequence import Finish, Sequence
@@ -81,12 +81,11 @@ class Engine:
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
         self._constraints: Constraints | None = None
-        self._waiting_outputs: list[Output] = []
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work or bool(self._waiting_outputs)
+        return self.scheduler.has_work
 
     def check(self, request: Request) -> Request:
         """The request with its answer no longer than there is room for; a UserError where it cannot be done."""
@@ -96,7 +95,7 @@ class Engine:
         if bad := [token for token in prompt if not 0 <= token < spec.vocab_size]:
             raise UserError(f"the prompt has token {bad[0]}, but the model's vocabulary ends at {spec.vocab_size - 1}")
         if len(prompt) >= self.max_length:
-            raise UserError(f"the prompt is {len(prompt)} tokens long and there is room for {self.max_length}; shorten it")
+            raise UserError(f"the prompt is {len(prompt)} tokens long; there is room for {self.max_length}, shorten it")
         if not 1 <= request.count <= 128:
             raise UserError(f"count is {request.count}; it must lie between 1 and 128")
         if request.sampling.grammar is not None:
@@ -127,10 +126,11 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step and return what it added."""
-        chunks = ordered(self.scheduler.schedule())
+        chunks = self.scheduler.schedule()
         if not chunks:
             return []
         drafts = self._proposer.propose(chunks) if self._proposer else {}
+        chunks = ordered(chunks)
         logits = self.runner.logits(make_step(chunks, self.config.block_size, self.runner.device))
         self.counts.steps += 1
         choosing = [chunk for chunk in chunks if chunk.chooses]
@@ -157,11 +157,12 @@ class Engine:
         return answers
 
     def _limits(self) -> Limits:
-        config = self.config
+        config, change = self.config, length_of_change(self.model.spec)
         return Limits(
             sequences=config.max_sequences,
             step_tokens=config.step_tokens,
-            prefix_cache=config.prefix_cache and not depends_on_length(self.model.spec),
+            prefix_cache=config.prefix_cache and change is None,
+            rewind_at=change,
             lookahead=config.speculated_tokens if self._proposer else 0,
         )
 
@@ -178,8 +179,6 @@ class Engine:
         sampling = request.sampling
         room = self.max_length - len(request.prompt)
         if sampling.max_tokens > room:
-            from dataclasses import replace
-
             sampling = replace(sampling, max_tokens=room)
         sequence = Sequence(request.prompt, sampling, index, priority=request.priority, arrival=self._arrivals)
         text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None

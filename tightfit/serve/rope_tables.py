@@ -1,8 +1,8 @@
 """cos and sin for every position a server may reach, made once; a step picks its rows.
 
-Two scalings (dynamic NTK, LongRoPE) depend on how long a sequence is, not on the position alone. There a prompt is
-turned for its own length and each later token for the length it came at, whatever else is in the batch: what
-`transformers` does for one request alone.
+LongRoPE (and dynamic NTK beyond a model's positions, which no request may reach) depends on how long a sequence is, not
+on the position alone. A sequence that outgrows the trained length is computed again with the other frequencies, all of
+it: what `transformers` does for one request alone. Whatever else is in the batch changes nothing.
 """
 
 import torch
@@ -12,12 +12,10 @@ from tightfit.models.rope import tables
 from tightfit.models.spec import ModelSpec, Rope
 from tightfit.serve.step import Step
 
-DEPENDS_ON_LENGTH = ("dynamic", "longrope")
-
-
-def depends_on_length(spec: ModelSpec) -> bool:
-    """Whether keys of one prefix differ between sequences of different lengths, so that none can be shared."""
-    return any(rope.scaling in DEPENDS_ON_LENGTH for rope in ropes_of(spec))
+def length_of_change(spec: ModelSpec) -> int | None:
+    """The length beyond which keys are turned differently: prefixes of shorter and longer sequences are then not one."""
+    trained = [rope.factor("original_max_position_embeddings") for rope in ropes_of(spec) if rope.scaling == "longrope"]
+    return int(trained[0] or spec.max_positions) if trained else None
 
 
 def ropes_of(spec: ModelSpec) -> list[Rope]:
@@ -35,7 +33,7 @@ class RopeTables:
         self.fixed = {
             rope: tables(rope, spec.head_dim, spec.max_positions, positions, dtype)
             for rope in ropes_of(spec)
-            if rope.scaling not in DEPENDS_ON_LENGTH
+            if rope.scaling != "longrope"
         }
 
     def of(self, step: Step) -> dict[Rope, tuple[Tensor, Tensor]]:

@@ -26,6 +26,8 @@ class Limits:
     prefix_cache: bool = True
     lookahead: int = 0
     """Tokens that speculation may add to one of an answer."""
+    rewind_at: int | None = None
+    """The length beyond which all keys of a sequence have to be computed again, in another way (LongRoPE)."""
 
 
 @dataclass(eq=False)
@@ -92,10 +94,12 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step: chunks of different sequences, those that go on with their answers first."""
         self._gone = set()
+        if self.limits.rewind_at is not None:
+            self._rewind(self.limits.rewind_at)
         chunks = self._answers()
         budget = self.limits.step_tokens - sum(chunk.count + chunk.lookahead for chunk in chunks)
-        for sequence in self.running:
-            if sequence.length - sequence.stored > 1 and budget > 0:
+        for sequence in list(self.running):
+            if sequence.length - sequence.stored > 1 and budget > 0 and self._has_blocks(sequence):
                 chunks.append(self._piece(sequence, budget))
                 budget -= chunks[-1].count
         while budget > 0 and (admitted := self._admitted()) is not None:
@@ -120,6 +124,12 @@ class Scheduler:
                 self.pool.remember(sequence.blocks[index], digests[index])
             sequence.remembered = full
 
+    def _rewind(self, length: int) -> None:
+        """Let sequences that have just grown beyond `length` begin again, in the blocks they have."""
+        for sequence in self.running:
+            if sequence.length > length and not sequence.rewound:
+                sequence.rewound, sequence.stored, sequence.draft_stored = True, 0, 0
+
     def _answers(self) -> list[Chunk]:
         """The next token of every answer under way."""
         budget, chunks = self.limits.step_tokens, []
@@ -133,21 +143,25 @@ class Scheduler:
 
     def _continued(self, sequence: Sequence, budget: int) -> Chunk | None:
         """The next token of an answer, once there is a block for it; None where the sequence itself had to go."""
-        if budget < 1:
+        if budget < 1 or not self._has_blocks(sequence):
             return None
-        need = self.pool.blocks_for(sequence.length) - len(sequence.blocks)
-        while need > self.pool.free:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return None
-        if need > 0:
-            sequence.blocks += self.pool.take(need)
         return Chunk(sequence, sequence.stored, 1, lookahead=self._lookahead(sequence, budget - 1))
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        """Make sure that a running sequence has blocks for all its positions; False where it had to go itself."""
+        need = self.pool.blocks_for(sequence.length) - len(sequence.blocks)
+        while need > self.pool.free and sequence.state == "running":
+            self._preempt(self.running[-1])
+        if sequence.state != "running":
+            return False
+        sequence.blocks += self.pool.take(max(need, 0))
+        return True
 
     def _lookahead(self, sequence: Sequence, budget: int) -> int:
         """How many guesses there is room for, in the budget, the answer and the pool."""
         left = sequence.sampling.max_tokens - sequence.generated - 1
+        if self.limits.rewind_at is not None and sequence.length <= self.limits.rewind_at:
+            left = min(left, self.limits.rewind_at - sequence.length)
         wanted = min(self.limits.lookahead, budget, left)
         if wanted <= 0 or sequence.pending:
             return 0
@@ -193,6 +207,7 @@ class Scheduler:
         sequence.blocks = found + self.pool.take(self.pool.blocks_for(sequence.length) - len(found))
         sequence.stored = sequence.draft_stored = len(found) * self.pool.block_size
         sequence.remembered = len(found)
+        sequence.rewound = self.limits.rewind_at is not None and sequence.length > self.limits.rewind_at
         if not sequence.preemptions:
             sequence.cached = sequence.stored
         sequence.slot, sequence.state = self._slots.pop(), "running"

@@ -41,6 +41,8 @@ class Sequence:
     """Positions that were found in the cache when it was first admitted."""
     slot: int = -1
     """Its row in the buffers of the device while it runs."""
+    rewound: bool = False
+    """Whether its keys are those of a sequence beyond the length at which they change."""
     finish: Finish | None = None
     preemptions: int = 0
 
@@ -84,10 +86,10 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """The next token of the answer is known."""
-        self.tokens.append(token)
         if self.sampling.has_penalties:
             self.said[token] += 1
             self.seen.add(token)
+        self.tokens.append(token)
 
     def digests_of(self, count: int, block_size: int) -> list[Digest]:
         """The names of its first `count` blocks, all of which must be full of known tokens."""

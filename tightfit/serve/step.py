@@ -97,7 +97,7 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         tokens += own.tokens[chunk.start : chunk.end] + guesses
         positions += range(chunk.start, end)
         slots += (own.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
-        runs += _rope_runs(chunk.start, end, len(own.prompt))
+        runs.append((end - chunk.start, own.length))
         if not _is_single(chunk):
             pieces.append(Piece(at, end - chunk.start, chunk.start, own.blocks))
         if last_rows:
@@ -124,10 +124,3 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
 
 def _is_single(chunk: Chunk) -> bool:
     return chunk.count + len(chunk.proposal) == 1
-
-
-def _rope_runs(start: int, end: int, prompt: int) -> list[tuple[int, int]]:
-    """A prompt's tokens are turned for its whole length, later ones for the length at which they came."""
-    in_prompt = max(0, min(end, prompt) - start)
-    runs = [(in_prompt, prompt)] if in_prompt else []
-    return runs + [(1, position + 1) for position in range(start + in_prompt, end)]
