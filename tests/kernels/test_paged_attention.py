@@ -1,4 +1,4 @@
-"""Paged attention against the reference that gathers: odd lengths, windows, soft caps, groups, splits, scattered blocks."""
+"""Paged attention against the reference that gathers: odd lengths, windows, caps, groups, splits, scattered blocks."""
 
 import pytest
 import torch

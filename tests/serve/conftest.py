@@ -8,7 +8,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, train_tokenizer
 
 SHAPE = ModelSpec(
     family="llama",
@@ -19,13 +19,19 @@ SHAPE = ModelSpec(
     kv_heads=2,
     head_dim=8,
     mlp_size=48,
-    max_positions=256,
+    max_positions=512,
 )
+
+
+TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(SENTENCES, SHAPE.vocab_size)
+    """With a chat template that knows tools."""
+    made = train_tokenizer(SENTENCES, SHAPE.vocab_size)
+    made._wrapped.chat_template = TOOLS + CHATML_TEMPLATE
+    return made
 
 
 @pytest.fixture(scope="session")

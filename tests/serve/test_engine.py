@@ -22,6 +22,7 @@ from tightfit.serve.sampling import Sampling
 
 CONFIG = EngineConfig(max_sequences=8, step_tokens=32, block_size=4, cache_bytes=2**20)
 PROMPT = [5, 17, 3, 42, 8, 99, 120, 7, 250, 31]
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}
 HOT = Sampling(max_tokens=12, temperature=1.5, seed=7)
 
 
@@ -111,7 +112,7 @@ def test_a_cancelled_request_frees_its_blocks_at_once(model: Decoder) -> None:
     ("prompt", "count", "expected"),
     [
         ([], 1, "prompt is empty"),
-        ([1] * 256, 1, "256 tokens long; there is room for 256"),
+        ([1] * 512, 1, "512 tokens long; there is room for 512"),
         ([1, 300], 1, "token 300, but the model's vocabulary ends at 299"),
         ([1, -1], 1, "token -1"),
         ([1], 0, "count is 0"),
@@ -204,8 +205,7 @@ def test_finished_beams_wait_for_better_ones() -> None:
         (Grammar("regex", "(yes|no), [0-9]{3}"), lambda text: re.fullmatch("(yes|no), [0-9]{3}", text)),
         (Grammar("lark", 'start: "a" /[b-d]+/ "e"'), lambda text: re.fullmatch("a[b-d]+e", text)),
         (
-            Grammar("json_schema", json.dumps({"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"],
-                                               "additionalProperties": False})),
+            Grammar("json_schema", json.dumps(SCHEMA)),
             lambda text: json.loads(text)["n"] in (1, 22),
         ),
     ],
@@ -216,8 +216,7 @@ def test_answers_have_the_form_that_is_asked_for(
     sampling = Sampling(max_tokens=200, temperature=1.0, seed=3, grammar=grammar, stop_ids=tokenizer.stop_ids)
     bent = replace(sampling, seed=4, presence_penalty=1.0)
     for made in answers(Engine(model, tokenizer, CONFIG), sampling, bent):
-        assert made[0].finish in ("stop", "length")
-        if made[0].finish == "stop":
+        if grammar.kind != "lark" or made[0].finish == "stop":  # that one may go on as long as it likes
             assert check(made[0].text), made[0].text  # type: ignore[operator]
 
 

@@ -15,6 +15,7 @@ from tightfit.cli.check import check
 from tightfit.cli.compare import compare
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
+from tightfit.cli.generate import generate
 from tightfit.cli.hardware import hardware
 from tightfit.cli.launch import launch
 from tightfit.cli.measure import measure
@@ -22,6 +23,7 @@ from tightfit.cli.models import models
 from tightfit.cli.picture import picture
 from tightfit.cli.plan import plan
 from tightfit.cli.sample import sample
+from tightfit.cli.serve import serve
 from tightfit.cli.train import train
 from tightfit.errors import UserError
 
@@ -35,7 +37,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, launch, sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
+for verb in (
+    train,
+    launch,
+    sample,
+    serve,
+    generate,
+    evaluate,
+    models,
+    plan,
+    measure,
+    check,
+    compare,
+    batch,
+    hardware,
+    export,
+):
     app.command()(verb)
 app.add_typer(bench)
 app.add_typer(picture)

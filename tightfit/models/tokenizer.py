@@ -119,9 +119,14 @@ class Tokenizer:
         """The text of `ids`; bytes that are not UTF-8 (half a character) show as U+FFFD."""
         return self._plain.decode(list(ids), skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins."""
-        return self._render(messages, add_generation_prompt)[0]
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins.
+
+        `tools` are functions the model may call, in OpenAI's words; templates that know none pass over them.
+        """
+        return self._render(messages, add_generation_prompt, tools)[0]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Token ids of the whole conversation, and for each whether the assistant says it.
@@ -171,7 +176,9 @@ class Tokenizer:
     def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
         return answer_spans(messages, text, self.render_chat, frozenset(self.special_tokens.values()))
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
         """The rendered conversation and what `{% generation %}` marks in it, if the template has such marks."""
         from transformers.utils import chat_template_utils
 
@@ -183,6 +190,7 @@ class Tokenizer:
         try:
             texts, spans = render(
                 [conversation],
+                tools=tools,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 return_assistant_tokens_mask=has_generation_marks(template),

@@ -14,6 +14,8 @@ from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
 
 Kind = Literal["json", "json_schema", "regex", "lark"]
+JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, as json.dumps writes it: where spaces are free, some models write nothing else."""
 INSTALL = "pip install 'tightfit[serve]'"
 
 
@@ -46,9 +48,9 @@ class Constraints:
         try:
             match grammar.kind:
                 case "json":
-                    return str(matcher.grammar_from_json_schema('{"type": "object"}'))
+                    return str(matcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_LAYOUT))
                 case "json_schema":
-                    return str(matcher.grammar_from_json_schema(grammar.text))
+                    return str(matcher.grammar_from_json_schema(grammar.text, defaults=JSON_LAYOUT))
                 case "regex":
                     return str(matcher.grammar_from_regex(grammar.text))
                 case "lark":

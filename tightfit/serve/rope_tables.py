@@ -12,8 +12,9 @@ from tightfit.models.rope import tables
 from tightfit.models.spec import ModelSpec, Rope
 from tightfit.serve.step import Step
 
+
 def length_of_change(spec: ModelSpec) -> int | None:
-    """The length beyond which keys are turned differently: prefixes of shorter and longer sequences are then not one."""
+    """The length beyond which keys are turned differently, so that no prefix can be shared across it; None for none."""
     trained = [rope.factor("original_max_position_embeddings") for rope in ropes_of(spec) if rope.scaling == "longrope"]
     return int(trained[0] or spec.max_positions) if trained else None
 

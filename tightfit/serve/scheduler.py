@@ -1,10 +1,10 @@
 """What the next step computes: continuous batching with chunked prefill, priorities and preemption.
 
 Every step takes one token of each answer that is under way, and fills the rest of its token budget with prompts, in
-pieces where they are long (Sarathi, Agrawal et al. 2023): nobody waits for somebody else's prompt. A prompt gets all its
-blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that comes last
-in the order (priority, arrival) gives all of its own back and waits; it is computed again later, often from blocks that
-are still in the cache. A waiting sequence of a better priority takes the place of a running one of a worse.
+pieces where they are long (Sarathi, Agrawal et al. 2023): nobody waits for somebody else's prompt. A prompt gets all
+its blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that comes
+last in the order (priority, arrival) gives all of its own back and waits; it is computed again later, often from blocks
+that are still in the cache. A waiting sequence of a better priority takes the place of a running one of a worse.
 
 Nothing here knows a model or a device: lengths are enough.
 """

@@ -20,11 +20,11 @@ from tightfit.serve.request import Answer, Output, Request
 Work = Callable[[Engine], Any]
 
 
-class EngineDied(RuntimeError):
+class EngineDiedError(RuntimeError):
     """The engine has failed; nothing can be answered any more."""
 
 
-class Overloaded(RuntimeError):
+class OverloadedError(RuntimeError):
     """As many requests are waiting as may."""
 
 
@@ -81,19 +81,24 @@ class Service:
         """Requests whose answers somebody still waits for."""
         return len(self._queues)
 
-    async def outputs(self, request: Request) -> AsyncIterator[Output]:
-        """What is added to the answers of `request`, until all are over. Leaving early cancels it."""
+    async def outputs(self, request: Request, seconds: float | None = None) -> AsyncIterator[Output]:
+        """What is added to the answers of `request`, until all are over. Leaving early cancels it.
+
+        After `seconds` it is cancelled with a TimeoutError.
+        """
         self._check_open()
         request = self.engine.check(request)
         queue: asyncio.Queue[Output | None] = asyncio.Queue()
         self._queues[request.id] = queue
         self._put(lambda engine: engine.submit(request))
         left = request.count
+        until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         try:
             while left:
-                output = await queue.get()
+                async with asyncio.timeout_at(until):
+                    output = await queue.get()
                 if output is None:
-                    raise EngineDied(f"the engine has failed: {self.failure!r}")
+                    raise EngineDiedError(f"the engine has failed: {self.failure!r}")
                 left -= output.finish is not None
                 yield output
         finally:
@@ -101,10 +106,10 @@ class Service:
             if left:
                 self._put(lambda engine: engine.cancel(request.id))
 
-    async def answers(self, request: Request) -> list[Answer]:
+    async def answers(self, request: Request, seconds: float | None = None) -> list[Answer]:
         """The whole answers to `request`."""
         made = [Answer() for _ in range(request.count)]
-        async with contextlib.aclosing(self.outputs(request)) as outputs:
+        async with contextlib.aclosing(self.outputs(request, seconds)) as outputs:
             async for output in outputs:
                 made[output.index].add(output)
         return made
@@ -128,9 +133,9 @@ class Service:
 
     def _check_open(self) -> None:
         if self.failure is not None:
-            raise EngineDied(f"the engine has failed: {self.failure!r}")
+            raise EngineDiedError(f"the engine has failed: {self.failure!r}")
         if len(self._queues) >= self.most_requests:
-            raise Overloaded(f"{self.most_requests} requests are open already; come back later")
+            raise OverloadedError(f"{self.most_requests} requests are open already; come back later")
 
     def _put(self, work: Work) -> None:
         with self._wake:
