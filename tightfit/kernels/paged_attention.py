@@ -1,6 +1,6 @@
 """Attention of one new token per sequence over keys and values in the blocks of a paged cache.
 
-    out[b, h] = Σ_t softmax_t(cap(scale · q[b, h] · k[t])) · v[t],  t in the last `window` of the first lengths[b] positions
+    out[b, h] = Σ_t softmax_t(cap(scale · q[b, h] · k[t])) · v[t],   t in the last `window` of lengths[b] positions
 
 Position t of sequence b lies at block tables[b, t // block_size], place t % block_size (PagedAttention, Kwon et al.
 2023). Decoding reads every key once and does next to nothing with it, so what counts is that all of the card reads: the

@@ -1,8 +1,8 @@
 """Beam search on top of the engine: every step each beam is a request for one token, with the likeliest at its place.
 
 The prefix cache makes that cheap: all but the last positions of a beam are found in blocks that its parent filled. A
-hypothesis that ends is scored by its summed log probability divided by (its tokens)^`length_penalty`; the search is over
-when no running beam can beat the worst of `width` finished ones at its present length, as in `transformers`.
+hypothesis that ends is scored by its summed log probability divided by (its tokens)^`length_penalty`; the search is
+over when no running beam can beat the worst of `width` finished ones at its present length, as in `transformers`.
 """
 
 from dataclasses import dataclass, field

@@ -1,9 +1,9 @@
 """The blocks of the paged key/value cache: who holds which, and which still hold a prefix worth finding again.
 
-A block is a page of `block_size` positions (PagedAttention, Kwon et al. 2023). Every holder counts once; a block without
-holders is free, but keeps its contents until it is taken: the least recently freed is taken first, so that prefixes in
-use survive longest. A full block is known by a hash of its tokens and of all blocks before it, so equal prefixes of
-different requests meet in one block. Only full blocks are shared, and full blocks are never written again.
+A block is a page of `block_size` positions (PagedAttention, Kwon et al. 2023). Every holder counts once; a block
+without holders is free, but keeps its contents until it is taken: the least recently freed is taken first, so that
+prefixes in use survive longest. A full block is known by a hash of its tokens and of all blocks before it, so equal
+prefixes of different requests meet in one block. Only full blocks are shared, and full blocks are never written again.
 """
 
 from array import array

@@ -134,7 +134,8 @@ def answer_file(
 
 def finished_requests(engine: Engine, requests: list[Request]) -> Iterator[tuple[Request, list[Answer]]]:
     """Requests with their answers as they are over; a few more than can run are with the engine at a time."""
-    waiting, open_requests = iter(requests), {}
+    waiting = iter(requests)
+    open_requests: dict[str, Request] = {}
     answers: dict[str, list[Answer]] = {}
     room = 2 * engine.config.max_sequences
     while True:

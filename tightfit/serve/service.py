@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ class Service:
         """Requests whose answers somebody still waits for."""
         return len(self._queues)
 
-    async def outputs(self, request: Request, seconds: float | None = None) -> AsyncIterator[Output]:
+    async def outputs(self, request: Request, seconds: float | None = None) -> AsyncGenerator[Output, None]:
         """What is added to the answers of `request`, until all are over. Leaving early cancels it.
 
         After `seconds` it is cancelled with a TimeoutError.

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -14,10 +15,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.embedding import embed
+from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Usage, Writer, error_body
 from tightfit.serve.http.conversation import chat_tokens
 from tightfit.serve.http.guards import Guards, ServerLimits
@@ -221,7 +224,7 @@ async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:
     if body.dimensions not in (None, width):
         raise UserError(f"dimensions is {body.dimensions}, but this model has {width}")
     # One text at a time between steps, so that answers under way go on.
-    rows = [(await served.service.call(lambda engine, own=own: embed(engine.model, [own])))[0] for own in texts]
+    rows = [(await served.service.call(partial(_embed_one, tokens)))[0] for tokens in texts]
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(row.numpy(), body.encoding_format)}
         for index, row in enumerate(rows)
@@ -229,6 +232,10 @@ async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:
     count = sum(len(tokens) for tokens in texts)
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {"object": "list", "data": data, "model": served.name, "usage": usage}
+
+
+def _embed_one(tokens: list[int], engine: Engine) -> Tensor:
+    return embed(engine.model, [tokens])
 
 
 def _check_text(tokens: list[int], vocab_size: int, longest: int) -> None:

@@ -85,7 +85,8 @@ async def streamed(service: Service, asking: Asking, seconds: float) -> AsyncGen
 
 
 async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, usage: Usage) -> AsyncIterator[str]:
-    writer, whole = asking.writer, {}
+    writer = asking.writer
+    whole: dict[int, Answer] = {}
     begun: set[int] = set()
     async for index, output in outputs:
         usage.add(output)
@@ -103,7 +104,7 @@ async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, u
                 yield event(piece)
 
 
-async def _all_outputs(service: Service, asking: Asking, seconds: float) -> AsyncIterator[tuple[int, Output]]:
+async def _all_outputs(service: Service, asking: Asking, seconds: float) -> AsyncGenerator[tuple[int, Output], None]:
     """Outputs of all requests as they come, with the number of the choice each belongs to."""
     if len(asking.requests) == 1:
         async with contextlib.aclosing(service.outputs(asking.requests[0], seconds)) as outputs:
