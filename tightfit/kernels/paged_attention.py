@@ -15,10 +15,14 @@ from torch import Tensor
 from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.flash_blocks import Problem, capped_scores
 from tightfit.kernels.operators import multiprocessors, on_device_of
+from tightfit.kernels.overlap import launch_next, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 
 BLOCK_K = 64
-MOST_SPLITS = 64
+SHORT_BLOCK_K = 32
+"""Keys of a block where there are few sequences: more programs can share one."""
+FEW_PAIRS = 64
+MOST_SPLITS = 32
 WAVES = 4
 """Programs per multiprocessor that splitting aims at."""
 
@@ -34,15 +38,16 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
-    out: Tensor | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n]."""
     (B, heads, D), kv_heads = query.shape, keys.shape[2]
     assert query.stride(2) == 1
     assert keys.stride() == values.stride()
     assert tables.stride(1) == 1
+    block_k = _block_k(B * kv_heads)
     splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
-    out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype) if out is None else out
+    out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)
     if B == 0:
         return out
     parts = torch.empty((B, heads, splits, D), device=query.device, dtype=torch.float32)
@@ -52,6 +57,7 @@ def paged_attention(
     constants = problem.constants(query[None])
     constants.pop("HAS_BOUNDS")
     group = heads // kv_heads
+    launch = {"launch_pdl": True} if overlap else {}
     with on_device_of(query):
         _kernel[(kv_heads, splits, B)](
             query,
@@ -71,10 +77,12 @@ def paged_attention(
             GROUP=group,
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
-            BLOCK_K=16 if is_interpreted() else BLOCK_K,
+            BLOCK_K=block_k,
             SPLITS=splits,
+            OVERLAP=overlap,
             num_warps=4,
             num_stages=3,
+            **launch,
         )
         if splits > 1:
             _join_kernel[(heads, B)](
@@ -85,7 +93,9 @@ def paged_attention(
                 BLOCK_D=triton.next_power_of_2(D),
                 SPLITS=splits,
                 SPLITS_2=triton.next_power_of_2(splits),
+                OVERLAP=overlap,
                 num_warps=4,
+                **launch,
             )
     return out
 
@@ -93,7 +103,11 @@ def paged_attention(
 def split_count(pairs: int, capacity: int, device: torch.device) -> int:
     """How many programs share a sequence of up to `capacity` keys, given pairs of sequence and key head."""
     wanted = -(-WAVES * multiprocessors(device) // pairs)
-    return max(1, min(wanted, -(-capacity // BLOCK_K), MOST_SPLITS))
+    return max(1, min(wanted, -(-capacity // _block_k(pairs)), MOST_SPLITS))
+
+
+def _block_k(pairs: int) -> int:
+    return 16 if is_interpreted() else SHORT_BLOCK_K if pairs < FEW_PAIRS else BLOCK_K
 
 
 def paged_attention_eager(
@@ -122,9 +136,11 @@ def _kernel(  # type: ignore[no-untyped-def]
     q_batch, q_head, kv_block, kv_place, kv_head, table_row, window, inner, outer,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The queries of one key head over one of `SPLITS` shares of a sequence's keys, in whole blocks of BLOCK_K."""
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows, columns = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
     in_group, in_head = rows < GROUP, columns < D
@@ -172,9 +188,12 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join_kernel(  # type: ignore[no-untyped-def]
-    parts, norms, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr
+    parts, norms, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), for one head."""
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
     heads = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64) * heads + tl.program_id(0)
     total = tl.num_programs(1).to(tl.int64) * heads * SPLITS

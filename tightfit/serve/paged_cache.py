@@ -31,7 +31,7 @@ class PagedCache:
         dtype: torch.dtype,
         impl: Impl = "auto",
     ) -> None:
-        shape = (spec.layers, 2, blocks, block_size, spec.kv_heads, spec.head_dim)
+        shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)  # the last is for padding
         self.storage = torch.zeros(shape, device=device, dtype=dtype)  # zeros: what nobody wrote is masked, not NaN
         self.block_size, self.impl = block_size, impl
         self.attention: AttentionImpl = "rule"
@@ -64,8 +64,8 @@ class PagedCache:
             rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
             single = self._singles(step, rows, keys, values, scale, window, softcap)
             made.append(single.transpose(0, 1)[None])
-        for index in range(len(step.pieces)):
-            made.append(self._piece(step, index, query, key, value, layer, scale, window, softcap))
+        for group in step.groups:
+            made.append(self._pieces(step, group, query, key, value, layer, scale, window, softcap))
         return made[0] if len(made) == 1 else torch.cat(made, dim=2)
 
     def _singles(
@@ -92,10 +92,10 @@ class PagedCache:
         grouped = query.reshape(count, key.shape[1], -1, D)
         return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(count, heads, D)
 
-    def _piece(
+    def _pieces(
         self,
         step: Step,
-        index: int,
+        group: range,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -104,25 +104,25 @@ class PagedCache:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention of one piece, [1, heads, count, D]."""
-        piece = step.pieces[index]
-        rows = slice(piece.at, piece.at + piece.count)
-        if piece.before == 0:
-            own_key, own_value = key[:, :, rows], value[:, :, rows]
-        else:
-            table = torch.tensor([piece.blocks], device=query.device)
+        """Attention of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, D]."""
+        piece, count = step.pieces[group.start], len(group)
+        rows = slice(piece.at, piece.at + count * piece.count)
+        own_query, own_key, own_value = (_apart(part[0, :, rows], count) for part in (query, key, value))
+        if piece.before:
+            table = step.piece_tables[group.start]
             both = (self._gathered(self.storage[layer, part], table, piece.end) for part in (0, 1))
             own_key, own_value = (part.transpose(1, 2) for part in both)
-        return attention(
-            query[:, :, rows],
+        made = attention(
+            own_query,
             own_key,
             own_value,
-            step.visible[index],
+            step.visible[group.start],
             scale=scale,
             window=window,
             softcap=softcap,
             impl=self.attention,
         )
+        return made.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     def _gathered(self, part: Tensor, tables: Tensor, longest: int) -> Tensor:
         """The positions of blocks in `tables` [n, blocks] one after the other, [n, longest, kv_heads, D]."""
@@ -132,3 +132,8 @@ class PagedCache:
         else:
             found = part[tables[:, :blocks].long()]
         return found.flatten(1, 2)[:, :longest]
+
+
+def _apart(x: Tensor, count: int) -> Tensor:
+    """[heads, count · T, D] as [count, heads, T, D]."""
+    return x.transpose(0, 1).unflatten(0, (count, -1)).transpose(1, 2)

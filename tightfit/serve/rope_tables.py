@@ -31,6 +31,7 @@ class RopeTables:
     def __init__(self, spec: ModelSpec, length: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
         positions = torch.arange(length, device=device)[None]
+        self.by_length = any(rope.scaling == "longrope" for rope in ropes_of(spec))
         self.fixed = {
             rope: tables(rope, spec.head_dim, spec.max_positions, positions, dtype)
             for rope in ropes_of(spec)

@@ -1,4 +1,8 @@
-"""Runs the decoder on a step: the layers of models/decoder.py as they are, with attention over the paged cache."""
+"""Runs the decoder on a step, with attention over the paged cache.
+
+Models of the common kind run over joint weights (program.py), others through their layers in models/decoder.py as they
+are.
+"""
 
 import torch
 from torch import Tensor
@@ -6,7 +10,9 @@ from torch import Tensor
 from tightfit.kernels.cross_entropy import capped
 from tightfit.kernels.visibility import Visibility
 from tightfit.models.decoder import Decoder, Surroundings
+from tightfit.serve.joint_weights import can_join
 from tightfit.serve.paged_cache import PagedCache
+from tightfit.serve.program import Program
 from tightfit.serve.rope_tables import RopeTables
 from tightfit.serve.step import Step
 
@@ -18,10 +24,13 @@ class Runner:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
         self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
+        self.program = Program(model, cache, self.ropes) if can_join(model.spec) else None
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
         """Logits [R, V] of the step's rows; keys and values of all its tokens are stored."""
+        if self.program is not None:
+            return self.program.logits(step)
         x = self.hidden(step)
         rows = x[0] if step.rows.numel() == x.shape[1] else x[0, step.rows]
         return self.project(self.model.norm(rows))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tightfit.kernels.visibility import Visibility
+from tightfit.serve.device import to_device
 from tightfit.serve.scheduler import Chunk
 
 
@@ -59,6 +60,23 @@ class Step:
         return [Visibility(piece.count, piece.end, self.tokens.device) for piece in self.pieces]
 
     @cached_property
+    def groups(self) -> list[range]:
+        """Pieces whose attention is one operation: neighbours of one length with nothing before them."""
+        groups: list[range] = []
+        for index, piece in enumerate(self.pieces):
+            last = self.pieces[groups[-1].start] if groups else None
+            if last is not None and last.count == piece.count and last.before == piece.before == 0:
+                groups[-1] = range(groups[-1].start, index + 1)
+            else:
+                groups.append(range(index, index + 1))
+        return groups
+
+    @cached_property
+    def piece_tables(self) -> list[Tensor]:
+        """The blocks of each piece's sequence, [1, blocks]."""
+        return [to_device([piece.blocks], self.tokens.device) for piece in self.pieces]
+
+    @cached_property
     def _masks(self) -> dict[int | None, Tensor | None]:
         return {}
 
@@ -76,7 +94,12 @@ class Step:
 
 def ordered(chunks: Items[Chunk]) -> list[Chunk]:
     """`chunks` in the order a step has them."""
-    return sorted(chunks, key=lambda chunk: 0 if _is_single(chunk) else chunk.count + len(chunk.proposal))
+    return sorted(chunks, key=_place)
+
+
+def _place(chunk: Chunk) -> tuple[int, bool]:
+    """Singles first, then by length, those that begin at position 0 together."""
+    return (0, False) if _is_single(chunk) else (chunk.count + len(chunk.proposal), chunk.start > 0)
 
 
 def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, last_rows: bool = False) -> Step:
@@ -108,16 +131,16 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
     tables = [chunk.sequence.blocks + [0] * (most - len(chunk.sequence.blocks)) for chunk in singles]
     lengths = [chunk.end + len(chunk.proposal) for chunk in singles]
     return Step(
-        tokens=torch.tensor([tokens], device=device),
-        positions=torch.tensor([positions], device=device),
-        slots=torch.tensor(slots, device=device),
+        tokens=to_device([tokens], device),
+        positions=to_device([positions], device),
+        slots=to_device(slots, device),
         singles=len(singles),
-        tables=torch.tensor(tables, device=device, dtype=torch.int32).view(len(singles), most),
-        lengths=torch.tensor(lengths, device=device, dtype=torch.int32),
+        tables=to_device(tables, device, torch.int32).view(len(singles), most),
+        lengths=to_device(lengths, device, torch.int32),
         longest=max(lengths, default=0),
         pieces=pieces,
         rope_lengths=runs,
-        rows=torch.tensor(rows, device=device, dtype=torch.int64),
+        rows=to_device(rows, device, torch.int64),
         block_size=block_size,
     )
 
