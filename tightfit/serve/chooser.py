@@ -68,7 +68,7 @@ def _tokens(logits: Tensor, asked: Items[Asked]) -> list[list[int]]:
 
 
 def _number(sequence: Sequence) -> float:
-    return uniform(sequence.sampling.seed, sequence.index, len(sequence.tokens))
+    return uniform(sequence.sampling.seed, sequence.index, sequence.length)
 
 
 def _starts(asked: Items[Asked]) -> list[int]:

@@ -23,6 +23,10 @@ class EngineConfig:
     """The share of free memory that weights, activations and cache may take together."""
     block_size: int = 16
     prefix_cache: bool = True
+    pipelined: bool | None = None
+    """Launch a step before the tokens of the last one are read; None: on GPUs."""
+    graphs: bool = True
+    """Capture steps that repeat as CUDA graphs."""
     speculation: Speculation = "none"
     speculated_tokens: int = 4
 

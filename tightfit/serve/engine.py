@@ -2,9 +2,10 @@
 
 A step is scheduled, run and its tokens chosen; then every answer that got tokens is told so, and those that are over
 give their blocks back. Where the model runs on a GPU and nothing needs the host, a step is launched before the tokens
-of the one before it are read (`pipelined.py`); the schedule needs lengths only.
+of the one before it are read (`pipeline.py`); the schedule needs lengths only.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,7 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.draft import make_draft_runner
 from tightfit.serve.grammar import Constraints, Matcher
 from tightfit.serve.paged_cache import PagedCache
+from tightfit.serve.pipeline import Flight, Pipeline
 from tightfit.serve.request import Answer, Output, Request, TokenChance
 from tightfit.serve.rope_tables import length_of_change
 from tightfit.serve.runner import Runner
@@ -81,11 +83,14 @@ class Engine:
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
         self._constraints: Constraints | None = None
+        self._host_bound = 0  # answers whose next token depends on what the host knows
+        self._flights: deque[Flight] = deque()
+        self._pipeline = self._make_pipeline()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights)
 
     def check(self, request: Request) -> Request:
         """The request with its answer no longer than there is room for; a UserError where it cannot be done."""
@@ -122,13 +127,44 @@ class Engine:
         """Nobody wants this request any more: its blocks are free at once. Unknown ones are none of our business."""
         for running in self._of_request.pop(request_id, []):
             self.scheduler.remove(running.sequence, "cancelled")
-            self._running.pop(running.sequence, None)
+            if self._running.pop(running.sequence, None) is not None:
+                self._host_bound -= running.sequence.sampling.needs_host
 
     def step(self) -> list[Output]:
-        """Run one step and return what it added."""
+        """Run a step, or launch the next and return what the one before added."""
+        if self._pipeline is not None and not self._host_bound:
+            return self._launch(self._pipeline)
+        outputs = self._landed(0)
         chunks = self.scheduler.schedule()
-        if not chunks:
-            return []
+        return outputs + (self._run(chunks) if chunks else [])
+
+    def _launch(self, pipeline: Pipeline) -> list[Output]:
+        """Launch the next step, then read the tokens of the one before."""
+        chunks = ordered(self.scheduler.schedule())
+        if chunks:
+            self.counts.steps += 1
+            self._flights.append(pipeline.launch(chunks))
+            for chunk in chunks:
+                self.scheduler.launched(chunk)
+                if not chunk.chooses:
+                    self.scheduler.settle(chunk.sequence)
+        return self._landed(1 if chunks else 0)
+
+    def _landed(self, flying: int) -> list[Output]:
+        """What the steps under way added, but for the last `flying`."""
+        outputs = []
+        while len(self._flights) > flying:
+            flight = self._flights.popleft()
+            for chunk, token in zip(flight.chunks, flight.read(), strict=True):
+                chunk.sequence.pending -= 1
+                if chunk.sequence in self._running:
+                    outputs.append(self._took(chunk, Chosen([token], [])))
+                    self.scheduler.settle(chunk.sequence)
+                    self._start_siblings(chunk.sequence)
+        return outputs
+
+    def _run(self, chunks: list[Chunk]) -> list[Output]:
+        """One step, to its end."""
         drafts = self._proposer.propose(chunks) if self._proposer else {}
         chunks = ordered(chunks)
         logits = self.runner.logits(make_step(chunks, self.config.block_size, self.runner.device))
@@ -166,6 +202,16 @@ class Engine:
             lookahead=config.speculated_tokens if self._proposer else 0,
         )
 
+    def _make_pipeline(self) -> Pipeline | None:
+        """Steps that do not wait for the host: on a GPU, unless the host has to see every token."""
+        config, on_gpu = self.config, self.runner.device.type == "cuda"
+        if self._proposer is not None or self.scheduler.limits.rewind_at is not None:
+            return None
+        if not (on_gpu if config.pipelined is None else config.pipelined):
+            return None
+        capture = on_gpu and config.graphs and self.model.spec.experts is None
+        return Pipeline(self.runner, config.max_sequences, self.max_length, config.block_size, capture=capture)
+
     def _make_proposer(self, draft: Decoder | None) -> Proposer | None:
         if self.config.speculation == "lookup":
             return PromptLookup()
@@ -184,6 +230,7 @@ class Engine:
         text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
         running = Running(request, sequence, text, self._matcher(request))
         self._running[sequence] = running
+        self._host_bound += sampling.needs_host
         return running
 
     def _matcher(self, request: Request) -> Matcher | None:
@@ -203,12 +250,13 @@ class Engine:
     def _took(self, chunk: Chunk, chosen: Chosen) -> Output:
         """Tell an answer its next tokens, and end it where it is over."""
         sequence, running = chunk.sequence, self._running[chunk.sequence]
-        first = sequence.generated == 0
-        kept = len(chosen.tokens) - 1
-        self.counts.guessed += len(chunk.proposal)
-        self.counts.kept += kept
-        sequence.stored = chunk.end + kept
-        sequence.draft_stored = min(sequence.draft_stored, sequence.stored)
+        first = sequence.answered == 0
+        if chunk.proposal:
+            kept = len(chosen.tokens) - 1
+            self.counts.guessed += len(chunk.proposal)
+            self.counts.kept += kept
+            sequence.stored = chunk.end + kept
+            sequence.draft_stored = min(sequence.draft_stored, sequence.stored)
         taken, text, finish = self._extended(running, chosen.tokens)
         self.counts.answer_tokens += len(taken)
         if finish is not None:
@@ -241,12 +289,13 @@ class Engine:
             running.matcher.advance(token)
             if running.matcher.is_over:
                 return "stop"
-        return "length" if running.sequence.generated >= sampling.max_tokens else None
+        return "length" if running.sequence.answered >= sampling.max_tokens else None
 
     def _finish(self, running: Running, finish: Finish) -> None:
         self.scheduler.settle(running.sequence)
         self.scheduler.remove(running.sequence, finish)
         del self._running[running.sequence]
+        self._host_bound -= running.sequence.sampling.needs_host
         self._start_siblings(running.sequence, running)
         rest = self._of_request[running.request.id]
         rest.remove(running)

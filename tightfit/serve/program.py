@@ -1,8 +1,8 @@
 """The decoder's forward pass over joint weights: the same numbers in fewer and larger operations.
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
-after it. Few tokens on a GPU (decoding): five kernels of our own around attention's two, in which norms, activations and
-residuals are part of the products (kernels/decode_linear.py).
+after it. Few tokens on a GPU (decoding): five kernels of our own around attention's two, in which norms, activations
+and residuals are part of the products (kernels/decode_linear.py).
 """
 
 from collections.abc import Callable

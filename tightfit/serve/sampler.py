@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightfit.serve.device import to_device
 from tightfit.serve.sampling import Sampling
 from tightfit.serve.sequence import Sequence
 
@@ -34,7 +35,7 @@ class Rows:
         """The settings of rows in order."""
 
         def column(values: list[float], off: float) -> Tensor | None:
-            return None if all(value == off for value in values) else torch.tensor(values, device=device)[:, None]
+            return None if all(value == off for value in values) else to_device(values, device)[:, None]
 
         top_k = [min(each.top_k, vocab_size) or vocab_size for each in settings]
         return cls(
@@ -48,17 +49,18 @@ class Rows:
 
 def probabilities(logits: Tensor, settings: Items[Sampling]) -> Tensor:
     """What each row [R, V] is drawn from; all of it on the likeliest token for greedy rows."""
-    temperature = torch.tensor([each.temperature or 1.0 for each in settings], device=logits.device)
+    temperature = to_device([each.temperature or 1.0 for each in settings], logits.device)
     chances = (logits.float() / temperature[:, None]).softmax(-1)
     cut = [index for index, each in enumerate(settings) if _cuts(each)]
     if cut:
-        some = slice(None) if len(cut) == len(settings) else torch.tensor(cut, device=logits.device)
+        some = slice(None) if len(cut) == len(settings) else to_device(cut, logits.device)
         rows = Rows.of([settings[index] for index in cut], logits.device, logits.shape[-1])
         chances[some] = filtered(chances[some], rows)
     greedy = [index for index, each in enumerate(settings) if each.is_greedy]
     if greedy:
-        best = logits[greedy].argmax(-1, keepdim=True)
-        chances[greedy] = torch.zeros_like(chances[greedy]).scatter_(-1, best, 1.0)
+        rows_of_greedy = to_device(greedy, logits.device)
+        best = logits[rows_of_greedy].argmax(-1, keepdim=True)
+        chances[rows_of_greedy] = chances.new_zeros(len(greedy), logits.shape[-1]).scatter_(-1, best, 1.0)
     return chances
 
 

@@ -60,6 +60,11 @@ class Sequence:
         return self.length - len(self.prompt)
 
     @property
+    def answered(self) -> int:
+        """Tokens of the answer that are known."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def answer(self) -> list[int]:
         """The tokens of the answer."""
         return self.tokens[len(self.prompt) :]

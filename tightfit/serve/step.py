@@ -117,7 +117,8 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
     for chunk in chunks:
         own, guesses = chunk.sequence, chunk.proposal
         at, end = len(tokens), chunk.end + len(guesses)
-        tokens += own.tokens[chunk.start : chunk.end] + guesses
+        known = own.tokens[chunk.start : chunk.end]
+        tokens += known + [0] * (chunk.count - len(known)) + guesses  # what is not known yet is on the device
         positions += range(chunk.start, end)
         slots += (own.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
         runs.append((end - chunk.start, own.length))
