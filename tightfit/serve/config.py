@@ -27,6 +27,8 @@ class EngineConfig:
     """Launch a step before the tokens of the last one are read; None: on GPUs."""
     graphs: bool = True
     """Capture steps that repeat as CUDA graphs."""
+    overlap: bool = True
+    """Let a kernel of a decoding step begin while the one before it ends, on cards that can."""
     speculation: Speculation = "none"
     speculated_tokens: int = 4
 

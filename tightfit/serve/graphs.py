@@ -8,6 +8,7 @@ from where the step before left them on the device. Where nothing can be capture
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ def decode_sizes(most: int) -> list[int]:
 
 @dataclass
 class Captured:
-    """A function of nothing, run as a graph where there is one."""
+    """A function of nothing, run as a graph where there is one. The output projection is not part of it: logits of
+    every captured size would be kept."""
 
     run: Callable[[], Tensor]
     graph: "torch.cuda.CUDAGraph | None"
@@ -86,9 +88,9 @@ class Graphs:
     def capture_all(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
         for size in sorted(self.sizes, reverse=True):
-            self._decoding[size] = self._captured(lambda size=size: self._decode(size))
+            self._decoding[size] = self._captured(partial(self._decode, size))
         for size in sorted((s for s in PROMPT_SIZES if s <= self.max_length), reverse=True):
-            self._prompts[size] = self._captured(lambda size=size: self._read_prompt(size))
+            self._prompts[size] = self._captured(partial(self._read_prompt, size))
 
     def takes_prompt(self, chunk: Chunk) -> bool:
         """Whether a chunk that is alone in its step is a short whole prompt."""
@@ -114,7 +116,7 @@ class Graphs:
         tables[count:size] = self.padding_block
         self._numbers.send()
         self._tables.send(size)
-        return self._get(self._decoding, size, self._decode)()[:count]
+        return self.runner.project(self._get(self._decoding, size, self._decode)()[:count])
 
     def read_prompt(self, chunk: Chunk) -> Tensor:
         """Logits [1, V] after a short prompt."""
@@ -127,7 +129,7 @@ class Graphs:
         host[1, count:size] = self.padding_block * self.block_size
         host[2, 0] = count - 1
         self._prompt.send()
-        return self._get(self._prompts, size, self._read_prompt)()
+        return self.runner.project(self._get(self._prompts, size, self._read_prompt)())
 
     def _place(self, chunk: Chunk) -> int:
         last = chunk.end - 1
@@ -158,7 +160,7 @@ class Graphs:
             rows=slots,  # as many as there are tokens: all of them
             block_size=self.block_size,
         )
-        return self.runner.logits(step)
+        return self.runner.states(step)
 
     def _read_prompt(self, size: int) -> Tensor:
         tokens, places, rows = self._prompt.device_side
@@ -175,10 +177,10 @@ class Graphs:
             rows=rows[:1],
             block_size=self.block_size,
         )
-        return self.runner.logits(step)
+        return self.runner.states(step)
 
     def _get(self, kept: dict[int, Captured], size: int, run: Callable[[int], Tensor]) -> Captured:
-        return kept.get(size) or Captured(lambda: run(size), None)
+        return kept.get(size) or Captured(partial(run, size), None)
 
     @torch.inference_mode()
     def _captured(self, run: Callable[[], Tensor]) -> Captured:

@@ -58,8 +58,8 @@ def _joined(index: int, layer: Layer) -> JointLayer:
     gate_up, gate_up_bias = _join(mlp.gate, mlp.up)
     return JointLayer(
         index=index,
-        attention_norm=_weight(layer.attention_norm),
-        mlp_norm=_weight(layer.mlp_norm),
+        attention_norm=norm_weight(layer.attention_norm),
+        mlp_norm=norm_weight(layer.mlp_norm),
         qkv=qkv,
         qkv_bias=qkv_bias,
         q_norm=_optional(attention.q_norm),
@@ -79,7 +79,8 @@ def _joined(index: int, layer: Layer) -> JointLayer:
 
 def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """One weight over the other, and the biases, where there are any."""
-    weight = torch.cat([linear.weight for linear in linears])
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    weight = torch.cat(weights)
     biases = [linear.bias for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
     at = 0
@@ -92,11 +93,12 @@ def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _weight(norm: nn.Module) -> Tensor:
+def norm_weight(norm: nn.Module) -> Tensor:
+    """The weight of a norm."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
     return weight
 
 
 def _optional(norm: nn.Module | None) -> Tensor | None:
-    return None if norm is None else _weight(norm)
+    return None if norm is None else norm_weight(norm)

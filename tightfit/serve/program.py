@@ -21,7 +21,7 @@ from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.decoder import Decoder
-from tightfit.serve.joint_weights import JointLayer, join_layers
+from tightfit.serve.joint_weights import JointLayer, join_layers, norm_weight
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.rope_tables import RopeTables
 from tightfit.serve.step import Step
@@ -32,25 +32,34 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Program:
     """A decoder of the common kind (joint_weights.py), run on steps."""
 
-    def __init__(self, model: Decoder, cache: PagedCache, ropes: RopeTables) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, ropes: RopeTables, *, overlap: bool = True) -> None:
         spec = model.spec
         self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
         self.layers = join_layers(model)
         self.offset = 1.0 if spec.norm == "rms_plus_one" else 0.0
-        self.head, self.final_norm = model.head.weight, model.norm.weight
+        self.head: Tensor = model.head.weight
+        self.final_norm = norm_weight(model.norm)
         self.on_gpu = use_triton("auto", model.embed.weight)
-        self.overlap = can_overlap(model.embed.weight.device)
+        self.overlap = overlap and can_overlap(model.embed.weight.device)
         self.product: Product = F.linear
 
-    def logits(self, step: Step) -> Tensor:
-        """Logits [R, V] of the step's rows."""
+    def states(self, step: Step) -> Tensor:
+        """The residual stream after the last layer at the step's rows, [R, H]."""
         x = self.model.embedded(step.tokens, step.positions)[0]
         if self.on_gpu and not step.pieces and not self.ropes.by_length and len(x) <= MOST_ROWS:
             return self._few(x, step)
         return self._many(x, step)
 
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [R, V]."""
+        if self.on_gpu and len(states) <= MOST_ROWS:
+            logits = self._normed_product(states, self.head, None, self.final_norm, out_dtype=torch.float32)
+        else:
+            logits = self.product(self._norm(states, self.final_norm), self.head, None)
+        return capped(logits, self.spec.logit_softcap)
+
     def _many(self, x: Tensor, step: Step) -> Tensor:
-        """Logits of any step; x is [N, H]."""
+        """Of any step; x is [N, H]."""
         self.cache.step = step
         ropes = self.ropes.of(step)
         normed = self._norm(x, self.layers[0].attention_norm)
@@ -59,11 +68,11 @@ class Program:
             normed, x = self._norm_of_sum(mixed, x, layer.mlp_norm)
             gate, up = self.product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             made = self.product(glu(gate, up, self.spec.activation), layer.down, layer.down_bias)
-            following = layer.index + 1
-            weight = self.layers[following].attention_norm if following < len(self.layers) else self.final_norm
-            normed, x = self._norm_of_sum(made, x, weight)
-        rows = normed if step.rows.numel() == len(normed) else normed[step.rows]
-        return capped(self.product(rows, self.head, None), self.spec.logit_softcap)
+            if layer.index + 1 < len(self.layers):
+                normed, x = self._norm_of_sum(made, x, self.layers[layer.index + 1].attention_norm)
+        if step.rows.numel() == len(x):
+            return x + made
+        return x[step.rows] + made[step.rows]
 
     def _attention(self, normed: Tensor, layer: JointLayer, step: Step, ropes: dict) -> Tensor:
         """Attention of all tokens, [N, heads · D]."""
@@ -113,25 +122,36 @@ class Program:
         return mixed.flatten(1)
 
     def _few(self, x: Tensor, step: Step) -> Tensor:
-        """Logits of a decoding step of few sequences, float32."""
-        eps, offset, overlap = self.spec.norm_eps, self.offset, self.overlap
-        normed = {"norm_eps": eps, "norm_offset": offset}
+        """Of a decoding step of few sequences."""
         for layer in self.layers:
-            qkv = decode_linear(x, layer.qkv, bias=layer.qkv_bias, norm=layer.attention_norm, overlap=overlap, **normed)
-            mixed = self._decode_attention(qkv, layer, step, overlap)
-            x = decode_linear(mixed, layer.o, bias=layer.o_bias, residual=x, overlap=overlap)
-            inner = decode_linear(
-                x,
-                layer.gate_up,
-                bias=layer.gate_up_bias,
-                norm=layer.mlp_norm,
-                activation=self.spec.activation,
-                overlap=overlap,
-                **normed,
-            )
-            x = decode_linear(inner, layer.down, bias=layer.down_bias, residual=x, overlap=overlap)
-        logits = decode_linear(x, self.head, norm=self.final_norm, out_dtype=torch.float32, overlap=overlap, **normed)
-        return capped(logits, self.spec.logit_softcap)
+            qkv = self._normed_product(x, layer.qkv, layer.qkv_bias, layer.attention_norm)
+            mixed = self._decode_attention(qkv, layer, step, self.overlap)
+            x = decode_linear(mixed, layer.o, bias=layer.o_bias, residual=x, overlap=self.overlap)
+            inner = self._normed_product(x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, gated=True)
+            x = decode_linear(inner, layer.down, bias=layer.down_bias, residual=x, overlap=self.overlap)
+        return x
+
+    def _normed_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Tensor,
+        *,
+        gated: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return decode_linear(
+            x,
+            weight,
+            bias=bias,
+            norm=norm,
+            norm_eps=self.spec.norm_eps,
+            norm_offset=self.offset,
+            activation=self.spec.activation if gated else None,
+            out_dtype=out_dtype,
+            overlap=self.overlap,
+        )
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps, offset=self.offset)
