@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, H hidden size, D head size, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,23 @@ class Implementations:
     """The rows of the vocabulary that are here, where other ranks have the rest."""
 
 
+class Attend(Protocol):
+    """Attention of one layer, given by whoever keeps keys and values elsewhere."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Of query [B, heads, T, D] and the new key, value [B, kv_heads, T, D]; made is [B, heads, T, D]."""
+
+
 @dataclass
 class Surroundings:
     """What all layers of one forward share: who sees whom, rope tables, and the cache if there is one."""
@@ -47,6 +65,8 @@ class Surroundings:
     visible: Visibility
     ropes: dict[Rope, tuple[Tensor, Tensor]]
     cache: KeyValueCache | None
+    attend: Attend | None = None
+    """Takes the place of cache and attention."""
 
 
 @dataclass
@@ -82,6 +102,11 @@ class Attention(nn.Module):
         if self.rope is not None:
             cos, sin = around.ropes[self.rope]
             query, key = rope(query, key, cos, sin, impl=self.impl.rope)
+        if around.attend is not None:
+            mixed = around.attend(
+                self.layer, query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
+            )
+            return self.o(mixed.transpose(1, 2).flatten(2))
         if around.cache is not None:
             key, value = around.cache.extend(self.layer, key, value)
         mixed = attention(

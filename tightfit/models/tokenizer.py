@@ -124,9 +124,14 @@ class Tokenizer:
         with _panics_told():
             return self._plain.decode(list(ids), skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins."""
-        return self._render(messages, add_generation_prompt)[0]
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins.
+
+        `tools` are functions the model may call, in OpenAI's words; templates that know none pass over them.
+        """
+        return self._render(messages, add_generation_prompt, tools)[0]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Token ids of the whole conversation, and for each whether the assistant says it.
@@ -178,14 +183,16 @@ class Tokenizer:
     def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
         return answer_spans(messages, text, self.render_chat, frozenset(self.special_tokens.values()))
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
         """The rendered conversation and what `{% generation %}` marks in it, if the template has such marks."""
         from tightfit.models.chat_template import chat_template
 
         template = self.chat_template
         if template is None:
             raise UserError("the tokenizer has no chat template, so it cannot lay out a conversation; use plain text")
-        values = {**self._wrapped.special_tokens_map, "add_generation_prompt": add_generation_prompt}
+        values = {**self._wrapped.special_tokens_map, "add_generation_prompt": add_generation_prompt, "tools": tools}
         return chat_template(template).render(_checked(messages), **values)
 
 
