@@ -3,8 +3,8 @@
 Weights rotate through more memory than the cache holds, calls are captured as one graph, and rates count the weight's
 bytes. Prints the best tiles; kernels/decode_linear.py has them in `tile_for`.
 
-    python benchmarks/decode_linear.py                (a GPU; two minutes)
-    python benchmarks/decode_linear.py --rows 1 --model 8b
+    python -m benchmarks.decode_linear                (a GPU; two minutes)
+    python -m benchmarks.decode_linear --rows 1 --model 8b
 """
 
 import argparse

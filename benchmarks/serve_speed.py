@@ -3,9 +3,9 @@
 The workloads are those of a vLLM script that runs beside it: greedy, lengths fixed, no prefix cache, 8192 positions.
 Every case is guarded, so that one failure does not lose the others. Rows go to benchmarks/results/serve_speed.csv.
 
-    python benchmarks/serve_speed.py                      1B and 8B on a GPU, under four minutes
-    python benchmarks/serve_speed.py --model 1b --profile what the kernels of a step take
-    python benchmarks/serve_speed.py --tiny --device cpu  the same code on tiny shapes
+    python -m benchmarks.serve_speed                      1B and 8B on a GPU, under four minutes
+    python -m benchmarks.serve_speed --model 1b --profile what the kernels of a step take
+    python -m benchmarks.serve_speed --tiny --device cpu  the same code on tiny shapes
 """
 
 import argparse
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from results import RESULTS, append_row
 
+from benchmarks.rows import RESULTS, append_row
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
