@@ -16,7 +16,7 @@ from tightfit.parallel.forked import start_server
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
     ["errors", "durable"],
-    ["hardware", "models.spec", "jobs"],
+    ["hardware", "models.spec", "jobs", "levers.policy"],
     ["memory.ledger", "memory.formulas"],
     ["plan"],
     ["kernels", "models", "levers", "parallel", "memory"],

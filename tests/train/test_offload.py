@@ -15,7 +15,8 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers import state_link
-from tightfit.levers.offload import IN_FLIGHT_BYTES, placements
+from tightfit.levers.offload import placements
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.train.assembly import assemble

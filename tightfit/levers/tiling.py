@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tightfit.errors import UserError
 from tightfit.kernels.attention import attention
 from tightfit.kernels.rope import rope
+from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles
 from tightfit.models.decoder import Decoder, Layer, Surroundings
 from tightfit.models.mlp import Mlp
@@ -44,11 +45,6 @@ def tile_layers(model: Decoder, tiles: int) -> None:
         )
     for layer in dense:
         layer.forward = TiledLayer(cast(Layer, layer), tiles, layer.forward)
-
-
-def head_groups(kv_heads: int, tiles: int) -> int:
-    """In how many groups attention's heads are computed: what divides the key heads, at most `tiles`."""
-    return max(count for count in range(1, min(kv_heads, tiles) + 1) if kv_heads % count == 0)
 
 
 @dataclass(frozen=True)
