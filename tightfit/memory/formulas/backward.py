@@ -22,7 +22,8 @@ def backward(rank: RankMemory) -> list[StepMoment]:
         moments.append(_at_loss(rank))
     if stage.has_embedding:
         moments.append(_at_embedding(rank))
-    if sharded is not None:
+    # Whole sums are reduced in the last backward of a step, whose other micro-batches are gone.
+    if sharded is not None and (rank.gradients.earlier_bytes or not sharded.sums_whole):
         moments += [_at_reduction(rank, sharded, visit) for visit in visits if not visit.is_inner]
         if rank.stage.root:
             moments.append(_at_last_reduction(rank, sharded))

@@ -19,6 +19,7 @@ from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, put_off_bytes, whole
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.stage import StageMemory
 from tightfit.memory.formulas.states import States
+from tightfit.memory.formulas.working_weights import WholeWeights
 
 
 class Gradients(NamedTuple):
@@ -34,8 +35,6 @@ class Gradients(NamedTuple):
     """What a weight adds once its gradient is complete, where it is not there already."""
     limit_bytes: int | None
     """At most so many bytes of complete ones wait for the link to the host; None where all stay to the step's end."""
-    largest_bytes: int
-    """Of one matrix of a layer: beyond the limit, the one that backward has just made."""
     left_bytes: int
     """Of the step before, whose updates have not been waited for when forward begins."""
     head_bytes: int
@@ -50,22 +49,26 @@ class Gradients(NamedTuple):
 
     def at_work(self, moment: LayerMoment, done_bytes: int) -> int:
         """Of the layer at work, beside `done_bytes` of others."""
-        made = moment.weights_to_add if self.add_in_place else moment.weights_with_gradient
-        made_bytes = self.element_bytes * made
-        if self.limit_bytes is not None:
-            made_bytes = min(made_bytes, self.limit_bytes - done_bytes + self.largest_bytes)
-        return made_bytes + self.element_bytes * moment.weight_copies
+        new_bytes, copies_bytes = self.element_bytes * moment.weights_to_add, self.element_bytes * moment.weight_copies
+        if self.add_in_place:
+            return new_bytes + copies_bytes
+        made_bytes = self.element_bytes * moment.weights_with_gradient
+        if self.limit_bytes is not None:  # what the operation at work makes is not on its way yet
+            made_bytes = min(made_bytes, self.limit_bytes - done_bytes + new_bytes)
+        return made_bytes + copies_bytes
 
 
-def make_gradients(layout: Layout, levers: Levers, stage: StageMemory, states: States, summed: int) -> Gradients:
+def make_gradients(
+    layout: Layout, levers: Levers, stage: StageMemory, states: States, weights: WholeWeights, summed: int
+) -> Gradients:
     """Of a rank that sums `summed` micro-batches."""
     owned, element_bytes = states.owned, states.element_bytes
-    kept_bytes = states.reduced_bytes if layout.zero else element_bytes
+    kept_bytes = states.kept_gradient_bytes
     earlier_bytes = kept_bytes * _earlier_weights(layout, owned, stage.weights, summed)
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
     is_limited = levers.offload != "none" and levers.update_in_backward
-    late_bytes = _late_bytes(levers, stage, element_bytes) if is_limited else 0
-    stays_bytes = kept_bytes * owned / max(1, stage.weights)
+    late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
+    stays_bytes = kept_bytes * (1 if weights.sums_whole else owned / max(1, stage.weights))
     makes_head = stage.stage.has_head and not adds_in_place
     head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)
     return Gradients(
@@ -74,18 +77,21 @@ def make_gradients(layout: Layout, levers: Levers, stage: StageMemory, states: S
         add_in_place=adds_in_place,
         bytes_per_done_weight=0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes,
         limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
-        largest_bytes=element_bytes * max(stage.last_layer_matrices),
         left_bytes=0 if levers.offload == "none" else _left_bytes(stage, states, stays_bytes, is_limited, late_bytes),
         head_bytes=element_bytes * stage.vocabulary if head_waits else 0,
         head_bytes_at_last_layer=element_bytes * stage.vocabulary if head_waits or (is_limited and makes_head) else 0,
     )
 
 
-def _late_bytes(levers: Levers, stage: StageMemory, element_bytes: int) -> int:
-    """Gradients whose updates are put off until backward is over: whole matrices, from the last layer back."""
-    layers = stage.stage.last - stage.stage.first
-    sizes = [element_bytes * matrix for matrix in stage.last_layer_matrices[::-1]] * layers
-    return sum(sizes[: whole_that_fit(sizes, put_off_bytes(levers.offload_gradient_bytes))])
+def _late_bytes(levers: Levers, stage: StageMemory, states: States) -> int:
+    """Gradients whose updates are put off until backward is over: whole matrices, from the last layer back.
+
+    levers/offload.py chooses them by their bytes as they are updated.
+    """
+    matrices = stage.last_layer_matrices[::-1] * (stage.stage.last - stage.stage.first)
+    sizes_bytes = (states.updated_bytes * matrix for matrix in matrices)
+    count = whole_that_fit(sizes_bytes, put_off_bytes(levers.offload_gradient_bytes))
+    return states.element_bytes * sum(matrices[:count])
 
 
 def _earlier_weights(layout: Layout, owned: int, whole: int, summed: int) -> int:

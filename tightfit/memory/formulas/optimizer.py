@@ -16,7 +16,7 @@ def optimizer(rank: RankMemory) -> StepMoment:
     if rank.levers.update_in_backward:
         return StepMoment(all_gradients=min(rank.gradients.limit_bytes or 0, element_bytes * count))
     if isinstance(rank.weights, ShardedWeights):
-        return StepMoment(all_gradients=rank.states.reduced_bytes * rank.states.owned)
+        return StepMoment(all_gradients=rank.states.kept_gradient_bytes * rank.states.owned)
     updates_wide = rank.states.masters > 0 or element_bytes == WIDE
     if not is_torch_adamw(rank.levers, wide=updates_wide):
         return StepMoment(all_gradients=element_bytes * count, update_copies=_factored_bytes(rank, count))

@@ -52,6 +52,7 @@ def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int) -> tu
     return tuple(stage.last - stage.first for stage in stages)
 
 
+@lru_cache(maxsize=4096)
 def telling_ranks(
     spec: ModelSpec, length: int, layout: Layout, micro_batches: int, *, every: int, count: int
 ) -> tuple[int, ...]:

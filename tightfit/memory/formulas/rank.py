@@ -46,8 +46,9 @@ def rank_memory(
     spec, shape = workload.spec, local_shape(workload, layout, levers)
     stage = stage_memory(workload, layout, levers, shape, rank)
     micro_batches = max(1, workload.global_batch // (layout.micro_batch * layout.data))
-    flight = _in_flight(layout, stage, micro_batches, shape.element_bytes)
     states = resident_states(workload, layout, levers, stage.params, stage.widest)
+    flight = _in_flight(layout, stage, micro_batches, states.kept_gradient_bytes * stage.weights)
+    weights = working_weights(layout, levers, stage, states, micro_batches)
     one_checkpoint_bytes = checkpoint_bytes(spec, shape, levers) if stage.offloaded else 0
     passes = max(1, pieces_in_flight(layout, rank, micro_batches) / layout.stages_per_rank)
     return RankMemory(
@@ -71,8 +72,8 @@ def rank_memory(
             moments=states.host_moments,
             checkpoints=int(passes * stage.offloaded * one_checkpoint_bytes),
         ),
-        gradients=make_gradients(layout, levers, stage, states, flight.summed),
-        weights=working_weights(layout, levers, stage, states, flight.summed),
+        gradients=make_gradients(layout, levers, stage, states, weights, flight.summed),
+        weights=weights,
         other_micro_batches_bytes=flight.other_bytes,
         arriving_bytes=one_checkpoint_bytes,
     )
@@ -87,7 +88,7 @@ class InFlight(NamedTuple):
     """Of how many micro-batches gradients are summed by its end; with one, there are none from before."""
 
 
-def _in_flight(layout: Layout, stage: StageMemory, micro_batches: int, element_bytes: int) -> InFlight:
+def _in_flight(layout: Layout, stage: StageMemory, micro_batches: int, gradients_bytes: int) -> InFlight:
     if layout.pipeline == 1:
         return InFlight(0, micro_batches)
     rank, chunks = stage.stage.rank, layout.stages_per_rank
@@ -104,6 +105,6 @@ def _in_flight(layout: Layout, stage: StageMemory, micro_batches: int, element_b
     if not forwards_come_first(layout, rank, micro_batches):
         return InFlight(other_bytes, micro_batches)
     # Fullest in the first backward or, if gradients take more than a micro-batch, in the second, when one is gone.
-    if each_bytes + loss_bytes >= element_bytes * stage.weights or micro_batches == 1:
+    if each_bytes + loss_bytes >= gradients_bytes or micro_batches == 1:
         return InFlight(other_bytes, 1)
     return InFlight(max(0, other_bytes - each_bytes - loss_bytes), micro_batches)

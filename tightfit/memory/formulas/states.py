@@ -64,8 +64,10 @@ class States(NamedTuple):
     """That share one copy of them, where ZeRO splits them."""
     element_bytes: int
     """Of a weight, and of its gradient, in forward and backward."""
-    reduced_bytes: int
-    """Of a gradient that FSDP2 reduces and keeps: float32 where masters are."""
+    updated_bytes: int
+    """Of a weight as the optimizer updates it: float32 where masters are."""
+    kept_gradient_bytes: int
+    """Of a gradient as it is summed and kept: under FSDP2, which reduces it so, float32 where masters are."""
     weights: int
     masters: int
     moments: int
@@ -79,14 +81,15 @@ class States(NamedTuple):
 def resident_states(workload: Workload, layout: Layout, levers: Levers, params: Params, widest_layer: int) -> States:
     """Of a rank that has `params` before data ranks split them, `widest_layer` of them in one layer."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
-    ranks = layout.data * layout.context // layout.copies
+    updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.data * layout.context // layout.copies
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
     narrow_copy_stays = not (layout.zero and has_masters)  # else it exists while FSDP2 has it gathered
     states = States(
         owned=owned,
         ranks=ranks,
         element_bytes=element_bytes,
-        reduced_bytes=MASTER if has_masters else element_bytes,
+        updated_bytes=updated_bytes,
+        kept_gradient_bytes=updated_bytes if layout.zero else element_bytes,
         weights=element_bytes * owned if narrow_copy_stays else 0,
         masters=MASTER * owned if has_masters else 0,
         moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),

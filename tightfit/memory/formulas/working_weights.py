@@ -31,6 +31,8 @@ class WholeWeights:
 
     stage: StageMemory
     is_fp8: bool = False
+    sums_whole: bool = False
+    """Under ZeRO-1 micro-batches add up whole gradients."""
 
     def in_forward(self) -> int:
         """When the last layer runs."""
@@ -73,8 +75,6 @@ class ShardedWeights(WholeWeights):
     """A weight, in which gradients are reduced and kept: float32 where masters are."""
     stays_gathered: bool
     """Weights stay whole from one micro-batch to the next."""
-    sums_whole: bool
-    """Micro-batches add up whole gradients."""
 
     def in_forward(self) -> int:
         stage = self.stage
@@ -125,8 +125,10 @@ class ShardedWeights(WholeWeights):
         return self.reduced_bytes * weights // self.ranks
 
 
-def working_weights(layout: Layout, levers: Levers, stage: StageMemory, states: States, summed: int) -> WholeWeights:
-    """Of a rank that sums the gradients of `summed` micro-batches."""
+def working_weights(
+    layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int
+) -> WholeWeights:
+    """Of a rank that has `micro_batches` a step."""
     if not layout.zero:
         return WholeWeights(stage=stage, is_fp8=levers.matmul != "native")
     return ShardedWeights(
@@ -134,7 +136,7 @@ def working_weights(layout: Layout, levers: Levers, stage: StageMemory, states: 
         zero=layout.zero,
         ranks=states.ranks,
         element_bytes=states.element_bytes,
-        reduced_bytes=states.reduced_bytes,
-        stays_gathered=layout.zero < 3 and summed > 1,
-        sums_whole=layout.zero == 1 and summed > 1,
+        reduced_bytes=states.kept_gradient_bytes,
+        stays_gathered=layout.zero < 3 and micro_batches > 1,
+        sums_whole=layout.zero == 1 and micro_batches > 1,
     )
