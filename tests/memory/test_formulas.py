@@ -2,6 +2,7 @@
 
 import cProfile
 import pstats
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,6 +30,7 @@ from tightfit.models.presets import preset, preset_names
 
 GIB = 2**30
 BARE = Overheads(0, 0, 0)
+STEP = ("forward", "loss", "backward", "optimizer")
 
 
 def workload(model: str = "llama-3.1-8b", length: int = 4096, batch: int = 64, precision: Any = "bf16") -> Workload:
@@ -140,6 +142,44 @@ def test_the_quick_view_is_the_ledgers(name: str, layout: dict[str, Any]) -> Non
             sum(line.bytes for line in ledger.at("backward", rank, "host")) for rank in range(given.pipeline)
         )
         assert {phase for phase, _ in ledger.moments()} >= {"init", "forward", "loss", "backward", "optimizer"}
+
+
+def test_the_quick_view_is_the_fullest_rank_of_any_pipeline() -> None:
+    """Whatever is recomputed, however stages are cut and however few micro-batches there are."""
+    chance = random.Random(0)
+    for _ in range(300):
+        schedule = chance.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
+        layout = Layout.model_validate(
+            {
+                "micro_batch": 1,
+                "pipeline": chance.choice([2, 3, 4, 6, 8]),
+                "schedule": schedule,
+                "stages_per_rank": chance.choice([2, 3]) if schedule == "interleaved" else 1,
+                "data": 2,
+                "zero": chance.choice([0, 1]),
+            }
+        )
+        which = chance.choice([{}, {"checkpoint_every": chance.choice([1, 2, 3, 4])}, {"num_checkpoints": 5}])
+        levers = Levers.model_validate(which | {"offload": chance.choice(["none", "none", "optimizer"])})
+        model = chance.choice(["llama-3.1-8b", "gemma-2-9b", "qwen3-30b-a3b", "gpt2-xl", "gemma-3-12b"])
+        run = workload(model, length=chance.choice([256, 1024]), batch=2 * chance.choice([1, 2, 4, 8, 32]))
+        ledger = training_ledger(run, layout, levers)
+        assert peak(run, layout, levers)[0] == max(
+            ledger.total(lambda line, at=at: (line.phase, line.rank, line.place) == (*at, "gpu"))  # type: ignore[misc]
+            for at in ledger.moments()
+            if at[0] in STEP
+        ), (model, layout, levers)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_that_wait_for_the_host_are_shards_under_zero(zero: int) -> None:
+    """70B on eight cards: each updates an eighth of the weights, and has gradients of no more when forward begins."""
+    run, spec = workload("llama-3.1-70b", length=1024, batch=8), preset("llama-3.1-70b")
+    layout = Layout.model_validate({"micro_batch": 1, "data": 8, "zero": zero})
+    ledger = training_ledger(run, layout, Levers(offload="optimizer", checkpoint_every=1), BARE)
+    assert ledger.by_component("forward").get("gradients", 0) <= 4 * spec.params() / 8
+    alone = training_ledger(replace(run, global_batch=1), Layout(micro_batch=1), Levers(offload="optimizer"), BARE)
+    assert alone.by_component("forward")["gradients"] > 2 * 0.98 * spec.params(), "one card has all of them"
 
 
 @pytest.mark.parametrize("axis", ["data-0", "data-1", "data-2", "data-3", "tensor", "pipeline", "context"])

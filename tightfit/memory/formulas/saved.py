@@ -34,10 +34,6 @@ class SavedBytes(NamedTuple):
     mlp: int = 0
     routing: int = 0
 
-    def plus(self, other: "SavedBytes") -> "SavedBytes":
-        """These and the others."""
-        return SavedBytes(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     """Of a layer's first half: from the residual stream to the attention's output before it is added."""

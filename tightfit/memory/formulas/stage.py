@@ -228,7 +228,7 @@ class _StageLayers:
                     summing=self._fullest(kind, summed=True),
                     is_first=index == 0,
                     is_last=index == count - 1,
-                    is_inner=not is_end and index == inner,
+                    is_inner=not (is_end or every_layer),
                     awaits_input=self._awaits_input(kind, before),
                 )
             before[kind] += 1
