@@ -44,7 +44,9 @@ TORCH_FREE = ["hardware.cpu", "models.spec", "models.presets", "models.huggingfa
               "jobs.job", "jobs.load", "jobs.fields", "jobs.workload", "memory.ledger", "durable", "cli.main",
               "report.tables", "hardware.catalog", "hardware.machine", "hardware.local", "hardware.efficiency",
               "plan.answer", "plan.serving", "plan.export.files", "jobs.rules.refusals", "plan.job", "report.plan",
-              "memory.formulas.training", "memory.formulas.serving", "memory.comparison", "report.memory",
+              "levers.policy.recompute", "levers.policy.budget", "levers.policy.offload", "levers.policy.tiles",
+              "levers.policy.loss_chunks", "levers.policy.updates", "memory.formulas.training",
+              "memory.formulas.serving", "memory.comparison", "report.memory",
               "report.ledger", "report.timeline"]  # fmt: skip
 
 

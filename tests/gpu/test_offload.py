@@ -12,6 +12,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers import state_link
 from tightfit.levers.host_update import faster_route
+from tightfit.levers.policy.offload import PIECE_ELEMENTS
 from tightfit.models.decoder import Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
@@ -67,7 +68,7 @@ def stayed() -> dict[Any, Any]:
     }
 
 
-@pytest.mark.parametrize("pieces", [state_link.PIECE_ELEMENTS, 300_000])
+@pytest.mark.parametrize("pieces", [PIECE_ELEMENTS, 300_000])
 @pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
 @pytest.mark.parametrize("offload", ["optimizer", "weights"])
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from tightfit.kernels.linear_cross_entropy import (
     linear_cross_entropy_eager,
     rows_at_a_time,
 )
-from tightfit.kernels.logit_chunks import ALIGNMENT, chunk_rows, read_chunks
+from tightfit.kernels.logit_chunks import read_chunks
 from tightfit.kernels.scaled_copy import scaled_copy
+from tightfit.levers.policy.loss_chunks import ALIGNMENT, chunk_rows
 
 ROWS, HIDDEN, VOCAB = 11, 9, 37
 ROW_BYTES = 2 * 8 * ALIGNMENT

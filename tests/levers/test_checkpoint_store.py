@@ -15,7 +15,7 @@ from tightfit.levers import checkpoint_store
 from tightfit.levers.checkpoint_format import restored, stored
 from tightfit.levers.checkpoint_store import HostStore, WaitingOnHost
 from tightfit.levers.checkpointing import Checkpointing, checkpoint_layers
-from tightfit.memory.formulas.keeping import offloaded_count, stored_bytes
+from tightfit.levers.policy.offload import offloaded_count, stored_bytes
 from tightfit.memory.host import watched
 from tightfit.models.decoder import Decoder
 from tightfit.train.step import accumulate

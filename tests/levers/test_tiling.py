@@ -14,8 +14,9 @@ from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.kernels.triton_support import Impl
 from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles, tile_slices
-from tightfit.levers.tiling import head_groups, tile_layers
+from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec

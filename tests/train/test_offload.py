@@ -18,7 +18,7 @@ from tightfit.kernels.adamw import Numbers
 from tightfit.levers import host_update, state_link
 from tightfit.levers.host_update import fused_adamw
 from tightfit.levers.offload import placements
-from tightfit.levers.state_link import IN_FLIGHT_BYTES
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.prove.rehearsal import rehearse

@@ -14,8 +14,6 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.kernels.adamw8bit import widened
-from tightfit.levers.optimizer_states import CHUNK_ELEMENTS
-from tightfit.memory.formulas.training import FACTORED_CHUNK
 from tightfit.models.decoder import Decoder
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
@@ -154,13 +152,9 @@ def test_factored_is_adam_where_squares_have_rank_one() -> None:
 
 def test_factored_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained("fp32", optimizer_states="factored")
-    monkeypatch.setattr("tightfit.levers.optimizer_states.CHUNK_ELEMENTS", 7 * TINY.hidden_size)
+    monkeypatch.setattr("tightfit.levers.optimizer_states.FACTORED_CHUNK_ELEMENTS", 7 * TINY.hidden_size)
     cut = trained("fp32", optimizer_states="factored")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), cut.parameters(), strict=True))
-
-
-def test_the_formulas_know_the_chunk() -> None:
-    assert FACTORED_CHUNK == CHUNK_ELEMENTS
 
 
 @pytest.mark.parametrize("form", FORMATS)

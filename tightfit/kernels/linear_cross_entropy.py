@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import cross_entropy_eager
-from tightfit.kernels.logit_chunks import Wanted, chunk_rows, padded, read_chunks
+from tightfit.kernels.logit_chunks import Wanted, read_chunks
 from tightfit.kernels.logit_rows import IGNORED, LABEL, LARGEST, LOGSUMEXP, LossTerms, RowLabels
 from tightfit.kernels.loss_reduction import Reduction, check_reduction, divisor_of, wide
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
@@ -27,6 +27,7 @@ from tightfit.kernels.scaled_copy import scaled_copy
 from tightfit.kernels.sharded_weight import Projection, WeightShards, combiner, localize
 from tightfit.kernels.triton_support import use_triton
 from tightfit.kernels.vocab_parallel import VocabularyRows
+from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 
 IGNORE = -100
 LinearCrossEntropyImpl = Literal["auto", "triton", "torch", "eager"]

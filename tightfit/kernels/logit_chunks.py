@@ -16,13 +16,10 @@ from torch import Tensor
 
 from tightfit.kernels.logit_rows import Combine, LossTerms, RowLabels, read_rows
 from tightfit.kernels.operators import multiprocessors
+from tightfit.levers.policy.loss_chunks import padded
 
-ALIGNMENT = 64
-"""Rows of logits start at multiples of 128 bytes (in bf16), whatever the vocabulary: GEMMs on odd strides crawl."""
 TILE_SIDE = 128
 """Rows and columns of a product that one program of a GEMM makes, at least."""
-TILE_ROWS = 256
-"""Chunks are whole tiles of the GEMMs; a ragged one costs as much as a whole one."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +45,9 @@ class Gradients:
     bias: Tensor | None
 
 
-def padded(columns: int) -> int:
-    """Elements from one row of logits to the next."""
-    return -(-columns // ALIGNMENT) * ALIGNMENT
-
-
 def spans(total: int, rows: int) -> Iterator[slice]:
     """Consecutive chunks of at most `rows` of `total` rows."""
     return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
-
-
-def chunk_rows(total: int, most: int) -> int:
-    """Rows per chunk, at most `most`, of as few chunks of one size as that allows."""
-    if most >= total or most < TILE_ROWS:
-        return max(1, min(most, total))
-    chunks = -(-total // (most // TILE_ROWS * TILE_ROWS))
-    return -(-total // (chunks * TILE_ROWS)) * TILE_ROWS
 
 
 def read_chunks(

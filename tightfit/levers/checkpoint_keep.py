@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit.kernels.flash_attention  # noqa: F401  registers the operator below
 from tightfit.kernels.recomputation import result_unwanted
-from tightfit.memory.formulas.layer import Level
+from tightfit.levers.policy.recompute import KeepLevel
 
 aten = torch.ops.aten
 ATTENTION_NAMES = (
@@ -37,7 +37,7 @@ ATTENTION_NAMES = (
     "tightfit::simulated_attention",
 )
 PRODUCT_NAMES = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "tightfit::fp8_matmul")
-NAMES: dict[Level, frozenset[str]] = {
+NAMES: dict[KeepLevel, frozenset[str]] = {
     "attention": frozenset(ATTENTION_NAMES),
     "matmuls": frozenset(ATTENTION_NAMES + PRODUCT_NAMES),
 }
@@ -99,7 +99,7 @@ class _Repeated:
 class Keeper:
     """The two contexts of one layer's pass: `noting` around its forward, `handing` around computing it again."""
 
-    def __init__(self, level: Level, *, skips_last: bool) -> None:
+    def __init__(self, level: KeepLevel, *, skips_last: bool) -> None:
         self.names, self.skips_last, self.results = NAMES.get(level), skips_last, Results()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.errors import UserError
 from tightfit.hardware.host import free_host_bytes
 from tightfit.levers.checkpoint_format import Format, restored, stored
+from tightfit.levers.policy.offload import offloaded_count, stored_bytes
 from tightfit.levers.side_stream import SideStream, current_waits_for
-from tightfit.memory.formulas.keeping import offloaded_count, stored_bytes
 from tightfit.memory.host import claimed, host_empty
 
 Parts = tuple[Tensor, ...]

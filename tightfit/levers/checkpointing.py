@@ -1,8 +1,9 @@
 """Activation checkpointing: keep a layer's input (and what is dear to compute), run the rest of it again in backward.
 
 Chen et al. 2016; selectively, Korthikanti et al. 2022. Applied from outside by giving layers a `forward` that
-checkpoints; names and weights stay as they are. Which layers keep how much is decided by memory/formulas/keeping.py,
-from levers and the shapes a forward pass meets; how by checkpoint_keep.py, where inputs wait by checkpoint_store.py.
+checkpoints; names and weights stay as they are. Which layers keep how much is decided by levers/policy, which
+memory/formulas/keeping.py tells about the shapes a forward pass meets; how by checkpoint_keep.py, where inputs wait by
+checkpoint_store.py.
 Torch's non-reentrant checkpoint does the rest: random numbers are those of the first time, computing stops when all
 that backward needs is there, and weights that FSDP2 has gathered for backward are the ones used.
 """
@@ -20,8 +21,9 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpoint_keep import Keeper
 from tightfit.levers.checkpoint_store import HostStore, Waiting
-from tightfit.memory.formulas.keeping import Level, is_checkpointed, levels_of
-from tightfit.memory.formulas.share import Share
+from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed
+from tightfit.memory.formulas.keeping import levels_of
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.decoder import Decoder, Layer
 
 ALONE = Layout()
@@ -41,7 +43,7 @@ def checkpoint_layers(model: Decoder, levers: Levers, layout: Layout = ALONE) ->
 class Chosen:
     """What each layer keeps, and for each the number of recomputed ones before it."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[KeepLevel, ...]
     before: tuple[int, ...]
 
     @property
@@ -64,11 +66,17 @@ class Checkpointing:
     def _choose(self, rows: int, length: int, element_bytes: int) -> Chosen:
         layout = self.layout
         split = layout.sequence_parallel and layout.tensor > 1
-        share = Share(
-            rows, length * (layout.tensor if split else 1), element_bytes, layout.tensor, split, layout.context,
-            layout.expert, self.levers.tiles,
-        )  # fmt: skip
-        levels = levels_of(self.spec, self.levers, share, self.numbers)
+        shape = LocalShape(
+            rows=rows,
+            length=length * (layout.tensor if split else 1),
+            element_bytes=element_bytes,
+            tensor=layout.tensor,
+            sequence_parallel=split,
+            context=layout.context,
+            expert=layout.expert,
+            tiles=self.levers.tiles,
+        )
+        levels = levels_of(self.spec, self.levers, shape, self.numbers)
         return Chosen(levels, tuple(sum(level != "everything" for level in levels[:i]) for i in range(len(levels))))
 
     def run(self, place: int, forward: Forward, x: Tensor, *around: Any) -> tuple[Tensor, Tensor | None]:

@@ -6,12 +6,12 @@ backward) are those of the last layers, for the opposite reason. Vectors always 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tightfit.jobs.levers import Levers
-from tightfit.levers.state_link import IN_FLIGHT_BYTES
+from tightfit.levers.policy.offload import put_off_bytes, whole_that_fit
 
 LAYERS = "layers."
 
@@ -30,18 +30,14 @@ STAYS = Placement()
 
 def placements(named: Sequence[tuple[str, Tensor]], levers: Levers, state_bytes: float) -> dict[str, Placement]:
     """By parameter name; `state_bytes` a weight is what its moments take, with its master where there is one."""
+    found = {name: STAYS for name, _ in named}
     if levers.offload == "none":
-        return {name: STAYS for name, _ in named}
-    found, room = {}, float(levers.offload_keep_bytes)
-    for name, parameter in sorted(named, key=_in_layers):
-        size = parameter.numel() * (state_bytes + (parameter.itemsize if levers.offload == "weights" else 0))
-        if parameter.ndim < 2 or size <= room:
-            room -= 0 if parameter.ndim < 2 else size
-            found[name] = STAYS
-        else:
-            room = 0  # what comes after is waited for later
-            away = levers.offload == "weights" and name.startswith(LAYERS)
-            found[name] = Placement(states_away=True, weight_away=away)
+        return found
+    matrices = sorted(((name, each) for name, each in named if each.ndim >= 2), key=_in_layers)
+    streams_weights = levers.offload == "weights"
+    sizes = [each.numel() * (state_bytes + (each.itemsize if streams_weights else 0)) for _, each in matrices]
+    for name, _ in matrices[whole_that_fit(sizes, levers.offload_keep_bytes) :]:
+        found[name] = Placement(states_away=True, weight_away=streams_weights and name.startswith(LAYERS))
     return found | _late(named, levers, found)
 
 
@@ -54,12 +50,6 @@ def _late(named: Sequence[tuple[str, Tensor]], levers: Levers, found: dict[str, 
     """The last layers' matrices, as many as have gradients of so many bytes."""
     if not levers.update_in_backward:
         return {}
-    room, late = levers.offload_gradient_bytes - IN_FLIGHT_BYTES, {}
-    for name, parameter in reversed(named):
-        if not name.startswith(LAYERS) or not found[name].states_away:
-            continue
-        room -= parameter.nbytes
-        if room < 0:
-            break
-        late[name] = Placement(True, found[name].weight_away, late=True)
-    return late
+    away = [(name, each) for name, each in reversed(named) if name.startswith(LAYERS) and found[name].states_away]
+    count = whole_that_fit((each.nbytes for _, each in away), put_off_bytes(levers.offload_gradient_bytes))
+    return {name: replace(found[name], late=True) for name, _ in away[:count]}

@@ -27,9 +27,8 @@ from torch import Tensor
 from tightfit.jobs.state_format import Format
 from tightfit.kernels.adamw import Numbers, adamw, write
 from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
+from tightfit.levers.policy.updates import FACTORED_CHUNK_ELEMENTS
 
-CHUNK_ELEMENTS = 2**22
-"""Of a factored matrix, what is updated at a time: three float32 intermediates of so many numbers, 48 MiB."""
 States = dict[str, Tensor]
 Update = Callable[[Tensor, Tensor | None, Tensor, States, Tensor | None, Numbers], None]
 """Weight, narrow copy, gradient, states, the factor gradients are multiplied by, numbers."""
@@ -119,7 +118,7 @@ def _factored_matrix(
         mean.lerp_(norms.square() / gradient.shape[dim], 1 - numbers.beta2)
     row_share = (row / row.mean().clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
     width = weight.shape[1]
-    rows = max(1, CHUNK_ELEMENTS // width)
+    rows = max(1, FACTORED_CHUNK_ELEMENTS // width)
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         _factored_rows(

@@ -26,15 +26,11 @@ import torch
 from torch import Tensor
 
 from tightfit.levers.host_update import HostUpdates, HostWork
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, STATE_SLOTS
 from tightfit.levers.side_stream import Mark, SideStream, current_mark, current_waits_for
 from tightfit.memory.host import claimed
 
-PIECE_ELEMENTS = 4 * 2**20
-"""Weights updated at a time: as many rows of a matrix as have so many."""
-SLOTS = 6
 ALIGNMENT = 256
-IN_FLIGHT_BYTES = 512 * 2**20
-"""Gradients that may wait for the link before the step does; of what was put off, as much is sent ahead of need."""
 
 UpdatePiece = Callable[[dict[str, Tensor], slice], None]
 """Updates some rows of a matrix, with those of its host tensors that are on the GPU now, by kind."""
@@ -127,7 +123,7 @@ class StateLink:
 
     def open(self) -> None:
         """Allocate the ring."""
-        for _ in range(SLOTS):
+        for _ in range(STATE_SLOTS):
             memory = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self.device)
             self.slots.append(_Slot(claimed(memory, "workspace", "states on their way")))
 
@@ -198,7 +194,7 @@ class StateLink:
         home.updated, home.settled = self.updates.mark(), self.outbound.mark()
 
     def _send_piece(self, update: Update, rows: slice) -> None:
-        slot = self.slots[self.turn % SLOTS]
+        slot = self.slots[self.turn % STATE_SLOTS]
         self.turn += 1
         views = slot.views(update.home, rows)
         self.inbound.wait_for(slot.free)

@@ -31,6 +31,7 @@ from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.trainer import routed_layers_are_not_tiled
 from tightfit.kernels.attention import attention
 from tightfit.kernels.rope import rope
+from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles
 from tightfit.models.decoder import Decoder, Layer, Surroundings
 from tightfit.models.mlp import Mlp
@@ -44,11 +45,6 @@ def tile_layers(model: Decoder, tiles: int) -> None:
         raise UserError(sentence)
     for layer in (each for each in model.layers if isinstance(each.mlp, Mlp)):
         layer.forward = TiledLayer(cast(Layer, layer), tiles, layer.forward)
-
-
-def head_groups(kv_heads: int, tiles: int) -> int:
-    """In how many groups attention's heads are computed: what divides the key heads, at most `tiles`."""
-    return max(count for count in range(1, min(kv_heads, tiles) + 1) if kv_heads % count == 0)
 
 
 @dataclass(frozen=True)

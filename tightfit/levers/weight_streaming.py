@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.levers.policy.offload import WEIGHT_SLOTS
 from tightfit.levers.side_stream import Mark, SideStream, current_waits_for
 from tightfit.levers.state_link import ALIGNMENT, Home, StateLink
 from tightfit.memory.host import claimed
 
-SLOTS = 2
 WEIGHT = "weight"
 
 
@@ -49,7 +49,7 @@ class WeightStream:
         self.streamed, self.link, device = streamed, link, link.device
         self.loader = SideStream(device, first=True)  # its kernels narrow masters, piece by piece
         size = max(sum(_room(each.parameter.numel() * dtype.itemsize) for each in layer) for layer in streamed)
-        self.slots = [_Slot(self._memory(size, "weights", "of two layers")) for _ in range(SLOTS)]
+        self.slots = [_Slot(self._memory(size, "weights", "of two layers")) for _ in range(WEIGHT_SLOTS)]
         narrowed = any(each.home.tensors[WEIGHT].dtype != dtype for layer in streamed for each in layer)
         pieces = [each.home.tensors[WEIGHT][: each.home.rows_per_piece] for layer in streamed for each in layer]
         widest = max(piece.nbytes for piece in pieces) if narrowed else 0
@@ -67,7 +67,7 @@ class WeightStream:
 
     def _settle_in(self, index: int, dtype: torch.dtype) -> None:
         """Give the layer's parameters their places in its slot."""
-        at, memory = 0, self.slots[index % SLOTS].memory
+        at, memory = 0, self.slots[index % WEIGHT_SLOTS].memory
         for each in self.streamed[index]:
             size = each.parameter.numel() * dtype.itemsize
             each.parameter.data = memory[at : at + size].view(dtype).view(each.parameter.shape)
@@ -75,7 +75,7 @@ class WeightStream:
 
     def _run(self, index: int, forward: Any, *arguments: Any, **options: Any) -> Any:
         self._bring(index)
-        current_waits_for(self.slots[index % SLOTS].loaded)
+        current_waits_for(self.slots[index % WEIGHT_SLOTS].loaded)
         following = index - 1 if _in_backward() else index + 1
         if 0 <= following < len(self.streamed):
             self._bring(following)
@@ -85,7 +85,7 @@ class WeightStream:
         """Load a layer unless it is there, as it is now on the host, once its slot is not used any more."""
         for each in self.streamed[index]:
             self.link.hurry(each.home)
-        slot, updates = self.slots[index % SLOTS], tuple(each.home.updates for each in self.streamed[index])
+        slot, updates = self.slots[index % WEIGHT_SLOTS], tuple(each.home.updates for each in self.streamed[index])
         if (slot.layer, slot.updates) == (index, updates):
             return
         slot.layer, slot.updates = index, updates

@@ -3,7 +3,7 @@
 import pytest
 
 from tightfit.errors import UserError
-from tightfit.memory.formulas.share import Share
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.tiles import tile_bytes
 from tightfit.models.presets import preset
 from tightfit.plan.seconds.tiles import tile_count
@@ -18,7 +18,7 @@ def test_the_fewest_that_fit(rows: int, length: int, free_gib: float) -> None:
     found = tile_count(SPEC, rows, length, 2, free_bytes)
 
     def needed(tiles: int) -> int:
-        return rows * tile_bytes(SPEC, Share(1, length, 2, tiles=tiles))
+        return rows * tile_bytes(SPEC, LocalShape(1, length, 2, tiles=tiles))
 
     assert needed(found) <= free_bytes
     assert found == 1 or needed(found - 1) > free_bytes

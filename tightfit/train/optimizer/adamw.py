@@ -33,6 +33,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.kernels.gradient_norm import gradient_norm
+from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.train.engine import Engine
 from tightfit.train.optimizer.backward_update import Apply, BackwardUpdate
@@ -40,7 +41,6 @@ from tightfit.train.optimizer.offloading import Offloading
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
 from tightfit.train.optimizer.updaters import FormatUpdater, TorchUpdater, Updater
 
-BUCKET_BYTES = 256 * 2**20
 NO_LEVERS = Levers()
 PREVIOUS_NORMS = "previous_norms/all"
 

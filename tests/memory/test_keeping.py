@@ -1,4 +1,4 @@
-"""Budgets of kept activations: the quickest choice there is, against trying all of them; and in the best order."""
+"""What layers keep on a budget: the quickest choice there is, against trying all of them; and in the best order."""
 
 from dataclasses import replace
 from itertools import pairwise, permutations, product
@@ -9,17 +9,18 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.recompute import KEEP_LEVELS
 from tightfit.memory.formulas.backward import backward
-from tightfit.memory.formulas.budget import Option, cheapest, level_options
-from tightfit.memory.formulas.keeping import LEVELS, layer_levels
+from tightfit.memory.formulas.keeping import layer_levels, level_options
 from tightfit.memory.formulas.layer import layer_cost, layer_kept, level_kept
-from tightfit.memory.formulas.rank import rank_memory, stage_cost
-from tightfit.memory.formulas.share import Share
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.rank import rank_memory
+from tightfit.memory.formulas.stage import remembered_stage
 from tightfit.models.presets import preset, preset_names
 from tightfit.models.spec import ModelSpec
 
 LLAMA, GEMMA, QWEN = preset("llama-3.1-8b"), preset("gemma-2-9b"), preset("qwen3-30b-a3b")
-LONG = Share(1, 32768, 2)
+LONG = LocalShape(1, 32768, 2)
 
 
 def few(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -27,57 +28,42 @@ def few(spec: ModelSpec, layers: int) -> ModelSpec:
     return replace(spec, layers=layers, window_layers=windowed)
 
 
-def costs(spec: ModelSpec, share: Share, levels: tuple[str, ...], offload: bool) -> tuple[int, float]:
+def costs(spec: ModelSpec, shape: LocalShape, levels: tuple[str, ...], offload: bool) -> tuple[int, float]:
     """Bytes and seconds of a choice, added up layer by layer."""
-    found = [level_options(spec, layer, share, offload)[LEVELS.index(level)] for layer, level in enumerate(levels)]
-    stays = layer_cost(spec, 0, share).entry if offload else 0
+    found = [
+        level_options(spec, layer, shape, offload)[KEEP_LEVELS.index(level)]  # type: ignore[arg-type]
+        for layer, level in enumerate(levels)
+    ]
+    stays = layer_cost(spec, 0, shape).entry if offload else 0
     return stays + sum(option.bytes for option in found), sum(option.seconds for option in found)
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("share", [Share(2, 512, 2), LONG, Share(1, 4096, 4)], ids=["short", "long", "fp32"])
+@pytest.mark.parametrize("shape", [LocalShape(2, 512, 2), LONG, LocalShape(1, 4096, 4)], ids=["short", "long", "fp32"])
 @pytest.mark.parametrize("spec", [few(LLAMA, 5), few(GEMMA, 5), few(QWEN, 4)], ids=["llama", "gemma", "qwen-moe"])
-def test_no_other_choice_within_the_budget_is_quicker(spec: ModelSpec, share: Share, offload: bool) -> None:
+def test_no_other_choice_within_the_budget_is_quicker(spec: ModelSpec, shape: LocalShape, offload: bool) -> None:
     """All 4ⁿ choices, for budgets from the least to everything."""
-    every = [costs(spec, share, levels, offload) for levels in product(LEVELS, repeat=spec.layers)]
+    every = [costs(spec, shape, levels, offload) for levels in product(KEEP_LEVELS, repeat=spec.layers)]
     least, most = min(size for size, _ in every), max(size for size, _ in every)
     for step in range(12):
         budget = least + (most - least) * step // 11
         levers = Levers(checkpoint_budget_bytes=budget, offload_checkpoints=offload)
-        size, seconds = costs(spec, share, layer_levels(spec, levers, share), offload)
+        size, seconds = costs(spec, shape, layer_levels(spec, levers, shape), offload)
         assert size <= budget
         assert seconds == pytest.approx(min(time for held, time in every if held <= budget), rel=1e-12)
-
-
-def test_kinds_with_options_of_any_sizes() -> None:
-    """Bytes and seconds without any pattern, three kinds."""
-    options = [
-        [Option((7 * k + 13 * level**2) % 31, ((5 * k + 3) * (4 - level) ** 2) % 17 / 7) for level in range(4)]
-        for k in range(3)
-    ]
-    counts = [2, 3, 1]
-    singles = [options[kind] for kind, count in enumerate(counts) for _ in range(count)]
-    every = [(sum(o.bytes for o in each), sum(o.seconds for o in each)) for each in product(*singles)]
-    for budget in range(0, 140, 3):
-        fitting = [seconds for size, seconds in every if size <= budget]
-        found = cheapest(options, counts, budget)
-        assert (found is None) == (not fitting)
-        if found is not None:
-            assert found.seconds == pytest.approx(min(fitting))
-            assert [sum(dealt) for dealt in found.counts] == counts
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_levels_keep_more_and_compute_less(name: str) -> None:
     spec = preset(name)
     for layer in {0, spec.layers - 1}:
-        share = Share(1, min(1024, spec.max_positions), 2)
-        options = level_options(spec, layer, share)
+        shape = LocalShape(1, min(1024, spec.max_positions), 2)
+        options = level_options(spec, layer, shape)
         assert all(less.seconds > more.seconds for less, more in pairwise(options))
         assert options[0].bytes < options[1].bytes < options[2].bytes
-        kept = [sum(one.bytes for one in level_kept(spec, layer, share, level)) for level in LEVELS]
+        kept = [sum(one.bytes for one in level_kept(spec, layer, shape, level)) for level in KEEP_LEVELS]
         assert kept == [option.bytes for option in options]
-        assert kept[3] == sum(one.bytes for one in layer_kept(spec, layer, share))
+        assert kept[3] == sum(one.bytes for one in layer_kept(spec, layer, shape))
 
 
 def test_attention_is_the_first_thing_worth_keeping_at_great_lengths() -> None:
@@ -102,29 +88,22 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
     spec = few(LLAMA, 5)
     workload = Workload(spec=spec, sequence_length=32768, global_batch=1, precision="pure-bf16")
     levers = Levers(checkpoint_budget_bytes=budget_gb * 10**9, update_in_backward=update_in_backward)
-    at = rank_memory(workload, Layout(micro_batch=1), levers, 0)
-    chosen = layer_levels(spec, levers, at.share)
+    rank = rank_memory(workload, Layout(micro_batch=1), levers, 0)
+    chosen = layer_levels(spec, levers, rank.shape)
     assert len(set(chosen)) > 1
-    assert list(chosen) == sorted(chosen, key=LEVELS.index)
+    assert list(chosen) == sorted(chosen, key=KEEP_LEVELS.index)
     peaks = {}
     for levels in set(permutations(chosen)):
-        at.cost = stage_cost(spec, 1, at.cost.stage, at.share, levels, 0, True, levers.loss_chunk_bytes)
-        peaks[levels] = sum(backward(at))
+        rank.stage = remembered_stage(
+            spec,
+            rank.shape,
+            rank.stage.stage,
+            levels,
+            shares_embedding=False,
+            offloaded=0,
+            fused_loss=True,
+            loss_chunk_bytes=levers.loss_chunk_bytes,
+        )
+        peaks[levels] = max(map(sum, backward(rank)))
     assert peaks[chosen] == min(peaks.values())
     assert peaks[chosen] < peaks[chosen[::-1]]
-
-
-def test_counts_are_spread_evenly() -> None:
-    def recomputed(count: int, layers: int) -> list[int]:
-        levels = layer_levels(few(LLAMA, layers), Levers(num_checkpoints=count), LONG)
-        return [layer for layer, level in enumerate(levels) if level == "nothing"]
-
-    assert recomputed(4, 8) == [0, 2, 4, 6]
-    assert recomputed(3, 8) == [0, 2, 5]
-    assert recomputed(8, 8) == list(range(8))
-    assert recomputed(1, 8) == [0]
-    for count in range(1, 33):
-        places = recomputed(count, 32)
-        assert len(places) == count
-        gaps = {b - a for a, b in pairwise([*places, 32])}
-        assert max(gaps) - min(gaps) <= 1
