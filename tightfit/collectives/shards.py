@@ -2,7 +2,7 @@
 
 FSDP2 makes each parameter a DTensor split along its first dimension, as `torch.chunk` would: ranks hold equal numbers
 of rows except the last ones, which may hold fewer or none. Tensor ranks hold a `Split` of a parameter, a plain tensor
-that is smaller than the model's spec says, so that DDP, FSDP2 and fused kernels see nothing unusual; `described` says
+that is smaller than the model's spec says, so that DDP, FSDP2 and fused kernels see nothing unusual; `as_dtensor` says
 as a DTensor what it is a part of, with FSDP2's rows of it where there are some. Everything here takes plain tensors
 too, treating them as whole, so callers need not ask. Filling needs no communication: each rank has the whole value and
 keeps its own part.
@@ -66,7 +66,7 @@ def remember_splits(model: nn.Module, splits: Mapping[str, Split]) -> None:
     def describe(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name, split in splits.items():
             if prefix + name in state:
-                state[prefix + name] = described(state[prefix + name], split)
+                state[prefix + name] = as_dtensor(state[prefix + name], split)
 
     model.register_state_dict_post_hook(describe)
 
@@ -92,7 +92,7 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
-def described(tensor: Tensor, split: Split | None) -> Tensor:
+def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
     """A parameter, its gradient or a state of it as the DTensor it is a part of; as it is where it is not cut."""
     if split is None or split.dim is None or tensor.ndim <= split.dim:
         return tensor

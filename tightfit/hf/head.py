@@ -24,7 +24,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tightfit.errors import UserError
 from tightfit.hf.logits import LogitsOnDemand
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.cross_entropy import capped
+from tightfit.kernels.cross_entropy import softcapped
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, IGNORE, linear_cross_entropy
 from tightfit.kernels.triton_support import Impl
 
@@ -99,7 +99,7 @@ def _with_logits_on_demand(model: Any, output: Any, softcap: float | None) -> An
         hidden = output.logits
         shape = (*hidden.shape[:-1], model.config.get_text_config().vocab_size)
         made["logits"] = LogitsOnDemand(
-            lambda: capped(model.lm_head(hidden), softcap), shape, _linear_dtype(hidden), hidden.device
+            lambda: softcapped(model.lm_head(hidden), softcap), shape, _linear_dtype(hidden), hidden.device
         )
     return type(output)(**made)
 
@@ -147,7 +147,7 @@ class _Wanted:
 
     def of_logits(self, logits: Tensor, rows: slice) -> Tensor:
         """Summed over the rows of which these are the logits."""
-        logits = capped(logits.float(), self.softcap)
+        logits = softcapped(logits.float(), self.softcap)
         return F.cross_entropy(logits, self.targets[rows], ignore_index=self.ignore_index, reduction="sum")
 
     def of_hidden(self, hidden: Tensor, head: nn.Linear, impl: Impl) -> Tensor:

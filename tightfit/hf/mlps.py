@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.gated_mlp import can_be_one, gated_mlp
+from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
 from tightfit.kernels.glu import glu
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
@@ -72,7 +72,7 @@ class TanhGelu:
 def _gated_mlp(projections: tuple[str, ...], activation: Activation, impl: Impl) -> Method:
     def forward(self: Any, x: Tensor) -> Tensor:
         linears = [getattr(self, name) for name in (*projections, "down_proj")]
-        if len(linears) == 3 and can_be_one(x, *linears):
+        if len(linears) == 3 and can_fuse(x, *linears):
             gate, up, down = (linear.weight for linear in linears)
             return gated_mlp(x, gate, up, down, activation, impl=impl)
         made = [getattr(self, name)(x) for name in projections]

@@ -65,7 +65,7 @@ def cross_entropy_eager(
     terms: LossTerms = LossTerms(),  # noqa: B008  (frozen)
 ) -> Tensor:
     """The reference, in plain torch: the loss of every row of logits [N, V]."""
-    z = capped(logits.to(wide(logits)) * terms.scale, terms.softcap)
+    z = softcapped(logits.to(wide(logits)) * terms.scale, terms.softcap)
     smoothing = terms.label_smoothing
     losses = F.cross_entropy(z, labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none")
     if not terms.z_loss:
@@ -73,7 +73,7 @@ def cross_entropy_eager(
     return losses + terms.z_loss * z.logsumexp(-1).square().masked_fill(labels == ignore_index, 0.0)
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     """cap · tanh(logits / cap)."""
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 

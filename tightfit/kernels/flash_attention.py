@@ -22,10 +22,10 @@ from tightfit.kernels.flash_blocks import (
     Blocks,
     Problem,
     capability,
-    capped_scores,
     first_key,
     load_rows,
     passes,
+    softcapped_scores,
     store_rows,
 )
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
@@ -169,7 +169,7 @@ def _walk(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, BLOCK_K)
         k = load_rows(k_base, k_stride, at, keys, columns, D, BLOCK_D, MASKED)
         products = tl.dot(q, k.T, input_precision=PRECISION)
-        scores, _ = capped_scores(products, inner, outer, HAS_SOFTCAP)
+        scores, _ = softcapped_scores(products, inner, outer, HAS_SOFTCAP)
         if MASKED:
             seen = (at[None, :] <= positions[:, None]) & (at[None, :] >= first[:, None])
             scores = tl.where(seen, scores, -1.0e30)

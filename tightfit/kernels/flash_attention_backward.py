@@ -17,10 +17,10 @@ from tightfit.kernels.flash_blocks import (
     Blocks,
     Problem,
     capability,
-    capped_scores,
     first_key,
     load_rows,
     passes,
+    softcapped_scores,
     store_rows,
 )
 from tightfit.kernels.triton_support import tl, triton
@@ -118,7 +118,7 @@ def _walk_queries(  # type: ignore[no-untyped-def]
         q = load_rows(q_base + member * q_head, q_stride, rows, queries, columns, D, BLOCK_D, True)
         log = tl.load(log_base + member * queries + rows, mask=rows < queries, other=float("inf"))
         delta = tl.load(delta_base + member * queries + rows, mask=rows < queries, other=0.0)
-        scores, tanh = capped_scores(tl.dot(k, q.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
+        scores, tanh = softcapped_scores(tl.dot(k, q.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
         weights = tl.exp2(scores - log[None, :])
         if MASKED:
             positions = tl.minimum(rows, queries - 1) + before
@@ -200,7 +200,7 @@ def _walk_keys(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, BLOCK_K)
         k = load_rows(k_base, k_stride, at, keys, columns, D, BLOCK_D, MASKED)
         v = load_rows(v_base, v_stride, at, keys, columns, D, BLOCK_D, MASKED)
-        scores, tanh = capped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
+        scores, tanh = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
         weights = tl.exp2(scores - log[:, None])
         if MASKED:
             seen = (at[None, :] <= positions[:, None]) & (at[None, :] >= first[:, None])

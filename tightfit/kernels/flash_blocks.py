@@ -102,7 +102,7 @@ class Problem:
 
 
 @triton.jit
-def capped_scores(products, inner, outer, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def softcapped_scores(products, inner, outer, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """log2(e) · cap · tanh(scale q·k / cap), with tanh(u) = 1 − 2 / (1 + e^2u), and that tanh; or scaled products."""
     if HAS_SOFTCAP:
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))

@@ -7,7 +7,7 @@ Here p is computed again, by the kernel that computes the gradients of g and u a
 writes p where dp was, one pass more than those six it makes already. What is saved is a third of an MLP's activations,
 4.3 GB for Llama-3.2-1B on 16 384 tokens. The gradients of g and u take the place of g and u (unless the graph is
 kept), and the two parts of x's gradient are added inside the second product instead of by a pass of their own.
-It is for modules whose three projections are plain linear layers (`can_be_one`), as it does not call them.
+It is for modules whose three projections are plain linear layers (`can_fuse`), as it does not call them.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def gated_mlp_eager(
     return F.linear(glu_eager(F.linear(x, gate_weight), F.linear(x, up_weight), activation), down_weight)
 
 
-def can_be_one(x: Tensor, *projections: nn.Module) -> bool:
+def can_fuse(x: Tensor, *projections: nn.Module) -> bool:
     """Whether calling these modules on `x` is what `gated_mlp` does with their weights, and is worth doing so.
 
     It is where gradients will be wanted, nothing is traced (a compiler chooses itself what to keep), no dtype is

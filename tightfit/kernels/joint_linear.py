@@ -5,7 +5,7 @@
 Called one by one, queries, keys and values leave autograd three tensors of x's size to add, in two passes of their own
 that read two and write one. Here the second and third product start from the sum so far: at 8192 tokens of an 8B model
 0.56 ms a layer instead of 0.64 on an H200, and one rounding less. One product over joined weights would take 0.51, but
-needs them, or copies of them, side by side in memory. For modules that do nothing but multiply (`can_be_one`).
+needs them, or copies of them, side by side in memory. For modules that do nothing but multiply (`can_fuse`).
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ from tightfit.errors import UserError
 from tightfit.kernels.attention import attention
 from tightfit.kernels.rope import rope
 from tightfit.levers.tiled_function import in_tiles
-from tightfit.models.decoder import Decoder, Layer, Surroundings
+from tightfit.models.decoder import Decoder, ForwardContext, Layer
 from tightfit.models.mlp import Mlp
 
 
@@ -59,14 +59,14 @@ class TiledLayer:
     tiles: int
     whole: Callable[..., Any]
 
-    def __call__(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
-        if around.cache is not None:
-            return self.whole(x, around)
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        if ctx.cache is not None:
+            return self.whole(x, ctx)
         layer, own = self.layer, self.layer.attention
         first = (layer.attention_norm, own.q, own.k, own.v, own.q_norm, own.k_norm)
         second = (own.o, layer.attention_post_norm, layer.mlp_norm, layer.mlp, layer.mlp_post_norm)
         mixed = self._attended(
-            in_tiles(lambda part, x: self._projected(x, part, around), [x], _there(first), self.tiles), around
+            in_tiles(lambda part, x: self._projected(x, part, ctx), [x], _there(first), self.tiles), ctx
         )
         (made,) = in_tiles(
             lambda part, x, *mixed: self._finished(x, mixed), [x, *mixed], _there(second), self.tiles,
@@ -74,27 +74,27 @@ class TiledLayer:
         )  # fmt: skip
         return made, None
 
-    def _projected(self, x: Tensor, part: slice, around: Surroundings) -> tuple[Tensor, ...]:
+    def _projected(self, x: Tensor, part: slice, ctx: ForwardContext) -> tuple[Tensor, ...]:
         """Queries, then keys, then values of every group of heads, each [B, t, heads, D]."""
         own, normed = self.layer.attention, self.layer.attention_norm(x)
         query, key, value = (m(normed).unflatten(-1, (-1, own.head_dim)) for m in (own.q, own.k, own.v))
         if own.q_norm is not None and own.k_norm is not None:
             query, key = own.q_norm(query), own.k_norm(key)
         if own.rope is not None:
-            cos, sin = (table[:, :, part] for table in around.ropes[own.rope])
+            cos, sin = (table[:, :, part] for table in ctx.rope_tables[own.rope])
             turned = rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin, impl=own.impl.rope)
             query, key = (heads.transpose(1, 2) for heads in turned)
         groups = head_groups(key.shape[2], self.tiles)
         return tuple(piece for heads in (query, key, value) for piece in heads.chunk(groups, dim=2))
 
-    def _attended(self, heads: tuple[Tensor, ...], around: Surroundings) -> list[Tensor]:
+    def _attended(self, heads: tuple[Tensor, ...], ctx: ForwardContext) -> list[Tensor]:
         """Attention of each group, [B, T, heads, D]."""
         own, groups = self.layer.attention, len(heads) // 3
         pieces = [piece.transpose(1, 2) for piece in heads]
         queries, keys, values = (pieces[i * groups : (i + 1) * groups] for i in range(3))
         return [
             attention(
-                query, key, value, around.visible,
+                query, key, value, ctx.mask,
                 scale=own.scale, window=own.window, softcap=own.softcap, impl=own.impl.attention,
             ).transpose(1, 2)
             for query, key, value in zip(queries, keys, values, strict=True)

@@ -15,7 +15,7 @@ LARGEST_CONFIG_BYTES = 16 * 2**20
 
 
 def resolve_spec(source: str) -> ModelSpec:
-    """The shape of the model `source` names; a preset wins over a directory of that name, which `./name` still is."""
+    """The ModelSpec of `source`; a preset wins over a directory of the same name (write `./name` for the directory)."""
     if source in PRESETS:
         return preset(source)
     path = Path(source)
@@ -33,7 +33,7 @@ def resolve_spec(source: str) -> ModelSpec:
 
 
 def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelSpec:
-    """`spec`, which `source` names, with some of its sizes (or what it either has or has not) changed."""
+    """`spec`, which `source` names, with some of its sizes or flags changed."""
     made: dict[str, Any] = {}
     for name, value in changes.items():
         old = getattr(spec, name, None) if name in ModelSpec.__dataclass_fields__ else None

@@ -14,6 +14,7 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Q
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def take_stages(model: Decoder, mesh: DeviceMesh, layout: Layout, length: int) -
 def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: PrecisionName) -> "Pipeline":
     """The engine around a decoder that `take_stages` has cut, sharded over data ranks for `zero: 1`."""
     if layout.schedule == "zero-bubble":
-        _keep_projections_apart(model)
+        _unfuse_qkv(model)
     made = Pipeline(model, vars(model)[PIECES], mesh, layout, COMPUTE_DTYPES[precision])
     if layout.zero:
         stages: list[Any] = made.stages  # which have what `shard` looks at in a decoder
@@ -58,12 +59,15 @@ def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: Preci
     return made
 
 
-def _keep_projections_apart(model: Decoder) -> None:
-    """Let every function with weights have one output: where backward goes twice, for inputs and then for weights,
-    torch 2.11 adds up the gradients of all outputs of a function and starts the second time from the first of them."""
+def _unfuse_qkv(model: Decoder) -> None:
+    """Give every autograd function with weights a single output.
+
+    The zero-bubble schedule runs backward twice, for inputs and then for weights. For a function with several outputs
+    torch 2.11 sums all their gradients and starts the second pass from the first of them.
+    """
     for module in model.modules():
         if isinstance(module, Attention):
-            module.joint = False
+            module.impl = replace(module.impl, fused_qkv=False)
 
 
 class Pipeline(nn.Module):

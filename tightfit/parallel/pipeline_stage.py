@@ -104,10 +104,10 @@ class Stage(nn.Module):
         assert tokens is not None
         positions = model.token_positions(tokens, documents, None)
         if x is None:
-            x = model.embedded(tokens, positions)
-        around = model.surroundings(x, positions, documents, None)
+            x = model.embed_tokens(tokens, positions)
+        ctx = model.forward_context(x, positions, documents, None)
         for layer in self.layers:
-            x, own = layer(x, around)
+            x, own = layer(x, ctx)
             if own is not None:
                 balance = own.view(1).clone() if balance is None else balance + own  # FSDP2 wants no view from a stage
         assert x is not None

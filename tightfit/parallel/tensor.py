@@ -50,7 +50,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.kernels.adamw8bit import WIDTH as EIGHT_BIT_BLOCK
 from tightfit.kernels.vocab_parallel import VocabularyRows, embedded_here
-from tightfit.models.decoder import Attention, Decoder, Surroundings
+from tightfit.models.decoder import Attention, Decoder, ForwardContext
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import TIMEOUT, tensor_axes
@@ -231,15 +231,15 @@ def _embed(embed: nn.Embedding, rows: VocabularyRows, exchange: Exchange, positi
     return exchange.embed(embedded_here(tokens, embed.weight, rows), positions=positions)
 
 
-def _entering_attention(exchange: Exchange) -> Callable[[Attention, tuple[Tensor, Surroundings]], tuple[Any, ...]]:
+def _entering_attention(exchange: Exchange) -> Callable[[Attention, tuple[Tensor, ForwardContext]], tuple[Any, ...]]:
     """Attention works on whole rows; what is gathered is all rows one after another."""
 
-    def enter(_: Attention, given: tuple[Tensor, Surroundings]) -> tuple[Tensor, Surroundings]:
-        x, around = given
+    def enter(_: Attention, given: tuple[Tensor, ForwardContext]) -> tuple[Tensor, ForwardContext]:
+        x, ctx = given
         if not isinstance(exchange, SequenceExchange):
-            return exchange.enter(x), around
-        exchange.length = around.visible.queries
-        return exchange.enter(x).view(-1, exchange.length, x.shape[-1]), around
+            return exchange.enter(x), ctx
+        exchange.length = ctx.mask.queries
+        return exchange.enter(x).view(-1, exchange.length, x.shape[-1]), ctx
 
     return enter
 

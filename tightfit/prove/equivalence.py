@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.collectives.shards import described, local, place, splits_of
+from tightfit.collectives.shards import as_dtensor, local, place, splits_of
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.decoder import Decoder
@@ -163,13 +163,13 @@ def _compare_step(subject: Subject, number: int, many: Trainee, one: Trainee | N
 
 def _weights(of: Trainee) -> dict[str, Tensor]:
     splits = splits_of(of.decoder)
-    return {name: described(p.detach(), splits.get(name)) for name, p in of.decoder.named_parameters()}
+    return {name: as_dtensor(p.detach(), splits.get(name)) for name, p in of.decoder.named_parameters()}
 
 
 def _gradients(of: Trainee) -> dict[str, Tensor]:
     splits = splits_of(of.decoder)
     named = ((name, p.grad) for name, p in of.decoder.named_parameters())
-    return {name: described(grad, splits.get(name)) for name, grad in named if grad is not None}
+    return {name: as_dtensor(grad, splits.get(name)) for name, grad in named if grad is not None}
 
 
 class _Comparison:

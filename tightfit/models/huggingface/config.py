@@ -28,9 +28,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 _LARGEST = {
-    "vocab_size": 2**24, "hidden_size": 2**20, "layers": 10_000, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16,
-    "mlp_size": 2**24, "max_positions": LONGEST, "count": 2**16, "per_token": 2**16, "shared_size": 2**24,
-}  # fmt: skip
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "layers": 10_000,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "head_dim": 2**16,
+    "mlp_size": 2**24,
+    "max_positions": LONGEST,
+    "count": 2**16,
+    "per_token": 2**16,
+    "shared_size": 2**24,
+}
 _FLAGS = ("tied", "qkv_bias", "output_bias", "mlp_bias", "normalise")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

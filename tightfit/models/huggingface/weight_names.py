@@ -1,9 +1,8 @@
-"""How Hugging Face's tensors map to ours: rules as data, and the one mechanism that applies them.
+"""How Hugging Face's tensors map to ours: a list of rules per family, expanded to one `Link` per stored tensor.
 
-A family lists rules for its modules; `links` multiplies them out over layers and experts into one link per tensor in
-their files. Most tensors are merely called differently. Some hold several of ours stacked along the output dimension
-(Phi-3's query/key/value and gate/up), GPT-2's matrices are stored transposed, and experts, one module each on disk,
-are slices of one stacked parameter here. Nothing here imports torch.
+`links` expands the rules over layers and experts. Most tensors only have another name. Some hold several of ours
+concatenated along the output dimension (Phi-3's qkv and gate/up), GPT-2's matrices are stored transposed, and experts,
+one module each on disk, are slices of one stacked parameter here. Nothing here imports torch.
 """
 
 from collections.abc import Iterable, Iterator

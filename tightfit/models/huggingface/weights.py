@@ -1,8 +1,8 @@
 """Weights in and out in Hugging Face's layout: safetensors files with their names, whole or in shards.
 
-Files are strangers' property: names, shapes and dtypes are checked against the model before a byte is copied, an index
-may only name files beside it, and nothing is ever unpickled. Both directions go tensor by tensor, so loading never
-holds a second copy of the model and saving holds one shard. A tied output projection is not written.
+Files are untrusted: names, shapes and dtypes are checked against the model before a byte is copied, an index may only
+name files beside it, and nothing is ever unpickled. Both directions go tensor by tensor: loading never holds a second
+copy of the model, saving holds one file. A tied output projection is not written.
 """
 
 import json
@@ -93,7 +93,7 @@ def save_weights(
         index.write_text(_index(shards, state, dtype), encoding="utf-8")
     else:
         index.unlink(missing_ok=True)
-    for path in directory.glob("model*.safetensors"):  # of a former model here, which a reader could take for this one
+    for path in directory.glob("model*.safetensors"):  # left by an earlier save, which a reader could take for this one
         if path.name not in shards:
             path.unlink()
 
@@ -137,7 +137,7 @@ def _shape(link: Link, state: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 
 def _assemble(link: Link, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Their tensor from ours, cast to `dtype` if given; a view where nothing has to be joined, turned or cast."""
+    """Their tensor from ours, cast to `dtype` if given; a view unless it is concatenated, transposed or cast."""
     parts = [state[name] if link.expert is None else state[name][link.expert] for name in link.ours]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     whole = whole.T if link.transposed and whole.ndim == 2 else whole
@@ -145,7 +145,7 @@ def _assemble(link: Link, state: Mapping[str, Tensor], dtype: torch.dtype | None
 
 
 def _pieces(link: Link, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Their tensor taken apart into ours."""
+    """Their tensor split into ours."""
     whole = tensor.T if link.transposed and tensor.ndim == 2 else tensor
     return whole.split([state[name].shape[link.expert is not None] for name in link.ours])
 

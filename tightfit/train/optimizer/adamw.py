@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.collectives.shards import (
+    as_dtensor,
     copy_whole,
-    described,
     first_element,
     is_shard,
     like_shard,
@@ -118,7 +118,7 @@ class MasterAdamW:
             masters = [p.data.float() for p in parameters]  # the very storage of a float32 model: no second copy
             for p in parameters:
                 p.data = p.data.to(compute_dtype)
-        firsts = [first_element(described(p, self.splits.get(n))) for n, p in named]
+        firsts = [first_element(as_dtensor(p, self.splits.get(n))) for n, p in named]
         return Bucket(names, [*parameters], masters, self._updater(names, masters, firsts, weight_decay))
 
     def _bucket_away(self, name: str, parameter: nn.Parameter, weight_decay: float) -> Bucket:
@@ -220,7 +220,7 @@ class MasterAdamW:
                 kinds = bucket.updater.states(index) | ({"master": master} if self.has_masters else {})
                 for kind, tensor in kinds.items():
                     held = like_shard(tensor, parameter) if is_shard(parameter) else tensor
-                    yield f"{kind}/{name}", described(held, self.splits.get(name))
+                    yield f"{kind}/{name}", as_dtensor(held, self.splits.get(name))
         if self.in_backward is not None:
             yield PREVIOUS_NORMS, self.in_backward.previous_norms
 
