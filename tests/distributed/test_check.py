@@ -115,7 +115,7 @@ def no_partial_sums() -> Iterator[None]:
 
 @contextmanager
 def no_sum_in_backward() -> Iterator[None]:
-    with patch.object(tensor, "copied", lambda x, group: x):
+    with patch.object(tensor, "copy_to_ranks", lambda x, group: x):
         yield
 
 
@@ -123,10 +123,10 @@ def no_sum_in_backward() -> Iterator[None]:
 def scatter_without_sum() -> Iterator[None]:
     """Backward of what was gathered: each rank takes its own part of the gradient instead of everybody's."""
 
-    def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return conjugate._Conjugate.apply(x, group, conjugate._all_gather, conjugate._own_tokens)
 
-    with patch.object(tensor, "gathered", gathered):
+    with patch.object(tensor, "all_gather", all_gather):
         yield
 
 
@@ -139,12 +139,12 @@ def blocks_twice_as_large() -> Iterator[None]:
 
 @contextmanager
 def averages() -> Iterator[None]:
-    original = data._summed
+    original = data._sum_hook
 
     def averaged(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return original(group, bucket).then(lambda made: made.value() / group.size())
 
-    with patch.object(data, "_summed", averaged):
+    with patch.object(data, "_sum_hook", averaged):
         yield
 
 
@@ -155,7 +155,7 @@ def no_reduction() -> Iterator[None]:
         future.set_result(bucket.buffer())
         return future
 
-    with patch.object(data, "_summed", kept):
+    with patch.object(data, "_sum_hook", kept):
         yield
 
 
@@ -183,7 +183,7 @@ def own_tokens_only() -> Iterator[None]:
 
 @contextmanager
 def copies_counted_twice() -> Iterator[None]:
-    with patch.object(optimizer, "pieces", lambda parameter, split: dist.get_world_size()):
+    with patch.object(optimizer, "shard_count", lambda parameter, split: dist.get_world_size()):
         yield
 
 

@@ -28,7 +28,7 @@ from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers, StateFormat
 from tightfit.parallel.pipeline import Pipeline
-from tightfit.parallel.pipeline_stage import pieces_of
+from tightfit.parallel.pipeline_stage import spans_of
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, train_step
@@ -191,4 +191,4 @@ def test_schedules_in_rounds_want_equal_ones() -> None:
 
 def test_more_stages_than_layers_get_a_sentence() -> None:
     with pytest.raises(UserError, match=r"the pipeline has 8 stages .* but the model has 5 layers"):
-        pieces_of(DEEP, Layout(pipeline=8), 0, 16)
+        spans_of(DEEP, Layout(pipeline=8), 0, 16)

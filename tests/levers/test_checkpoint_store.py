@@ -13,7 +13,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.levers import checkpoint_store
 from tightfit.levers.checkpoint_format import restored, stored
-from tightfit.levers.checkpoint_store import HostStore, WaitingOnHost
+from tightfit.levers.checkpoint_store import HostStore, InputOnHost
 from tightfit.levers.checkpointing import Checkpointing, checkpoint_layers
 from tightfit.memory.formulas.keeping import offloaded_count, stored_bytes
 from tightfit.memory.host import watched
@@ -84,20 +84,22 @@ def test_two_forwards_in_flight_have_buffers_each() -> None:
 def test_each_comes_while_the_one_after_it_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = offloading()
     order: list[str] = []
-    bring, fetch = HostStore.bring, WaitingOnHost.fetch
+    copy_to_gpu, fetch = HostStore.copy_to_gpu, InputOnHost.fetch
 
-    def noted_bring(self: HostStore, *arguments: Any) -> Any:
-        order.append("bring")
-        return bring(self, *arguments)
+    def noted_copy(self: HostStore, *arguments: Any) -> Any:
+        order.append("copy_to_gpu")
+        return copy_to_gpu(self, *arguments)
 
-    def noted_fetch(self: WaitingOnHost) -> Any:
+    def noted_fetch(self: InputOnHost) -> Any:
         order.append("fetch")
         return fetch(self)
 
-    monkeypatch.setattr(HostStore, "bring", noted_bring)
-    monkeypatch.setattr(WaitingOnHost, "fetch", noted_fetch)
+    monkeypatch.setattr(HostStore, "copy_to_gpu", noted_copy)
+    monkeypatch.setattr(InputOnHost, "fetch", noted_fetch)
     accumulate(model, [ragged_batch(4)], CPU)
-    assert order == ["bring", "fetch", "bring", "fetch", "bring", "fetch"], "the first with the last layer, which stays"
+    assert order == ["copy_to_gpu", "fetch", "copy_to_gpu", "fetch", "copy_to_gpu", "fetch"], (
+        "the first with the last layer, which stays"
+    )
 
 
 def test_no_input_stays_where_it_was() -> None:

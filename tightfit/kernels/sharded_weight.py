@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.collectives.conjugate import copied
+from tightfit.collectives.conjugate import copy_to_ranks
 from tightfit.errors import UserError
 from tightfit.kernels.logit_rows import ELSEWHERE, IGNORED, LABEL, LARGEST, LOGSUMEXP, SUM, Combine
 from tightfit.kernels.vocab_parallel import VocabularyRows
@@ -115,7 +115,7 @@ def _vocabulary_parallel(hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         )
     first = mesh.get_local_rank() * rows_each
     group = mesh.get_group()
-    return Projection(copied(hidden, group), local, own_bias, weight.shape[0], first, group.group_name)
+    return Projection(copy_to_ranks(hidden, group), local, own_bias, weight.shape[0], first, group.group_name)
 
 
 def _processes(group: str) -> dist.ProcessGroup:

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.collectives.shards import as_dtensor, local, place, splits_of
+from tightfit.collectives.shards import as_dtensor, local, local_region, splits_of
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.parallel.gathering import gathered_here
+from tightfit.parallel.gathering import gather_to_first
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove.check_target import Subject
 from tightfit.train.assembly import assemble, unfilled
@@ -131,7 +131,7 @@ def compare(
     found = _Comparison(many.ranks, tolerance)
     found.tensors(0, "start", _weights(many), None if one is None else _weights(one))
     losses = [_compare_step(subject, number, many, one, found) for number in range(1, steps + 1)]
-    return many.ranks.share(found.verdict(steps, losses))
+    return many.ranks.broadcast(found.verdict(steps, losses))
 
 
 def _alone(subject: Subject) -> Subject:
@@ -188,7 +188,7 @@ class _Comparison:
         everything = 0.0
         if theirs is not None and kind == "gradient":
             everything = sum(float(t.double().square().sum()) for t in theirs.values()) ** 0.5
-        for name, tensor in gathered_here(ours, self.ranks):
+        for name, tensor in gather_to_first(ours, self.ranks):
             if theirs is None:
                 continue
             error = float("inf")
@@ -200,7 +200,7 @@ class _Comparison:
 
     def copies(self, step: int, parts: dict[str, Tensor]) -> None:
         """Of the parts that several ranks hold: each against the first rank's that has it."""
-        own = {(name, place(tensor)): _digest(tensor) for name, tensor in parts.items()}
+        own = {(name, local_region(tensor)): _digest(tensor) for name, tensor in parts.items()}
         everyones: list[Any] = [own]
         if self.ranks.processes > 1:
             everyones = [None] * self.ranks.processes

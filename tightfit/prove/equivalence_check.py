@@ -10,7 +10,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.launch.together import run_together
 from tightfit.parallel.apply import refuse_what_cannot_run
-from tightfit.parallel.mesh import joined, make_mesh
+from tightfit.parallel.mesh import init_distributed, make_mesh
 from tightfit.parallel.tensor import refusal
 from tightfit.prove.check_target import Subject, miniature, read_subject, without_rounding
 from tightfit.prove.equivalence import Verdict, compare
@@ -40,7 +40,7 @@ def check(subject: Subject, source: str, *, steps: int = 2, tiny: bool | None = 
     if tiny or (tiny is None and subject.spec.params() > SMALL_PARAMS):
         subject = miniature(subject)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with joined(subject.layout, choose_device("auto")) as (mesh, device):
+        with init_distributed(subject.layout, choose_device("auto")) as (mesh, device):
             assert mesh is not None
             verdict = compare(subject, mesh, device, steps=steps)
             return verdict if mesh.get_rank() == 0 else None, subject

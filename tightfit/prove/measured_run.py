@@ -24,7 +24,7 @@ from tightfit.memory.ledger import Ledger
 from tightfit.memory.measurement import Measuring, measured
 from tightfit.memory.trace import Allocation, largest_alive
 from tightfit.parallel.apply import refuse_what_cannot_run
-from tightfit.parallel.mesh import joined
+from tightfit.parallel.mesh import init_distributed
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove.rehearsal import introduce
 from tightfit.train.data.loader import evaluation_batches
@@ -86,7 +86,7 @@ def measure_job(job: Job, steps: int, *, quiet: bool = False) -> MeasuredRun:
     _refuse_unwritable(job.output)
     if job.engine != "tightfit":
         raise UserError(f"engine is {job.engine}, whose tensors cannot be told apart; measure with -o engine=tightfit")
-    with joined(job.layout, choose_device(job.device)) as (mesh, device):
+    with init_distributed(job.layout, choose_device(job.device)) as (mesh, device):
         try:
             return _measured(job, steps, device, mesh, quiet=quiet or not Ranks.of(mesh).first)
         except torch.OutOfMemoryError:

@@ -26,7 +26,7 @@ from tightfit.memory.ledger import Phase
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel, load_model
 from tightfit.parallel.apply import refuse_what_cannot_run
-from tightfit.parallel.mesh import joined
+from tightfit.parallel.mesh import init_distributed
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.checkpoints.directory import (
     Position,
@@ -98,13 +98,13 @@ def run_job(
 ) -> RunResult:
     """Train as `job` says, as one of its ranks, and return how it went."""
     refuse_what_cannot_run(job.layout, job.levers)
-    with joined(job.layout, choose_device(job.device)) as (mesh, device):
+    with init_distributed(job.layout, choose_device(job.device)) as (mesh, device):
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
         checkpoint = latest_checkpoint(job.output) if resume and ranks.first else None
         if ranks.first:
             claim_output(job, resuming=checkpoint is not None, overwrite=overwrite)
-        checkpoint = ranks.share(checkpoint)
+        checkpoint = ranks.broadcast(checkpoint)
         with RunProgress(0, 0, quiet) as notes:
             prepared = prepare(job, checkpoint, notes.say, show_bars=not quiet, device=device, mesh=mesh)
         last_step = min(prepared.total_steps, stop_after or prepared.total_steps)
@@ -169,7 +169,7 @@ class _Run:
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was; all of them then say so before the same step."""
-        self.stopped_by = self.ranks.largest(self.asked_by or 0) or None
+        self.stopped_by = self.ranks.max(self.asked_by or 0) or None
         return self.stopped_by is not None
 
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -236,7 +236,7 @@ class _Run:
         content = gathered(p.model, p.optimizer, dtype, self.ranks)
         if self.ranks.first:
             save_checkpoint(self.job.output, content, p.tokenizer, position, keep)
-        self.ranks.wait()
+        self.ranks.barrier()
 
     def _result(self) -> RunResult:
         p = self.p

@@ -113,7 +113,7 @@ def prepare(
     if job.engine == "deepspeed":
         refuse_what_deepspeed_cannot(job, checkpoint, device)
     spec = _spec(job)
-    with ranks.first_goes_first():  # the others then find tokenizer and tokens in the cache
+    with ranks.main_process_first():  # the others then find tokenizer and tokens in the cache
         tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else _tokenizer(job, say, show_bars)
         spec = _with_vocabulary(job, spec, tokenizer)
         store, train_rows, kept_aside = _datasets(job, spec, tokenizer, show_bars)
@@ -145,7 +145,7 @@ def _refuse_other_facts(
 ) -> None:
     """All ranks must have the same job and data, and a resumed run those of its checkpoint."""
     own = job.model_dump(mode="json"), facts
-    if ranks.largest(int(ranks.share(own) != own)):
+    if ranks.max(int(ranks.broadcast(own) != own)):
         raise UserError(
             "the processes of this run do not agree on the job or its data; start all of them with the same job file, "
             "overrides and data"
