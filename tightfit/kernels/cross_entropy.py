@@ -1,12 +1,12 @@
-"""Cross entropy of logits that already exist, whose gradient takes their place.
+"""Cross entropy of given logits; backward writes the gradient over them.
 
     L = logsumexp(z) − (1 − ε) z_y − ε/V Σ_v z_v + λ logsumexp(z)²,   z = cap(scale · logits)
 
-Three passes over the logits are what it takes: one for the loss, which keeps four numbers per row, and in backward one
-read and one write for the gradient, in the logits' own memory: a second [N, V] tensor never exists, nor a float32 copy.
-The gradient is made in backward, when the gradient of the loss is known, so nothing is multiplied in afterwards, and
-nothing is done where no gradient is wanted. Where the logits need not exist either, use `linear_cross_entropy`; the
-kernel is its row kernel (`logit_rows.py`). Vocabularies that are no multiple of 16 are read element by element.
+Three passes over the logits: one read for the loss, which saves four numbers per row, and in backward one read and one
+write for the gradient, in the logits' own memory. A second [N, V] tensor never exists, nor a float32 copy. The gradient
+is computed in backward, when the gradient of the loss is known, so no later multiplication is needed. Where the logits
+need not exist at all, use `linear_cross_entropy`, whose row kernel this is (`logit_rows.py`). Vocabularies that are no
+multiple of 16 are read element by element.
 """
 
 from typing import Any
@@ -118,9 +118,15 @@ def _labels(logits: Tensor, targets: Tensor, d_losses: Tensor | None = None) -> 
 
 
 def _overwriting_backward(
-    d_losses: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor,
-    label_smoothing: float, softcap: float, scale: float, z_loss: float,
-) -> None:  # fmt: skip
+    d_losses: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    label_smoothing: float,
+    softcap: float,
+    scale: float,
+    z_loss: float,
+) -> None:
     terms = LossTerms(label_smoothing, softcap, scale, z_loss)
     with on_device_of(logits):
         replace_rows(logits, _labels(logits, targets, d_losses), terms, statistics)

@@ -101,7 +101,7 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 
 def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
-    """The decoder's arguments; `documents` is None where every row is one document, so that attention is plain causal."""
+    """The decoder's arguments; `documents` is None where every row is one document: plain causal attention."""
     documents = batch.get("documents")
     if documents is not None and bool((documents == documents[:, :1]).all()):
         documents = None
