@@ -76,7 +76,7 @@ def _simulated(case: Case) -> Ledger:
     def make(mesh: Any, tracer: Tracer) -> Callable[[OnPhase], object]:
         return huggingface_step(case, torch.device("cpu"), attention=_unmasked_attention())
 
-    return ledger_of(rehearsed(make, case.layout, warm_up=True).replay().moments, "simulation")
+    return ledger_of(rehearsed(make, case.layout, warm_up=True).replay().peaks, "simulation")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def test_the_first_ones_go_within_the_hosts_bytes(host_bytes: int | None, expect
     made: list[int] = []
     with watched(lambda tensor, component, detail, *, host: made.append(tensor.nbytes) if host else None):
         accumulate(model, [ragged_batch(4)] * 2, CPU)
-    assert made == [INPUT_BYTES] * expected == [INPUT_BYTES] * store.made
+    assert made == [INPUT_BYTES] * expected == [INPUT_BYTES] * store.allocated
     assert offloaded_count(4, INPUT_BYTES, host_bytes) == expected
 
 
@@ -50,7 +50,7 @@ def test_buffers_are_made_once_whatever_the_steps() -> None:
     model, store = offloading()
     for step in range(3):
         accumulate(model, [ragged_batch(4, seed=step)] * 2, CPU)
-        assert store.made == 3
+        assert store.allocated == 3
         assert [len(parts) for parts in store.free.values()] == [3], "all are given back after backward"
 
 
@@ -69,7 +69,7 @@ def test_two_forwards_in_flight_have_buffers_each() -> None:
     model, store = offloading()
     batches = [ragged_batch(4, seed=seed) for seed in range(2)]
     losses = [model(batch["tokens"], batch["labels"]).loss for batch in batches]
-    assert store.made == 6
+    assert store.allocated == 6
     for loss in losses:
         loss.backward()
     other = tiny_model(SPEC)
@@ -126,7 +126,7 @@ def test_more_than_the_host_has_is_refused_before_anything_is_made(monkeypatch: 
     monkeypatch.setattr(checkpoint_store, "free_host_bytes", lambda: 3 * INPUT_BYTES - 1)
     with pytest.raises(UserError, match=r"needs 3 times .* GiB are free; set levers.checkpoint_host_bytes below that"):
         accumulate(model, [ragged_batch(4)], CPU)
-    assert store.made == 0
+    assert store.allocated == 0
     monkeypatch.setattr(checkpoint_store, "free_host_bytes", lambda: 3 * INPUT_BYTES)
     accumulate(model, [ragged_batch(4)], CPU)
 

@@ -1,4 +1,4 @@
-"""Recipes make what torch's fake tensors make: metadata, aliases and memory, and the same trace of whole steps."""
+"""Cached results are what torch's fake tensors are: metadata, aliases and memory, and the same trace of whole steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ def test_a_recipe_makes_what_torch_makes(name: str) -> None:
     with FakeTensorMode():
         x = torch.ones(8, 6)
         expected = described(x, make(x))
-    faking._recipes.clear()
+    faking._cached.clear()
     for _ in range(3):
         with simulated():
             x = torch.ones(8, 6)
@@ -66,7 +66,7 @@ def test_a_recipe_makes_what_torch_makes(name: str) -> None:
 
 
 def test_the_same_view_of_another_place_is_in_that_place() -> None:
-    """Recipes know how far a view is from its argument, not where the argument is."""
+    """The cache knows how far a view is from its argument, not where the argument is."""
     with simulated():
         x = torch.empty(4, 8, 2)
         for at in range(4):
@@ -121,14 +121,14 @@ def rehearsal(spec: Any, layout: dict[str, Any], levers: dict[str, Any], precisi
 
 
 @pytest.mark.parametrize(("spec", "layout", "levers", "precision"), CASES)
-def test_a_step_from_recipes_is_the_step(
+def test_a_step_from_cached_results_is_the_step(
     spec: Any, layout: dict[str, Any], levers: dict[str, Any], precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every allocation and free, in order and with its owner, as where torch answers each operation itself."""
     with monkeypatch.context() as patched:
         patched.setattr(Faking, "_answer", lambda self, *question: self.dispatch(*question))
         expected = rehearsal(spec, layout, levers, precision)
-    faking._recipes.clear()
+    faking._cached.clear()
     for _ in range(2):
         found = rehearsal(spec, layout, levers, precision)
         assert found.events == expected.events

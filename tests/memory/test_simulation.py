@@ -25,7 +25,7 @@ from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Component, Ledger, Phase
 from tightfit.memory.measurement import measured
 from tightfit.memory.simulation import fake_world, simulated
-from tightfit.memory.trace import Moment, Trace
+from tightfit.memory.trace import PhasePeak, Trace
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
@@ -106,7 +106,7 @@ PLAIN = Implementations(attention="eager", linear_cross_entropy="torch", norm="t
 """Operations that are the same on fake tensors and on the CPU's."""
 
 
-def plain_moments(tracing: AbstractContextManager[Any], question: tuple[Workload, Layout, Levers]) -> list[Moment]:
+def plain_moments(tracing: AbstractContextManager[Any], question: tuple[Workload, Layout, Levers]) -> list[PhasePeak]:
     """The fullest moments of one step by bytes of tensors, fake or real."""
     workload, layout, levers = question
     with ExitStack() as stack:
@@ -122,17 +122,17 @@ def plain_moments(tracing: AbstractContextManager[Any], question: tuple[Workload
             program.step(tracer.begin)
         except NotFiniteError:  # real shards whose other ranks are fake hold whatever was in memory
             assert layout.zero
-    return tracer.trace.replay(PlainAllocator(), steps=1).moments
+    return tracer.trace.replay(PlainAllocator(), steps=1).peaks
 
 
-def by_component(moment: Moment) -> dict[Component, int]:
+def by_component(moment: PhasePeak) -> dict[Component, int]:
     held: Counter[Component] = Counter()
     for allocation in moment.alive:
         held[allocation.component] += allocation.bytes
     return dict(held)
 
 
-def tensors(moment: Moment) -> dict[Component, int]:
+def tensors(moment: PhasePeak) -> dict[Component, int]:
     """Components without those that are a mere number, such as a norm that is left from the step before."""
     return {component: held for component, held in by_component(moment).items() if held > 8}
 
@@ -196,7 +196,7 @@ def test_a_deep_model_is_what_two_shallow_ones_say(
 
 def _of_depth(
     monkeypatch: pytest.MonkeyPatch, direct_layers: int, question: tuple[Workload, Layout, Levers]
-) -> list[Moment]:
+) -> list[PhasePeak]:
     """Moments of the model, traced whole up to `direct_layers` layers; a shallow trace must really be shallow."""
     traced: list[int] = []
 
@@ -206,7 +206,7 @@ def _of_depth(
 
     monkeypatch.setattr(rehearsal, "DIRECT_LAYERS", direct_layers)
     monkeypatch.setattr(rehearsal, "rehearsed_step", counted)
-    moments = rehearsal._replay(*question, rehearsal.DEFAULT).moments
+    moments = rehearsal._replay(*question, rehearsal.DEFAULT).peaks
     monkeypatch.undo()
     assert (traced == [12]) if direct_layers else (len(traced) == 2 and max(traced) < 12)
     return moments

@@ -94,7 +94,7 @@ def test_a_simulated_step_peaks_where_the_simulation_says(pins: list[str]) -> No
     layout = Layout.model_validate({"micro_batch": 1, **parse_pins(pins).layout})
     workload = Workload(spec=spec, sequence_length=64, global_batch=layout.data)
     step = rehearsed_step(workload, layout, Levers.model_validate(parse_pins(pins).levers)).replay()
-    peak_bytes = max(moment.allocated_bytes for moment in step.moments if moment.phase != "init")
+    peak_bytes = max(moment.allocated_bytes for moment in step.peaks if moment.phase != "init")
     assert 0 <= found.peak_bytes - peak_bytes <= 1024, "the first step leaves a scalar or two behind"
     assert [phase for phase, *_ in found.phases()] == ["forward", "loss", "backward", "optimizer"]
 
