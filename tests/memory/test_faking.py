@@ -16,7 +16,7 @@ from tightfit.memory import faking
 from tightfit.memory.faking import Faking
 from tightfit.memory.simulation import simulated
 from tightfit.memory.trace import Trace
-from tightfit.prove.rehearsal import rehearsed_step
+from tightfit.prove.rehearsal import trace_training_step
 
 Make = Callable[[Tensor], Any]
 OPERATIONS: dict[str, Make] = {
@@ -117,7 +117,7 @@ def rehearsal(spec: Any, layout: dict[str, Any], levers: dict[str, Any], precisi
     given = Layout.model_validate({"micro_batch": 2, **layout})
     batch = given.micro_batch * given.data * given.pipeline
     workload = Workload(spec=spec, sequence_length=32, global_batch=batch, precision=precision)
-    return rehearsed_step(workload, given, Levers.model_validate(levers))
+    return trace_training_step(workload, given, Levers.model_validate(levers))
 
 
 @pytest.mark.parametrize(("spec", "layout", "levers", "precision"), CASES)

@@ -31,7 +31,7 @@ from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.prove import rehearsal
-from tightfit.prove.rehearsal import CPU, build, introduce, rehearse, rehearsed_step
+from tightfit.prove.rehearsal import CPU, build, claim_tensors, rehearse, trace_training_step
 from tightfit.train.step import NotFiniteError
 
 ODD = replace(TINY, vocab_size=101, mlp_size=52)
@@ -75,7 +75,7 @@ def parameters(spec: ModelSpec, ranks: int = 1) -> int:
 def test_states_are_exact(layout: dict[str, Any], precision: PrecisionName) -> None:
     """Between backward and the update, to the byte; beside weights there are a batch, the loss and a few counts."""
     workload, given, levers = asked(ODD, layout, {}, precision)
-    held = alive_at(rehearsed_step(workload, given, levers), "optimizer")
+    held = alive_at(trace_training_step(workload, given, levers), "optimizer")
     P = parameters(ODD, given.data if given.zero else 1)
     mixed = precision in ("bf16", "fp16")
     width = 4 if precision == "fp32" else 2
@@ -97,7 +97,7 @@ def test_states_are_exact(layout: dict[str, Any], precision: PrecisionName) -> N
 @pytest.mark.parametrize("zero", [0, 3])
 def test_states_of_other_models_are_exact(spec: ModelSpec, zero: int) -> None:
     workload, given, levers = asked(spec, {"data": WORLD, "zero": zero}, {})
-    held = alive_at(rehearsed_step(workload, given, levers), "optimizer")
+    held = alive_at(trace_training_step(workload, given, levers), "optimizer")
     P = parameters(spec, WORLD if zero else 1)
     assert (held["master weights"], held["optimizer states"]) == (4 * P, 8 * P)
 
@@ -117,7 +117,7 @@ def plain_moments(tracing: AbstractContextManager[Any], question: tuple[Workload
         entered = stack.enter_context(tracing)
         tracer = getattr(entered, "tracer", entered)
         program = build(workload, layout, levers, CPU, PLAIN, mesh, tracer)
-        introduce(tracer, program.decoder, program.optimizer)
+        claim_tensors(tracer, program.decoder, program.optimizer)
         try:
             program.step(tracer.begin)
         except NotFiniteError:  # real shards whose other ranks are fake hold whatever was in memory
@@ -202,10 +202,10 @@ def _of_depth(
 
     def counted(workload: Workload, *others: Any) -> Trace:
         traced.append(workload.spec.layers)
-        return rehearsed_step(workload, *others)
+        return trace_training_step(workload, *others)
 
     monkeypatch.setattr(rehearsal, "DIRECT_LAYERS", direct_layers)
-    monkeypatch.setattr(rehearsal, "rehearsed_step", counted)
+    monkeypatch.setattr(rehearsal, "trace_training_step", counted)
     moments = rehearsal._replay(*question, rehearsal.DEFAULT).peaks
     monkeypatch.undo()
     assert (traced == [12]) if direct_layers else (len(traced) == 2 and max(traced) < 12)

@@ -1,4 +1,4 @@
-"""What this machine has, from nvidia-smi and the kernel; never by importing torch."""
+"""This machine as a Machine, from nvidia-smi and /proc, without torch."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,n
 
 
 def local_machine(host_memory: str | int | None = None, listing: str | None = None) -> Machine:
-    """The GPUs of this machine as a Machine; `listing` stands in for what nvidia-smi prints."""
+    """The GPUs of this machine as a Machine; `listing` replaces the output of nvidia-smi."""
     rows = [row.rsplit(",", 1) for row in (_listing() if listing is None else listing).splitlines() if row.strip()]
     if not rows:
         raise UserError("nvidia-smi lists no GPU here; name the machine instead, such as --on 8xH100-80GB")

@@ -1,4 +1,4 @@
-"""transformers' auto classes, whose models come accelerated."""
+"""transformers' auto classes, returning accelerated models."""
 
 from typing import Any
 

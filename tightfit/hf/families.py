@@ -1,7 +1,7 @@
-"""The supported families: one row each, naming transformers' classes and how each is accelerated.
+"""The supported families: one row each, with transformers' classes and how each is accelerated.
 
-A class is known by its full name, so a model's own copy of a modeling file (`trust_remote_code`) is not taken for
-transformers'. Classes derived from a known one count as it, as long as they keep its forward (FSDP2 derives some).
+Classes are matched by full name, so a model's own copy of a modeling file (`trust_remote_code`) does not match.
+Subclasses match too, as long as they keep the forward (FSDP2 makes some).
 """
 
 from collections.abc import Mapping
@@ -30,49 +30,122 @@ CAPPED_HEAD = Head(softcap="final_logit_softcapping")
 GEMMA_NORM = RmsNorm(eps="eps", offset=1.0)
 
 FAMILIES = (
-    Family("Llama", "llama", {
-        "LlamaForCausalLM": Head(), "LlamaRMSNorm": RmsNorm(), "LlamaMLP": GatedMlp(), "LlamaAttention": Rotary(),
-    }),
-    Family("Mistral", "mistral", {
-        "MistralForCausalLM": Head(), "MistralRMSNorm": RmsNorm(), "MistralMLP": GatedMlp(),
-        "MistralAttention": Rotary(),
-    }),
-    Family("Mixtral", "mixtral", {
-        "MixtralForCausalLM": Head(), "MixtralRMSNorm": RmsNorm(), "MixtralExperts": Experts(),
-        "MixtralAttention": Rotary(),
-    }),
-    Family("Qwen2 and Qwen2.5", "qwen2", {
-        "Qwen2ForCausalLM": Head(), "Qwen2RMSNorm": RmsNorm(), "Qwen2MLP": GatedMlp(), "Qwen2Attention": Rotary(),
-    }),
-    Family("Qwen2-MoE", "qwen2_moe", {
-        "Qwen2MoeForCausalLM": Head(), "Qwen2MoeRMSNorm": RmsNorm(), "Qwen2MoeMLP": GatedMlp(),
-        "Qwen2MoeExperts": Experts(), "Qwen2MoeAttention": Rotary(),
-    }),
-    Family("Qwen3", "qwen3", {
-        "Qwen3ForCausalLM": Head(), "Qwen3RMSNorm": RmsNorm(), "Qwen3MLP": GatedMlp(), "Qwen3Attention": Rotary(),
-    }),
-    Family("Qwen3-MoE", "qwen3_moe", {
-        "Qwen3MoeForCausalLM": Head(), "Qwen3MoeRMSNorm": RmsNorm(), "Qwen3MoeMLP": GatedMlp(),
-        "Qwen3MoeExperts": Experts(), "Qwen3MoeAttention": Rotary(),
-    }),
-    Family("Gemma", "gemma", {
-        "GemmaForCausalLM": Head(), "GemmaRMSNorm": GEMMA_NORM, "GemmaMLP": GatedMlp(), "GemmaAttention": Rotary(),
-    }),
-    Family("Gemma 2", "gemma2", {
-        "Gemma2ForCausalLM": CAPPED_HEAD, "Gemma2RMSNorm": GEMMA_NORM, "Gemma2MLP": GatedMlp(),
-        "Gemma2Attention": Rotary(),
-    }),
-    Family("Gemma 3", "gemma3", {
-        "Gemma3ForCausalLM": CAPPED_HEAD, "Gemma3ForConditionalGeneration": Head(), "Gemma3RMSNorm": GEMMA_NORM,
-        "Gemma3MLP": GatedMlp(), "Gemma3Attention": Rotary(),
-    }),
+    Family(
+        "Llama",
+        "llama",
+        {
+            "LlamaForCausalLM": Head(),
+            "LlamaRMSNorm": RmsNorm(),
+            "LlamaMLP": GatedMlp(),
+            "LlamaAttention": Rotary(),
+        },
+    ),
+    Family(
+        "Mistral",
+        "mistral",
+        {
+            "MistralForCausalLM": Head(),
+            "MistralRMSNorm": RmsNorm(),
+            "MistralMLP": GatedMlp(),
+            "MistralAttention": Rotary(),
+        },
+    ),
+    Family(
+        "Mixtral",
+        "mixtral",
+        {
+            "MixtralForCausalLM": Head(),
+            "MixtralRMSNorm": RmsNorm(),
+            "MixtralExperts": Experts(),
+            "MixtralAttention": Rotary(),
+        },
+    ),
+    Family(
+        "Qwen2 and Qwen2.5",
+        "qwen2",
+        {
+            "Qwen2ForCausalLM": Head(),
+            "Qwen2RMSNorm": RmsNorm(),
+            "Qwen2MLP": GatedMlp(),
+            "Qwen2Attention": Rotary(),
+        },
+    ),
+    Family(
+        "Qwen2-MoE",
+        "qwen2_moe",
+        {
+            "Qwen2MoeForCausalLM": Head(),
+            "Qwen2MoeRMSNorm": RmsNorm(),
+            "Qwen2MoeMLP": GatedMlp(),
+            "Qwen2MoeExperts": Experts(),
+            "Qwen2MoeAttention": Rotary(),
+        },
+    ),
+    Family(
+        "Qwen3",
+        "qwen3",
+        {
+            "Qwen3ForCausalLM": Head(),
+            "Qwen3RMSNorm": RmsNorm(),
+            "Qwen3MLP": GatedMlp(),
+            "Qwen3Attention": Rotary(),
+        },
+    ),
+    Family(
+        "Qwen3-MoE",
+        "qwen3_moe",
+        {
+            "Qwen3MoeForCausalLM": Head(),
+            "Qwen3MoeRMSNorm": RmsNorm(),
+            "Qwen3MoeMLP": GatedMlp(),
+            "Qwen3MoeExperts": Experts(),
+            "Qwen3MoeAttention": Rotary(),
+        },
+    ),
+    Family(
+        "Gemma",
+        "gemma",
+        {
+            "GemmaForCausalLM": Head(),
+            "GemmaRMSNorm": GEMMA_NORM,
+            "GemmaMLP": GatedMlp(),
+            "GemmaAttention": Rotary(),
+        },
+    ),
+    Family(
+        "Gemma 2",
+        "gemma2",
+        {
+            "Gemma2ForCausalLM": CAPPED_HEAD,
+            "Gemma2RMSNorm": GEMMA_NORM,
+            "Gemma2MLP": GatedMlp(),
+            "Gemma2Attention": Rotary(),
+        },
+    ),
+    Family(
+        "Gemma 3",
+        "gemma3",
+        {
+            "Gemma3ForCausalLM": CAPPED_HEAD,
+            "Gemma3ForConditionalGeneration": Head(),
+            "Gemma3RMSNorm": GEMMA_NORM,
+            "Gemma3MLP": GatedMlp(),
+            "Gemma3Attention": Rotary(),
+        },
+    ),
     Family("PaliGemma", "paligemma", {"PaliGemmaForConditionalGeneration": Head()}),  # its layers are Gemma's
-    Family("Phi-3 and Phi-4", "phi3", {
-        "Phi3ForCausalLM": Head(), "Phi3RMSNorm": RmsNorm(), "Phi3Attention": Rotary(),
-        "Phi3MLP": GatedMlp(projections=("gate_up_proj",), activation="activation_fn"),
-    }),
+    Family(
+        "Phi-3 and Phi-4",
+        "phi3",
+        {
+            "Phi3ForCausalLM": Head(),
+            "Phi3RMSNorm": RmsNorm(),
+            "Phi3Attention": Rotary(),
+            "Phi3MLP": GatedMlp(projections=("gate_up_proj",), activation="activation_fn"),
+        },
+    ),
     Family("GPT-2", "gpt2", {"GPT2LMHeadModel": Head()}),  # its layers are the shared ones below
-)  # fmt: skip
+)
 
 BLOCKS: dict[str, Block] = {
     f"transformers.models.{family.folder}.modeling_{family.folder}.{name}": block

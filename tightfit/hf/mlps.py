@@ -1,8 +1,8 @@
-"""The feed-forward halves of Hugging Face models, through our kernels.
+"""The MLPs of Hugging Face models, through our kernels.
 
-Where the three projections are plain linear layers that nobody listens to, they and what lies between them are one
-operation, which keeps less for backward. Otherwise they are called as the modules they are, so adapters, quantized
-layers and hooks on them keep working, and only act(gate) · up is fused.
+Where the three projections are plain linear layers without hooks, the whole MLP is one operation, which saves less for
+backward. Otherwise the projections are called as modules, so adapters, quantized layers and hooks keep working, and
+only act(gate) · up is fused.
 """
 
 from collections.abc import Iterator
@@ -45,9 +45,9 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """All experts of a layer: what transformers calls between their two grouped products.
+    """All experts of a layer: the activation that transformers calls between their two grouped GEMMs.
 
-    With `experts_implementation="eager"` it calls nothing there, and those experts stay as they are.
+    With `experts_implementation="eager"` there is no such call, and the experts stay as they are.
     """
 
     part: Literal["mlp"] = "mlp"

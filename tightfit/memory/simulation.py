@@ -71,7 +71,7 @@ def _forget_meshes() -> None:
 
 
 class FirstChunkOnly(TorchFunctionMode):
-    """While a model is sharded, `torch.chunk` returns the first chunk for all ranks: making a thousand takes minutes."""
+    """While a model is sharded, `torch.chunk` returns the first chunk for every rank: a thousand would take minutes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
