@@ -229,45 +229,45 @@ def _launch(
     B, heads, T, D = q.shape
     if not q.numel():
         return
-    half, kv_heads = cos.shape[-1], k.shape[1]
-    rest = 0 if q_out is q else D - 2 * half
+    half = cos.shape[-1]
+    constants = _constants(heads, k.shape[1], T, half, rest=0 if q_out is q else D - 2 * half)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    sizes = [triton.next_power_of_2(max(size, 1)) for size in (heads, kv_heads, half, rest)]
-    tokens = min(max(1, PAIRS // (sizes[0] * sizes[2])), triton.next_power_of_2(T))
-    blocks = triton.cdiv(T, tokens)
-    warps = min(max(1, tokens * sizes[0] * sizes[2] // (32 * PAIRS_PER_THREAD)), 16)
-    table_batch = 0 if cos.shape[0] == 1 else cos.stride(0)
+    blocks = triton.cdiv(T, constants["TOKENS"])
+    tensors = q, k, q_out, k_out
     with on_device_of(q):
         _kernel[(B * blocks,)](
-            q,
-            k,
-            q_out,
-            k_out,
+            *tensors,
             cos,
             sin,
             T,
             blocks,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *q_out.stride()[:3],
-            *k_out.stride()[:3],
-            table_batch,
+            *(stride for x in tensors for stride in x.stride()[:3]),
+            0 if cos.shape[0] == 1 else cos.stride(0),
             cos.stride(2),
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HEADS_2=sizes[0],
-            KV_HEADS_2=sizes[1],
-            HALF=half,
-            HALF_2=sizes[2],
-            REST=rest,
-            REST_2=sizes[3],
             INTERLEAVED=interleaved,
             INVERSE=inverse,
-            TOKENS=tokens,
-            num_warps=warps,
+            **constants,
         )
+
+
+def _constants(heads: int, kv_heads: int, length: int, half: int, rest: int) -> dict[str, int]:
+    """Sizes, their next powers of two (`_2`), tokens per program and warps."""
+    heads_2, kv_heads_2, half_2, rest_2 = (triton.next_power_of_2(max(x, 1)) for x in (heads, kv_heads, half, rest))
+    tokens = min(max(1, PAIRS // (heads_2 * half_2)), triton.next_power_of_2(length))
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HEADS_2": heads_2,
+        "KV_HEADS_2": kv_heads_2,
+        "HALF": half,
+        "HALF_2": half_2,
+        "REST": rest,
+        "REST_2": rest_2,
+        "TOKENS": tokens,
+        "num_warps": min(max(1, tokens * heads_2 * half_2 // (32 * PAIRS_PER_THREAD)), 16),
+    }
 
 
 def _out_of_place(

@@ -4,7 +4,6 @@ A run on a pipeline records what its ranks did in one step (train/pipeline_recor
 the measured idle time beside what the formula says.
 """
 
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,24 +105,6 @@ def draw_records(records: Sequence[Record], path: Path) -> None:
         axes[-1, 0].set_xlabel("seconds")
         figure.suptitle(f"{ranks} pipeline ranks, {batches} micro-batches, as recorded")
         figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
-
-
-def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """The newest recorded bubble of each schedule, from what benchmarks/pipeline_bubble.py wrote."""
-    with path.open(encoding="utf-8", newline="") as file:
-        newest = {row["schedule"]: row for row in csv.DictReader(file)}
-    rows = [
-        (
-            f"`{name}`",
-            row["ranks"],
-            row["micro_batches"],
-            row["pieces"],
-            f"{float(row['waited']):.1%}",
-            f"{float(row['formula']):.1%}",
-        )
-        for name, row in newest.items()
-    ]
-    return ("schedule", "K", "M", "v", "ranks waited", "(K−1)/(K−1+vM)"), rows
 
 
 def _legend() -> list["Patch"]:
