@@ -252,7 +252,7 @@ def cast_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """A tile, written as it lies and transposed; beyond the last row the transposed one has zeros."""
+    """A tile, written plain and transposed; beyond the last row the transposed one has zeros."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
     here = (row[:, None] < M) & (col[None, :] < K)

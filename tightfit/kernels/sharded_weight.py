@@ -134,11 +134,11 @@ def combiner(group: str) -> Combine | None:
     def combine(own: Tensor) -> Tensor:
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(processes.size())]
         dist.all_gather(parts, own.contiguous(), group=processes)
-        everyone = torch.stack(parts, dim=1)  # [4, processes, rows]
+        gathered = torch.stack(parts, dim=1)  # [4, processes, rows]
         combined = torch.empty_like(parts[0])
-        combined[LOGSUMEXP] = everyone[LOGSUMEXP].logsumexp(0)
-        combined[LABEL], combined[SUM] = everyone[LABEL].sum(0), everyone[SUM].sum(0)
-        combined[LARGEST] = everyone[LARGEST].amax(0)
+        combined[LOGSUMEXP] = gathered[LOGSUMEXP].logsumexp(0)
+        combined[LABEL], combined[SUM] = gathered[LABEL].sum(0), gathered[SUM].sum(0)
+        combined[LARGEST] = gathered[LARGEST].amax(0)
         return combined
 
     return combine

@@ -203,12 +203,12 @@ class _Comparison:
     def copies(self, step: int, parts: dict[str, Tensor]) -> None:
         """Compare shards that several ranks hold with those of the first rank that has them."""
         own = {(name, local_region(tensor)): _digest(tensor) for name, tensor in parts.items()}
-        everyones: list[Any] = [own]
+        by_rank: list[Any] = [own]
         if self.ranks.processes > 1:
-            everyones = [None] * self.ranks.processes
-            dist.all_gather_object(everyones, own)
+            by_rank = [None] * self.ranks.processes
+            dist.all_gather_object(by_rank, own)
         known: dict[Any, bytes] = {}
-        for rank, held in enumerate(everyones):
+        for rank, held in enumerate(by_rank):
             for (name, part), digest in held.items():
                 if (name, part) in known:
                     error = float(digest != known[name, part])
