@@ -126,7 +126,7 @@ def test_a_step_from_cached_results_is_the_step(
 ) -> None:
     """Every allocation and free, in order and with its owner, as where torch answers each operation itself."""
     with monkeypatch.context() as patched:
-        patched.setattr(Faking, "_answer", lambda self, *question: self.dispatch(*question))
+        patched.setattr(Faking, "_run", lambda self, *call: self.dispatch(*call))
         expected = rehearsal(spec, layout, levers, precision)
     faking._cached.clear()
     for _ in range(2):
