@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tightfit.errors import UserError
-from tightfit.hf.families import block_of, require_supported
+from tightfit.hf.families import handler_of, require_supported
 from tightfit.hf.replacement import PARTS, PartName, Replaced, bind
 from tightfit.kernels.triton_support import IMPLS, Impl
 
@@ -25,9 +25,9 @@ def accelerate(model: Model, *, impl: Impl = "auto", parts: Collection[PartName]
     require_supported(inner)
     _check(impl, parts)
     if RECORD not in vars(inner):
-        found = [(module, block) for module in inner.modules() if (block := block_of(module)) is not None]
-        chosen = [(module, block) for module, block in found if block.part in parts]
-        replacements = [each for module, block in chosen for each in block.replacements(module, impl)]
+        found = [(module, handler) for module in inner.modules() if (handler := handler_of(module)) is not None]
+        chosen = [(module, handler) for module, handler in found if handler.part in parts]
+        replacements = [each for module, handler in chosen for each in handler.replacements(module, impl)]
         setattr(inner, RECORD, [bind(each) for each in replacements])
     return model
 

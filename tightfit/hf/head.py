@@ -33,7 +33,7 @@ TAKES_LOSS = "_takes_loss"
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadHandler:
     """A model with `lm_head` and `loss_function`; `softcap` is the name of the logit cap in its config."""
 
     softcap: str | None = None

@@ -30,7 +30,7 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 @dataclass(frozen=True)
-class GatedMlp:
+class GatedMlpHandler:
     """down_proj(act(gate(x)) · up(x)); a single name in `projections` stands for gate and up stacked."""
 
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -44,7 +44,7 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsHandler:
     """All experts of a layer: the activation that transformers calls between their two grouped GEMMs.
 
     With `experts_implementation="eager"` there is no such call, and the experts stay as they are.
@@ -59,7 +59,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class TanhGelu:
+class TanhGeluHandler:
     """transformers' `gelu_new`, eight elementwise passes, as torch's single one: the same formula."""
 
     part: Literal["mlp"] = "mlp"

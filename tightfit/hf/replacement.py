@@ -29,7 +29,7 @@ class Replacement:
     method: Method
 
 
-class Block(Protocol):
+class Handler(Protocol):
     """How modules of one class are accelerated."""
 
     @property

@@ -22,7 +22,7 @@ GLOBAL = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True)
-class Rotary:
+class RotaryHandler:
     """An attention module that calls `apply_rotary_pos_emb(q, k, cos, sin)`."""
 
     part: Literal["rope"] = "rope"

@@ -141,7 +141,7 @@ def _fake_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: An
     return like_rows(query), like_rows(key), like_rows(value)
 
 
-class _Gradient(torch.autograd.Function):
+class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, *settings: Any
@@ -173,7 +173,7 @@ _attend = operator(
     f"flash_attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)",
     _run,
     _fake,
-    _Gradient,
+    _FlashAttention,
 )
 
 

@@ -243,7 +243,7 @@ def _scratch_bytes(hidden: Tensor, weight: Tensor, *others: Any) -> int:
     return min(rows, hidden.shape[0]) * padded(weight.shape[0]) * each
 
 
-class _Gradient(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         with below_autograd():
@@ -304,6 +304,6 @@ _operator = operator(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,
-    _Gradient,
+    _LinearCrossEntropy,
     _scratch_bytes,
 )

@@ -18,7 +18,7 @@ ALLOCATED, FREED = "alloc", "free_completed"
 TAKEN, GIVEN_BACK = "segment_alloc", "segment_free"
 
 
-class Blocks:
+class HistoryBlocks:
     """The blocks in use, updated event by event."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from time import time_ns
 import torch
 
 from tightfit.memory.allocator import PlainAllocator
-from tightfit.memory.blocks import ALLOCATED, FREED, GIVEN_BACK, TAKEN, Blocks, Event
+from tightfit.memory.blocks import ALLOCATED, FREED, GIVEN_BACK, TAKEN, Event, HistoryBlocks
 from tightfit.memory.ledger import Ledger, Phase
 from tightfit.memory.simulation import dtensor_planning_unseen
 from tightfit.memory.trace import Allocation, PhasePeak, Replay, ledger_of, ledger_of_replay, peak_of_each_phase
@@ -163,7 +163,7 @@ def running_totals(
     history: Sequence[Event], allocated_bytes: int = 0, reserved_bytes: int = 0
 ) -> Iterator[tuple[int, int]]:
     """What is allocated and reserved after each event, from what was before the first."""
-    blocks = Blocks()
+    blocks = HistoryBlocks()
     for event in history:
         size = event["size"]
         allocated_bytes += blocks.grown_by(event)
@@ -175,7 +175,7 @@ def _list_alive(history: Sequence[Event], occurrences: Sequence[PhasePeak], trac
     wanted = {moment.event for moment in peak_of_each_phase(occurrences)}
     found = {moment.event: moment for moment in occurrences if moment.event in wanted}
     alive: dict[int, tuple[Event, int]] = {}
-    blocks = Blocks()
+    blocks = HistoryBlocks()
     for at, event in enumerate(history):
         grown = blocks.grown_by(event)
         if event["action"] == ALLOCATED:

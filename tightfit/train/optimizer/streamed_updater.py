@@ -24,7 +24,7 @@ from tightfit.train.optimizer.updaters import adamw_numbers
 
 
 @dataclass
-class _Entry:
+class _OffloadedEntry:
     """One matrix with its host tensors and its step count."""
 
     name: str
@@ -48,7 +48,7 @@ class StreamedUpdater:
     seed: int | None = None
     """Seed of stochastic rounding; None rounds to nearest."""
     needs_gradients_in_weight_dtype: bool = False
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[_OffloadedEntry] = field(default_factory=list)
 
     def add(self, name: str, weight: Tensor, *, on_host: bool, deferred: bool) -> OffloadedMatrix:
         """Add a matrix; with `on_host` the weight (or master) itself is copied to the GPU and back like its states."""
@@ -61,7 +61,7 @@ class StreamedUpdater:
             matrix.add(each, tensor)
         self.link.reserve(matrix)
         self.entries.append(
-            _Entry(
+            _OffloadedEntry(
                 name=name,
                 matrix=matrix,
                 kind=kind,
@@ -89,7 +89,7 @@ class StreamedUpdater:
             self.link.submit(self._update_of(entry, gradient, copy, lr, factor), deferred=entry.deferred)
 
     def _update_of(
-        self, entry: _Entry, gradient: Tensor, copy: Tensor | None, lr: float, factor: Tensor | None
+        self, entry: _OffloadedEntry, gradient: Tensor, copy: Tensor | None, lr: float, factor: Tensor | None
     ) -> Update:
         matrix, rows = entry.matrix, _rows(gradient, entry.matrix)
         numbers = self._numbers(entry, lr)
@@ -110,7 +110,7 @@ class StreamedUpdater:
             )
         return update
 
-    def _numbers(self, entry: _Entry, lr: float) -> Numbers:
+    def _numbers(self, entry: _OffloadedEntry, lr: float) -> Numbers:
         key = None if self.seed is None else key_of(self.seed, entry.name, entry.step)
         return adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
 
@@ -132,7 +132,7 @@ class StreamedUpdater:
 
 
 def _update_rows(
-    entry: _Entry,
+    entry: _OffloadedEntry,
     gradient: Tensor,
     copy: Tensor | None,
     factor: Tensor | None,
