@@ -94,14 +94,14 @@ def _with_logits_on_demand(model: Any, output: Any, softcap: float | None) -> An
 
     Not in training: data parallel wrappers read every output, and a loss computed from these would have no gradient.
     """
-    made = {name: value for name, value in output.items() if name != "logits"}
+    fields = {name: value for name, value in output.items() if name != "logits"}
     if not torch.is_grad_enabled():
         hidden = output.logits
         shape = (*hidden.shape[:-1], model.config.get_text_config().vocab_size)
-        made["logits"] = LogitsOnDemand(
+        fields["logits"] = LogitsOnDemand(
             lambda: softcapped(model.lm_head(hidden), softcap), shape, _linear_dtype(hidden), hidden.device
         )
-    return type(output)(**made)
+    return type(output)(**fields)
 
 
 def _linear_dtype(hidden: Tensor) -> torch.dtype:

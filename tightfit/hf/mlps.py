@@ -75,8 +75,8 @@ def _gated_mlp(projections: tuple[str, ...], activation: Activation, impl: Impl)
         if len(linears) == 3 and can_fuse(x, *linears):
             gate, up, down = (linear.weight for linear in linears)
             return gated_mlp(x, gate, up, down, activation, impl=impl)
-        made = [getattr(self, name)(x) for name in projections]
-        gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
+        projected = [getattr(self, name)(x) for name in projections]
+        gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
         return self.down_proj(glu(gate, up, activation, impl=impl))
 
     return forward

@@ -38,10 +38,14 @@ def _rebound(forward: FunctionType, impl: Impl) -> Method:
     """The same code with `apply_rotary_pos_emb` as ours."""
     names = {**forward.__globals__, GLOBAL: _apply_rotary(impl)}
     del names["__name__"]  # torch.compile would look names up in the module of this name, and find the original
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-    made.__module__, made.__qualname__, made.__doc__ = forward.__module__, forward.__qualname__, forward.__doc__
-    return made
+    rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    rebound.__kwdefaults__, rebound.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    rebound.__module__, rebound.__qualname__, rebound.__doc__ = (
+        forward.__module__,
+        forward.__qualname__,
+        forward.__doc__,
+    )
+    return rebound
 
 
 @cache

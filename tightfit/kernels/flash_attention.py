@@ -126,11 +126,11 @@ def _run_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, d_out = (_with_contiguous_heads(x) for x in (query, key, value, d_out))
-    made = (like_rows(query), like_rows(key), like_rows(value))
+    gradients = (like_rows(query), like_rows(key), like_rows(value))
     if out.numel():
         with on_device_of(query):
-            attend_backward(d_out, query, key, value, out, logs, Problem(scale, window, softcap, bounds), made)
-    return made
+            attend_backward(d_out, query, key, value, out, logs, Problem(scale, window, softcap, bounds), gradients)
+    return gradients
 
 
 def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

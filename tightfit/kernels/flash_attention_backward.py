@@ -33,8 +33,8 @@ class BackwardInputs:
     deltas: Tensor
     problem: Problem
 
-    def launch(self, kernel: Any, grid: tuple[int, int], made: tuple[Tensor, ...], blocks: Blocks) -> None:
-        """Run `kernel` to write gradients into `made`."""
+    def launch(self, kernel: Any, grid: tuple[int, int], outputs: tuple[Tensor, ...], blocks: Blocks) -> None:
+        """Run `kernel` to write gradients into `outputs`."""
         read, problem = (self.query, self.key, self.value, self.d_out), self.problem
         (_, heads, queries, _), (kv_heads, keys) = self.query.shape, self.key.shape[1:3]
         kernel[grid](
@@ -42,8 +42,8 @@ class BackwardInputs:
             self.logs,
             self.deltas,
             self.logs if problem.bounds is None else problem.bounds,
-            *made,
-            *(stride for x in (*read, *made) for stride in x.stride()[:3]),
+            *outputs,
+            *(stride for x in (*read, *outputs) for stride in x.stride()[:3]),
             heads,
             heads // kv_heads,
             queries,
@@ -67,10 +67,10 @@ def attend_backward(
     out: Tensor,
     logs: Tensor,
     problem: Problem,
-    made: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write the gradients of query, key and value into `made`."""
-    d_query, d_key, d_value = made
+    """Write the gradients of query, key and value into `outputs`."""
+    d_query, d_key, d_value = outputs
     blocks = passes(query.shape[3], query.dtype, capability(query.device))
     inputs = BackwardInputs(query, key, value, d_out, logs, _deltas(out, d_out), problem)
     write_key_gradients(inputs, d_key, d_value, blocks.key_gradients)

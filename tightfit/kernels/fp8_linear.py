@@ -65,12 +65,12 @@ class _Fp8Linear(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         codes: WeightCodes = ctx.codes
         rows = dy.reshape(-1, dy.shape[-1])
-        made = quantized(rows, codes.scaling, E5M2, transposed=wants_weight)
+        dy_codes = quantized(rows, codes.scaling, E5M2, transposed=wants_weight)
         dx = d_weight = None
         if wants_x:
             own = codes.backward(weight)
-            dx = fp8_matmul(made.plain.codes, own.codes, made.plain.scale, own.scale, dy.dtype).view(ctx.shape)
+            dx = fp8_matmul(dy_codes.plain.codes, own.codes, dy_codes.plain.scale, own.scale, dy.dtype).view(ctx.shape)
         if wants_weight:
             x = kept[0].reshape(-1, kept[0].shape[-1]) if codes.scaling == "row" else Operand(*kept)
-            d_weight = weight_gradient(rows, made.transposed, x)
+            d_weight = weight_gradient(rows, dy_codes.transposed, x)
         return dx, d_weight, rows.sum(0) if wants_bias else None, None, None, None

@@ -55,8 +55,8 @@ class _Fp8GatedMlp(torch.autograd.Function):
         ctx.activation, ctx.codes, ctx.shape = activation, codes, x.shape
         if not is_result_wanted():
             return placeholder(x, down_weight.shape[0])
-        made, largest = _glu(gate, up, activation)
-        p_codes = quantized(made, scaling, E4M3, transposed=False, amax=largest)
+        product, largest = _glu(gate, up, activation)
+        p_codes = quantized(product, scaling, E4M3, transposed=False, amax=largest)
         y = _product(p_codes.plain, codes[2].forward(down_weight, backward_follows=backward), x.dtype)
         return y.view(x.shape)
 
@@ -78,10 +78,10 @@ class _Fp8GatedMlp(torch.autograd.Function):
         for gradient, w, own, wanted, amax in zip(
             (d_gate, d_up), (gate_weight, up_weight), codes, (wants_gate, wants_up), largest, strict=False
         ):
-            made = quantized(gradient, scaling, E5M2, transposed=wanted, amax=amax)
-            found.append(weight_gradient(gradient, made.transposed, x) if wanted else None)
+            gradient_codes = quantized(gradient, scaling, E5M2, transposed=wanted, amax=amax)
+            found.append(weight_gradient(gradient, gradient_codes.transposed, x) if wanted else None)
             if wants_x:
-                found_x.append(_product(made.plain, own.backward(w), dy.dtype))
+                found_x.append(_product(gradient_codes.plain, own.backward(w), dy.dtype))
         dx = found_x[0].add_(found_x[1]).view(ctx.shape) if wants_x else None
         return dx, *found, d_down, None, None, None
 
@@ -110,17 +110,17 @@ def _gradients_and_product(
 def _run(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
     if use_triton("auto", gate):
         return _launch(gate, up, activation)
-    made = glu_eager(gate, up, activation)
-    return made, made.abs().amax().float()
+    product = glu_eager(gate, up, activation)
+    return product, product.abs().amax().float()
 
 
 def _launch(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
-    made, largest = _fake(gate, up, activation)
+    product, largest = _fake(gate, up, activation)
     with on_device_of(gate):
         _forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
-            gate, up, made, largest.zero_(), gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
+            gate, up, product, largest.zero_(), gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
         )
-    return made, largest
+    return product, largest
 
 
 def _fake(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:

@@ -207,7 +207,7 @@ def _run(
     gradient = divisor.reciprocal().view(1) if row_gradient is None else row_gradient
     labels = RowLabels(targets, gradient * _lift(hidden.dtype, gradient), vocabulary)
     with on_device_of(hidden):
-        statistics, made = read_chunks(
+        statistics, computed = read_chunks(
             hidden,
             weight,
             bias,
@@ -219,7 +219,7 @@ def _run(
             triton=triton,
         )
     losses = terms.losses(statistics, targets, vocabulary)
-    gradients = (hidden.new_empty(0) if x is None else x for x in (made.hidden, made.weight, made.bias))
+    gradients = (hidden.new_empty(0) if x is None else x for x in (computed.hidden, computed.weight, computed.bias))
     return losses.sum() / divisor, losses, statistics, *gradients
 
 

@@ -85,7 +85,7 @@ def read_chunks(
     buffer = hidden.new_empty(min(rows, N), padded(V))
     buffer[:, V:] = 0
     statistics = torch.empty(4, N, device=hidden.device, dtype=wide)
-    made = Gradients(torch.empty_like(hidden) if wanted.hidden else None, None, None)
+    gradients = Gradients(torch.empty_like(hidden) if wanted.hidden else None, None, None)
     for span in spans(N, rows):
         h, logits = hidden[span], buffer[: span.stop - span.start, :V]
         if bias is None:
@@ -95,16 +95,16 @@ def read_chunks(
         statistics[:, span] = read_rows(
             logits, labels.of(span), terms, with_gradient=wanted.any, combine=combine, triton=triton
         )
-        if made.hidden is not None:
-            _write_product(made.hidden[span], logits, weight, wide)
+        if gradients.hidden is not None:
+            _write_product(gradients.hidden[span], logits, weight, wide)
         if wanted.weight:
-            made.weight = _add_product(made.weight, logits, h, wide)
+            gradients.weight = _add_product(gradients.weight, logits, h, wide)
         if wanted.bias:
-            made.bias = _add(made.bias, logits.sum(0, dtype=wide))
+            gradients.bias = _add(gradients.bias, logits.sum(0, dtype=wide))
     if N == 0:
-        made.weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
-        made.bias = weight.new_zeros(V, dtype=wide) if wanted.bias else None
-    return statistics, made
+        gradients.weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
+        gradients.bias = weight.new_zeros(V, dtype=wide) if wanted.bias else None
+    return statistics, gradients
 
 
 def _write_product(out: Tensor, d_logits: Tensor, weight: Tensor, wide: torch.dtype) -> None:

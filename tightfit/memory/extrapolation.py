@@ -28,12 +28,12 @@ def extrapolated(few: Sequence[PhasePeak], more: Sequence[PhasePeak], periods: i
     """The peaks `periods` periods of layers beyond those of `more`, which has one period more than `few`."""
     if not few or not more:
         return []
-    made = [_beyond(a, b, periods) for a, b in _paired(few, more)]
-    growth = _peak(made) - _peak(more)
-    reserved = max(moment.reserved_bytes for moment in more)
-    for moment in made:
-        moment.reserved_bytes = max(moment.allocated_bytes, reserved + growth)
-    return made
+    peaks = [_beyond(a, b, periods) for a, b in _paired(few, more)]
+    growth = _peak(peaks) - _peak(more)
+    reserved = max(peak.reserved_bytes for peak in more)
+    for peak in peaks:
+        peak.reserved_bytes = max(peak.allocated_bytes, reserved + growth)
+    return peaks
 
 
 def _paired(few: Sequence[PhasePeak], more: Sequence[PhasePeak]) -> Iterator[tuple[PhasePeak, PhasePeak]]:
@@ -42,7 +42,7 @@ def _paired(few: Sequence[PhasePeak], more: Sequence[PhasePeak]) -> Iterator[tup
     Backward has a section before the layers and one per period, so `more` has one section more. Its first sections are
     paired from the start of backward and its last ones from the end.
     """
-    runs = [[(phase, list(run)) for phase, run in groupby(moments, key=lambda m: m.phase)] for moments in (few, more)]
+    runs = [[(phase, list(run)) for phase, run in groupby(peaks, key=lambda m: m.phase)] for peaks in (few, more)]
     if [phase for phase, _ in runs[0]] != [phase for phase, _ in runs[1]]:
         raise UserError("two depths of the model went through different phases; simulate it in full")
     for (_, short), (_, long) in zip(*runs, strict=True):
@@ -53,8 +53,8 @@ def _paired(few: Sequence[PhasePeak], more: Sequence[PhasePeak]) -> Iterator[tup
             yield from zip(short[-2:], long[-2:], strict=True)
 
 
-def _peak(moments: Sequence[PhasePeak]) -> int:
-    return max(moment.allocated_bytes for moment in moments)
+def _peak(peaks: Sequence[PhasePeak]) -> int:
+    return max(peak.allocated_bytes for peak in peaks)
 
 
 def _beyond(few: PhasePeak, more: PhasePeak, periods: int) -> PhasePeak:
@@ -66,8 +66,8 @@ def _beyond(few: PhasePeak, more: PhasePeak, periods: int) -> PhasePeak:
     return PhasePeak(more.phase, round(sum(a.bytes for a in alive) * rounding), event=more.event, alive=alive)
 
 
-def _by_kind(moment: PhasePeak) -> Counter[tuple[Component, str]]:
+def _by_kind(peak: PhasePeak) -> Counter[tuple[Component, str]]:
     held: Counter[tuple[Component, str]] = Counter()
-    for allocation in moment.alive:
+    for allocation in peak.alive:
         held[allocation.component, allocation.detail] += allocation.bytes
     return held

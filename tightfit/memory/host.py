@@ -47,12 +47,12 @@ def host_empty(
     """An uninitialised tensor in host memory, pinned where `device` is a GPU; ledgers have it as `component`."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cuda" and size > SMALL_BYTES:
-        made = _mapped(size).view(dtype).view(shape)
+        tensor = _mapped(size).view(dtype).view(shape)
     else:
-        made = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     for tell in _watchers:
-        tell(made, component, detail, host=True)
-    return made
+        tell(tensor, component, detail, host=True)
+    return tensor
 
 
 def claimed(tensor: Tensor, component: Component, detail: str = "") -> Tensor:
@@ -81,16 +81,16 @@ def watched(tell: Watcher) -> Iterator[None]:
 def _mapped(size: int) -> Tensor:
     """Pinned bytes of exactly this size, in pages of their own."""
     pages = _pages(size)
-    made = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # faults pages in with all threads; CUDA would use one
-    code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), size, 0))
+    tensor = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # faults pages in with all threads; CUDA would use one
+    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if code:
         raise UserError(
             f"CUDA cannot pin {size / 2**30:.2f} GiB of host memory (error {code}); raise levers.offload_keep_bytes or "
             "lower levers.checkpoint_host_bytes"
         )
     _count(size)
-    weakref.finalize(made.untyped_storage(), _unpin, pages, made.data_ptr(), size).atexit = False
-    return made
+    weakref.finalize(tensor.untyped_storage(), _unpin, pages, tensor.data_ptr(), size).atexit = False
+    return tensor
 
 
 def _pages(size: int) -> mmap.mmap:

@@ -137,10 +137,10 @@ class _TimedTracer(Tracer):
         """The traced allocation of a block of `size` bytes in the history; a kernel's workspace if there is none."""
         births = self.births.get(block["addr"], [])
         at = bisect_left(births, (block["time_us"], -1))
-        made = self.trace.allocations[births[at][1]] if at < len(births) else None
-        if made is None or made.bytes != block["size"]:  # a later tensor in the same place is not this one
+        allocation = self.trace.allocations[births[at][1]] if at < len(births) else None
+        if allocation is None or allocation.bytes != block["size"]:  # a later tensor in the same place is not this one
             return Allocation(size, "workspace", "kernels")
-        return replace(made, bytes=size)
+        return replace(allocation, bytes=size)
 
 
 def replay_of_history(history: Sequence[Event], tracer: _TimedTracer) -> Replay:

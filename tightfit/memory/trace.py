@@ -150,12 +150,12 @@ class _Player:
 
     def _play(self, event: int) -> None:
         number = max(event, ~event)
-        made = self.trace.allocations[number]
-        allocator, survivor = self.allocators[made.place], self.blocks.pop(number, None)
+        allocation = self.trace.allocations[number]
+        allocator, survivor = self.allocators[allocation.place], self.blocks.pop(number, None)
         if survivor is not None:  # freed, or left over from the last repetition and replaced
             allocator.release(survivor)
         if event >= 0:
-            self.blocks[event] = allocator.allocate(made.bytes, made.stream)
+            self.blocks[event] = allocator.allocate(allocation.bytes, allocation.stream)
         self.played.append(event)
         for place, held in self.allocated.items():
             held.append(self.allocators[place].allocated_bytes)

@@ -143,8 +143,8 @@ class Tracer(TorchDispatchMode):
     def cut_backward(self, module: nn.Module) -> None:
         """Begin another section of backward where it enters `module`."""
 
-        def watch(layer: nn.Module, arguments: Any, made: Any) -> None:
-            first = made[0] if isinstance(made, tuple) else made
+        def watch(layer: nn.Module, arguments: Any, result: Any) -> None:
+            first = result[0] if isinstance(result, tuple) else result
             if self.phase == "forward" and first.requires_grad:
                 first.register_hook(lambda gradient: self.begin("backward"))
 
@@ -163,18 +163,18 @@ class Tracer(TorchDispatchMode):
         held = self.scratch(func, args, kwargs)
         number = self.trace.allocate(self._scratch(held, func)) if held else None
         summed = self._summed_in_place(args) if func is SUM and self.phase in BACKWARD else None
-        made = run(func, types, args, kwargs)
+        result = run(func, types, args, kwargs)
         if summed is not None:
-            self._take_over(summed, made)
-        elif isinstance(made, Tensor):
-            self._see(made, func)
-        elif isinstance(made, (tuple, list)):
-            for part in made:
+            self._take_over(summed, result)
+        elif isinstance(result, Tensor):
+            self._see(result, func)
+        elif isinstance(result, (tuple, list)):
+            for part in result:
                 if isinstance(part, Tensor):
                     self._see(part, func)
         if number is not None:
             self.trace.free(number)
-        return made
+        return result
 
     def _summed_in_place(self, operands: tuple[Any, ...]) -> int | None:
         """The storage into which autograd adds a second gradient in place; with fake tensors it allocates a sum."""
@@ -332,9 +332,9 @@ def _followed_resizes(tracer: Tracer) -> Iterator[None]:
     original: Any = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        made = original(storage, size)
+        result = original(storage, size)
         tracer.resized(storage)
-        return made
+        return result
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
     try:

@@ -34,15 +34,15 @@ def resolve_spec(source: str) -> ModelSpec:
 
 def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelSpec:
     """`spec`, which `source` names, with some of its sizes or flags changed."""
-    made: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, value in changes.items():
         old = getattr(spec, name, None) if name in ModelSpec.__dataclass_fields__ else None
         if not isinstance(old, int):
             raise UserError(f"model.shape.{name} is not a size of a model; see `tightfit models {source}`")
         if isinstance(old, bool) and value not in (0, 1):
             raise UserError(f"model.shape.{name} is {value}, but a model has that or not; say true or false")
-        made[name] = type(old)(value)
-    return replace(spec, **made)
+        changed[name] = type(old)(value)
+    return replace(spec, **changed)
 
 
 def read_config(path: Path) -> Any:

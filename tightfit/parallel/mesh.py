@@ -74,8 +74,8 @@ def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """The tensor axis alone, and together with FSDP2's axes."""
-    made = vars(mesh)[SUBMESHES]
-    return made["tensor"], made["both"]
+    submeshes = vars(mesh)[SUBMESHES]
+    return submeshes["tensor"], submeshes["both"]
 
 
 def long_wait_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -257,5 +257,5 @@ def _batches(workload: Workload, layout: Layout) -> list[Batch]:
     most = {1: 2}.get(layout.pipeline, 2 * layout.pipeline)
     passes = workload.global_batch // (layout.micro_batch * layout.data)
     passes = passes if layout.pipeline > 1 and layout.schedule == "gpipe" else min(most, passes)
-    made = torch.randint(workload.spec.vocab_size, shape)
-    return [{"tokens": made, "labels": made}] * max(1, passes)
+    tokens = torch.randint(workload.spec.vocab_size, shape)
+    return [{"tokens": tokens, "labels": tokens}] * max(1, passes)

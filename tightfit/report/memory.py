@@ -92,13 +92,13 @@ def draw_memory(
     """A panel per model, a bar per sequence length; returns what was drawn."""
     if not models:
         raise UserError("no model to draw; give at least one --model")
-    made = {
+    bars_by_panel = {
         name: [bar(spec, length, levers or Levers(), layer=layer) for length in lengths]
         for name, spec in models.items()
     }
     title = f"One GPU, micro-batches of one row, bf16 with float32 masters: {_layer_text(levers or Levers(), layer)}"
-    _draw(made, cards, title, path, share_scale=False)
-    return made
+    _draw(bars_by_panel, cards, title, path, share_scale=False)
+    return bars_by_panel
 
 
 def draw_zero(
@@ -115,13 +115,13 @@ def draw_zero(
     if ranks < 2:
         raise UserError(f"{ranks} GPU(s) have nobody to split with; give --gpus 2 or more")
     used = levers or Levers()
-    made = {
+    bars_by_panel = {
         stage: [bar(spec, length, used, data=ranks, zero=zero) for length in lengths]
         for zero, stage in enumerate(ZERO_NAMES)
     }
     title = f"{name} on {ranks} GPUs, micro-batches of one row on each: {_layer_text(used, 'ours')}"
-    _draw(made, cards, title, path, share_scale=True)
-    return made
+    _draw(bars_by_panel, cards, title, path, share_scale=True)
+    return bars_by_panel
 
 
 def _layer_text(levers: Levers, layer: LayerKind) -> str:
@@ -133,11 +133,16 @@ def _layer_text(levers: Levers, layer: LayerKind) -> str:
     return f"{which} recomputed"
 
 
-def _draw(made: dict[str, list[Bar]], cards: Sequence[Card], title: str, path: Path, *, share_scale: bool) -> None:
+def _draw(
+    bars_by_panel: dict[str, list[Bar]], cards: Sequence[Card], title: str, path: Path, *, share_scale: bool
+) -> None:
     lines = [card.bytes for card in cards]
-    highest = max(one.bytes for bars in made.values() for one in bars)
-    with panels(path, 1, len(made), width=3.2 * len(made) + 1.2, height=4.4, sharey=share_scale) as (figure, axes):
-        for at, (name, bars) in zip(axes[0], made.items(), strict=True):
+    highest = max(one.bytes for bars in bars_by_panel.values() for one in bars)
+    with panels(path, 1, len(bars_by_panel), width=3.2 * len(bars_by_panel) + 1.2, height=4.4, sharey=share_scale) as (
+        figure,
+        axes,
+    ):
+        for at, (name, bars) in zip(axes[0], bars_by_panel.items(), strict=True):
             _draw_bars(at, name, bars, cards)
             top = highest if share_scale else max(one.bytes for one in bars)
             at.set_ylim(0, 1.1 * max(top, *lines, 1) / GIB)

@@ -31,13 +31,13 @@ def draw_pipeline(
     schedules: list[PipelineSchedule], ranks: int, batches: int, path: Path, *, pieces: int = 2
 ) -> dict[str, float]:
     """A panel per schedule; returns the share of time that ranks are idle."""
-    made = {schedule: simulate_schedule(schedule, ranks, batches, pieces) for schedule in schedules}
-    if not made:
+    tasks = {schedule: simulate_schedule(schedule, ranks, batches, pieces) for schedule in schedules}
+    if not tasks:
         raise UserError("no schedule to draw; give at least one --schedule")
-    idle = {schedule: idle_share(those, ranks) for schedule, those in made.items()}
-    height = (0.3 * ranks + 0.7) * len(made) + 1.0
-    with panels(path, len(made), 1, width=11, height=height, sharex=True) as (figure, axes):
-        for at, (schedule, those) in zip(axes[:, 0], made.items(), strict=True):
+    idle = {schedule: idle_share(those, ranks) for schedule, those in tasks.items()}
+    height = (0.3 * ranks + 0.7) * len(tasks) + 1.0
+    with panels(path, len(tasks), 1, width=11, height=height, sharex=True) as (figure, axes):
+        for at, (schedule, those) in zip(axes[:, 0], tasks.items(), strict=True):
             _draw_tasks(at, those, ranks, numbered=max(timed.end for timed in those) <= 80)
             at.set_title(f"{schedule}: ranks wait {idle[schedule]:.1%} of the time", fontsize=10)
         axes[-1, 0].set_xlabel("time, in forward passes of one micro-batch through one rank")
@@ -113,8 +113,8 @@ def _legend() -> list["Patch"]:
     return [Patch(color=COLORS[work], label=text) for work, text in LEGEND.items()]
 
 
-def _draw_tasks(axes: "Axes", made: list[TimedTask], ranks: int, *, numbered: bool) -> None:
-    for timed in made:
+def _draw_tasks(axes: "Axes", tasks: list[TimedTask], ranks: int, *, numbered: bool) -> None:
+    for timed in tasks:
         length = timed.end - timed.start
         darker = 0.65 if timed.task.stage >= ranks else 1.0  # the second stage of a rank
         axes.barh(

@@ -54,14 +54,14 @@ def simulate_schedule(schedule: PipelineSchedule, ranks: int, batches: int, piec
     if schedule == "interleaved" and batches % ranks:
         raise UserError(f"{batches} micro-batches are not a multiple of {ranks} ranks, as interleaving needs")
     orders = [list(_order(schedule, rank, ranks, batches, stages)) for rank in range(ranks)]
-    made = _run_orders(orders, ranks, ranks * stages)
-    return [timed._replace(start=timed.start / stages, end=timed.end / stages) for timed in made]
+    tasks = _run_orders(orders, ranks, ranks * stages)
+    return [timed._replace(start=timed.start / stages, end=timed.end / stages) for timed in tasks]
 
 
-def idle_share(made: list[TimedTask], ranks: int) -> float:
+def idle_share(tasks: list[TimedTask], ranks: int) -> float:
     """Share of the ranks' time, from the first start to the last end, in which they are idle."""
-    total = ranks * max(timed.end for timed in made)
-    return 1 - sum(timed.end - timed.start for timed in made) / total
+    total = ranks * max(timed.end for timed in tasks)
+    return 1 - sum(timed.end - timed.start for timed in tasks) / total
 
 
 def _order(schedule: PipelineSchedule, rank: int, ranks: int, batches: int, stages: int) -> Iterator[Task]:

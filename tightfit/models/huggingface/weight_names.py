@@ -36,12 +36,12 @@ def tensor_maps(rules: Iterable[Rule], names: Iterable[str], layers: int, expert
     present, rules = set(names), list(rules)
     repeated = [i for i, rule in enumerate(rules) if "{layer}" in rule.theirs]
     before, inside, after = rules[: repeated[0]], rules[repeated[0] : repeated[-1] + 1], rules[repeated[-1] + 1 :]
-    made = [mapping for rule in before for mapping in _apply(rule, present, 0, experts)]
-    made += [mapping for i in range(layers) for rule in inside for mapping in _apply(rule, present, i, experts)]
-    made += [mapping for rule in after for mapping in _apply(rule, present, 0, experts)]
-    missed = present - {name for mapping in made for name in mapping.ours}
+    maps = [mapping for rule in before for mapping in _apply(rule, present, 0, experts)]
+    maps += [mapping for i in range(layers) for rule in inside for mapping in _apply(rule, present, i, experts)]
+    maps += [mapping for rule in after for mapping in _apply(rule, present, 0, experts)]
+    missed = present - {name for mapping in maps for name in mapping.ours}
     assert not missed, f"no rule for {sorted(missed)[:3]}"
-    return made
+    return maps
 
 
 def _apply(rule: Rule, present: set[str], layer: int, experts: int) -> Iterator[TensorMap]:

@@ -43,15 +43,15 @@ def from_hf_state(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
     with torch.device("meta"):
         empty = Decoder(spec).state_dict()
     renamed = _match(state.keys(), empty, spec, "the state")
-    made: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for mapping, name in renamed:
         _check_shape(state[name].shape, mapping, name, empty, "the state")
         for ours, part in zip(mapping.ours, _pieces(mapping, state[name], empty), strict=True):
-            target = made.setdefault(ours, torch.empty_like(empty[ours], device=part.device, dtype=part.dtype))
+            target = converted.setdefault(ours, torch.empty_like(empty[ours], device=part.device, dtype=part.dtype))
             (target if mapping.expert is None else target[mapping.expert]).copy_(part)
     if spec.tied:
-        made["head.weight"] = made["embed.weight"]
-    return made
+        converted["head.weight"] = converted["embed.weight"]
+    return converted
 
 
 def load_weights(model: Decoder, directory: Path) -> None:
