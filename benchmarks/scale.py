@@ -232,7 +232,7 @@ def rehearse_stage(words: str) -> None:
     """The other side of that."""
     from tightfit.memory.formulas.overheads import DEFAULT
     from tightfit.memory.trace import ledger_of_replay
-    from tightfit.prove.rehearsal import rehearse, rehearsed_step
+    from tightfit.prove.rehearsal import rehearse, trace_training_step
 
     name, layout, levers, stage = json.loads(words)
     workload = next(chosen(name, CASES[name])).workload
@@ -240,7 +240,7 @@ def rehearse_stage(words: str) -> None:
     if how[1].pipeline == 1:
         ledger = rehearse(*how)
     else:
-        replay = rehearsed_step(*how, stage=stage).replay()
+        replay = trace_training_step(*how, stage=stage).replay()
         ledger = ledger_of_replay(replay, "simulation", context_bytes=DEFAULT.context_bytes)
     print(f"{ledger.peak_bytes() / 2**30:.1f}")
 

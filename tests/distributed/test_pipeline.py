@@ -29,7 +29,7 @@ from tightfit.jobs.levers import Levers, StateFormat
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.parallel.pipeline import Pipeline
-from tightfit.parallel.pipeline_stage import pieces_of
+from tightfit.parallel.pipeline_stage import spans_of
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, train_step
@@ -193,4 +193,4 @@ def test_schedules_in_rounds_want_equal_ones() -> None:
 
 def test_more_stages_than_layers_get_a_sentence() -> None:
     with pytest.raises(UserError, match=r"the pipeline has 8 stages .* but the model has 5 layers"):
-        pieces_of(DEEP, Layout(pipeline=8), 0, 16)
+        spans_of(DEEP, Layout(pipeline=8), 0, 16)

@@ -131,7 +131,7 @@ def write_again(fields: Fields, copy: str) -> None:
     if p.ranks.first:
         position = Position(p.position_step, p.loader.state_dict(), asdict(p.scale), {}, p.facts)
         save_checkpoint(Path(copy), content, p.tokenizer, position, keep=1)
-    p.ranks.wait()
+    p.ranks.barrier()
 
 
 @pytest.mark.parametrize("data_and_zero", [(1, 0), (4, 3)])

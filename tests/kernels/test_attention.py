@@ -1,20 +1,15 @@
 """Attention: every backend against the eager reference, the reference against a loop, and which one is chosen."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import UserError
 from tightfit.kernels import attention as module
-from tightfit.kernels import attention_choice
-from tightfit.kernels.attention import Visibility, attention, attention_backend, attention_eager
-from tightfit.kernels.attention_choice import Asked, fastest
+from tightfit.kernels.attention import AttentionMask, attention, attention_backend, attention_eager
 
 CPU = torch.device("cpu")
 
@@ -75,9 +70,9 @@ COMBINATIONS = [
 
 def run(impl: Any, shape: dict[str, int], setting: dict[str, Any], heads: int = 4) -> tuple[Tensor, ...]:
     query, key, value = qkv(**shape, heads=heads)
-    visible = Visibility(shape["queries"], shape["keys"], CPU, setting.get("documents"))
+    mask = AttentionMask(shape["queries"], shape["keys"], CPU, setting.get("documents"))
     limits = {name: setting.get(name) for name in ("window", "softcap")}
-    out = attention(query, key, value, visible, scale=0.3, impl=impl, **limits)
+    out = attention(query, key, value, mask, scale=0.3, impl=impl, **limits)
     return (out, *torch.autograd.grad(out.square().sum(), (query, key, value)))
 
 
@@ -85,7 +80,7 @@ def run(impl: Any, shape: dict[str, int], setting: dict[str, Any], heads: int = 
 def test_plain_implementations_follow_the_definition(shape: dict[str, int], setting: dict[str, Any]) -> None:
     query, key, value = (x.detach() for x in qkv(**shape))
     wanted = by_hand(query, key, value, 0.3, **setting)
-    for impl in ("sdpa", "eager", "auto", "rule"):
+    for impl in ("sdpa", "eager", "auto"):
         assert torch.allclose(run(impl, shape, setting)[0], wanted, atol=1e-5), impl
 
 
@@ -108,8 +103,8 @@ def test_flex_equals_eager(setting: str) -> None:
     limits = dict(SETTINGS[setting])
     documents = packed(150) // 7 if limits.pop("documents", None) is not None else None
     query, key, value = (x.detach() for x in qkv(150, 150))
-    visible = Visibility(150, 150, CPU, documents)
-    flex, eager = (attention(query, key, value, visible, scale=0.3, impl=impl, **limits) for impl in ("flex", "eager"))
+    mask = AttentionMask(150, 150, CPU, documents)
+    flex, eager = (attention(query, key, value, mask, scale=0.3, impl=impl, **limits) for impl in ("flex", "eager"))
     assert torch.allclose(flex, eager, atol=1e-5)
 
 
@@ -126,27 +121,16 @@ def test_fused_backends_refuse_what_they_would_get_wrong(impl: Any, setting: dic
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(UserError, match="attention is 'fast'; give one of auto, rule, sdpa"):
+    with pytest.raises(UserError, match="attention is 'fast'; give one of auto, sdpa"):
         run("fast", SHAPES["square"], {})
     with pytest.raises(UserError, match="key/value cache"):
         run("flex", SHAPES["few-of-many"], {})
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str, float], major: int = 9) -> list[str]:
-    """Pretend that tensors are on a GPU where candidates take as long as given; returns the names measured."""
-    measured: list[str] = []
-
-    def timed(candidates: Any, like: Any, *, gradients: bool) -> dict[str, float]:
-        measured.extend(name for name in candidates if name in milliseconds)
-        return {name: milliseconds[name] for name in candidates if name in milliseconds}
-
+def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int = 9) -> None:
+    """Pretend that tensors are on a GPU of this compute capability."""
     monkeypatch.setattr(module, "use_triton", lambda impl, tensor: True)
     monkeypatch.setattr(module, "capability", lambda device: major)
-    monkeypatch.setattr(attention_choice, "measure", timed)
-    monkeypatch.setattr(attention_choice, "CACHE", cache)
-    monkeypatch.setattr(attention_choice, "_known", {})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    return measured
 
 
 def backend_of(
@@ -157,115 +141,39 @@ def backend_of(
     **limits: Any,
 ) -> str:
     query, key, _ = qkv(length, length, kv_heads=kv_heads)
-    return attention_backend(query.to(dtype), key.to(dtype), Visibility(length, length, CPU, documents), **limits)
+    return attention_backend(query.to(dtype), key.to(dtype), AttentionMask(length, length, CPU, documents), **limits)
 
 
-def test_the_fastest_is_chosen_once_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cache = tmp_path / "cache" / "attention.json"
-    measured = on_gpu(monkeypatch, cache, {"cudnn": 2.0, "flash": 1.0, "triton": 1.5, "flex": 1.2})
-    assert backend_of() == backend_of() == backend_of(16) == "flash"
-    assert measured == ["cudnn", "flash", "triton"]
-    assert backend_of(window=3) == "flex"
-    assert backend_of(window=99) == "flash"
-    assert backend_of(documents=packed(13)) == backend_of(softcap=1.0) == "flex"
-    assert len(json.loads(cache.read_text())) == 4
-    measured.clear()
-    monkeypatch.setattr(attention_choice, "_known", {})
-    assert backend_of() == "flash"
-    assert measured == []
-    assert backend_of(17) == "flash"
-    assert measured == ["cudnn", "flash", "triton"]
-
-
-def test_a_damaged_memory_or_no_place_for_one_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cache = tmp_path / "attention.json"
-    for text in ("{", "[]", '{"a": 1}'):
-        cache.write_text(text)
-        on_gpu(monkeypatch, cache, {"triton": 1.0})
-        assert backend_of() == "triton"
-    (tmp_path / "file").touch()
-    on_gpu(monkeypatch, tmp_path / "file" / "attention.json", {"triton": 1.0})
-    assert backend_of() == "triton"
-
-
-def test_a_rule_decides_where_measuring_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measured = on_gpu(monkeypatch, tmp_path / "attention.json", {})
-    assert backend_of() == "sdpa"
-    assert backend_of(window=3) == "triton"
-    assert measured == []
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    assert backend_of() == backend_of(window=99) == "sdpa"
+    assert backend_of(window=3) == backend_of(softcap=1.0) == backend_of(documents=packed(13)) == "triton"
     query, key, _ = qkv(4, 13)
-    assert attention_backend(query, key, Visibility(4, 13, CPU)) == "triton"
-    assert attention_backend(query[:, :, :1], key, Visibility(1, 13, CPU)) == "sdpa"
+    assert attention_backend(query, key, AttentionMask(4, 13, CPU)) == "triton"
+    assert attention_backend(query[:, :, :1], key, AttentionMask(1, 13, CPU)) == "sdpa"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert backend_of() == "triton"
 
 
 @pytest.mark.parametrize(("major", "dtype"), [(9, torch.float32), (7, torch.float16), (7, torch.float32)], ids=str)
 def test_where_torch_has_no_fused_kernel_for_grouped_heads_ours_is_taken(
-    major: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    major: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gpu(monkeypatch, tmp_path / "attention.json", {}, major)
+    on_gpu(monkeypatch, major)
     assert backend_of(dtype=dtype) == "triton"
     assert backend_of(dtype=dtype, kv_heads=4) == "sdpa"
 
 
-def test_the_rule_does_not_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measured = on_gpu(monkeypatch, tmp_path / "attention.json", {"triton": 1.0})
+def test_auto_runs_what_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
     taken = []
     monkeypatch.setattr(module, "flash_attention", lambda query, *_, **__: taken.append("triton") or query)
-    monkeypatch.setattr(module, "_sdpa", lambda query, *_: taken.append("sdpa") or query)
+    monkeypatch.setattr(module, "_sdpa", lambda query, *_, **__: taken.append("sdpa") or query)
     query, key, value = (x.bfloat16() for x in qkv(13, 13))
     for documents in (None, packed(13)):
-        attention(query, key, value, Visibility(13, 13, CPU, documents), scale=1.0, impl="rule")
+        attention(query, key, value, AttentionMask(13, 13, CPU, documents), scale=1.0)
     assert taken == ["sdpa", "triton"]
-    assert measured == []
-
-
-def test_measuring_inside_a_checkpoint_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hooks that keep what a layer saves must not see the measurement, which recomputing does not repeat."""
-    measure, measured = attention_choice.measure, []
-
-    def run_once(candidate: Any, tensors: Any, given: Any) -> float:
-        torch.autograd.grad(candidate(*tensors), tensors, given)
-        measured.append(1)
-        return 1.0
-
-    on_gpu(monkeypatch, tmp_path / "attention.json", {})
-    monkeypatch.setattr(attention_choice, "measure", measure)
-    monkeypatch.setattr(attention_choice, "_median_ms", run_once)
-    query, key, value = (x.half().detach().requires_grad_() for x in qkv(13, 13, dim=16))
-    visible = Visibility(13, 13, CPU)
-    state = torch.get_rng_state()
-
-    def layer(impl: Any) -> tuple[Tensor, ...]:
-        out = checkpoint(
-            lambda q, k, v: attention(q, k, v, visible, scale=0.3, impl=impl), query, key, value, use_reentrant=False
-        )
-        return torch.autograd.grad(out.float().square().sum(), (query, key, value))
-
-    found = layer("auto")
-    assert measured
-    assert torch.equal(torch.get_rng_state(), state)
-    wanted = layer(attention_backend(query, key, visible))
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_cpus_take_sdpa() -> None:
     assert backend_of() == backend_of(window=3) == backend_of(softcap=1.0) == "sdpa"
-
-
-def test_noise_does_not_choose() -> None:
-    assert fastest({"cudnn": 1.0, "flash": 0.995}) == "cudnn"
-    assert fastest({"cudnn": 1.0, "flash": 0.98}) == "flash"
-    assert fastest({}) is None
-
-
-def test_classes_differ_in_what_speed_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    query, key, _ = qkv(13, 13)
-    one = Asked.about(query, key, False, False, False)
-    assert Asked.about(query, key, False, False, False) == one
-    assert one.length == 16
-    with torch.no_grad():
-        assert Asked.about(query, key, False, False, False) != one
-    assert len({Asked.about(query, key, *flags) for flags in ((True, False, False), (False, True, False))} | {one}) == 3

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
-from tightfit.kernels.attention import Visibility, attention
+from tightfit.kernels.attention import AttentionMask, attention
 from tightfit.kernels.flash_attention import flash_attention
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,8 +57,8 @@ def results(impl: Any, given: list[Tensor], dtype: torch.dtype, packed: int = 0,
     if packed:
         row = torch.arange(keys, device=DEVICE)
         documents = torch.stack([row // packed, (row >= keys - 3).long()])[: query.shape[0]]
-    visible = Visibility(queries, keys, query.device, documents)
-    out = attention(query, key, value, visible, scale=0.3, impl=impl, **limits)
+    mask = AttentionMask(queries, keys, query.device, documents)
+    out = attention(query, key, value, mask, scale=0.3, impl=impl, **limits)
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).half().to(DEVICE, dtype)
     return [out, *torch.autograd.grad(out, (query, key, value), d_out)]
 

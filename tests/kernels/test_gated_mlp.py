@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
-from tightfit.kernels.gated_mlp import can_be_one, gated_mlp, gated_mlp_eager
+from tightfit.kernels.gated_mlp import can_fuse, gated_mlp, gated_mlp_eager
 from tightfit.models.mlp import Mlp
 from tightfit.models.presets import preset
 
@@ -104,8 +104,8 @@ def test_modules_that_do_more_than_multiply_are_called() -> None:
     hooked, replaced = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     hooked.register_forward_hook(lambda *_: None)
     replaced.forward = lambda x: x  # type: ignore[method-assign, assignment]
-    assert can_be_one(x, plain, plain)
+    assert can_fuse(x, plain, plain)
     for other in (hooked, replaced, torch.nn.Linear(4, 4), plain.__class__(4, 4, bias=False).half(), torch.nn.ReLU()):
-        assert not can_be_one(x, plain, other)
+        assert not can_fuse(x, plain, other)
     with torch.no_grad():
-        assert not can_be_one(x, plain)
+        assert not can_fuse(x, plain)

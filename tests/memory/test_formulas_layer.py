@@ -97,12 +97,12 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     shape = LocalShape(ROWS, LENGTH, 2)
     model = decoder(spec, torch.float16)
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
-    around = model.surroundings(x, torch.arange(LENGTH)[None], None, None)
-    tables = [table for pair in around.ropes.values() for table in pair]
+    ctx = model.forward_context(x, torch.arange(LENGTH)[None], None, None)
+    tables = [table for pair in ctx.rope_tables.values() for table in pair]
     for index in {0, spec.layers - 1}:
         saved = Saved(model, *tables)
         with saved.watching():
-            made, _ = model.layers[index](x * 1.0, around)
+            made, _ = model.layers[index](x * 1.0, ctx)
         assert made.shape == x.shape
         assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, index, shape))
 

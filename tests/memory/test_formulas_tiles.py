@@ -33,9 +33,9 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     model = decoder(spec, torch.float16)
     tiling.tile_layers(model, tiles)
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
-    around = model.surroundings(x, torch.arange(LENGTH)[None], None, None)
+    ctx = model.forward_context(x, torch.arange(LENGTH)[None], None, None)
     with Saved(model).watching() as saved:
-        made, _ = model.layers[0](x * 1.0, around)
+        made, _ = model.layers[0](x * 1.0, ctx)
     assert made.shape == x.shape
     assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, 0, LocalShape(ROWS, LENGTH, 2, tiles=tiles)))
 

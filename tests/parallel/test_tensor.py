@@ -144,4 +144,4 @@ def test_every_parameter_has_its_split() -> None:
             assert splits.keys() >= dict(decoder.named_parameters()).keys()
             whole = {n for n, split in splits.items() if split.dim is None}
             assert all("norm" in n or "router" in n or n.endswith(("o.bias", "down.bias")) for n in whole), whole
-            assert all(splits[n].summed for n in whole)
+            assert all(splits[n].partial_gradient for n in whole)

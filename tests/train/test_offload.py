@@ -81,12 +81,15 @@ def test_what_is_put_off_goes_in_the_order_of_the_forward_pass(
     model, optimizer, scale = assembled("fp32", offload="optimizer", **levers)
     assert optimizer.offloading is not None
     assert model.head.weight is not model.embed.weight
-    link, names = optimizer.offloading.link, {id(home): name for name, home in optimizer.offloading.homes.items()}
+    link, names = (
+        optimizer.offloading.link,
+        {id(matrix): name for name, matrix in optimizer.offloading.matrices.items()},
+    )
     sent: list[str] = []
     send = link._send
-    monkeypatch.setattr(link, "_send", lambda update: (sent.append(names[id(update.home)]), send(update)))
+    monkeypatch.setattr(link, "_send", lambda update: (sent.append(names[id(update.matrix)]), send(update)))
     train_step(model, optimizer, [ragged_batch(3, seed=1)], CPU, 1e-2, scale)
-    waiting = [names[id(update.home)] for update in link.put_off]
+    waiting = [names[id(update.matrix)] for update in link.deferred]
     order = ["embed", *(f"layers.{index}" for index in range(len(model.layers))), "head"]
     places = [next(place for place, start in enumerate(order) if name.startswith(start + ".")) for name in waiting]
     assert places == sorted(places)
@@ -95,7 +98,7 @@ def test_what_is_put_off_goes_in_the_order_of_the_forward_pass(
     done_before = len(sent)
     model(torch.zeros(1, 4, dtype=torch.long))
     assert sent[done_before:] == waiting
-    assert not link.put_off
+    assert not link.deferred
     assert not link.in_flight
 
 
@@ -190,7 +193,7 @@ def test_who_stays_and_who_is_late() -> None:
     state_bytes = 8.0
     embed = 96 * 32 * 8
     found = placements(named, Levers(offload="optimizer", offload_keep_bytes=2 * embed + 32 * 32 * 8), state_bytes)
-    stays = [name for name, place in found.items() if not place.states_away]
+    stays = [name for name, place in found.items() if not place.states_offloaded]
     assert {name for name in stays if "norm" not in name} == {
         "embed.weight", "head.weight", "layers.0.attention.q.weight"
     }  # fmt: skip
@@ -199,11 +202,11 @@ def test_who_stays_and_who_is_late() -> None:
         offload_gradient_bytes=IN_FLIGHT_BYTES + 2 * 64 * 32 * 4,
     )  # fmt: skip
     found = placements(named, levers, state_bytes)
-    assert [name for name, place in found.items() if place.late] == [
+    assert [name for name, place in found.items() if place.deferred] == [
         "layers.1.mlp.up.weight", "layers.1.mlp.down.weight"
     ]  # fmt: skip
-    assert not found["embed.weight"].weight_away
-    assert found["layers.0.mlp.up.weight"].weight_away
+    assert not found["embed.weight"].weight_offloaded
+    assert found["layers.0.mlp.up.weight"].weight_offloaded
 
 
 def test_the_ledger_has_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.kernels.adamw8bit import widened
+from tightfit.kernels.adamw8bit import dequantized
 from tightfit.models.decoder import Decoder
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
@@ -173,7 +173,7 @@ def as_numbers(states: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every state in float32, 8-bit codes as the numbers that they stand for."""
     scales = {name.replace("/", "_scale/", 1): name for name, tensor in states.items() if tensor.itemsize == 1}
     wide = {name: tensor.float() for name, tensor in states.items() if name not in scales}
-    return wide | {codes: widened(states[codes], states[scale]) for scale, codes in scales.items()}
+    return wide | {codes: dequantized(states[codes], states[scale]) for scale, codes in scales.items()}
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -1,4 +1,4 @@
-"""Accelerator: one card as the planner sees it; what it holds, how fast it computes, how it is connected."""
+"""Accelerator: memory, peak rates and links of one card."""
 
 import re
 from dataclasses import dataclass

@@ -57,9 +57,9 @@ FORMS = tuple(dict.fromkeys(row.form for row in CATALOG))
 
 
 def find_accelerator(name: str, form: str | None = None) -> Accelerator:
-    """The row called `name` (`V100-32GB`; the size may be left out where there is one), in `form` if given.
+    """The row called `name` (`V100-32GB`; the size may be left out where there is only one), in `form` if given.
 
-    Where a card comes in several forms the first row, the one with the faster links, is meant.
+    Without `form` the first row is taken, which has the fastest links.
     """
     rows = [row for row in CATALOG if _same(name, row)]
     if len({row.memory_gb for row in rows}) > 1:

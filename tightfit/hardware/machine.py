@@ -1,4 +1,4 @@
-"""Machine: nodes × accelerators and what connects them, as a user writes it.
+"""Machine: nodes × accelerators and their links, as a user writes it.
 
     H100-80GB               one card
     8xV100-32GB             one node of eight, with the links of the vendor's own system (SXM where there is one)
@@ -9,8 +9,8 @@
     2x./card.yaml           two cards of one's own, described in a file (own_card.py)
     local                   what nvidia-smi finds in this machine
 
-Cards that no vendor sells as a cluster are taken to share one 100 Gb/s Ethernet port per node unless the text says
-otherwise; a plan prints the link it counted with.
+Cards without a vendor's cluster are assumed to share one 100 Gb/s Ethernet port per node unless the text says
+otherwise; a plan prints the link it used.
 """
 
 import re
@@ -35,7 +35,7 @@ _FILE_PATTERN = re.compile(rf"{_COUNTS}([^:]+\.ya?ml){_OPTIONS}")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`nodes` × `per_node` accelerators. `host_bytes` is the memory of one node; None where nobody said."""
+    """`nodes` × `per_node` accelerators. `host_bytes` is the memory of one node; None where unknown."""
 
     nodes: int
     per_node: int
@@ -51,7 +51,7 @@ class Machine:
         return self.nodes * self.per_node
 
     def with_counts(self, nodes: int, per_node: int) -> "Machine":
-        """The same parts in another number."""
+        """The same accelerators and links in another number."""
         tail = self.text.partition(":")
         plain = re.sub(r"^(\d+x){0,2}", "", tail[0])
         counts = f"{nodes}x{per_node}x" if nodes > 1 else f"{per_node}x"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tightfit.kernels.attention import attention_eager
-from tightfit.kernels.flash_blocks import Problem, capped_scores
+from tightfit.kernels.flash_blocks import Problem, softcapped_scores
 from tightfit.kernels.operators import multiprocessors, on_device_of
 from tightfit.kernels.overlap import launch_next, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
@@ -165,7 +165,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         mask = here[:, None] & in_head[None, :]
         k = tl.load(keys + at[:, None] + columns[None, :], mask=mask, other=0.0)
         v = tl.load(values + at[:, None] + columns[None, :], mask=mask, other=0.0)
-        scores, _ = capped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
+        scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
         scores = tl.where(here[None, :], scores, -1.0e30)
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.where(here[None, :], tl.exp2(scores - higher[:, None]), 0.0)

@@ -15,7 +15,7 @@ LARGEST_CONFIG_BYTES = 16 * 2**20
 
 
 def resolve_spec(source: str) -> ModelSpec:
-    """The shape of the model `source` names; a preset wins over a directory of that name, which `./name` still is."""
+    """The ModelSpec of `source`; a preset wins over a directory of the same name (write `./name` for the directory)."""
     if source in PRESETS:
         return preset(source)
     try:
@@ -33,16 +33,16 @@ def resolve_spec(source: str) -> ModelSpec:
 
 
 def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelSpec:
-    """`spec`, which `source` names, with some of its sizes (or what it either has or has not) changed."""
-    made: dict[str, Any] = {}
+    """`spec`, which `source` names, with some of its sizes or flags changed."""
+    changed: dict[str, Any] = {}
     for name, value in changes.items():
         old = getattr(spec, name, None) if name in ModelSpec.__dataclass_fields__ else None
         if not isinstance(old, int):
             raise UserError(f"model.shape.{name} is not a size of a model; see `tightfit models {source}`")
         if isinstance(old, bool) and value not in (0, 1):
             raise UserError(f"model.shape.{name} is {value}, but a model has that or not; say true or false")
-        made[name] = type(old)(value)
-    return replace(spec, **made)
+        changed[name] = type(old)(value)
+    return replace(spec, **changed)
 
 
 def read_config(path: Path) -> Any:

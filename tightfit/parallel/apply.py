@@ -1,10 +1,9 @@
-"""Levers and splits put on a decoder, in one order: tensor split, loss, fp8, tiling, checkpointing, data parallelism.
+"""Applies levers and parallelism to a decoder in one order: tensor, loss, fp8, tiling, checkpointing, data or pipeline.
 
-Tiling and checkpointing change what a layer's forward is, and data parallelism hooks itself around that forward:
-recomputing inside the hooks finds the weights that backward has gathered anyway. Tensor parallelism cuts weights before
-they have memory (`cut`) and puts its collectives around a layer's blocks, inside all others. Weights of a model that is
-sharded are given values afterwards (each rank fills its rows); a model that is replicated must have its values and its
-dtype before. `train/assembly.py` does both, with the optimizer.
+Tensor parallelism comes first (`cut`): it cuts weights on the meta device and puts collectives around attention and
+MLP, inside everything else. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
+that recomputation uses the weights all-gathered for backward. Sharded weights are filled afterwards (each rank its
+shards); a replicated model must have its values and dtype before. `train/assembly.py` does both, with the optimizer.
 """
 
 from collections.abc import Callable
@@ -30,20 +29,23 @@ from tightfit.parallel.tensor import tensor_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
-    """Leave of the weights what this rank has of each, before they have values. Comes before `apply`, and once."""
+    """Cut weights to this rank's tensor-parallel shards, before they have values. Once, before `apply`."""
     refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
 
 
 def apply(
-    model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName,
+    model: Decoder,
+    mesh: DeviceMesh | None,
+    layout: Layout,
+    levers: Levers,
+    precision: PrecisionName,
     inside_checkpoints: Callable[[Decoder], None] | None = None,
-) -> nn.Module:  # fmt: skip
-    """What to call for forward and backward: the decoder itself, sharded in place or not, or DDP around it.
+) -> nn.Module:
+    """The module to call for forward and backward: the decoder (FSDP2 shards it in place), DDP or a pipeline around it.
 
-    `inside_checkpoints` changes layers' forward once more before they are checkpointed: what it adds is done again
-    when they are computed again.
+    `inside_checkpoints` wraps the layers' forward before checkpointing does, so that recomputation runs it again.
     """
     choose_loss(model, levers)
     use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and levers.offload != "weights")

@@ -1,4 +1,4 @@
-"""The screen of a run that ran out of GPU memory: what wanted it, what held it, what would have made room."""
+"""The screen of a run that ran out of GPU memory: the failed allocation, what held the memory, and what to change."""
 
 from rich.console import Console, Group
 from rich.panel import Panel

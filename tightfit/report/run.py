@@ -1,4 +1,4 @@
-"""The end of a run: what was reached, at what speed and price, a sample of it, and what to try next."""
+"""What a finished run prints: steps, loss, speed, memory, a sample, and the next commands."""
 
 import sys
 from collections.abc import Iterator

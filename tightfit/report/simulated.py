@@ -11,7 +11,7 @@ from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.pins import Pins
-from tightfit.prove.rehearsal import rehearsed_step
+from tightfit.prove.rehearsal import trace_training_step
 from tightfit.report.timeline import Timeline, of_simulation
 
 
@@ -33,4 +33,4 @@ def simulate_timeline(
     workload = Workload(
         spec=spec, sequence_length=sequence_length, global_batch=global_batch or rows, precision=precision
     )
-    return of_simulation(rehearsed_step(workload, layout, levers))
+    return of_simulation(trace_training_step(workload, layout, levers))

@@ -1,4 +1,4 @@
-"""What the verbs print: rich tables for people, one JSON object for programs, from the same values."""
+"""Tables that the CLI prints, and the same values as JSON."""
 
 import json
 import math
@@ -84,9 +84,15 @@ def print_models(specs: Mapping[str, ModelSpec], *, as_json: bool) -> None:
     for name, spec in specs.items():
         experts = f"{spec.experts.per_token} of {spec.experts.count}" if spec.experts else ""
         table.add_row(
-            name, f"{spec.params():,}", str(spec.layers), str(spec.hidden_size), f"{spec.heads}/{spec.kv_heads}",
-            experts, f"{spec.max_positions:,}", gib(2 * spec.params()),
-        )  # fmt: skip
+            name,
+            f"{spec.params():,}",
+            str(spec.layers),
+            str(spec.hidden_size),
+            f"{spec.heads}/{spec.kv_heads}",
+            experts,
+            f"{spec.max_positions:,}",
+            gib(2 * spec.params()),
+        )
     Console(width=100).print(table)
 
 

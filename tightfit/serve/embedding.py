@@ -21,8 +21,8 @@ def embed(model: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
 def _embedded(model: Decoder, tokens: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(tokens)], device=model.embed.weight.device)
     positions = model.token_positions(ids, None, None)
-    x = model.embedded(ids, positions)
-    shared = model.surroundings(x, positions, None, None)
+    x = model.embed_tokens(ids, positions)
+    shared = model.forward_context(x, positions, None, None)
     for layer in model.layers:
         x, _ = layer(x, shared)
     mean: Tensor = model.norm(x)[0].float().mean(0)

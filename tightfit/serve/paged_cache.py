@@ -34,7 +34,7 @@ class PagedCache:
         shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)  # the last is for padding
         self.storage = torch.zeros(shape, device=device, dtype=dtype)  # zeros: what nobody wrote is masked, not NaN
         self.block_size, self.impl = block_size, impl
-        self.attention: AttentionImpl = "rule"
+        self.attention: AttentionImpl = "auto"
         self.step: Step | None = None
 
     @property
@@ -116,7 +116,7 @@ class PagedCache:
             own_query,
             own_key,
             own_value,
-            step.visible[group.start],
+            step.masks[group.start],
             scale=scale,
             window=window,
             softcap=softcap,

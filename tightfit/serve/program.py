@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.kernels.cross_entropy import capped
+from tightfit.kernels.cross_entropy import softcapped
 from tightfit.kernels.decode_linear import MOST_ROWS, decode_linear
 from tightfit.kernels.glu import glu
 from tightfit.kernels.overlap import can_overlap
@@ -45,7 +45,7 @@ class Program:
 
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
-        x = self.model.embedded(step.tokens, step.positions)[0]
+        x = self.model.embed_tokens(step.tokens, step.positions)[0]
         if self.on_gpu and not step.pieces and not self.ropes.by_length and len(x) <= MOST_ROWS:
             return self._few(x, step)
         return self._many(x, step)
@@ -56,7 +56,7 @@ class Program:
             logits = self._normed_product(states, self.head, None, self.final_norm, out_dtype=torch.float32)
         else:
             logits = self.product(self._norm(states, self.final_norm), self.head, None)
-        return capped(logits, self.spec.logit_softcap)
+        return softcapped(logits, self.spec.logit_softcap)
 
     def _many(self, x: Tensor, step: Step) -> Tensor:
         """Of any step; x is [N, H]."""

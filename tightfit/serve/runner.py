@@ -7,9 +7,9 @@ are.
 import torch
 from torch import Tensor
 
-from tightfit.kernels.cross_entropy import capped
-from tightfit.kernels.visibility import Visibility
-from tightfit.models.decoder import Decoder, Surroundings
+from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.cross_entropy import softcapped
+from tightfit.models.decoder import Decoder, ForwardContext
 from tightfit.serve.joint_weights import can_join
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.program import Program
@@ -37,11 +37,11 @@ class Runner:
         if self.program is not None:
             return self.program.states(step)
         self.cache.step = step
-        x = self.model.embedded(step.tokens, step.positions)
+        x = self.model.embed_tokens(step.tokens, step.positions)
         count = step.tokens.shape[1]
-        around = Surroundings(Visibility(count, count, self.device), self.ropes.of(step), None, self.cache.attend)
+        ctx = ForwardContext(AttentionMask(count, count, self.device), self.ropes.of(step), None, self.cache.attend)
         for layer in self.model.layers:
-            x, _ = layer(x, around)
+            x, _ = layer(x, ctx)
         return x[0] if step.rows.numel() == count else x[0, step.rows]
 
     @torch.inference_mode()
@@ -49,4 +49,4 @@ class Runner:
         """Logits [R, V] of states [R, H]."""
         if self.program is not None:
             return self.program.project(states)
-        return capped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)
+        return softcapped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)

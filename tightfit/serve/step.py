@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tightfit.kernels.visibility import Visibility
+from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.serve.device import to_device
 from tightfit.serve.scheduler import Chunk
 
@@ -55,9 +55,9 @@ class Step:
     block_size: int
 
     @cached_property
-    def visible(self) -> list[Visibility]:
-        """Who sees whom in each piece; shared by all layers."""
-        return [Visibility(piece.count, piece.end, self.tokens.device) for piece in self.pieces]
+    def masks(self) -> list[AttentionMask]:
+        """The attention mask of each piece; shared by all layers."""
+        return [AttentionMask(piece.count, piece.end, self.tokens.device) for piece in self.pieces]
 
     @cached_property
     def groups(self) -> list[range]:

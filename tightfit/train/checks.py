@@ -79,7 +79,7 @@ def check_run(
     if sentence := job.refusal():
         raise UserError(sentence)
     position = None if checkpoint is None else read_position(checkpoint)
-    precision = ranks.share(_precision(job, position, device))
+    precision = ranks.broadcast(_precision(job, position, device))
     if checkpoint is not None and position is not None:
         _refuse_contradictions(job, precision, position, checkpoint)
     if job.engine == "deepspeed":
@@ -87,7 +87,7 @@ def check_run(
     if saves and job.logging.tensorboard:
         require_tensorboard()
     spec = _spec(job, checkpoint)
-    with ranks.first_goes_first():  # the others then find tokenizer and tokens in the cache
+    with ranks.main_process_first():  # the others then find tokenizer and tokens in the cache
         tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else find_tokenizer(job, say, show_bars)
         spec = _with_vocabulary(job, spec, tokenizer)
         data = find_data(job, spec, tokenizer, show_bars)
@@ -170,7 +170,7 @@ def _refuse_other_facts(
 ) -> None:
     """All ranks must have the same job and data, and a resumed run those of its checkpoint."""
     own = job.model_dump(mode="json"), facts
-    if ranks.largest(int(ranks.share(own) != own)):
+    if ranks.max(int(ranks.broadcast(own) != own)):
         raise UserError(
             "the processes of this run do not agree on the job or its data; start all of them with the same job file, "
             "overrides and data"

@@ -13,7 +13,7 @@ from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.generate import NOT_FINITE
 from tightfit.models.loading import load_model
-from tightfit.parallel.data import rest
+from tightfit.parallel.data import reshard_all
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import evaluation_batches
@@ -47,7 +47,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, r
         assert output.loss is not None
         total += output.loss
         tokens += int((batch["labels"] != IGNORE).sum())
-    rest(model)
+    reshard_all(model)
     loss, counted = ranks.sum(torch.stack([total, torch.full_like(total, tokens)])).tolist()
     return Evaluation(loss / max(counted, 1), int(counted))
 

@@ -160,7 +160,7 @@ def held_now(running: Running, phase: Phase) -> Ledger:
         "optimizer states": [],
     }
     for bucket in running.optimizer.buckets:
-        if running.optimizer.widens:
+        if running.optimizer.casts_gradients:
             known["master weights"] += bucket.masters
         for index in range(len(bucket.masters)):
             known["optimizer states"] += bucket.updater.states(index).values()

@@ -76,7 +76,7 @@ def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: 
         return Content(model, optimizer.state())
     weights = _wholes(model.state_dict(), ranks, dtype)
     states = _wholes(optimizer.state(), ranks)
-    return Content(_complete(model.spec, ranks.united(weights)), ranks.united(states))
+    return Content(_complete(model.spec, ranks.gather_stages(weights)), ranks.gather_stages(states))
 
 
 def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
@@ -94,7 +94,7 @@ def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | No
     found = {}
     for name, tensor in tensors.items():
         complete = whole(tensor)
-        if ranks.speaks_for_stage:
+        if ranks.is_stage_leader:
             found[name] = complete.to("cpu", dtype or complete.dtype)
     return found
 
@@ -200,7 +200,7 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             saved = _States(file)
-            own = {name: saved[name] for name in optimizer.state()} if optimizer.stages > 1 else saved
+            own = {name: saved[name] for name in optimizer.state()} if optimizer.pipeline_ranks > 1 else saved
             optimizer.load_state(own, str(path))
             names = set(file.keys())
             if "rng/cpu" in names:

@@ -73,11 +73,11 @@ class ShardedSaver:
         """Begin to write the checkpoint of `position.step`, once the one before is complete."""
         self.finish()
         target = checkpoint_path(run, position.step)
-        folder = self.ranks.share(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
+        folder = self.ranks.broadcast(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
         with _failures_told(target):
             if self.ranks.first:
                 _begin(folder, model, dtype, tokenizer, position)
-            self.ranks.wait()
+            self.ranks.barrier()
             future: Any = async_save(
                 _content(model, optimizer), checkpoint_id=folder / FOLDER, process_group=self.group
             )
@@ -91,7 +91,7 @@ class ShardedSaver:
         with _failures_told(pending.target):
             pending.future.result()
         self._name(pending)
-        self.ranks.wait()
+        self.ranks.barrier()
 
     def poll(self) -> None:
         """Give what has been written its name, without waiting for anything."""
@@ -150,7 +150,7 @@ def _complete(pending: _Pending) -> None:
 def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Optimizer states, master weights and RNG, of which every rank reads its own part."""
     own, random = optimizer.state(), torch.get_rng_state()
-    _require_fit(checkpoint, own, others_hold_more=optimizer.stages > 1)
+    _require_fit(checkpoint, own, others_hold_more=optimizer.pipeline_ranks > 1)
     read_pieces({f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}, checkpoint)
     for bucket in optimizer.buckets:
         for index, name in enumerate(bucket.names):

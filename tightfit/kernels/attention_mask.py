@@ -1,9 +1,15 @@
-"""Who sees whom, said once per forward and shared by all layers, in every form a backend of attention asks for.
+"""The attention mask of a forward pass, shared by all layers, in the form each attention backend takes.
 
-Query i sees the keys of one interval, [first_i, i]. `bounds` gives our kernel the documents' starts and ends; `mask`
-gives SDPA and the reference a dense matrix, O(T²) bytes, where causality alone does not say it all; `block_mask` gives
-FlexAttention the 128 × 128 blocks that are seen in part or in full. Each is made when first asked for and kept, one per
-window size. A document is a run of equal numbers: the same number later is another document, as positions restart.
+Query i attends to one interval of keys, [first_i, i]: the end is causality, the start the window or the document.
+
+| form | for | size |
+|---|---|---|
+| `bounds` | our Triton kernel | start and end of every token's document, int32 [2, B, T] |
+| `dense` | SDPA and the eager reference | bool [B, 1, T, T]; None where causality alone is the mask |
+| `block_mask` | FlexAttention | which 128 × 128 blocks are attended in part or in full |
+
+Each is built when first asked for and kept, one per window size. A document is a run of equal ids in `documents`: the
+same id further on is another document, as positions restart.
 """
 
 from functools import cached_property
@@ -18,8 +24,8 @@ from tightfit.errors import UserError
 FLEX_BLOCK = 128
 
 
-class Visibility:
-    """Query i of the last `queries` of `keys` positions sees keys up to its own, in its window and its document."""
+class AttentionMask:
+    """Causal mask of the last `queries` of `keys` positions, within windows and packed documents."""
 
     def __init__(self, queries: int, keys: int, device: torch.device, documents: Tensor | None = None) -> None:
         if documents is not None and queries != keys:
@@ -30,20 +36,20 @@ class Visibility:
 
     @property
     def is_square(self) -> bool:
-        """Whether every key is also a query (no cache before them)."""
+        """Whether there are as many queries as keys (no key/value cache)."""
         return self.queries == self.keys
 
-    def narrowing(self, window: int | None) -> int | None:
-        """The window, where it hides anything."""
+    def effective_window(self, window: int | None) -> int | None:
+        """`window`, or None where it covers all keys."""
         return None if window is None or window >= self.keys else window
 
-    def is_plain(self, window: int | None) -> bool:
-        """Whether causality alone says who sees whom, all keys being queries."""
-        return self.is_square and self.documents is None and self.narrowing(window) is None
+    def is_causal_only(self, window: int | None) -> bool:
+        """Whether the mask is the plain causal triangle: no cache, no documents, no window."""
+        return self.is_square and self.documents is None and self.effective_window(window) is None
 
     @cached_property
     def bounds(self) -> Tensor | None:
-        """Where the document of every token starts and ends, int32 [2, B, T]; None for single documents."""
+        """Start and end of every token's document, int32 [2, B, T]; None without packed documents."""
         if self.documents is None:
             return None
         index = torch.arange(self.keys, device=self.device)
@@ -54,17 +60,17 @@ class Visibility:
         return torch.stack([starts, ends]).int()
 
     def first(self, window: int | None) -> Tensor:
-        """The first key each query sees, [B or 1, queries]."""
+        """The first key each query attends to, [B or 1, queries]."""
         position = torch.arange(self.keys - self.queries, self.keys, device=self.device)[None]
         first = torch.zeros_like(position) if self.bounds is None else self.bounds[0].long()
         return first if window is None else torch.maximum(first, position - window + 1)
 
-    def mask(self, window: int | None, *, explicit: bool = False) -> Tensor | None:
-        """True where a query sees a key, [B or 1, 1, queries, keys].
+    def dense(self, window: int | None, *, explicit: bool = False) -> Tensor | None:
+        """True where a query attends to a key, [B or 1, 1, queries, keys].
 
-        None when all keys are seen, and, unless `explicit`, when causality alone decides.
+        None where nothing is masked and, unless `explicit`, where the mask is the plain causal triangle.
         """
-        window = self.narrowing(window)
+        window = self.effective_window(window)
         implied = self.queries == 1 or (self.is_square and not explicit)
         if window is None and self.documents is None and implied:
             return None
@@ -75,8 +81,8 @@ class Visibility:
         return self._masks[window]
 
     def block_mask(self, window: int | None) -> Any:
-        """FlexAttention's BlockMask of a square visibility, from intervals; torch's way makes a dense mask."""
-        window = self.narrowing(window)
+        """FlexAttention's BlockMask, built from the intervals: torch's `create_block_mask` makes a dense mask first."""
+        window = self.effective_window(window)
         if window not in self._block_masks:
             self._block_masks[window] = self._make_block_mask(self.first(window))
         return self._block_masks[window]
@@ -94,11 +100,11 @@ class Visibility:
         partial = (block >= lowest) & (block <= row) & ~full
         shared = first.shape[0] == 1
 
-        def seen(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        def attends(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (k <= q) & (k >= (first[0, q] if shared else first[b, q]))
 
         return BlockMask.from_kv_blocks(
-            *_ordered(partial), *_ordered(full), BLOCK_SIZE=size, mask_mod=seen, seq_lengths=(T, T)
+            *_ordered(partial), *_ordered(full), BLOCK_SIZE=size, mask_mod=attends, seq_lengths=(T, T)
         )
 
 
@@ -109,5 +115,5 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def documents_between(boundaries: Tensor, length: int) -> Tensor:
-    """Document numbers [1, length] of a row packed between `boundaries` [0, end of first, …, length] (cu_seqlens)."""
+    """Document ids [1, length] from cumulative sequence lengths (`cu_seqlens`): [0, end of first, …, length]."""
     return torch.bucketize(torch.arange(length, device=boundaries.device), boundaries[1:], right=True)[None].int()
