@@ -59,9 +59,7 @@ def test_parameters_are_counted_as_the_spec_counts_them(model: str) -> None:
     spec = preset(model)
     counted = model_params(spec)
     everything = spec.layers * (counted.layer + counted.layer_experts) + counted.ends
-    assert everything == pytest.approx(
-        spec.params(), rel=1e-3
-    )
+    assert everything == pytest.approx(spec.params(), rel=1e-3)
     matrices = spec.layers * layer_linears(spec).weights
     active = spec.params(active=True) - spec.embedding_params - spec.head_params
     assert matrices == pytest.approx(active, rel=0.02)

@@ -93,13 +93,13 @@ def refused(plan: Plan) -> str | None:
 
 
 def test_runnable_pins_leave_what_the_trainer_runs() -> None:
-    pins = parse_pins(["layout.zero=3"], runnable=True)
+    pins = parse_pins(["layout.zero=3"])
     asked = question("llama-3.1-8b", "8xV100-32GB", 512, 8)
     from dataclasses import replace
 
     from tightfit.plan.answer import answer
 
-    found = answer(replace(asked, pins=pins)).plan
+    found = answer(replace(asked, pins=pins, runnable=True)).plan
     assert found.layout.zero == 3
     assert refused(found) is None
     split = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=2").plan

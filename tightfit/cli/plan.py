@@ -126,8 +126,9 @@ def _question(
         model=model,
         workload=workload,
         machine=machine,
-        pins=parse_pins(pins, runnable=runnable),
+        pins=parse_pins(pins),
         lossy=lossy,
+        runnable=runnable,
         steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
         job=job,
     )

@@ -39,13 +39,14 @@ class Question:
     machine: Machine
     pins: Pins = field(default_factory=Pins)
     lossy: bool = False
+    runnable: bool = False
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def space(self) -> SearchSpace:
         """Where to look for plans."""
-        return SearchSpace(self.workload, self.machine, self.pins, self.lossy)
+        return SearchSpace(self.workload, self.machine, self.pins, self.lossy, self.runnable)
 
     def plan(self, candidate: Candidate) -> Plan:
         """`candidate` as a plan for this question."""

@@ -64,8 +64,10 @@ def least_host(space: SearchSpace) -> int | None:
 
     Levers that leave the host alone are tried first.
     """
-    for levers in strongest_of_groups(space.levers()).values():
-        needs = (_host_need(space, layout, levers) for family in space.families() for layout in space.leanest(family))
+    layouts = [layout for family in space.families() for layout in space.leanest(family)]
+    for group in strongest_of_groups(space.levers()):
+        strongest = ((layout, strongest_of_groups(space.levers_of(layout)).get(group)) for layout in layouts)
+        needs = (_host_need(space, layout, levers) for layout, levers in strongest if levers is not None)
         if (least := min((need for need in needs if need is not None), default=None)) is not None:
             return least
     return None

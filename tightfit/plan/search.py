@@ -13,6 +13,7 @@ of the plans within 2 % of the fastest: the model of time is not better than tha
 
 from dataclasses import dataclass
 
+from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
@@ -71,11 +72,11 @@ def search(space: SearchSpace) -> Found:
     """The best plan of each kind."""
     space.check()
     pricing = _Pricing(space)
-    families = list(space.families())
+    families = pricing.within_budget(list(space.families()))
     host_is_last = space.machine.host_bytes is None and "offload" not in space.pins.levers
-    for levers in ([space.levers(host=False)] if host_is_last else []) + [space.levers()]:
+    for host in (False, True) if host_is_last and space.levers(host=False) else (True,):
         for share in (COMFORT, 1.0):
-            found = _Search(pricing, families, levers, share).run()
+            found = _Search(pricing, families, share, host=host).run()
             if found.plans:
                 return found
     return found
@@ -97,7 +98,7 @@ def measured(space: SearchSpace, cost: LayoutCost, levers: Levers) -> Candidate:
 def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_bytes: int) -> Candidate | None:
     """The levers that cost least time beside `wanted` and make `layout` fit in `room_bytes`; None where none does."""
     cost = Costs(space.workload, space.machine).of(layout)
-    choices = space.levers_of(layout, space.levers())
+    choices = space.levers_of(layout)
     for levers in sorted((_joined(wanted, each) for each in choices), key=lambda each: cost.step(each).step_s):
         tried = measured(space, cost, levers)
         host_room = space.machine.host_bytes
@@ -120,6 +121,24 @@ class _Pricing:
         self._of_layouts: dict[Layout, LayoutCost] = {}
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
 
+    def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
+        """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
+        if self.space.pins.levers.get("checkpoint_budget_bytes") is None:
+            return families
+        kept: list[list[Layout]] = []
+        refusal = ""
+        for family in families:
+            kept.append([])
+            for layout in family:
+                try:
+                    self.candidate(layout, self.space.levers_of(layout)[0])
+                    kept[-1].append(layout)
+                except UserError as error:
+                    refusal = refusal or str(error)
+        if not any(kept):
+            raise UserError(refusal)
+        return kept
+
     def cost(self, layout: Layout) -> LayoutCost:
         """Of a layout."""
         if layout not in self._of_layouts:
@@ -139,19 +158,20 @@ class _Choices:
 
     def __init__(self, levers: list[Levers], *, any_host: bool) -> None:
         self.levers, self.of_groups = levers, strongest_of_groups(levers)
-        self.strongest = [levers[-1]] if any_host else list(self.of_groups.values())[::-1]
+        self.strongest = levers[-1:] if any_host else list(self.of_groups.values())[::-1]
 
 
 class _Search:
     """One pass over all layouts with given levers and a given share of the card."""
 
-    def __init__(self, pricing: _Pricing, families: list[list[Layout]], levers: list[Levers], share: float) -> None:
-        self.pricing, self.space, self.families, self.levers = pricing, pricing.space, families, levers
-        self.room_bytes = int(share * self.space.machine.accelerator.memory_bytes)
+    def __init__(self, pricing: _Pricing, families: list[list[Layout]], share: float, *, host: bool) -> None:
+        self.room_bytes = int(share * pricing.space.machine.accelerator.memory_bytes)
+        self.choices: dict[int, _Choices] = {}
+        self.pricing, self.space, self.host = pricing, pricing.space, host
+        self.families = [[each for each in family if self._choices(each).levers] for family in families]
         self.nearest: Candidate | None = None
         self.best: dict[Kind, Candidate] = {}
         self.too_large: dict[tuple[int | str, ...], int] = {}
-        self.choices: dict[bool, _Choices] = {}
 
     def run(self) -> Found:
         bounds = [(self._bound_s(layout), layout) for layout in self._feasible()]
@@ -165,12 +185,12 @@ class _Search:
 
     def _bound_s(self, layout: Layout) -> float:
         """No levers take less."""
-        return self.pricing.cost(layout).step(self.levers[0]).step_s
+        return self.pricing.cost(layout).step(self._choices(layout).levers[0]).step_s
 
     def _feasible(self) -> list[Layout]:
         """The layouts of families whose leanest member fits with all levers pulled."""
         kept: list[Layout] = []
-        for family in self.families:
+        for family in filter(None, self.families):
             best = self._leanest(self.space.leanest(family))
             if self._fits(best):
                 kept += family
@@ -210,11 +230,10 @@ class _Search:
 
     def _choices(self, layout: Layout) -> _Choices:
         """What levers this layout can have."""
-        accumulates = self.space.accumulates(layout)
-        if accumulates not in self.choices:
-            levers = self.space.levers_of(layout, self.levers)
-            self.choices[accumulates] = _Choices(levers, any_host=self.space.machine.host_bytes is None)
-        return self.choices[accumulates]
+        levers = self.space.levers_of(layout, host=self.host)
+        if id(levers) not in self.choices:
+            self.choices[id(levers)] = _Choices(levers, any_host=self.space.machine.host_bytes is None)
+        return self.choices[id(levers)]
 
     def _is_too_large(self, layout: Layout) -> bool:
         """Whether even the strongest levers do not make this layout fit; larger micro-batches then need no look.
