@@ -169,34 +169,41 @@ class _Search:
         self.choices: dict[int, _Choices] = {}
         self.pricing, self.space, self.host = pricing, pricing.space, host
         self.families = [[each for each in family if self._choices(each).levers] for family in families]
-        self.nearest: Candidate | None = None
+        self.leanest: dict[int, Candidate] = {}
         self.best: dict[Kind, Candidate] = {}
         self.too_large: dict[tuple[int | str, ...], int] = {}
 
     def run(self) -> Found:
-        bounds = [(self._bound_s(layout), layout) for layout in self._feasible()]
-        for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
+        bounds = [
+            (self._bound_s(layout), number, layout) for number, family in enumerate(self.families) for layout in family
+        ]
+        for bound_s, number, layout in sorted(bounds, key=lambda bound: bound[0]):
             if self.best and bound_s > HOPELESS * min(each.step_s for each in self.best.values()):
                 break
-            self._try(layout, bound_s)
+            if not self._is_beaten(layout, bound_s) and self._is_feasible(number):
+                self._try(layout)
         plans = _ranked(list(self.best.values()))
         layouts = sum(len(family) for family in self.families)
-        return Found(plans=tuple(plans), nearest=self.nearest or plans[0], layouts=layouts)
+        return Found(plans=tuple(plans), nearest=plans[0] if plans else self._nearest(), layouts=layouts)
 
     def _bound_s(self, layout: Layout) -> float:
         """No levers take less."""
         return self.pricing.cost(layout).step(self._choices(layout).levers[0]).step_s
 
-    def _feasible(self) -> list[Layout]:
-        """The layouts of families whose leanest member fits with all levers pulled."""
-        kept: list[Layout] = []
-        for family in filter(None, self.families):
-            best = self._leanest(self.space.leanest(family))
-            if self._fits(best):
-                kept += family
-            elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
-                self.nearest = best
-        return kept
+    def _is_beaten(self, layout: Layout, bound_s: float) -> bool:
+        """Whether its kind has a plan that is as fast as this layout without any levers."""
+        best = self.best.get(kind_of(layout))
+        return best is not None and bound_s >= best.step_s
+
+    def _is_feasible(self, number: int) -> bool:
+        """Whether the leanest member of a family fits with all levers pulled."""
+        if number not in self.leanest:
+            self.leanest[number] = self._leanest(self.space.leanest(self.families[number]))
+        return self._fits(self.leanest[number])
+
+    def _nearest(self) -> Candidate:
+        """Where nothing fits, every family has been looked at."""
+        return min(self.leanest.values(), key=self._excess)
 
     def _leanest(self, layouts: list[Layout]) -> Candidate:
         """The first that fits, else the one nearest to that."""
@@ -207,11 +214,11 @@ class _Search:
                 return found[-1]
         return min(found, key=self._excess)
 
-    def _try(self, layout: Layout, bound_s: float) -> None:
+    def _try(self, layout: Layout) -> None:
         """Keep the cheapest levers of this layout that fit, if that is better than what its kind has."""
         kind = kind_of(layout)
         limit_s = self.best[kind].step_s if kind in self.best else float("inf")
-        if bound_s >= limit_s or self._is_too_large(layout):
+        if self._is_too_large(layout):
             return
         failed: list[Levers] = []
         cost, choices = self.pricing.cost(layout), self._choices(layout)
