@@ -14,6 +14,7 @@ of the plans within 2 % of the fastest: the model of time is not better than tha
 from dataclasses import dataclass
 
 from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
@@ -45,6 +46,16 @@ class Candidate:
         """Seconds of a step."""
         return self.time.step_s
 
+    def excess_bytes(self, machine: Machine, share: float = 1.0) -> int:
+        """Bytes beyond `share` of the card, or beyond the host where that is what is short; a host of unknown size
+        holds anything."""
+        card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
+        return card if machine.host_bytes is None else max(card, self.host_bytes - machine.host_bytes)
+
+    def fits(self, machine: Machine, share: float = 1.0) -> bool:
+        """Whether card and host hold it."""
+        return self.excess_bytes(machine, share) <= 0
+
     @property
     def complexity(self) -> tuple[int, int, int]:
         """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
@@ -68,11 +79,11 @@ class Found:
         return self.plans[0] if self.plans else None
 
 
-def search(space: SearchSpace) -> Found:
-    """The best plan of each kind."""
+def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
+    """The best plan of each kind, of all families of layouts or of some."""
     space.check()
-    pricing = _Pricing(space)
-    families = pricing.within_budget(list(space.families()))
+    pricing = Pricing(space)
+    families = pricing.within_budget(list(space.families()) if only is None else only)
     host_is_last = space.machine.host_bytes is None and "offload" not in space.pins.levers
     for host in (False, True) if host_is_last and space.levers(host=False) else (True,):
         for share in (COMFORT, 1.0):
@@ -101,8 +112,7 @@ def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_
     choices = space.levers_of(layout)
     for levers in sorted((_joined(wanted, each) for each in choices), key=lambda each: cost.step(each).step_s):
         tried = measured(space, cost, levers)
-        host_room = space.machine.host_bytes
-        if tried.gpu_bytes <= room_bytes and (host_room is None or tried.host_bytes <= host_room):
+        if tried.gpu_bytes <= room_bytes and tried.fits(space.machine):
             return tried
     return None
 
@@ -113,7 +123,7 @@ def _joined(wanted: Levers, more: Levers) -> Levers:
     return Levers(**(wanted.model_dump() | decided))
 
 
-class _Pricing:
+class Pricing:
     """Costs and candidates of one search, each worked out once."""
 
     def __init__(self, space: SearchSpace) -> None:
@@ -164,8 +174,8 @@ class _Choices:
 class _Search:
     """One pass over all layouts with given levers and a given share of the card."""
 
-    def __init__(self, pricing: _Pricing, families: list[list[Layout]], share: float, *, host: bool) -> None:
-        self.room_bytes = int(share * pricing.space.machine.accelerator.memory_bytes)
+    def __init__(self, pricing: Pricing, families: list[list[Layout]], share: float, *, host: bool) -> None:
+        self.share = share
         self.choices: dict[int, _Choices] = {}
         self.pricing, self.space, self.host = pricing, pricing.space, host
         self.families = [[each for each in family if self._choices(each).levers] for family in families]
@@ -259,13 +269,10 @@ class _Search:
         return True
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether card and host hold it; a host of unknown size holds anything."""
-        return self._excess(candidate) <= 0
+        return candidate.fits(self.space.machine, self.share)
 
     def _excess(self, candidate: Candidate) -> int:
-        """Bytes beyond the card, or beyond the host where that is what is short."""
-        card, host = candidate.gpu_bytes - self.room_bytes, self.space.machine.host_bytes
-        return card if host is None else max(card, candidate.host_bytes - host)
+        return candidate.excess_bytes(self.space.machine, self.share)
 
 
 def kind_of(layout: Layout) -> Kind:

@@ -28,23 +28,20 @@ from tightfit.jobs.rules.shapes import indivisible
 from tightfit.jobs.rules.trainer import NOT_TRAINED
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
+from tightfit.plan.batch import divisors
 from tightfit.plan.lever_choices import TILED_LENGTH, Wanted, lever_sets
 from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64
+MOST_PIPELINED_LAYERS = 256
+"""Where to cut deeper models takes minutes to work out (memory/formulas/cut.py)."""
 STAGES_PER_RANK = (2, 4)
 """Of interleaved schedules."""
 NO_PINS = Pins()
 NO_LEVERS = Levers()
 NOT_SEARCHED = ("shard_inside", "sequence_parallel")
 """Fields that stay at their default unless they are pinned."""
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors in ascending order."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return small + [number // each for each in reversed(small) if each * each != number]
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,9 @@ class SearchSpace:
         return self._pinned("tensor", [t for t in divisors(self.machine.ranks) if indivisible(spec, t) is None])
 
     def _pipeline(self) -> list[int]:
-        return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= self.workload.spec.layers])
+        layers = self.workload.spec.layers
+        most = layers if layers <= MOST_PIPELINED_LAYERS else 1
+        return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= most])
 
     def _context(self) -> list[int]:
         length = self.workload.sequence_length
@@ -169,7 +168,7 @@ class SearchSpace:
         for micro, (schedule, stages) in product(micros, self._orders(degrees["pipeline"])):
             if stages > 1 and rows // micro % degrees["pipeline"]:
                 continue
-            order = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
+            order: dict[str, Any] = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
             yield Layout.model_construct(**degrees, **order, **fixed)  # the rulebook is asked below
 
     def _orders(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
@@ -226,11 +225,13 @@ class SearchSpace:
 
     def _why_none(self) -> str:
         """The rule that a layout of the pins alone breaks, or what the batch does not divide into."""
-        ranks, pins = self.machine.ranks, self.pins.layout
+        ranks, pins, spec = self.machine.ranks, self.pins.layout, self.workload.spec
         degrees = {name: pins[name] for name in ("data", "tensor", "pipeline", "context") if name in pins}
         for name, value in degrees.items():
             if ranks % value:
                 return f"layout.{name} is {value}, which does not divide the machine's {ranks} GPUs; change one"
+        if pins.get("pipeline", 1) > 1 and spec.layers > MOST_PIPELINED_LAYERS:
+            return f"layout.pipeline is {pins['pipeline']}, which {spec.layers} layers are planned without; drop it"
         alone = Layout.model_construct(**{name: pins[name] for name in ("tensor", "pipeline") if name in pins})
         if sentence := self.refusal(alone, NO_LEVERS):
             return sentence
