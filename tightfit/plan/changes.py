@@ -82,7 +82,10 @@ def fitting(space: SearchSpace) -> Candidate | None:
     """A plan that fits; None where there is none. Levers that leave the host alone are tried first."""
     try:
         pricing, families = Pricing(space), list(space.families())
-        for group in strongest_of_groups(space.levers()):
+        groups = list(strongest_of_groups(space.levers()))
+        if space.machine.host_bytes is None:  # what does not fit with the last group fits with none
+            families = [family for family in families if _fits_with(pricing, family, None)]
+        for group in groups if families else []:
             if chosen := [family for family in families if _fits_with(pricing, family, group)]:
                 chosen.sort(key=lambda family: _bound_s(pricing, family))
                 return search(space, chosen[:MOST_SEARCHED]).best
@@ -91,11 +94,12 @@ def fitting(space: SearchSpace) -> Candidate | None:
     return None
 
 
-def _fits_with(pricing: Pricing, family: list[Layout], group: Group) -> bool:
-    """Whether one of `family` fits with the strongest levers of `group`."""
+def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> bool:
+    """Whether one of `family` fits with the strongest levers of `group`, or with the strongest of all."""
     space = pricing.space
     for layout in space.leanest(family):
-        levers = strongest_of_groups(space.levers_of(layout)).get(group)
+        allowed = space.levers_of(layout)
+        levers = allowed[-1] if group is None else strongest_of_groups(allowed).get(group)
         if levers is not None and pricing.candidate(layout, levers).fits(space.machine):
             return True
     return False
