@@ -190,7 +190,9 @@ class _Search:
         for bound_s, number, layout in sorted(bounds, key=lambda bound: bound[0]):
             if self.best and bound_s > HOPELESS * min(each.step_s for each in self.best.values()):
                 break
-            if not self._is_beaten(layout, bound_s) and self._is_feasible(number):
+            if self._is_beaten(layout, bound_s) or self._is_known_infeasible(number):
+                continue
+            if not self._fits_as_it_is(layout) and self._is_feasible(number):
                 self._try(layout)
         plans = _ranked(list(self.best.values()))
         layouts = sum(len(family) for family in self.families)
@@ -204,6 +206,17 @@ class _Search:
         """Whether its kind has a plan that is as fast as this layout without any levers."""
         best = self.best.get(kind_of(layout))
         return best is not None and bound_s >= best.step_s
+
+    def _fits_as_it_is(self, layout: Layout) -> bool:
+        """Keep this layout without levers, where several ranks have no lever that saves time, if it fits."""
+        candidate = self.pricing.candidate(layout, self._choices(layout).levers[0])
+        if self.space.machine.ranks == 1 or not self._fits(candidate):
+            return False
+        self.best[kind_of(layout)] = candidate
+        return True
+
+    def _is_known_infeasible(self, number: int) -> bool:
+        return number in self.leanest and not self._fits(self.leanest[number])
 
     def _is_feasible(self, number: int) -> bool:
         """Whether the leanest member of a family fits with all levers pulled."""
