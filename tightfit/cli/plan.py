@@ -80,9 +80,18 @@ def plan(
     from tightfit.report.plan import print_answer
 
     question = _question(
-        model, machine, seq=seq, rows=global_batch, batch_tokens=batch_tokens, precision=precision, steps=steps,
-        tokens=tokens, pins=pin or [], runnable=runnable, lossy=allow_lossy,
-    )  # fmt: skip
+        model,
+        machine,
+        seq=seq,
+        rows=global_batch,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        steps=steps,
+        tokens=tokens,
+        pins=pin or [],
+        runnable=runnable,
+        lossy=allow_lossy,
+    )
     if save is not None:
         refuse_overwriting(save)
     found = answer(question)
@@ -131,9 +140,7 @@ def _question(
         steps, model, shape = steps or loaded.steps, loaded.model.source, loaded.model.shape
     spec = reshaped(resolve_spec(model), shape, model)
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
-    workload = make_workload(
-        spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision
-    )  # fmt: skip
+    workload = make_workload(spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision)
     return Question(
         model=model,
         workload=workload,
@@ -171,9 +178,7 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     return extra
 
 
-def _serve(
-    model: str, machine: "Machine", quantize: str, context: int | None, batch: int, *, as_json: bool
-) -> None:  # fmt: skip
+def _serve(model: str, machine: "Machine", quantize: str, context: int | None, batch: int, *, as_json: bool) -> None:
     from tightfit.models.resolve import resolve_spec
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving

@@ -66,9 +66,7 @@ CHOICES = (
     ),
     Choice(lever="loss", values=lambda wanted: ("fused",), strength=lambda loss: loss == "fused"),
     Choice(
-        lever="update_in_backward",
-        values=lambda wanted: (False, True) if wanted.one_rank else (False,),
-        strength=float,
+        lever="update_in_backward", values=lambda wanted: (False, True) if wanted.one_rank else (False,), strength=float
     ),
 )
 Group = tuple[str, bool, str]

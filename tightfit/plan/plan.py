@@ -47,8 +47,16 @@ class Plan:
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, candidate: Candidate, *, model: str, workload: Workload, machine: Machine, steps: int | None = None,
-           job: Mapping[str, Any] | None = None) -> "Plan":  # fmt: skip
+    def of(
+        cls,
+        candidate: Candidate,
+        *,
+        model: str,
+        workload: Workload,
+        machine: Machine,
+        steps: int | None = None,
+        job: Mapping[str, Any] | None = None,
+    ) -> "Plan":
         """The plan that follows `candidate`, with its ledger."""
         return cls(
             model=model,
