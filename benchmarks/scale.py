@@ -128,8 +128,8 @@ def chosen(name: str, case: Case) -> Iterator[Chosen]:
     if not case.pins:
         plan = answer(Question(model=case.model, workload=workload, machine=machine)).plan
         yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
-    pins = parse_pins(case.pins, runnable=True)
-    runnable = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins))
+    pins = parse_pins(case.pins)
+    runnable = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins, runnable=True))
     found = [(runnable.plan.layout, runnable.plan.levers)]
     found += [(each.layout, each.levers) for each in runnable.alternatives]
     layout, levers = next(each for each in found if trains(workload, *each))

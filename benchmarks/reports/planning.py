@@ -26,8 +26,21 @@ EXAMPLES = (
 
 def accelerator_rows() -> Rows:
     """The catalog."""
-    header = ("name", "form", "usable GiB", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "between cards",
-              "to the host", "source")  # fmt: skip
+    header = (
+        "name",
+        "form",
+        "usable GiB",
+        "GB/s",
+        "fp32",
+        "tf32",
+        "fp16",
+        "bf16",
+        "fp8",
+        "int8",
+        "between cards",
+        "to the host",
+        "source",
+    )
     rows = []
     for card in CATALOG:
         rates = (card.rates.fp32, card.rates.tf32, card.rates.fp16, card.rates.bf16, card.rates.fp8, card.rates.int8)
@@ -35,19 +48,33 @@ def accelerator_rows() -> Rows:
         usable = f"{card.memory_bytes / 2**30:.1f}" + ("" if card.usable_gib else " (vendor's)")
         note = f"; {card.note}" if card.note else ""
         rows.append(
-            (card.name, card.form, usable, f"{card.bandwidth_gb_s:g}", *shown, card.peer_link, card.host_link,
-             card.source + note)
-        )  # fmt: skip
+            (
+                card.name,
+                card.form,
+                usable,
+                f"{card.bandwidth_gb_s:g}",
+                *shown,
+                card.peer_link,
+                card.host_link,
+                card.source + note,
+            )
+        )
     return header, rows
 
 
 def link_rows() -> Rows:
     """The links, with what collectives are taken to reach of them."""
     rows = [
-        (link.name, f"{link.gb_s:g}", f"{link.collective_bytes_s / 1e9:.3g}", f"{HOP_US[link.kind]:g}",
-         "node" if link.per_node else "card", f"{COLLECTIVE_SHARE[link.kind]:.0%}")
+        (
+            link.name,
+            f"{link.gb_s:g}",
+            f"{link.collective_bytes_s / 1e9:.3g}",
+            f"{HOP_US[link.kind]:g}",
+            "node" if link.per_node else "card",
+            f"{COLLECTIVE_SHARE[link.kind]:.0%}",
+        )
         for link in LINKS.values()
-    ]  # fmt: skip
+    ]
     return ("link", "GB/s one way", "in collectives", "µs a hop", "one per", "share"), rows
 
 

@@ -50,7 +50,12 @@ def test_bad_pins(pin: str, words: list[str]) -> None:
         (["layout.tensor=3"], ["layout.tensor is 3", "8 GPUs"]),
         (["layout.data=8", "layout.tensor=2"], ["layout.data=8", "layout.tensor=2", "drop one"]),
         (["layout.micro_batch=5"], ["64", "5"]),
-        (["layout.pipeline=8", "layout.schedule=interleaved", "layout.stages_per_rank=3"], ["drop one"]),
+        (["layout.pipeline=8", "layout.schedule=interleaved", "layout.stages_per_rank=5"], ["32 layers"]),
+        (["layout.shard_inside=3"], ["layout.shard_inside is 3", "divisor"]),
+        (["levers.num_checkpoints=99"], ["levers.num_checkpoints is 99", "32 layers"]),
+        (["levers.num_checkpoints=8", "levers.checkpoint_every=1"], ["leave one at 0"]),
+        (["levers.checkpoint_budget_bytes=1000"], ["levers.checkpoint_budget_bytes is 1000", "alone take"]),
+        (["levers.checkpoint_keep=matmuls", "levers.checkpoint_every=0"], ["no layer is recomputed"]),
         (["levers.offload_checkpoints=true", "levers.checkpoint_every=0"], ["checkpoint_every"]),
     ],
 )
@@ -77,7 +82,10 @@ def test_shapes_of_the_model_limit_the_layout() -> None:
     [
         "layout.zero=2", "layout.tensor=4", "layout.pipeline=2", "layout.schedule=gpipe", "layout.context=2",
         "layout.micro_batch=2", "layout.sequence_parallel=false", "levers.checkpoint_every=3", "levers.loss=plain",
-        "levers.tiles=2", "levers.offload=optimizer", "levers.loss_chunk_bytes=1000000",
+        "levers.tiles=2", "levers.offload=optimizer", "levers.loss_chunk_bytes=1000000", "levers.num_checkpoints=8",
+        "levers.checkpoint_keep=matmuls", "levers.checkpoint_budget_bytes=8000000000", "levers.checkpoint_format=fp8",
+        "levers.checkpoint_host_bytes=1000000000", "layout.shard_inside=4", "layout.stages_per_rank=3",
+        "layout.stages_per_rank=8", "levers.matmul=fp8-row", "levers.offload_keep_bytes=5",
     ],
 )  # fmt: skip
 def test_a_pinned_field_stays(pin: str) -> None:
@@ -93,13 +101,13 @@ def refused(plan: Plan) -> str | None:
 
 
 def test_runnable_pins_leave_what_the_trainer_runs() -> None:
-    pins = parse_pins(["layout.zero=3"], runnable=True)
+    pins = parse_pins(["layout.zero=3"])
     asked = question("llama-3.1-8b", "8xV100-32GB", 512, 8)
     from dataclasses import replace
 
     from tightfit.plan.answer import answer
 
-    found = answer(replace(asked, pins=pins)).plan
+    found = answer(replace(asked, pins=pins, runnable=True)).plan
     assert found.layout.zero == 3
     assert refused(found) is None
     split = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=2").plan

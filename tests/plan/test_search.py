@@ -21,8 +21,8 @@ def by_trying_everything(asked: Question) -> dict[Kind, float]:
     costs = Costs(asked.workload, machine)
     room = COMFORT * machine.accelerator.memory_bytes
     best: dict[Kind, float] = {}
-    every = space.levers(host=machine.host_bytes is not None)
-    pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, every))
+    host = machine.host_bytes is not None
+    pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, host=host))
     for layout, levers in pairs:
         gpu, host = peak(asked.workload, layout, levers)
         if gpu > room or (machine.host_bytes is not None and host * machine.per_node > machine.host_bytes):
@@ -86,12 +86,12 @@ def test_larger_micro_batches_need_more_memory_while_gradients_add_up() -> None:
 )
 def test_the_leanest_of_a_family_are_the_leanest(asked: Question) -> None:
     """Where pipelines are not full, larger micro-batches may need less: families are ruled out by all of these."""
-    space, strongest = asked.space, asked.space.levers(host=False)
+    space = asked.space
     fewer = 0
     for family in space.families():
 
         def least(layouts: list[Layout]) -> int:
-            return min(peak(asked.workload, each, space.levers_of(each, strongest)[-1])[0] for each in layouts)
+            return min(peak(asked.workload, each, space.levers_of(each, host=False)[-1])[0] for each in layouts)
 
         chosen = space.leanest(family)
         assert least(chosen) == least(family), family[0]

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from tightfit.plan.plan import Plan
 
 JOB_FILES = (".yaml", ".yml")
+DOES_NOT_FIT = 4
+"""Exit code where the model does not fit the machine."""
 
 
 def plan(
@@ -47,14 +49,15 @@ def plan(
         typer.Option(help="A folder for all exports, or deepspeed=FILE, accelerate=FILE, torchrun=FILE, slurm=FILE."),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False,
-    quantize: Annotated[str, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = "bf16",
+    quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None,
-    batch: Annotated[int, typer.Option(help="Requests served at a time.")] = 1,
+    batch: Annotated[int | None, typer.Option(help="Requests served at a time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Find the layout and levers with which a model trains fastest on the GPUs you have, before running anything.
 
-    Tells whether it fits, where memory and time go, and what else would do; or what would have to change.
+    Tells whether it fits, where memory and time go, and what else would do; or what would have to change. The exit code
+    is 0 where it fits, 4 where it does not, and 2 where the question cannot be answered.
 
     \b
     tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64
@@ -62,19 +65,35 @@ def plan(
     tightfit plan llama-3.1-8b --on H100-80GB -o levers.offload=none
     tightfit plan llama-3.1-8b --on T4 --serve --quantize q8_0 --context 4096
     """
+    from tightfit.errors import UserError
     from tightfit.hardware.machine import parse_machine
 
     machine = parse_machine(on, host_memory)
     if serve:
-        return _serve(model, machine, quantize, context, batch, as_json=as_json)
+        return _serve(model, machine, quantize or "bf16", context, 1 if batch is None else batch, as_json=as_json)
+    for name, given in (("quantize", quantize), ("context", context), ("batch", batch)):
+        if given is not None:
+            raise UserError(f"--{name} is {given}, which is about serving; add --serve or leave it out")
     from tightfit.plan.answer import answer
     from tightfit.plan.export.files import export as write_export
+    from tightfit.plan.plan import refuse_overwriting
     from tightfit.report.plan import print_answer
 
     question = _question(
-        model, machine, seq=seq, rows=global_batch, batch_tokens=batch_tokens, precision=precision, steps=steps,
-        tokens=tokens, pins=pin or [], runnable=runnable, lossy=allow_lossy,
-    )  # fmt: skip
+        model,
+        machine,
+        seq=seq,
+        rows=global_batch,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        steps=steps,
+        tokens=tokens,
+        pins=pin or [],
+        runnable=runnable,
+        lossy=allow_lossy,
+    )
+    if save is not None:
+        refuse_overwriting(save)
     found = answer(question)
     extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
     said = []
@@ -84,6 +103,8 @@ def plan(
     for wanted in export or []:
         said += write_export(found.plan, wanted)
     print_answer(found, as_json=as_json, extra=extra, said=said)
+    if not found.plan.fits:
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _question(
@@ -119,15 +140,15 @@ def _question(
         steps, model, shape = steps or loaded.steps, loaded.model.source, loaded.model.shape
     spec = reshaped(resolve_spec(model), shape, model)
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
-    workload = make_workload(
-        spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision
-    )  # fmt: skip
+    workload = make_workload(spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision)
     return Question(
         model=model,
         workload=workload,
         machine=machine,
-        pins=parse_pins(pins, runnable=runnable),
+        pins=parse_pins(pins),
         lossy=lossy,
+        runnable=runnable,
+        positions=spec.max_positions,
         steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
         job=job,
     )
@@ -157,11 +178,12 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     return extra
 
 
-def _serve(
-    model: str, machine: "Machine", quantize: str, context: int | None, batch: int, *, as_json: bool
-) -> None:  # fmt: skip
+def _serve(model: str, machine: "Machine", quantize: str, context: int | None, batch: int, *, as_json: bool) -> None:
     from tightfit.models.resolve import resolve_spec
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving
 
-    print_serving(make_serving(model, resolve_spec(model), machine, quantize, context, batch), as_json=as_json)
+    asked = make_serving(model, resolve_spec(model), machine, quantize, context, batch)
+    print_serving(asked, as_json=as_json)
+    if not asked.fits:
+        raise typer.Exit(DOES_NOT_FIT)

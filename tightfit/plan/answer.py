@@ -1,12 +1,13 @@
 """From a question to an answer: the plan to take, what else would do, or what would have to change.
 
-Where the user leaves something open, the default is said in the answer: rows of 4096 tokens (or the model's length),
-about 4 million tokens a step in whole rows per GPU, and bf16 where the card has it, else fp16.
+Where the user leaves something open, the default is said in the answer: rows of 4096 tokens (or the model's length);
+as many rows a step as the machine works through in half a minute at 40 % of its peak, a power of two for each GPU, at
+least one and at most 4 million tokens together; and bf16 where the card has it, else fp16.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tightfit.errors import UserError
@@ -19,13 +20,16 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
+from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
 from tightfit.plan.search import COMFORT, Candidate, search
 from tightfit.plan.space import SearchSpace
 
 DEFAULT_LENGTH = 4096
-DEFAULT_STEP_TOKENS = 2**22
+MOST_DEFAULT_TOKENS = 2**22
+DEFAULT_STEP_S = 30.0
+DEFAULT_MFU = 0.4
 MOST_ALTERNATIVES = 5
 MEASURED_CARD = "H200"
 
@@ -39,13 +43,16 @@ class Question:
     machine: Machine
     pins: Pins = field(default_factory=Pins)
     lossy: bool = False
+    runnable: bool = False
+    positions: int | None = None
+    """Of the model as it is; a workload may have longer rows."""
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def space(self) -> SearchSpace:
         """Where to look for plans."""
-        return SearchSpace(self.workload, self.machine, self.pins, self.lossy)
+        return SearchSpace(self.workload, self.machine, self.pins, self.lossy, self.runnable)
 
     def plan(self, candidate: Candidate) -> Plan:
         """`candidate` as a plan for this question."""
@@ -121,11 +128,24 @@ def make_workload(
         raise UserError(f"sequence_length is {length}; give at least 2")
     if tokens is not None:
         rows = rows_of_tokens(tokens, length, machine.ranks)
-    if rows is None:
-        rows = max(1, DEFAULT_STEP_TOKENS // length // machine.ranks) * machine.ranks
     if precision is None:
         precision = "bf16" if machine.accelerator.rates.bf16 else "fp16"
-    return Workload(spec=spec, sequence_length=length, global_batch=rows, precision=precision)
+    if length > spec.max_positions:
+        spec = replace(spec, max_positions=length)
+    workload = Workload(
+        spec=spec, sequence_length=length, global_batch=1 if rows is None else rows, precision=precision
+    )
+    return replace(workload, global_batch=default_rows(workload, machine)) if rows is None else workload
+
+
+def default_rows(workload: Workload, machine: Machine) -> int:
+    """Rows of a step where nobody said how many."""
+    length = workload.sequence_length
+    row_flops = token_flops(workload.spec, length) * length
+    seconds = row_flops / (DEFAULT_MFU * peak_flop_s(workload.precision, machine))
+    rows = min(DEFAULT_STEP_S / seconds, MOST_DEFAULT_TOKENS / length)
+    per_gpu = max(1, int(rows / machine.ranks))
+    return machine.ranks * 2 ** (per_gpu.bit_length() - 1)
 
 
 def steps_of(workload: Workload, steps: int | None, tokens: int | None) -> int | None:
@@ -158,6 +178,10 @@ def _notes(question: Question, plan: Plan) -> list[str]:
     said = [
         warning(workload.tokens, machine.ranks),
         f"{refused} (--runnable plans only what is trained)" if (refused := _refused(plan)) else None,
+        None
+        if question.positions is None or workload.sequence_length <= question.positions
+        else f"rows have {workload.sequence_length:,} tokens, but the model has {question.positions:,} positions; "
+        "extend them (its rope's scaling, or its position embedding) before training",
         None
         if workload.global_batch % machine.ranks == 0
         else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so not all of "

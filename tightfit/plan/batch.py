@@ -1,5 +1,6 @@
 """The global batch: tokens ↔ rows, and rows = micro-batch × accumulation × data ranks."""
 
+import math
 from dataclasses import dataclass
 
 from tightfit.errors import UserError
@@ -10,6 +11,15 @@ USUAL_TOKENS = (4_000_000, 66_000_000)
 """What large runs take per step; the upper end leaves room for DeepSeek-V3's 1920 × 32 K."""
 LARGE_RUN_RANKS = 64
 """Fewer GPUs than this are fine-tuning or learning, where small batches are usual too."""
+
+
+MOST_ROWS = 10**12
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in ascending order."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,9 @@ def splits(rows: int, sequence_length: int, ranks: int) -> list[Batch]:
     """Every micro-batch that divides the rows of a rank, with its accumulation."""
     split_rows(rows, sequence_length, 1, ranks)
     each = rows // ranks
-    return [Batch(sequence_length, micro, each // micro, ranks) for micro in range(1, each + 1) if each % micro == 0]
+    if each > MOST_ROWS:
+        raise UserError(f"a data rank has {each:,} rows; give at most {MOST_ROWS:,}")
+    return [Batch(sequence_length, micro, each // micro, ranks) for micro in divisors(each)]
 
 
 def batch_of(workload: Workload, layout: Layout) -> Batch:

@@ -1,126 +1,145 @@
-"""Changes: what would make a plan fit that does not, the smallest step of each kind.
+"""Changes: what would make a plan fit that does not, the smallest step of each kind, and what a step then takes.
 
-Each is tried by looking for one layout that fits with the strongest levers, so the answer is what the search itself
-would find: a pin let go, more host memory, narrower optimizer states, shorter rows, more cards, another card. Where the
-host's memory is not known and a change needs it, it says how much.
+Tried are every pin let go, tiles, more host memory, narrower optimizer states, no master weights, shorter rows, more
+cards, another card. Each is looked for with the strongest levers; of the layouts that fit then, the most promising are
+searched for the plan whose time and host memory are told (all of them would take longer: there may be a faster one).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.links import LINKS
 from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.training import peak
-from tightfit.plan.lever_choices import strongest_of_groups
+from tightfit.plan.lever_choices import Group, strongest_of_groups
+from tightfit.plan.pins import Pins
+from tightfit.plan.search import Candidate, Pricing, search
 from tightfit.plan.seconds.rates import NUMBERS
 from tightfit.plan.space import SearchSpace
 
 MOST_RANKS = 16_384
 LEAST_TOKENS = 128
+TILES = 8
+MOST_SEARCHED = 6
+"""Families of layouts that are searched for a change's time."""
+Ways = Iterator[tuple[str, SearchSpace]]
+"""What to change it to, the smallest change first, and where to look then."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing to change, and what it would be changed to."""
+    """One thing to change, what it would be changed to, and what a plan needs then."""
 
     what: str
     to: str
+    step_s: float
+    host_bytes: int = 0
+    """Of one node, where nobody said that it has so much."""
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.to}"
+        host = f" (and {self.host_bytes / 2**30:.0f} GiB of host memory a node)" if self.host_bytes >= 2**30 else ""
+        return f"{self.what}: {self.to}{host}, {self.step_s:.3g} s a step"
 
 
 def changes(space: SearchSpace) -> list[Change]:
     """The smallest change of each kind after which something fits."""
-    return list(_changes(space))
+    found = (_smallest(space, what, ways) for what, ways in _kinds(space))
+    return [change for change in found if change is not None]
 
 
-def _changes(space: SearchSpace) -> Iterator[Change]:
+def _kinds(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     for section in ("levers", "layout"):
         for name in getattr(space.pins, section):
-            if (need := least_host(replace(space, pins=space.pins.without(section, name)))) is not None:
-                yield Change("let the planner choose", f"{section}.{name}{_with_host(space, need)}")
-    if space.machine.host_bytes is not None and (need := least_host(replace(space, machine=_any_host(space.machine)))):
-        yield Change("more host memory", f"{need / 1e9:.0f} GB a node, with offload")
-    if not space.lossy and (need := least_host(replace(space, lossy=True))) is not None:
-        yield Change("narrower optimizer states", f"--allow-lossy{_with_host(space, need)}")
-    for what, found in (("shorter rows", _fewer_tokens), ("more cards", _more_cards), ("another card", _other_card)):
-        if change := found(space):
-            yield Change(what, change[0] + _with_host(space, change[1]))
+            without = replace(space, pins=space.pins.without(section, name))
+            yield "let the planner choose", iter([(f"{section}.{name}", without)])
+    if "tiles" not in space.pins.levers:
+        tiled = Pins(space.pins.layout, {**space.pins.levers, "tiles": TILES})
+        yield "layers in tiles", iter([(f"-o levers.tiles={TILES}", replace(space, pins=tiled))])
+    if space.machine.host_bytes is not None:
+        yield "more host memory", iter([("offload", replace(space, machine=_any_host(space.machine)))])
+    if not space.lossy:
+        yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
+    if space.workload.has_masters and space.machine.accelerator.rates.bf16:
+        pure = replace(space, workload=replace(space.workload, precision="pure-bf16"))
+        yield "no float32 master weights", iter([("--precision pure-bf16 (lossy)", pure)])
+    yield "shorter rows", _fewer_tokens(space)
+    yield "more cards", _more_cards(space)
+    yield "another card", _other_cards(space)
 
 
-def _with_host(space: SearchSpace, need_bytes: int) -> str:
-    if space.machine.host_bytes is not None or need_bytes < 2**30:
-        return ""
-    return f" (and {need_bytes / 2**30:.0f} GiB of host memory a node)"
-
-
-def least_host(space: SearchSpace) -> int | None:
-    """Host bytes of a node with which some layout fits, the fewest that were found; None where nothing fits.
-
-    Levers that leave the host alone are tried first.
-    """
-    for levers in strongest_of_groups(space.levers()).values():
-        needs = (_host_need(space, layout, levers) for family in space.families() for layout in space.leanest(family))
-        if (least := min((need for need in needs if need is not None), default=None)) is not None:
-            return least
+def _smallest(space: SearchSpace, what: str, ways: Ways) -> Change | None:
+    """The first of `ways` after which something fits."""
+    for to, changed in ways:
+        if plan := fitting(changed):
+            unknown_host = changed.machine.host_bytes is None
+            return Change(what=what, to=to, step_s=plan.step_s, host_bytes=plan.host_bytes if unknown_host else 0)
     return None
 
 
-def _host_need(space: SearchSpace, layout: Layout, levers: Levers) -> int | None:
-    """Host bytes of a node if this fits, else None."""
-    gpu, host = peak(space.workload, layout, levers)
-    node_host = host * min(space.machine.per_node, layout.ranks)
-    room = space.machine.host_bytes
-    fits = gpu <= space.machine.accelerator.memory_bytes and (room is None or node_host <= room)
-    return node_host if fits else None
+def fitting(space: SearchSpace) -> Candidate | None:
+    """A plan that fits; None where there is none. Levers that leave the host alone are tried first."""
+    try:
+        pricing, families = Pricing(space), list(space.families())
+        groups = list(strongest_of_groups(space.levers()))
+        if space.machine.host_bytes is None:  # what does not fit with the last group fits with none
+            families = [family for family in families if _fits_with(pricing, family, None)]
+        for group in groups if families else []:
+            if chosen := [family for family in families if _fits_with(pricing, family, group)]:
+                chosen.sort(key=lambda family: _bound_s(pricing, family))
+                return search(space, chosen[:MOST_SEARCHED]).best
+    except UserError:  # pins contradict the change, or the card lacks the number format
+        pass
+    return None
+
+
+def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> bool:
+    """Whether one of `family` fits with the strongest levers of `group`, or with the strongest of all."""
+    space = pricing.space
+    for layout in space.leanest(family):
+        allowed = space.levers_of(layout)
+        levers = allowed[-1] if group is None else strongest_of_groups(allowed).get(group)
+        if levers is not None and pricing.candidate(layout, levers).fits(space.machine):
+            return True
+    return False
+
+
+def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
+    """A step of the leanest layout without levers."""
+    return pricing.cost(family[0]).step(pricing.space.levers_of(family[0])[0]).step_s
 
 
 def _any_host(machine: Machine) -> Machine:
     return replace(machine, host_bytes=None)
 
 
-def _fewer_tokens(space: SearchSpace) -> tuple[str, int] | None:
+def _fewer_tokens(space: SearchSpace) -> Ways:
+    """Half of the tokens, again and again."""
     length = space.workload.sequence_length // 2
     while length >= LEAST_TOKENS:
-        if (need := least_host(replace(space, workload=_shorter(space.workload, length)))) is not None:
-            return f"--seq {length}", need
+        yield f"--seq {length}", replace(space, workload=replace(space.workload, sequence_length=length))
         length //= 2
-    return None
 
 
-def _shorter(workload: Workload, length: int) -> Workload:
-    return replace(workload, sequence_length=length)
-
-
-def _more_cards(space: SearchSpace) -> tuple[str, int] | None:
+def _more_cards(space: SearchSpace) -> Ways:
     """Twice the cards, again and again: inside the node up to eight, then more nodes."""
     machine = space.machine
     while machine.ranks * 2 <= MOST_RANKS:
         inside = machine.nodes == 1 and machine.per_node * 2 <= 8
         nodes, per_node = (1, machine.per_node * 2) if inside else (machine.nodes * 2, machine.per_node)
         machine = machine.with_counts(nodes, per_node)
-        if (need := least_host(replace(space, machine=machine))) is not None:
-            return machine.text, need
-    return None
+        yield machine.text, replace(space, machine=machine)
 
 
-def _other_card(space: SearchSpace) -> tuple[str, int] | None:
-    """The smallest card of the same vendor that would do in the same number; no chips that are whole computers."""
+def _other_cards(space: SearchSpace) -> Ways:
+    """Larger cards of the same vendor in the same number, the smallest first; no chips that are whole computers."""
     machine, mine = space.machine, space.machine.accelerator
     same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in ("superchip", "soc"))
     for card in sorted(same, key=lambda row: row.memory_bytes):
         if card.memory_bytes <= mine.memory_bytes or card.rates.of(NUMBERS[space.workload.precision]) is None:
             continue
         counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
-        other = replace(
-            machine, accelerator=card, intra=card.peer, inter=LINKS[card.network or DEFAULT_NETWORK],
-            text=f"{counts}{card.name}",
-        )  # fmt: skip
-        if (need := least_host(replace(space, machine=other))) is not None:
-            return other.text, need
-    return None
+        inter = LINKS[card.network or DEFAULT_NETWORK]
+        text = f"{counts}{card.name}"
+        yield text, replace(space, machine=replace(machine, accelerator=card, intra=card.peer, inter=inter, text=text))

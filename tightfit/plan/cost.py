@@ -26,7 +26,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.plan.seconds.context import Ring
-from tightfit.plan.seconds.data import data_traffic
+from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
 from tightfit.plan.seconds.groups import Group, make_group
@@ -35,7 +35,7 @@ from tightfit.plan.seconds.layer import LayerTime, layer_time
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
 from tightfit.plan.seconds.overlap import exposed_s
-from tightfit.plan.seconds.parameters import model_params, rank_params
+from tightfit.plan.seconds.parameters import RankParams, model_params, rank_params
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
@@ -52,6 +52,7 @@ class Costs:
         self.rates = card_rates(workload, machine, efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
         self._layers: dict[tuple[int, int, int, bool], LayerTime] = {}
+        self._data: dict[tuple[int, ...], tuple[RankParams, DataTraffic]] = {}
 
     def group(self, stride: int, size: int) -> Group:
         """`size` ranks that lie `stride` apart."""
@@ -66,6 +67,17 @@ class Costs:
         if key not in self._layers:
             self._layers[key] = layer_time(self.workload, self.rates, layout)
         return self._layers[key]
+
+    def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
+        """Parameters of a rank with `layers` layers, and what data ranks exchange of them."""
+        sharding = (layout.data, layout.zero, layout.shard_inside, layout.context, layout.expert)
+        key = (*sharding, layout.tensor, layout.pipeline, layers)
+        if key not in self._data:
+            params = rank_params(self.workload.spec, layout, layers)
+            bytes_s = self.rates.bytes_s
+            traffic = data_traffic(self.group, self.workload, layout, params, layers=layers, bytes_s=bytes_s)
+            self._data[key] = params, traffic
+        return self._data[key]
 
     def step(self, layout: Layout, levers: Levers) -> StepTime:
         """One optimizer step."""
@@ -86,7 +98,7 @@ class LayoutCost:
         counts = layer_counts(spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank)
         self.layers = max(counts)
         self.layer = layer = costs.layer(layout)
-        self.params = rank_params(spec, layout, self.layers)
+        self.params, self.data = costs.data(layout, self.layers)
 
         # The slowest pipeline rank has most layers, or the last ones and the head.
         self.forward_s = max(self.layers * layer.forward_s, counts[-1] * layer.forward_s + layer.head_forward_s)
@@ -102,9 +114,6 @@ class LayoutCost:
         self.expert_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
         stages = costs.group(tensor * layout.context * layout.data, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
-        self.data = data_traffic(
-            costs.group, workload, layout, self.params, layers=self.layers, bytes_s=costs.rates.bytes_s
-        )
         self.offload = OffloadTime(
             workload=workload,
             machine=costs.machine,
@@ -158,6 +167,7 @@ class LayoutCost:
             pipeline_s=micro * sends_s,
             bubble_s=bubble_s(
                 layout,
+                micro_batches=micro,
                 forward_s=whole_forward_s + sends_s,
                 backward_s=whole_backward_s,
                 recompute_s=again.seconds + waits_s,
@@ -184,6 +194,8 @@ class LayoutCost:
         launches of one layer at least.
         """
         host_forward_s, host_backward_s = launch_s(levers, again, self.layers)
+        if self.layout.pipeline > 1 and self.layout.schedule == "zero-bubble":
+            host_backward_s *= 2  # autograd goes back twice, for inputs and for weights
         forward_late_s = max(0.0, host_forward_s - forward_s)
         card_backward_s = backward_s + again.seconds
         if levers.update_in_backward:

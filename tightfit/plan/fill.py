@@ -68,8 +68,7 @@ def _largest(space: SearchSpace, cost: LayoutCost, levers: WithBytes) -> Candida
         except UserError:  # a budget below what layers cannot do without
             low = middle + 1
             continue
-        host_fits = machine.host_bytes is None or tried.host_bytes <= machine.host_bytes
-        if host_fits and tried.gpu_bytes <= COMFORT * machine.accelerator.memory_bytes:
+        if tried.fits(machine, COMFORT):
             best, low = tried, middle + 1
         else:
             high = middle - 1

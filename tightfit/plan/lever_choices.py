@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.levers import refused_levers
 
 TILED_LENGTH = 16384
 """From this length on tiles save more of activations than their float32 sums of weights' gradients take."""
@@ -27,8 +28,8 @@ class Wanted:
     """Host memory, for states and checkpoints."""
     lossy: bool = False
     long_rows: bool = False
-    whole_batch: bool = False
-    """One rank may take a step's batch in one backward pass, and update weights in it."""
+    one_rank: bool = False
+    """Which may take a step's batch in one backward pass, and update weights in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,32 +66,25 @@ CHOICES = (
     ),
     Choice(lever="loss", values=lambda wanted: ("fused",), strength=lambda loss: loss == "fused"),
     Choice(
-        lever="update_in_backward",
-        values=lambda wanted: (False, True) if wanted.whole_batch else (False,),
-        strength=float,
+        lever="update_in_backward", values=lambda wanted: (False, True) if wanted.one_rank else (False,), strength=float
     ),
 )
 Group = tuple[str, bool, str]
 
 
 def lever_sets(wanted: Wanted, pinned: Mapping[str, Any]) -> list[Levers]:
-    """Every set of levers, the simplest first and the strongest last."""
+    """Every set of levers that does not contradict itself, the simplest first and the strongest last.
+
+    Where checkpoints may go to the host and no pin says otherwise, those of every layer do.
+    """
     values = {choice.lever: choice.values(wanted) for choice in CHOICES}
     values |= {name: (value,) for name, value in pinned.items()}
-    sets = (dict(zip(values, each, strict=True)) for each in product(*values.values()))
-    return [Levers(**each) for each in sets if _is_worth_trying(each, pinned)]
-
-
-def _is_worth_trying(chosen: Mapping[str, Any], pinned: Mapping[str, Any]) -> bool:
-    """Offloaded checkpoints of every layer unless pinned; offloaded weights only where every layer is recomputed,
-    as autograd must not remember them."""
-    every = chosen["checkpoint_every"]
-    if chosen["offload"] == "weights" and every != 1:
-        return False
-    if not chosen["offload_checkpoints"]:
-        return True
-    recomputes = every or chosen.get("num_checkpoints") or chosen.get("checkpoint_budget_bytes") is not None
-    return bool(recomputes) and (every <= 1 or "offload_checkpoints" in pinned)
+    chosen = (dict(zip(values, each, strict=True)) for each in product(*values.values()))
+    sets = [Levers.model_construct(**each) for each in chosen]
+    kept = [each for each in sets if refused_levers(each) is None]
+    if "offload_checkpoints" in pinned:
+        return kept
+    return [each for each in kept if not each.offload_checkpoints or each.checkpoint_every <= 1] or kept
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,6 @@ from tightfit.errors import UserError
 from tightfit.jobs.bounded_yaml import read_yaml
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.trainer import NOT_TRAINED
 from tightfit.jobs.section import Section
 
 SECTIONS: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
@@ -37,14 +36,9 @@ class Pins:
         return Pins(kept, self.levers) if section == "layout" else Pins(self.layout, kept)
 
 
-def parse_pins(texts: Sequence[str], *, runnable: bool = False) -> Pins:
-    """From `layout.zero=3`, `levers.offload=none`; every mistake is one sentence.
-
-    `runnable` also pins what the trainer cannot run yet to its default, unless a text says otherwise.
-    """
+def parse_pins(texts: Sequence[str]) -> Pins:
+    """From `layout.zero=3`, `levers.offload=none`; every mistake is one sentence."""
     found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    if runnable:
-        found["layout"] = dict.fromkeys(NOT_TRAINED, 1)
     for text in texts:
         path, equals, value = text.partition("=")
         section, dot, name = path.strip().partition(".")

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
+from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.layout import Layout
@@ -23,6 +24,7 @@ from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.spec import Experts, ModelSpec, Rope
+from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.search import Candidate
 from tightfit.plan.steptime import StepTime
 
@@ -46,8 +48,16 @@ class Plan:
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, candidate: Candidate, *, model: str, workload: Workload, machine: Machine, steps: int | None = None,
-           job: Mapping[str, Any] | None = None) -> "Plan":  # fmt: skip
+    def of(
+        cls,
+        candidate: Candidate,
+        *,
+        model: str,
+        workload: Workload,
+        machine: Machine,
+        steps: int | None = None,
+        job: Mapping[str, Any] | None = None,
+    ) -> "Plan":
         """The plan that follows `candidate`, with its ledger."""
         return cls(
             model=model,
@@ -84,6 +94,12 @@ class Plan:
         """Predicted, over all GPUs."""
         return self.workload.tokens / self.time.step_s
 
+    @property
+    def mfu(self) -> float:
+        """Predicted share of the machine's peak that goes into the model's own operations."""
+        flops = token_flops(self.workload.spec, self.workload.sequence_length)
+        return flops * self.tokens_per_second / peak_flop_s(self.workload.precision, self.machine)
+
     def confirmed(self, simulated: Ledger) -> dict[str, Any]:
         """What a simulation of the plan says, as plain data; it knows the allocator but not the driver's context."""
         has_context = any(line.component == "cuda context" for line in simulated.lines)
@@ -114,6 +130,7 @@ class Plan:
             "host_peak_bytes": self.host_peak_bytes,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
             "steps": self.steps,
             "workload": asdict(self.workload),
             "machine": self.machine.to_json(),
@@ -125,9 +142,11 @@ class Plan:
         }
 
     def save(self, path: Path) -> None:
-        """Write the plan to `path`."""
+        """Write the plan to `path`, whole or not at all."""
+        refuse_overwriting(path)
         try:
-            path.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+            with durable_file(path) as temporary:
+                temporary.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write plan {path}: {error.strerror}; choose another place") from None
 
@@ -161,6 +180,20 @@ class Plan:
         except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
             reason = str(error).split("\n", 1)[0]
             raise UserError(f"{where} is not a plan ({reason}); make one with `tightfit plan --save`") from None
+
+
+def refuse_overwriting(path: Path) -> None:
+    """A sentence where `path` is something that is not a plan, or in a directory that is not there."""
+    if not path.parent.is_dir():
+        raise UserError(
+            f"cannot write plan {path}: there is no directory {path.parent}; make it, or choose another place"
+        )
+    if not path.exists():
+        return
+    try:
+        Plan.load(path)
+    except (UserError, UnicodeDecodeError):
+        raise UserError(f"{path} is there already and is not a plan; give --save another name, or remove it") from None
 
 
 def spec_from_json(data: Mapping[str, Any]) -> ModelSpec:

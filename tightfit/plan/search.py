@@ -13,6 +13,8 @@ of the plans within 2 % of the fastest: the model of time is not better than tha
 
 from dataclasses import dataclass
 
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
@@ -44,6 +46,16 @@ class Candidate:
         """Seconds of a step."""
         return self.time.step_s
 
+    def excess_bytes(self, machine: Machine, share: float = 1.0) -> int:
+        """Bytes beyond `share` of the card, or beyond the host where that is what is short; a host of unknown size
+        holds anything."""
+        card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
+        return card if machine.host_bytes is None else max(card, self.host_bytes - machine.host_bytes)
+
+    def fits(self, machine: Machine, share: float = 1.0) -> bool:
+        """Whether card and host hold it."""
+        return self.excess_bytes(machine, share) <= 0
+
     @property
     def complexity(self) -> tuple[int, int, int]:
         """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
@@ -67,15 +79,15 @@ class Found:
         return self.plans[0] if self.plans else None
 
 
-def search(space: SearchSpace) -> Found:
-    """The best plan of each kind."""
+def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
+    """The best plan of each kind, of all families of layouts or of some."""
     space.check()
-    pricing = _Pricing(space)
-    families = list(space.families())
+    pricing = Pricing(space)
+    families = pricing.within_budget(list(space.families()) if only is None else only)
     host_is_last = space.machine.host_bytes is None and "offload" not in space.pins.levers
-    for levers in ([space.levers(host=False)] if host_is_last else []) + [space.levers()]:
+    for host in (False, True) if host_is_last and space.levers(host=False) else (True,):
         for share in (COMFORT, 1.0):
-            found = _Search(pricing, families, levers, share).run()
+            found = _Search(pricing, families, share, host=host).run()
             if found.plans:
                 return found
     return found
@@ -97,11 +109,10 @@ def measured(space: SearchSpace, cost: LayoutCost, levers: Levers) -> Candidate:
 def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_bytes: int) -> Candidate | None:
     """The levers that cost least time beside `wanted` and make `layout` fit in `room_bytes`; None where none does."""
     cost = Costs(space.workload, space.machine).of(layout)
-    choices = space.levers_of(layout, space.levers())
+    choices = space.levers_of(layout)
     for levers in sorted((_joined(wanted, each) for each in choices), key=lambda each: cost.step(each).step_s):
         tried = measured(space, cost, levers)
-        host_room = space.machine.host_bytes
-        if tried.gpu_bytes <= room_bytes and (host_room is None or tried.host_bytes <= host_room):
+        if tried.gpu_bytes <= room_bytes and tried.fits(space.machine):
             return tried
     return None
 
@@ -112,13 +123,31 @@ def _joined(wanted: Levers, more: Levers) -> Levers:
     return Levers(**(wanted.model_dump() | decided))
 
 
-class _Pricing:
+class Pricing:
     """Costs and candidates of one search, each worked out once."""
 
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.costs = space, Costs(space.workload, space.machine)
         self._of_layouts: dict[Layout, LayoutCost] = {}
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
+
+    def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
+        """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
+        if self.space.pins.levers.get("checkpoint_budget_bytes") is None:
+            return families
+        kept: list[list[Layout]] = []
+        refusal = ""
+        for family in families:
+            kept.append([])
+            for layout in family:
+                try:
+                    self.candidate(layout, self.space.levers_of(layout)[0])
+                    kept[-1].append(layout)
+                except UserError as error:
+                    refusal = refusal or str(error)
+        if not any(kept):
+            raise UserError(refusal)
+        return kept
 
     def cost(self, layout: Layout) -> LayoutCost:
         """Of a layout."""
@@ -139,44 +168,65 @@ class _Choices:
 
     def __init__(self, levers: list[Levers], *, any_host: bool) -> None:
         self.levers, self.of_groups = levers, strongest_of_groups(levers)
-        self.strongest = [levers[-1]] if any_host else list(self.of_groups.values())[::-1]
+        self.strongest = levers[-1:] if any_host else list(self.of_groups.values())[::-1]
 
 
 class _Search:
     """One pass over all layouts with given levers and a given share of the card."""
 
-    def __init__(self, pricing: _Pricing, families: list[list[Layout]], levers: list[Levers], share: float) -> None:
-        self.pricing, self.space, self.families, self.levers = pricing, pricing.space, families, levers
-        self.room_bytes = int(share * self.space.machine.accelerator.memory_bytes)
-        self.nearest: Candidate | None = None
+    def __init__(self, pricing: Pricing, families: list[list[Layout]], share: float, *, host: bool) -> None:
+        self.share = share
+        self.choices: dict[int, _Choices] = {}
+        self.pricing, self.space, self.host = pricing, pricing.space, host
+        self.families = [[each for each in family if self._choices(each).levers] for family in families]
+        self.leanest: dict[int, Candidate] = {}
         self.best: dict[Kind, Candidate] = {}
         self.too_large: dict[tuple[int | str, ...], int] = {}
-        self.choices: dict[bool, _Choices] = {}
 
     def run(self) -> Found:
-        bounds = [(self._bound_s(layout), layout) for layout in self._feasible()]
-        for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
+        bounds = [
+            (self._bound_s(layout), number, layout) for number, family in enumerate(self.families) for layout in family
+        ]
+        for bound_s, number, layout in sorted(bounds, key=lambda bound: bound[0]):
             if self.best and bound_s > HOPELESS * min(each.step_s for each in self.best.values()):
                 break
-            self._try(layout, bound_s)
+            if self._is_beaten(layout, bound_s) or self._is_known_infeasible(number):
+                continue
+            if not self._fits_as_it_is(layout) and self._is_feasible(number):
+                self._try(layout)
         plans = _ranked(list(self.best.values()))
         layouts = sum(len(family) for family in self.families)
-        return Found(plans=tuple(plans), nearest=self.nearest or plans[0], layouts=layouts)
+        return Found(plans=tuple(plans), nearest=plans[0] if plans else self._nearest(), layouts=layouts)
 
     def _bound_s(self, layout: Layout) -> float:
         """No levers take less."""
-        return self.pricing.cost(layout).step(self.levers[0]).step_s
+        return self.pricing.cost(layout).step(self._choices(layout).levers[0]).step_s
 
-    def _feasible(self) -> list[Layout]:
-        """The layouts of families whose leanest member fits with all levers pulled."""
-        kept: list[Layout] = []
-        for family in self.families:
-            best = self._leanest(self.space.leanest(family))
-            if self._fits(best):
-                kept += family
-            elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
-                self.nearest = best
-        return kept
+    def _is_beaten(self, layout: Layout, bound_s: float) -> bool:
+        """Whether its kind has a plan that is as fast as this layout without any levers."""
+        best = self.best.get(kind_of(layout))
+        return best is not None and bound_s >= best.step_s
+
+    def _fits_as_it_is(self, layout: Layout) -> bool:
+        """Keep this layout without levers, where several ranks have no lever that saves time, if it fits."""
+        candidate = self.pricing.candidate(layout, self._choices(layout).levers[0])
+        if self.space.machine.ranks == 1 or not self._fits(candidate):
+            return False
+        self.best[kind_of(layout)] = candidate
+        return True
+
+    def _is_known_infeasible(self, number: int) -> bool:
+        return number in self.leanest and not self._fits(self.leanest[number])
+
+    def _is_feasible(self, number: int) -> bool:
+        """Whether the leanest member of a family fits with all levers pulled."""
+        if number not in self.leanest:
+            self.leanest[number] = self._leanest(self.space.leanest(self.families[number]))
+        return self._fits(self.leanest[number])
+
+    def _nearest(self) -> Candidate:
+        """Where nothing fits, every family has been looked at."""
+        return min(self.leanest.values(), key=self._excess)
 
     def _leanest(self, layouts: list[Layout]) -> Candidate:
         """The first that fits, else the one nearest to that."""
@@ -187,11 +237,11 @@ class _Search:
                 return found[-1]
         return min(found, key=self._excess)
 
-    def _try(self, layout: Layout, bound_s: float) -> None:
+    def _try(self, layout: Layout) -> None:
         """Keep the cheapest levers of this layout that fit, if that is better than what its kind has."""
         kind = kind_of(layout)
         limit_s = self.best[kind].step_s if kind in self.best else float("inf")
-        if bound_s >= limit_s or self._is_too_large(layout):
+        if self._is_too_large(layout):
             return
         failed: list[Levers] = []
         cost, choices = self.pricing.cost(layout), self._choices(layout)
@@ -210,11 +260,10 @@ class _Search:
 
     def _choices(self, layout: Layout) -> _Choices:
         """What levers this layout can have."""
-        accumulates = self.space.accumulates(layout)
-        if accumulates not in self.choices:
-            levers = self.space.levers_of(layout, self.levers)
-            self.choices[accumulates] = _Choices(levers, any_host=self.space.machine.host_bytes is None)
-        return self.choices[accumulates]
+        levers = self.space.levers_of(layout, host=self.host)
+        if id(levers) not in self.choices:
+            self.choices[id(levers)] = _Choices(levers, any_host=self.space.machine.host_bytes is None)
+        return self.choices[id(levers)]
 
     def _is_too_large(self, layout: Layout) -> bool:
         """Whether even the strongest levers do not make this layout fit; larger micro-batches then need no look.
@@ -233,13 +282,10 @@ class _Search:
         return True
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether card and host hold it; a host of unknown size holds anything."""
-        return self._excess(candidate) <= 0
+        return candidate.fits(self.space.machine, self.share)
 
     def _excess(self, candidate: Candidate) -> int:
-        """Bytes beyond the card, or beyond the host where that is what is short."""
-        card, host = candidate.gpu_bytes - self.room_bytes, self.space.machine.host_bytes
-        return card if host is None else max(card, candidate.host_bytes - host)
+        return candidate.excess_bytes(self.space.machine, self.share)
 
 
 def kind_of(layout: Layout) -> Kind:

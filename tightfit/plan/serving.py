@@ -95,7 +95,7 @@ class Serving:
 
 def make_serving(
     model: str, spec: ModelSpec, machine: Machine, form: str, length: int | None, requests: int
-) -> Serving:  # fmt: skip
+) -> Serving:
     """The question as the user put it, checked."""
     if form not in FORMATS:
         raise UserError(f"--quantize is {form!r}; give one of {', '.join(FORMATS)}")

@@ -20,37 +20,42 @@ from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.refusals import refused_by_planner
+from tightfit.jobs.rules.layout import refused_layout
+from tightfit.jobs.rules.levers import refused_levers
+from tightfit.jobs.rules.refusals import refused_by_planner, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.shapes import indivisible
+from tightfit.jobs.rules.trainer import NOT_TRAINED
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
+from tightfit.plan.batch import divisors
 from tightfit.plan.lever_choices import TILED_LENGTH, Wanted, lever_sets
 from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64
+MOST_PIPELINED_LAYERS = 256
+"""Where to cut deeper models takes minutes to work out (memory/formulas/cut.py)."""
 STAGES_PER_RANK = (2, 4)
 """Of interleaved schedules."""
 NO_PINS = Pins()
-REFUSED_BY_SOME_LAYOUTS = ("optimizer_states", "rounding", "update_in_backward")
-"""Pinned levers for which each layout is asked."""
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors in ascending order."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return small + [number // each for each in reversed(small) if each * each != number]
+NO_LEVERS = Levers()
+NOT_SEARCHED = ("shard_inside", "sequence_parallel")
+"""Fields that stay at their default unless they are pinned."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Where to look: a workload on a machine, with pins; `lossy` lets optimizer states be narrowed."""
+    """Where to look: a workload on a machine, with pins.
+
+    `lossy` lets optimizer states be narrowed; `runnable` leaves only what `tightfit train` runs today.
+    """
 
     workload: Workload
     machine: Machine
     pins: Pins = NO_PINS
     lossy: bool = False
+    runnable: bool = False
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout; none where the pins leave none."""
@@ -58,29 +63,40 @@ class SearchSpace:
 
     def families(self) -> Iterator[list[Layout]]:
         """Layouts that differ in micro-batch and schedule only, smallest micro-batch first."""
+        for made in self._every_family():
+            if family := [layout for layout in made if self._reason(layout) is None]:
+                yield family
+
+    def _every_family(self) -> Iterator[Iterator[Layout]]:
+        """Before the rulebook is asked."""
         for tensor, pipeline, context in product(self._tensor(), self._pipeline(), self._context()):
             data, rest = divmod(self.machine.ranks, tensor * pipeline * context)
             if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
             for expert, zero in product(self._expert(data * context), self._zero(data * context, pipeline)):
                 degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
-                made = self._schedules(degrees | {"expert": expert, "zero": zero})
-                if family := [layout for layout in made if self._agrees(layout)]:
-                    yield family
+                yield self._schedules(degrees | {"expert": expert, "zero": zero})
 
-    def _agrees(self, layout: Layout) -> bool:
-        """Whether pinned levers can be had in `layout`."""
-        if self._pinned_levers is None:
-            return True
-        precision, accumulation = self.workload.precision, self.micro_batches(layout)
-        run = Run(layout=layout, levers=self._pinned_levers, precision=precision, accumulation=accumulation)
-        return refused_by_planner(run) is None
+    def _reason(self, layout: Layout) -> str | None:
+        """What the rulebook has against `layout`, or against all levers in it."""
+        if sentence := refused_layout(layout) or self.refusal(layout, NO_LEVERS):
+            return sentence
+        if not self.pins.levers or self.levers_of(layout):
+            return None
+        return self.refusal(layout, self._all_levers[0])
 
-    @cached_property
-    def _pinned_levers(self) -> Levers | None:
-        """Those pins that not every layout agrees with."""
-        given = {name: value for name, value in self.pins.levers.items() if name in REFUSED_BY_SOME_LAYOUTS}
-        return Levers(**given) if given else None
+    def refusal(self, layout: Layout, levers: Levers) -> str | None:
+        """What the rulebook says against a candidate; with `runnable`, what the trainer does not do counts too."""
+        workload = self.workload
+        run = Run(
+            layout=layout,
+            levers=levers,
+            precision=workload.precision,
+            accumulation=self.micro_batches(layout),
+            spec=workload.spec,
+            sequence_length=workload.sequence_length,
+        )
+        return refused_by_trainer(run) if self.runnable else refused_by_planner(run)
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
         """One of these needs the least memory: the smallest micro-batch of each schedule, or one of those that keep
@@ -110,6 +126,8 @@ class SearchSpace:
         return bool(self.pins.layout.get(name, value) == value)
 
     def _pinned(self, name: str, values: list[int]) -> list[int]:
+        if self.runnable and name in NOT_TRAINED and name not in self.pins.layout:
+            return [1]
         return [value for value in values if self._allows(name, value)]
 
     def _tensor(self) -> list[int]:
@@ -117,7 +135,9 @@ class SearchSpace:
         return self._pinned("tensor", [t for t in divisors(self.machine.ranks) if indivisible(spec, t) is None])
 
     def _pipeline(self) -> list[int]:
-        return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= self.workload.spec.layers])
+        layers = self.workload.spec.layers
+        most = layers if layers <= MOST_PIPELINED_LAYERS else 1
+        return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= most])
 
     def _context(self) -> list[int]:
         length = self.workload.sequence_length
@@ -139,68 +159,91 @@ class SearchSpace:
 
     def _schedules(self, degrees: dict[str, Any]) -> Iterator[Layout]:
         rows = self.workload.global_batch // degrees["data"]
-        micros = [m for m in divisors(rows) if m <= LARGEST_MICRO_BATCH]
+        micros = [m for m in range(1, LARGEST_MICRO_BATCH + 1) if rows % m == 0]
         if "micro_batch" in self.pins.layout:
             micros = [m for m in [self.pins.layout["micro_batch"]] if rows % m == 0]
         elif not {"data", "context"} & set(self.pins.layout):
             micros = [m for m in micros if math.gcd(m, degrees["context"]) == 1]
-        sequence_parallel = self.pins.layout.get("sequence_parallel", True)
+        fixed = {name: self.pins.layout[name] for name in NOT_SEARCHED if name in self.pins.layout}
         for micro, (schedule, stages) in product(micros, self._orders(degrees["pipeline"])):
             if stages > 1 and rows // micro % degrees["pipeline"]:
                 continue
-            order = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
-            yield Layout(**(degrees | order), sequence_parallel=sequence_parallel)
+            order: dict[str, Any] = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
+            yield Layout.model_construct(**degrees, **order, **fixed)  # the rulebook is asked below
 
     def _orders(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
         """Schedules of a pipeline, with the stages that each rank has."""
         orders: list[tuple[PipelineSchedule, int]] = [("1f1b", 1)]
         if pipeline > 1:
-            fit = [stages for stages in STAGES_PER_RANK if self.workload.spec.layers >= pipeline * stages]
-            orders += [("zero-bubble", 1), ("gpipe", 1), *(("interleaved", stages) for stages in fit)]
+            several = (
+                (self.pins.layout["stages_per_rank"],) if "stages_per_rank" in self.pins.layout else STAGES_PER_RANK
+            )
+            orders += [("zero-bubble", 1), ("gpipe", 1), *(("interleaved", stages) for stages in several)]
         wanted = self.pins.layout.get("schedule", None if pipeline > 1 else "1f1b")
         orders = [order for order in orders if (order[0] == wanted if wanted else order[0] != "gpipe")]
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
 
     def levers(self, *, host: bool = True) -> list[Levers]:
         """Every set of levers, the simplest first and the strongest last; without `host` memory where that is asked."""
-        long_rows = self.workload.sequence_length >= TILED_LENGTH
-        wanted = Wanted(host=host, lossy=self.lossy, long_rows=long_rows, whole_batch=self._may_update_in_backward)
+        workload = self.workload
+        wanted = Wanted(
+            host=host,
+            lossy=self.lossy,
+            long_rows=workload.sequence_length >= TILED_LENGTH,
+            one_rank=self.machine.ranks == 1,
+        )
         return lever_sets(wanted, self.pins.levers)
 
-    def levers_of(self, layout: Layout, levers: list[Levers]) -> list[Levers]:
-        """Those of `levers` that `layout` can have: an update inside backward needs the whole batch in one."""
-        if not self._may_update_in_backward or not self.accumulates(layout):
-            return levers
-        return [each for each in levers if not each.update_in_backward]
+    def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
+        """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
+        accumulates, split = self.micro_batches(layout) > 1, layout.ranks > 1
+        alike = (host, layout.tensor, layout.pipeline > 1, layout.schedule, layout.zero > 0, split, accumulates)
+        if alike not in self._levers:
+            every = self._all_levers if host else self._all_levers_without_host
+            self._levers[alike] = [each for each in every if self.refusal(layout, each) is None]
+        return self._levers[alike]
 
-    @property
-    def _may_update_in_backward(self) -> bool:
-        return self.machine.ranks == 1 and self.workload.precision != "fp16"
+    @cached_property
+    def _levers(self) -> dict[tuple[Any, ...], list[Levers]]:
+        return {}
+
+    @cached_property
+    def _all_levers(self) -> list[Levers]:
+        return self.levers()
+
+    @cached_property
+    def _all_levers_without_host(self) -> list[Levers]:
+        return self.levers(host=False)
 
     def check(self) -> None:
-        """A sentence where pins or the batch leave no layout at all."""
+        """A sentence where pins or the batch leave no layout or no levers at all."""
+        if not self._all_levers:
+            alone = Levers.model_construct(**self.pins.levers)
+            raise UserError(refused_levers(alone) or f"no set of levers agrees with all of {self.pins}; drop one")
         if next(self.layouts(), None) is None:
             raise UserError(self._why_none())
-        if not self.levers():
-            raise UserError(f"no set of levers agrees with {self.pins}; offload_checkpoints needs checkpoint_every=1")
 
     def _why_none(self) -> str:
-        ranks, spec, pins = self.machine.ranks, self.workload.spec, self.pins.layout
+        """The rule that a layout of the pins alone breaks, or what the batch does not divide into."""
+        ranks, pins, spec = self.machine.ranks, self.pins.layout, self.workload.spec
         degrees = {name: pins[name] for name in ("data", "tensor", "pipeline", "context") if name in pins}
         for name, value in degrees.items():
             if ranks % value:
                 return f"layout.{name} is {value}, which does not divide the machine's {ranks} GPUs; change one"
-        if sentence := indivisible(spec, pins.get("tensor", 1)):
+        if pins.get("pipeline", 1) > 1 and spec.layers > MOST_PIPELINED_LAYERS:
+            return f"layout.pipeline is {pins['pipeline']}, which {spec.layers} layers are planned without; drop it"
+        alone = Layout.model_construct(**{name: pins[name] for name in ("tensor", "pipeline") if name in pins})
+        if sentence := self.refusal(alone, NO_LEVERS):
             return sentence
-        if pins.get("pipeline", 1) > spec.layers:
-            return (
-                f"layout.pipeline is {pins['pipeline']}, but the model has {spec.layers} layers; give at most that many"
-            )
         if (micro := pins.get("micro_batch", 1) * pins.get("data", 1)) and self.workload.global_batch % micro:
             return (
                 f"global batch {self.workload.global_batch} is not a multiple of the pinned micro-batch × data ranks "
                 f"({micro}); change one"
             )
+        reasons = (self._reason(layout) for family in self._every_family() for layout in family)
+        if reason := next(reasons, None):
+            pinned = f" that agrees with {self.pins}" if self.pins else ""
+            return f"{self.machine.text} has no layout{pinned}: {reason}"
         if self.pins:
             return f"no layout of {self.machine.text} agrees with all of {self.pins}; drop one"
         return (

@@ -17,7 +17,8 @@ from tightfit.plan.serving import Serving
 from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
-BAR_CELLS = 60
+BAR_CELLS = 50
+"""With two indents and `123.45 GiB of 123.45 GiB` it fits 80 columns."""
 COLOURS: dict[Component, str] = {
     "weights": "blue",
     "master weights": "cyan",
@@ -83,6 +84,7 @@ def _facts(answer: Answer) -> Table:
         ("precision", plan.workload.precision),
         ("batch", str(batch_of(plan.workload, plan.layout))),
     ]
+    rows.append(("MFU", f"{plan.mfu:.1%} of the {plan.machine.accelerator.name}'s peak"))
     if plan.host_peak_bytes:
         rows.append(("host memory", f"{gib(plan.host_peak_bytes)} a node"))
     if plan.steps:

@@ -4,13 +4,14 @@ import pytest
 
 from tightfit.jobs.layout import Layout
 from tightfit.plan.seconds.pipeline import bubble_s, bubble_share
+from tightfit.report.pipeline import slots
 
 F, B = 1.0, 2.0
 
 
-def idle_s(schedule: str, ranks: int, stages: int = 1, recompute_s: float = 0.0) -> float:
+def idle_s(schedule: str, ranks: int, stages: int = 1, recompute_s: float = 0.0, micro: int = 64) -> float:
     layout = Layout.model_validate({"pipeline": ranks, "schedule": schedule, "stages_per_rank": stages})
-    return bubble_s(layout, forward_s=F, backward_s=B, recompute_s=recompute_s)
+    return bubble_s(layout, micro_batches=micro, forward_s=F, backward_s=B, recompute_s=recompute_s)
 
 
 def orders(schedule: str, ranks: int, micro: int) -> list[list[tuple[str, int]]]:
@@ -62,6 +63,14 @@ def test_shares_of_the_papers() -> None:
     assert idle / (idle + work) == pytest.approx(bubble_share(4, 8))
     idle = idle_s("interleaved", 4, 2)
     assert idle / (idle + work) == pytest.approx(bubble_share(4, 8, 2))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("micro", [1, 2, 3, 4, 8, 16])
+def test_zero_bubble_fills_a_wait_with_each_micro_batch(ranks: int, micro: int) -> None:
+    """Against the schedule played unit by unit: forward, backward for inputs and for weights take one each."""
+    end = max(slot.end for slot in slots("zero-bubble", ranks, micro))
+    assert end == pytest.approx(micro * (F + B) + idle_s("zero-bubble", ranks, micro=micro))
 
 
 def test_zero_bubble_leaves_forward_and_recompute() -> None:

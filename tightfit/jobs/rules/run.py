@@ -26,6 +26,16 @@ def factored_states_need_whole_weights(run: Run) -> str | None:
     return None
 
 
+@rule(RUN_RULES, "levers.offload", "levers.checkpoint_every")
+def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
+    if run.levers.offload == "weights" and run.levers.checkpoint_every != 1:
+        return (
+            f"levers.offload is weights, which needs every layer run again in backward, but levers.checkpoint_every "
+            f"is {run.levers.checkpoint_every}; set it to 1"
+        )
+    return None
+
+
 @rule(RUN_RULES, "levers.update_in_backward", "layout", "precision")
 def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
     """It must be whole and finite at the end of one backward pass, on the one rank that adds to it."""

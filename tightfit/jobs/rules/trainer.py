@@ -41,16 +41,6 @@ def offloaded_states_are_rows(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "levers.offload", "levers.checkpoint_every")
-def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
-    if run.levers.offload == "weights" and run.levers.checkpoint_every != 1:
-        return (
-            f"levers.offload is weights, which needs every layer run again in backward, but levers.checkpoint_every "
-            f"is {run.levers.checkpoint_every}; set it to 1"
-        )
-    return None
-
-
 @rule(TRAINER_RULES, "layout.zero", "layout.pipeline")
 def pipelines_shard_optimizer_states_at_most(run: Run) -> str | None:
     if run.layout.pipeline > 1 and run.layout.zero > 1:

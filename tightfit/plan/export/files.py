@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.plan.export.accelerate import accelerate_config
 from tightfit.plan.export.deepspeed import deepspeed_config
@@ -41,8 +42,8 @@ def export(plan: Plan, wanted: str) -> list[str]:
 
 def _write(path: Path, text: str) -> str:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with durable_file(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from None
     return f"wrote {path}"

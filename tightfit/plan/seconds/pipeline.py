@@ -4,18 +4,19 @@ K ranks, M micro-batches, F and B seconds forward and backward (recompute R belo
 
     gpipe, 1f1b     (K−1)(F+B)        a share (K−1)/(K+M−1) of the step; one micro-batch is the naive pipeline, (K−1)/K
     interleaved     (K−1)(F+B)/v      v stages of the model per rank (Narayanan et al. 2021)
-    zero-bubble     (K−1)(F+R)        weights' gradients fill the rest: T_F + T_B − T_W where T_B = T_W + R (ZB-H1,
-                                      Qi et al. 2023)
+    zero-bubble     (K−1)(F+R)        weights' gradients, half of B, fill the rest (ZB-H1, Qi et al. 2023): one wait for
+                    + (K−M) B/2       each micro-batch, so that with M < K some stay unfilled
 """
 
 from tightfit.jobs.layout import Layout
 
 
-def bubble_s(layout: Layout, *, forward_s: float, backward_s: float, recompute_s: float) -> float:
+def bubble_s(layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float, recompute_s: float) -> float:
     """Seconds a rank idles in one step; `backward_s` does not include `recompute_s`."""
     others = layout.pipeline - 1
     if layout.schedule == "zero-bubble":
-        return others * (forward_s + recompute_s)
+        unfilled_s = max(0, layout.pipeline - micro_batches) * backward_s / 2
+        return others * (forward_s + recompute_s) + unfilled_s
     return others * (forward_s + backward_s + recompute_s) / layout.stages_per_rank
 
 

@@ -30,14 +30,19 @@ class Rates:
     """Read and written, of kernels that memory bounds."""
 
 
-def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> Rates:
-    """Of `machine`'s cards; a sentence where they lack the number format."""
-    card = machine.accelerator
-    number = NUMBERS[workload.precision]
+def card_peak_flop_s(precision: PrecisionName, machine: Machine) -> float:
+    """The data sheet's, in the number format of `precision`; a sentence where the card lacks it."""
+    card, number = machine.accelerator, NUMBERS[precision]
     peak_tflop_s = card.rates.of(number)
     if peak_tflop_s is None:
         raise UserError(f"{card.name} has no {number} units; use --precision fp16 or another card")
-    peak_flop_s = peak_tflop_s * 1e12
+    return peak_tflop_s * 1e12
+
+
+def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> Rates:
+    """Of `machine`'s cards."""
+    card = machine.accelerator
+    peak_flop_s = card_peak_flop_s(workload.precision, machine)
     wide, head_dim = workload.precision == "fp32", workload.spec.head_dim
     shares = efficiency.shares(wide=wide)
     return Rates(

@@ -1,0 +1,138 @@
+"""The rulebook: every rule can be broken and kept, says one sentence with a fix, and is asked by all who should."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tightfit.jobs.job import Job
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
+from tightfit.jobs.rules.layout import LAYOUT_RULES
+from tightfit.jobs.rules.levers import LEVER_RULES
+from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_planner, refused_by_trainer
+from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.rules.run import RUN_RULES
+from tightfit.jobs.rules.trainer import FP8_MULTIPLE, TRAINER_RULES
+from tightfit.models.presets import preset
+
+SPEC = preset("llama-3.2-1b")
+ROUTED = preset("mixtral-8x7b")
+BROKEN_LEVERS: dict[str, dict[str, Any]] = {
+    "layers_are_chosen_once": {"checkpoint_every": 1, "num_checkpoints": 2},
+    "a_budget_chooses_by_itself": {"checkpoint_budget_bytes": 1, "checkpoint_every": 1},
+    "keeping_needs_recomputed_layers": {"checkpoint_keep": "attention"},
+    "tiles_do_not_hold_products": {"checkpoint_keep": "matmuls", "checkpoint_every": 1, "tiles": 2},
+    "offloaded_checkpoints_need_checkpoints": {"offload_checkpoints": True},
+    "a_budget_offloads_all_inputs": {
+        "checkpoint_budget_bytes": 1, "checkpoint_host_bytes": 1, "offload_checkpoints": True,
+    },
+    "host_settings_need_offloaded_checkpoints": {"checkpoint_format": "fp8", "checkpoint_every": 1},
+}  # fmt: skip
+BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero_needs_ranks": {"zero": 1},
+    "groups_divide_data_ranks": {"shard_inside": 3, "data": 4, "zero": 1},
+    "expert_ranks_are_data_ranks": {"expert": 2},
+    "several_stages_interleave": {"stages_per_rank": 2},
+}
+PIPED = {"pipeline": 2}
+BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "stochastic_rounding_is_for_weights_without_masters": ({}, {"rounding": "stochastic"}, {"precision": "bf16"}),
+    "factored_states_need_whole_weights": ({"data": 2, "zero": 1}, {"optimizer_states": "factored"}, {}),
+    "offloaded_weights_are_not_remembered_by_autograd": ({}, {"offload": "weights"}, {}),
+    "an_update_in_backward_needs_the_steps_gradient": ({}, {"update_in_backward": True}, {"accumulation": 2}),
+    "tensor_ranks_divide_the_model": ({"tensor": 3}, {}, {}),
+    "a_stage_has_a_layer": ({"pipeline": 17}, {}, {}),
+    "checkpointed_layers_exist": ({}, {"num_checkpoints": 17}, {}),
+    "some_splits_are_not_trained_yet": ({"context": 2}, {}, {}),
+    "offload_is_for_one_gpu": ({"data": 2}, {"offload": "optimizer"}, {}),
+    "offloaded_states_are_rows": ({}, {"offload": "optimizer", "optimizer_states": "factored"}, {}),
+    "pipelines_shard_optimizer_states_at_most": (PIPED | {"data": 2, "zero": 2}, {}, {}),
+    "offloaded_checkpoints_come_in_order": (PIPED, {"checkpoint_every": 1, "offload_checkpoints": True}, {}),
+    "zero_bubble_keeps_activations": (PIPED | {"schedule": "zero-bubble"}, {"tiles": 2}, {}),
+    "schedules_take_equal_rounds": (PIPED | {"schedule": "zero-bubble"}, {}, {"accumulation": 5}),
+    "tensor_ranks_hold_part_of_the_logits": ({"tensor": 2}, {"loss": "plain"}, {}),
+    "tensor_ranks_meet_inside_layers": ({"tensor": 2}, {"tiles": 2}, {}),
+    "fp8_scales_are_of_whole_matrices": ({"tensor": 2}, {"matmul": "fp8-row"}, {}),
+    "states_share_whole_rows": ({"tensor": 2}, {"optimizer_states": "factored"}, {}),
+    "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),
+    "fp8_needs_aligned_sizes": ({}, {"matmul": "fp8-row"}, {"spec": replace(SPEC, mlp_size=8193)}),
+    "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
+}
+BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "deepspeed_splits_over_data_ranks": ({"tensor": 2}, {}, {}),
+    "deepspeed_has_something_to_do": ({"data": 2}, {}, {}),
+    "deepspeed_keeps_masters": ({"data": 2, "zero": 1}, {}, {"precision": "pure-bf16"}),
+    "deepspeed_has_no_other_levers": ({"data": 2, "zero": 1}, {"optimizer_states": "8bit"}, {}),
+}
+
+
+def run_of(parts: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> Run:
+    layout, levers, more = parts
+    return Run(**({"layout": Layout(**layout), "levers": Levers(**levers), "spec": SPEC} | more))
+
+
+def test_every_rule_has_a_case() -> None:
+    assert [rule.name for rule in LEVER_RULES] == list(BROKEN_LEVERS)
+    assert [rule.name for rule in LAYOUT_RULES] == list(BROKEN_LAYOUTS)
+    assert {rule.name for rule in (*RUN_RULES, *TRAINER_RULES)} == set(BROKEN_RUNS)
+    assert {rule.name for rule in DEEPSPEED_RULES} == set(BROKEN_DEEPSPEED)
+
+
+def is_a_sentence(text: str | None) -> bool:
+    return text is not None and "\n" not in text and not text.endswith(".") and ("; " in text or ", but " in text)
+
+
+@pytest.mark.parametrize("name", BROKEN_LEVERS)
+def test_levers_that_contradict_each_other(name: str) -> None:
+    rule = next(rule for rule in LEVER_RULES if rule.name == name)
+    fields = BROKEN_LEVERS[name]
+    assert is_a_sentence(rule.sentence(Levers.model_construct(**fields)))
+    assert rule.sentence(Levers()) is None
+    assert set(rule.concerns) >= set(fields) - {"checkpoint_every", "offload_checkpoints"}
+    with pytest.raises(ValidationError, match=r"levers\."):
+        Levers(**fields)
+
+
+@pytest.mark.parametrize("name", BROKEN_LAYOUTS)
+def test_degrees_that_contradict_each_other(name: str) -> None:
+    rule = next(rule for rule in LAYOUT_RULES if rule.name == name)
+    assert is_a_sentence(rule.sentence(Layout.model_construct(**BROKEN_LAYOUTS[name])))
+    assert rule.sentence(Layout()) is None
+    with pytest.raises(ValidationError, match=r"layout\."):
+        Layout(**BROKEN_LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", BROKEN_RUNS)
+def test_runs_that_are_refused(name: str) -> None:
+    planned = any(rule.name == name for rule in RUN_RULES)
+    rule = next(rule for rule in (*RUN_RULES, *TRAINER_RULES) if rule.name == name)
+    run = run_of(BROKEN_RUNS[name])
+    sentence = rule.sentence(run)
+    assert is_a_sentence(sentence)
+    assert rule.sentence(Run(layout=Layout(), levers=Levers(), spec=SPEC, sequence_length=512)) is None
+    assert refused_by_trainer(run) is not None
+    assert (refused_by_planner(run) is not None) == planned
+
+
+@pytest.mark.parametrize("name", BROKEN_DEEPSPEED)
+def test_what_deepspeed_refuses(name: str) -> None:
+    rule = next(rule for rule in DEEPSPEED_RULES if rule.name == name)
+    assert is_a_sentence(rule.sentence(run_of(BROKEN_DEEPSPEED[name])))
+    assert refused_by_deepspeed(Run(layout=Layout(data=2, zero=3), levers=Levers(tiles=2), precision="bf16")) is None
+
+
+def test_a_job_asks_the_rulebook() -> None:
+    job = {"model": "llama-3.2-1b", "data": "x.txt", "output": "o", "steps": 1, "global_batch": 8}
+    for layout, levers, _ in (BROKEN_RUNS["offload_is_for_one_gpu"], BROKEN_RUNS["some_splits_are_not_trained_yet"]):
+        with pytest.raises(ValidationError, match="which "):
+            Job.model_validate(job | {"layout": layout | {"micro_batch": 1}, "levers": levers})
+
+
+def test_fp8_needs_what_its_kernels_pad_to() -> None:
+    """Said twice, as the rulebook must not import kernels."""
+    from tightfit.kernels.fp8_quantize import ALIGNED
+
+    assert FP8_MULTIPLE == ALIGNED
