@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource
+from tightfit.cli.options import Device, ModelSource, Precision
 
 
 def evaluate(
@@ -18,6 +18,7 @@ def evaluate(
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
     cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit"),
     device: Device = "auto",
+    precision: Precision = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure a model's loss and perplexity on text.
@@ -39,6 +40,7 @@ def evaluate(
         batch=batch,
         cache=cache,
         device=device,
+        precision=precision,
         progress=not as_json,
     )
     print_evaluation(result, as_json=as_json)

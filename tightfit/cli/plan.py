@@ -75,6 +75,10 @@ def plan(
         model, machine, seq=seq, rows=global_batch, batch_tokens=batch_tokens, precision=precision, steps=steps,
         tokens=tokens, pins=pin or [], runnable=runnable, lossy=allow_lossy,
     )  # fmt: skip
+    if save is not None:
+        from tightfit.cli.outputs import is_plan, refuse_foreign
+
+        refuse_foreign(save, is_plan, "a plan")
     found = answer(question)
     extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
     said = []
