@@ -75,10 +75,14 @@ def test_what_cannot_start_changes_no_file(
     place = changes.pop("output", str(run_copy if overwrite else tmp_path / "deep" / "er" / "new"))
     before = snapshot(tmp_path)
     base = make_small("other").model_dump(mode="json")
+    is_data = "data" in changes
     data = {**base["data"], **changes.pop("data", {})}
+    data["cache"] = str(tmp_path.parent / f"{tmp_path.name}-cache") if is_data else data["cache"]
     with pytest.raises(UserError):
         run_job(Job.model_validate({**base, "data": data, "output": place, **changes}), overwrite=overwrite, quiet=True)
     assert snapshot(tmp_path) == before
+    half_made = [lock for lock in Path(data["cache"]).glob("*/lock") if not (lock.parent / "store").is_dir()]
+    assert not (is_data and half_made), "nor anything in the cache but what is whole"
 
 
 def _material(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.layout import Layout
@@ -126,7 +127,8 @@ class Plan:
     def save(self, path: Path) -> None:
         """Write the plan to `path`."""
         try:
-            path.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+            with durable_file(path) as file:
+                file.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write plan {path}: {error.strerror}; choose another place") from None
 
