@@ -50,7 +50,8 @@ def _facts(result: RunResult, picture: Path | None) -> Iterator[tuple[str, str]]
     if result.end is not None:
         start = f"{result.start.loss:.3f} → " if result.start is not None else ""
         yield "held-out loss", f"{start}{result.end.loss:.3f} nats/token (perplexity {result.end.perplexity:,.1f})"
-    yield "speed", _speed(result)
+    if result.train_seconds:
+        yield "speed", _speed(result)
     yield "peak memory", gib(result.peak_bytes)
     yield "checkpoint", _near(result.checkpoint)
     if picture is not None:
