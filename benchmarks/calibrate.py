@@ -28,7 +28,7 @@ from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.kernels.adamw import Numbers
-from tightfit.kernels.attention import Visibility, attention
+from tightfit.kernels.attention import AttentionMask, attention
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize, quantize_columns, quantize_rows
 from tightfit.levers.host_update import fused_adamw
@@ -163,9 +163,9 @@ def attentions() -> Iterator[Found]:
         made = [_random(rows, length, heads, head, dtype=dtype if ON_GPU else torch.float32).transpose(1, 2)
                 for heads in (16, 4, 4)]  # fmt: skip
         tensors = [t.requires_grad_() for t in made]
-        visible = Visibility(length, length, DEVICE, None)
+        mask = AttentionMask(length, length, DEVICE, None)
         query, key, value = tensors
-        do = partial(attention, query, key, value, visible, scale=head**-0.5, impl="rule")
+        do = partial(attention, query, key, value, mask, scale=head**-0.5, impl="auto")
         work = 4e-12 * rows * 16 * head * length**2 / 2
         case = f"{rows}x{length} 16/4x{head}"
         with torch.no_grad():

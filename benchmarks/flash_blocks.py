@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.operations.measure import time_step
 from benchmarks.rows import RESULTS, append_row
 from tightfit.kernels.flash_attention import attend, like_rows
-from tightfit.kernels.flash_attention_backward import Given, write_key_gradients, write_query_gradients
+from tightfit.kernels.flash_attention_backward import BackwardInputs, write_key_gradients, write_query_gradients
 from tightfit.kernels.flash_blocks import Blocks, Problem
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 8192, 32, 8
@@ -40,12 +40,12 @@ def launches(head_dim: int, device: torch.device) -> dict[str, Callable[[Blocks]
     query, key, value, d_out = (random(heads) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
     problem = Problem(head_dim**-0.5, 0, 0.0, None)
     logs, deltas = (torch.full((BATCH, HEADS, LENGTH), x, device=device) for x in (12.0, 0.0))
-    given = Given(query, key, value, d_out, logs, deltas, problem)
+    inputs = BackwardInputs(query, key, value, d_out, logs, deltas, problem)
     d_query, d_key, d_value = like_rows(query), like_rows(key), like_rows(value)
     return {
         "forward": lambda blocks: attend(query, key, value, problem, blocks),
-        "key_gradients": lambda blocks: write_key_gradients(given, d_key, d_value, blocks),
-        "query_gradients": lambda blocks: write_query_gradients(given, d_query, blocks),
+        "key_gradients": lambda blocks: write_key_gradients(inputs, d_key, d_value, blocks),
+        "query_gradients": lambda blocks: write_query_gradients(inputs, d_query, blocks),
     }
 
 

@@ -24,9 +24,10 @@ from tightfit.launch.together import run_together
 from tightfit.models.presets import preset
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.pipeline import Pipeline
-from tightfit.prove.check_target import Subject
-from tightfit.prove.equivalence import Trainee, trainee
-from tightfit.report.pipeline import SCHEDULES, Record, draw_records, record_of
+from tightfit.prove.check_target import CheckTarget
+from tightfit.prove.equivalence import TrainedModel, build_trained
+from tightfit.report.pipeline import Record, draw_records, record_of
+from tightfit.report.pipeline_schedule import SCHEDULES
 from tightfit.train.pipeline_record import record
 
 PIECES = 2
@@ -48,20 +49,20 @@ def layouts(ranks: int) -> list[Layout]:
 def recorded_step(device: torch.device, layout: Layout, micro_batches: int, forward_s: float) -> dict[str, Any]:
     """The second step, as the first one connects the ranks."""
     spec = replace(preset("tiny-llama"), layers=layout.pipeline * PIECES)
-    subject = Subject(spec, layout, passes=micro_batches, length=8)
-    made = trainee(subject, make_mesh(layout, device.type), device)
+    target = CheckTarget(spec, layout, passes=micro_batches, length=8)
+    made = build_trained(target, make_mesh(layout, device.type), device)
     assert isinstance(made.module, Pipeline)
     for stage in made.module.stages:
         slow_down([*stage.layers][-1], forward_s / layout.stages_per_rank)
-    step(made, subject)
+    step(made, target)
     with record(made.module, made.ranks) as found:
-        step(made, subject)
+        step(made, target)
     return found
 
 
-def step(made: Trainee, subject: Subject) -> None:
+def step(made: TrainedModel, target: CheckTarget) -> None:
     """One step that nobody looks at."""
-    made.step(subject, 1, lambda phase: None)
+    made.step(target, 1, lambda phase: None)
 
 
 def slow_down(layer: Any, seconds: float) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 
 from benchmarks.rows import append_row
 from tightfit.hardware.machine import Machine, parse_machine
-from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.memory.formulas.training import training_ledger
@@ -33,7 +34,6 @@ from tightfit.plan.batch import batch_of
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_layout, describe_levers
 from tightfit.plan.pins import parse_pins
-from tightfit.plan.runnable import not_yet
 from tightfit.plan.steptime import StepTime
 
 NO_LEVERS = Levers()
@@ -139,7 +139,15 @@ def chosen(name: str, case: Case) -> Iterator[Chosen]:
 def trains(workload: Workload, layout: Layout, levers: Levers) -> bool:
     """Whether `tightfit train` takes this layout."""
     accumulation = batch_of(workload, layout).accumulation
-    return not (disagreement(levers, layout, workload.precision, accumulation) or not_yet(layout, levers))
+    run = Run(
+        layout=layout,
+        levers=levers,
+        precision=workload.precision,
+        accumulation=accumulation,
+        spec=workload.spec,
+        sequence_length=workload.sequence_length,
+    )
+    return refused_by_trainer(run) is None
 
 
 def token_flops(workload: Workload) -> float:
@@ -152,7 +160,7 @@ def token_flops(workload: Workload) -> float:
 def row_of(one: Chosen) -> dict[str, Any]:
     """The numbers of a layout, with what was published about it."""
     case, gpus = CASES[one.case], one.machine.ranks
-    time = Costs(one.workload, one.machine).frame(one.layout).step(one.levers)
+    time = Costs(one.workload, one.machine).of(one.layout).step(one.levers)
     speed = one.workload.tokens / time.step_s / gpus
     peak = one.machine.accelerator.rates.bf16 or 0.0
     ledger = training_ledger(one.workload, one.layout, one.levers)
@@ -224,7 +232,7 @@ def rehearse_stage(words: str) -> None:
     """The other side of that."""
     from tightfit.memory.formulas.overheads import DEFAULT
     from tightfit.memory.trace import ledger_of_replay
-    from tightfit.prove.rehearsal import rehearse, rehearsed_step
+    from tightfit.prove.rehearsal import rehearse, trace_training_step
 
     name, layout, levers, stage = json.loads(words)
     workload = next(chosen(name, CASES[name])).workload
@@ -232,7 +240,7 @@ def rehearse_stage(words: str) -> None:
     if how[1].pipeline == 1:
         ledger = rehearse(*how)
     else:
-        replay = rehearsed_step(*how, stage=stage).replay()
+        replay = trace_training_step(*how, stage=stage).replay()
         ledger = ledger_of_replay(replay, "simulation", context_bytes=DEFAULT.context_bytes)
     print(f"{ledger.peak_bytes() / 2**30:.1f}")
 

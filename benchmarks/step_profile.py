@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks.hf_step import MAKERS
 from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.hf_step import MAKERS
 from benchmarks.rows import RESULTS, append_row
 from benchmarks.train_step import CASES, Case, Step
 from tightfit.models.resolve import resolve_spec

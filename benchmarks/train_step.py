@@ -11,7 +11,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.initialisation import init_weights
+from tightfit.models.mlp import RoutedMlp
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.train.optimizer.adamw import MasterAdamW
@@ -44,6 +45,8 @@ class Case:
     steps: int
     together: bool
     """Whether both fit in memory side by side, so that their steps can alternate."""
+    reshape: Callable[[ModelSpec], ModelSpec] = lambda spec: spec
+    """Another shape of the model's family."""
 
 
 CASES = {
@@ -100,10 +103,24 @@ def _their_model(spec: ModelSpec, case: Case) -> Any:
     hf_config = AutoConfig.for_model(**config)
     with torch.device(case.device):
         model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype)
-    missing = model.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}, missing
+    missing = set(model.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys)
+    missing -= {"lm_head.weight", *_fill_experts(model, ours)}
+    assert not missing, missing
     model.tie_weights()
     return model.train()
+
+
+@torch.no_grad()
+def _fill_experts(model: Any, ours: Decoder) -> Iterator[str]:
+    """Copy routed layers, whose experts transformers keeps stacked, and name what was copied."""
+    stacked = [(name, module) for name, module in model.named_modules() if hasattr(module, "gate_up_proj")]
+    routed = [layer.mlp for layer in ours.layers if isinstance(layer.mlp, RoutedMlp)]
+    for (name, theirs), mlp in zip(stacked, routed, strict=True):
+        theirs.gate_up_proj.copy_(torch.cat([mlp.experts.gate, mlp.experts.up], dim=1))
+        theirs.down_proj.copy_(mlp.experts.down)
+        block = model.get_submodule(name.rpartition(".")[0])
+        block.gate.weight.copy_(mlp.router.weight)
+        yield from (f"{name}.gate_up_proj", f"{name}.down_proj", f"{name.rpartition('.')[0]}.gate.weight")
 
 
 def measure(steps: dict[str, Step], case: Case) -> dict[str, list[float]]:
@@ -133,7 +150,7 @@ def run_case(
 ) -> None:  # fmt: skip
     """Measure the implementations, one after the other `rounds` times where they do not fit together; append rows."""
     case = replace(CASES[name], steps=steps or CASES[name].steps)
-    spec = resolve_spec(case.model)
+    spec = case.reshape(resolve_spec(case.model))
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(0, spec.vocab_size, (case.batch, case.sequence_length + 1), generator=generator)
     batch = {"tokens": drawn[:, :-1], "labels": drawn[:, 1:].contiguous()}

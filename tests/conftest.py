@@ -20,9 +20,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests.interpreter import read_single_elements
+
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    read_single_elements()
 
 
 def pytest_collection_finish() -> None:

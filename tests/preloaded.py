@@ -9,7 +9,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import tests.distributed.piping
 import tests.distributed.training
 import tests.distributed.victim
+import tests.interpreter
 import tests.train.jobs
 import tightfit.train.loop
+
+tests.interpreter.read_single_elements()
 
 __all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "tests", "tightfit"]

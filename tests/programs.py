@@ -15,7 +15,8 @@ def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:
         while program.wait():
             pass
         code = program.failures.get(0, 0)
-    return code, *((folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    stdout, stderr = ((folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    return code, stdout, stderr
 
 
 def _run(rank: int, folder: str, arguments: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from tightfit.launch.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["errors", "durable"],
+    ["printable", "errors", "durable", "bounded_files"],
     ["hardware"],
     ["models.spec", "models.presets", "models.resolve", "models.huggingface"],
     ["jobs"],
@@ -43,8 +43,10 @@ FLOORS = [
 TORCH_FREE = ["hardware.cpu", "models.spec", "models.presets", "models.huggingface.config", "models.resolve",
               "jobs.job", "jobs.load", "jobs.fields", "jobs.workload", "memory.ledger", "durable", "cli.main",
               "report.tables", "hardware.catalog", "hardware.machine", "hardware.local", "hardware.efficiency",
-              "plan.answer", "plan.serving", "plan.export.files", "plan.runnable", "plan.job", "report.plan",
-              "memory.formulas.training", "memory.formulas.serving", "memory.comparison", "report.memory",
+              "plan.answer", "plan.serving", "plan.export.files", "jobs.rules.refusals", "plan.job", "report.plan",
+              "levers.policy.recompute", "levers.policy.budget", "levers.policy.offload", "levers.policy.tiles",
+              "levers.policy.loss_chunks", "levers.policy.updates", "memory.formulas.training",
+              "memory.formulas.serving", "memory.comparison", "report.memory",
               "report.ledger", "report.timeline"]  # fmt: skip
 
 
@@ -190,3 +192,37 @@ def test_files_and_functions_stay_readable() -> None:
                 if lines > LONGEST_BODY:
                     long.append(f"{module}.{node.name}: {lines} lines")
     assert long == []
+
+
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+
+
+def table(heading: str) -> list[str]:
+    """First cells of the table under `heading` of the page."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
+    return [row.strip("`") for row in rows[2:]]
+
+
+def test_the_page_has_every_room_in_the_order_of_the_floors() -> None:
+    assert table("Floors and rooms") == [room for floor_rooms in FLOORS for room in floor_rooms]
+
+
+def test_the_glossary_is_short_and_has_each_word_once() -> None:
+    words = table("Glossary")
+    assert 20 <= len(words) <= 40
+    assert len(set(words)) == len(words)
+    nouns = {
+        "Machine",
+        "ModelSpec",
+        "Job",
+        "Layout",
+        "Levers",
+        "Workload",
+        "rules",
+        "Plan",
+        "Candidate",
+        "Ledger",
+        "Line",
+    }
+    assert nouns <= set(words)

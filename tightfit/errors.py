@@ -4,6 +4,11 @@ Raise it with one sentence that names the bad value, where it came from and the 
 prints that sentence and exits with code 2; a traceback is reserved for our own mistakes.
 """
 
+from tightfit.printable import sentence
+
 
 class UserError(ValueError):
-    """A mistake in what the user gave us, worded for the user."""
+    """A mistake in what the user gave us, worded for the user; values of strangers in it cannot steer a terminal."""
+
+    def __str__(self) -> str:
+        return sentence(super().__str__())

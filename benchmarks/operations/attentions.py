@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from benchmarks.operations.case import Case, Where, ready
-from tightfit.kernels.attention import AttentionImpl, Visibility, attention
+from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
 
 TOKENS = 32768
 HEADS, KV_HEADS = 32, 8
@@ -35,11 +35,11 @@ def attention_cases(where: Where) -> Iterator[Case]:
 def _case(where: Where, head_dim: int, length: int, window: int | None = None) -> Case:
     T, D = where.size(length, 40), where.size(head_dim, 8)
     B, heads, kv_heads = where.size(TOKENS // length, 1), where.size(HEADS, 4), where.size(KV_HEADS, 2)
-    visible = Visibility(T, T, where.device)
+    mask = AttentionMask(T, T, where.device)
 
     def run(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (query, key, value))
-        return attention(q, k, v, visible, scale=D**-0.5, window=window, impl=impl).transpose(1, 2)
+        return attention(q, k, v, mask, scale=D**-0.5, window=window, impl=impl).transpose(1, 2)
 
     fitting = PEERS if window is None else {k: v for k, v in PEERS.items() if v in ("flex", "triton", "auto")}
     peers = {"eager" if where.tiny else "SDPA": partial(run, "eager" if where.tiny else "sdpa")}

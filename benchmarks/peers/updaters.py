@@ -37,7 +37,7 @@ def use_peer(optimizer: MasterAdamW, peer: str) -> None:
 class PeerUpdater:
     """Some torch optimizer as an updater of weights, gradients and moments."""
 
-    wants_own_dtype = True
+    needs_gradients_in_weight_dtype = True
 
     def __init__(
         self, weights: list[Tensor], make: Callable[..., torch.optim.Optimizer], settings: Optimizer, decay: float

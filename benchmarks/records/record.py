@@ -35,7 +35,6 @@ from tightfit.plan.answer import Question, answer
 from tightfit.plan.cost import Costs
 from tightfit.plan.host_room import usable_host_bytes
 from tightfit.plan.pins import Pins, parse_pins
-from tightfit.plan.runnable import runnable_only
 from tightfit.prove.rehearsal import build
 from tightfit.train.fitting import this_machine, with_memory
 from tightfit.train.step import ignore
@@ -121,7 +120,7 @@ def levers_of(case: Case, way: Way, machine: Machine) -> Levers:
     """Given, or what the planner picks for this card."""
     if way.levers != FIT:
         return Levers(**parse_pins([f"levers.{each}" for each in way.levers.split()]).levers)
-    pins = Pins({"micro_batch": case.rows}, runnable_only()["levers"])
+    pins = Pins({"micro_batch": case.rows})
     return answer(Question(model=case.model, workload=case.workload(way), machine=machine, pins=pins)).plan.levers
 
 

@@ -20,7 +20,6 @@ from benchmarks.reports.scale import plan_rows, published_rows, stage_rows, time
 from benchmarks.reports.step_profile import profile_rows
 from benchmarks.reports.truth import measured_on, summary_rows, truth_rows
 from tightfit.jobs.fields import field_rows
-from tightfit.report.pipeline import bubble_rows
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +49,24 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A GitHub table; bars in cells are escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest recorded bubble of each schedule, from what benchmarks/pipeline_bubble.py wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        newest = {row["schedule"]: row for row in csv.DictReader(file)}
+    rows = [
+        (
+            f"`{name}`",
+            row["ranks"],
+            row["micro_batches"],
+            row["pieces"],
+            f"{float(row['waited']):.1%}",
+            f"{float(row['formula']):.1%}",
+        )
+        for name, row in newest.items()
+    ]
+    return ("schedule", "K", "M", "v", "ranks waited", "(K−1)/(K−1+vM)"), rows
 
 
 def job_fields() -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.rows import append_row, version_of
 from tightfit.durable import durable_file
+from tightfit.report.escaping import escape
 from tightfit.report.tables import gib, print_json
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from tightfit.memory.tracing import Tracer
 from tightfit.models.decoder import Implementations
 from tightfit.parallel.mesh import make_mesh
 from tightfit.plan.cost import Costs
-from tightfit.prove.rehearsal import build, rehearse_stage, rehearsed
+from tightfit.prove.rehearsal import build, rehearse_stage, trace_step
 from tightfit.train.step import NotFiniteError, OnPhase, ignore
 
 GIB = 2**30
@@ -76,7 +76,7 @@ def _simulated(case: Case) -> Ledger:
     def make(mesh: Any, tracer: Tracer) -> Callable[[OnPhase], object]:
         return huggingface_step(case, torch.device("cpu"), attention=_unmasked_attention())
 
-    return ledger_of(rehearsed(make, case.layout, warm_up=True).replay().moments, "simulation")
+    return ledger_of(trace_step(make, case.layout, warm_up=True).replay().peaks, "simulation")
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def test_text_says_the_same(tightfit: Any) -> None:
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(tightfit: Any) -> None:
-    arguments = ("plan", "llama-3.1-8b", "--on", "H100-80GB", "--seq", 4096, "--global-batch", 8)
-    arguments += ("-o", "levers.offload=none")
+    arguments = ["plan", "llama-3.1-8b", "--on", "H100-80GB", "--seq", 4096, "--global-batch", 8]
+    arguments += ["-o", "levers.offload=none"]
     made, data = tightfit(*arguments), tightfit(*arguments, "--json").json
     assert data["fits"] is False
     assert data["missing_bytes"] == data["gpu_peak_bytes"] - int(79.10 * 2**30)

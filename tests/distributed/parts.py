@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightfit.collectives.shards import local, place
+from tightfit.collectives.shards import local, local_region
 
 Place = tuple[tuple[int, int], ...]
 
@@ -28,7 +28,7 @@ class Parts:
 
 def held(named: Mapping[str, Tensor]) -> Parts:
     """A copy of what is here of every tensor."""
-    entries = [(name, tensor.shape, place(tensor), tensor.dtype) for name, tensor in named.items()]
+    entries = [(name, tensor.shape, local_region(tensor), tensor.dtype) for name, tensor in named.items()]
     flat = [local(tensor).detach().reshape(-1) for tensor in named.values()]
     dtypes = {tensor.dtype for tensor in flat}
     return Parts(entries, {dtype: torch.cat([t for t in flat if t.dtype == dtype]) for dtype in dtypes})

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from tests.distributed.training import TINY, Case
+from tests.distributed.training import Case
+from tests.train.models import TINY
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.models.spec import ModelSpec
 
@@ -27,5 +28,6 @@ class Piped(Case):
 
     def whole(self) -> Case:
         """The same on one process that takes all rows at once."""
-        case: Case = replace(self.alone(), pipeline=1, schedule="1f1b", stages_per_rank=1)
-        return case
+        alone = self.alone()
+        assert isinstance(alone, Piped)
+        return replace(alone, pipeline=1, schedule="1f1b", stages_per_rank=1)

@@ -14,6 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
 from tests.distributed.group import Group
@@ -29,7 +31,7 @@ from tightfit.models.presets import preset
 from tightfit.parallel import data, pipeline, tensor
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove import equivalence_check as gate
-from tightfit.prove.check_target import Subject, miniature
+from tightfit.prove.check_target import CheckTarget, miniature
 from tightfit.prove.equivalence import TOLERANCE, Verdict, compare
 from tightfit.prove.equivalence_check import run_check
 from tightfit.train import step
@@ -43,19 +45,19 @@ SHARDS = Layout(data=2, zero=3, micro_batch=2)
 HYBRID = Layout(data=4, zero=2, shard_inside=2, micro_batch=2)
 
 
-def judge(subject: Subject, fault: str | None = None, steps: int | None = None) -> Verdict:
+def judge(target: CheckTarget, fault: str | None = None, steps: int | None = None) -> Verdict:
     """The verdict of all ranks, with a fault in the splitting where one is asked for: it shows in the first step."""
     with FAULTS[fault]() if fault else patch.object(sys, "argv", sys.argv):
-        return compare(subject, mesh_of(subject.layout), torch.device("cpu"), steps=steps or (1 if fault else 2))
+        return compare(target, mesh_of(target.layout), torch.device("cpu"), steps=steps or (1 if fault else 2))
 
 
-def subject(layout: Layout, **changes: Any) -> Subject:
-    return Subject(replace(TINY, qk_norm=True), layout, passes=2, **changes)
+def target(layout: Layout, **changes: Any) -> CheckTarget:
+    return CheckTarget(replace(TINY, qk_norm=True), layout, passes=2, **changes)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, WHOLE_STREAM, REPLICAS, SHARDS], ids=["tensor", "whole", "ddp", "zero-3"])
 def test_what_is_right_passes(group: Make, layout: Layout) -> None:
-    verdicts = group(2).run(judge, subject(layout, levers=Levers(checkpoint_every=1)))
+    verdicts = group(2).run(judge, target(layout, levers=Levers(checkpoint_every=1)))
     assert len(verdicts) == 2
     assert all(verdict == verdicts[0] for verdict in verdicts)
     assert verdicts[0].same
@@ -64,7 +66,7 @@ def test_what_is_right_passes(group: Make, layout: Layout) -> None:
 
 
 def test_a_routed_model_passes(group: Make) -> None:
-    assert group(2).run(judge, Subject(TINY_ROUTED, TENSOR, passes=2))[0].same
+    assert group(2).run(judge, CheckTarget(TINY_ROUTED, TENSOR, passes=2))[0].same
 
 
 DEEP = replace(TINY, layers=4, tied=True)
@@ -82,7 +84,7 @@ MIXTURES = {
 def test_mixtures_pass(group: Make, name: str) -> None:
     world, layout = MIXTURES[name]
     spec = DEEP if layout.pipeline > 1 else replace(DEEP, layers=2)
-    verdict = group(world).run(judge, Subject(spec, layout, passes=2))[0]
+    verdict = group(world).run(judge, CheckTarget(spec, layout, passes=2))[0]
     assert verdict.same, verdict.first
     assert verdict.ranks == world
 
@@ -95,14 +97,14 @@ def tied_apart() -> Iterator[None]:
 
 def test_copies_that_do_not_meet_are_found(group: Make) -> None:
     """The first and the last stage each have a copy of a tied embedding, and forget to add their gradients."""
-    verdict = group(2).run(judge, Subject(DEEP, MIXTURES["stages"][1], passes=4), "tied apart")[0]
+    verdict = group(2).run(judge, CheckTarget(DEEP, MIXTURES["stages"][1], passes=4), "tied apart")[0]
     assert verdict.first is not None
     assert (verdict.first.kind, verdict.first.name) == ("gradient", "embed.weight")
 
 
 def test_a_stale_copy_of_a_tied_embedding_is_found(group: Make) -> None:
     """On the last stage, of which nothing else is compared before the next step."""
-    verdict = group(2).run(judge, Subject(DEEP, MIXTURES["stages"][1], passes=4), "stale embedding")[0]
+    verdict = group(2).run(judge, CheckTarget(DEEP, MIXTURES["stages"][1], passes=4), "stale embedding")[0]
     assert verdict.first is not None
     assert verdict.first.sentence() == "step 1: the copy of embed.weight on rank 1 is not what other ranks hold"
 
@@ -115,7 +117,7 @@ def no_partial_sums() -> Iterator[None]:
 
 @contextmanager
 def no_sum_in_backward() -> Iterator[None]:
-    with patch.object(tensor, "copied", lambda x, group: x):
+    with patch.object(tensor, "copy_to_ranks", lambda x, group: x):
         yield
 
 
@@ -123,10 +125,10 @@ def no_sum_in_backward() -> Iterator[None]:
 def scatter_without_sum() -> Iterator[None]:
     """Backward of what was gathered: each rank takes its own part of the gradient instead of everybody's."""
 
-    def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return conjugate._Conjugate.apply(x, group, conjugate._all_gather, conjugate._own_tokens)
 
-    with patch.object(tensor, "gathered", gathered):
+    with patch.object(tensor, "all_gather", all_gather):
         yield
 
 
@@ -139,30 +141,30 @@ def blocks_twice_as_large() -> Iterator[None]:
 
 @contextmanager
 def averages() -> Iterator[None]:
-    original = data._summed
+    original = data._sum_hook
 
-    def averaged(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def averaged(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return original(group, bucket).then(lambda made: made.value() / group.size())
 
-    with patch.object(data, "_summed", averaged):
+    with patch.object(data, "_sum_hook", averaged):
         yield
 
 
 @contextmanager
 def no_reduction() -> Iterator[None]:
-    def kept(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def kept(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    with patch.object(data, "_summed", kept):
+    with patch.object(data, "_sum_hook", kept):
         yield
 
 
 @contextmanager
 def divided_shards() -> Iterator[None]:
-    original = data.FSDPModule.set_gradient_divide_factor
-    with patch.object(data.FSDPModule, "set_gradient_divide_factor", lambda module, _: original(module, 2.0)):
+    original = FSDPModule.set_gradient_divide_factor
+    with patch.object(FSDPModule, "set_gradient_divide_factor", lambda module, _: original(module, 2.0)):
         yield
 
 
@@ -183,7 +185,7 @@ def own_tokens_only() -> Iterator[None]:
 
 @contextmanager
 def copies_counted_twice() -> Iterator[None]:
-    with patch.object(optimizer, "pieces", lambda parameter, split: dist.get_world_size()):
+    with patch.object(optimizer, "shard_count", lambda parameter, split: dist.get_world_size()):
         yield
 
 
@@ -240,7 +242,7 @@ FOUND = [
 
 @pytest.mark.parametrize(("fault", "layout", "kind", "name"), FOUND)
 def test_a_fault_is_found_where_it_is(group: Make, fault: str, layout: Layout, kind: str, name: str) -> None:
-    verdict = group(2).run(judge, subject(layout), fault)[0]
+    verdict = group(2).run(judge, target(layout), fault)[0]
     assert verdict.first is not None
     assert (verdict.first.step, verdict.first.kind, verdict.first.name) == (1, kind, name)
     assert verdict.first.error > 10 * TOLERANCE
@@ -249,7 +251,7 @@ def test_a_fault_is_found_where_it_is(group: Make, fault: str, layout: Layout, k
 
 
 def test_a_verdict_is_a_sentence_of_the_documentation(group: Make) -> None:
-    verdict = group(2).run(judge, subject(WHOLE_STREAM), "no partial sums")[0]
+    verdict = group(2).run(judge, target(WHOLE_STREAM), "no partial sums")[0]
     assert verdict.first is not None
     page = Path(__file__).parents[2] / "docs" / "parallel.md"
     assert f"different: {verdict.first.sentence()}" in page.read_text(encoding="utf-8")
@@ -257,7 +259,7 @@ def test_a_verdict_is_a_sentence_of_the_documentation(group: Make) -> None:
 
 def test_the_verb_ends_with_one_where_ranks_differ(group: Make) -> None:
     """And names what differs first. The verdict is a real one; only its processes were started elsewhere."""
-    checked = subject(TENSOR)
+    checked = target(TENSOR)
     verdict = group(2).run(judge, checked, "stale shard")[0]
     with patch.object(gate, "run_check", lambda *_, **__: (verdict, checked)):
         told = CliRunner().invoke(app, ["check", "job.yaml"])
@@ -276,8 +278,8 @@ def test_what_cannot_be_split_is_refused_and_not_shrunk(tmp_path: Path) -> None:
 
 
 def test_groups_that_do_not_meet_are_found(group: Make) -> None:
-    assert group(4).run(judge, subject(HYBRID))[0].same
-    verdict = group(4).run(judge, subject(HYBRID), "groups apart")[0]
+    assert group(4).run(judge, target(HYBRID))[0].same
+    verdict = group(4).run(judge, target(HYBRID), "groups apart")[0]
     assert verdict.first is not None
     assert (verdict.first.kind, verdict.first.name) == ("gradient", "head.weight")
 
@@ -289,7 +291,7 @@ SHRUNK = [("llama-3.1-405b", GRID), ("qwen3-8b", GRID), ("gemma-2-9b", GRID), ("
 
 @pytest.mark.parametrize(("name", "layout"), SHRUNK, ids=[name for name, _ in SHRUNK])
 def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str, layout: Layout) -> None:
-    large = Subject(preset(name), layout, passes=2, length=4096)
+    large = CheckTarget(preset(name), layout, passes=2, length=4096)
     small = miniature(large)
     ours, theirs = small.spec, large.spec
     assert ours.params() < 100_000

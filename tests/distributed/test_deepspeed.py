@@ -130,7 +130,7 @@ def largest_held(fields: Fields) -> int:
     """Elements of the largest parameter that has memory after a step."""
     job = Job.model_validate(fields)
     mesh = make_mesh(job.layout, "cpu")
-    prepared = prepare(job, None, str, show_bars=False, device=torch.device("cpu"), mesh=mesh)
+    prepared = prepare(job, None, lambda _: None, show_bars=False, device=torch.device("cpu"), mesh=mesh)
     batches, ranks = list(islice(prepared.loader, job.accumulation)), prepared.ranks
     train_step(prepared.module, prepared.optimizer, batches, prepared.device, 1e-3, prepared.scale, ranks=ranks)
     return max(parameter.numel() for parameter in prepared.model.parameters())

@@ -51,7 +51,7 @@ def test_a_mistake_is_one_sentence_and_is_not_repeated(
     """Found by all ranks, and by the first alone while the other waits."""
     attempts = []
     real = launcher._attempt
-    monkeypatch.setattr(launcher, "_attempt", lambda *given: attempts.append(1) or real(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(launcher, "_attempt", lambda *given: attempts.append(1) or real(*given))
     job, file = make()
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     for change, words in (("optimizer.betas=[0.9, 0.99]", None), (f"data.train={tmp_path}/latin.txt", "UTF-8")):

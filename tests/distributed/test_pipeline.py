@@ -23,12 +23,13 @@ from tests.distributed.training import (
 )
 from tests.train.models import TINY_ROUTED
 from tightfit.errors import UserError
-from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers, StateFormat
+from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.rule import Run
 from tightfit.parallel.pipeline import Pipeline
-from tightfit.parallel.pipeline_stage import pieces_of
+from tightfit.parallel.pipeline_stage import spans_of
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, train_step
@@ -176,19 +177,20 @@ def run_without_exchange(case: Piped) -> Share:
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(layout: dict[str, Any], levers: dict[str, Any], words: str) -> None:
-    sentence = disagreement(
-        Levers.model_validate(levers), Layout.model_validate({"pipeline": 2} | layout), "bf16", accumulation=1
-    )
+    split = Layout.model_validate({"pipeline": 2} | layout)
+    sentence = refused_by_trainer(Run(layout=split, levers=Levers.model_validate(levers), precision="bf16"))
     assert sentence is not None
     assert words in sentence
 
 
 def test_schedules_in_rounds_want_equal_ones() -> None:
     layout = Layout(pipeline=2, schedule="interleaved", stages_per_rank=2)
-    assert disagreement(Levers(), layout, "bf16", accumulation=4) is None
-    assert "multiple of layout.pipeline (2)" in str(disagreement(Levers(), layout, "bf16", accumulation=5))
+    assert refused_by_trainer(Run(layout=layout, levers=Levers(), accumulation=4)) is None
+    assert "multiple of layout.pipeline (2)" in str(
+        refused_by_trainer(Run(layout=layout, levers=Levers(), accumulation=5))
+    )
 
 
 def test_more_stages_than_layers_get_a_sentence() -> None:
     with pytest.raises(UserError, match=r"the pipeline has 8 stages .* but the model has 5 layers"):
-        pieces_of(DEEP, Layout(pipeline=8), 0, 16)
+        spans_of(DEEP, Layout(pipeline=8), 0, 16)

@@ -74,8 +74,10 @@ def recorded(group: Make, schedule: PipelineSchedule, pieces: int = 1) -> Record
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_measured_bubble_is_the_formulas(group: Make, schedule: PipelineSchedule, tmp_path: Path) -> None:
     made = recorded(group, schedule)
-    assert len(made.slots) == 2 * 2 * 4, "a forward and a backward of four micro-batches on two ranks"
-    assert all(slot.end - slot.start >= FORWARD_S * (1 if slot.piece.work == "forward" else 2) for slot in made.slots)
+    assert len(made.tasks) == 2 * 2 * 4, "a forward and a backward of four micro-batches on two ranks"
+    assert all(
+        timed.end - timed.start >= FORWARD_S * (1 if timed.task.work == "forward" else 2) for timed in made.tasks
+    )
     assert made.formula == pytest.approx(1 / 5)
     assert made.waited == pytest.approx(made.formula, rel=0.2)
     draw_record(made, tmp_path / "pipeline.svg")
@@ -90,7 +92,7 @@ def test_interleaved_and_zero_bubble_wait_less(group: Make) -> None:
     assert interleaved.formula == pytest.approx(1 / 9)
     assert interleaved.waited == pytest.approx(interleaved.formula, rel=0.35)
     split = recorded(group, "zero-bubble")
-    assert {slot.piece.work for slot in split.slots} == {"forward", "input", "weights"}
+    assert {timed.task.work for timed in split.tasks} == {"forward", "input", "weights"}
     assert interleaved.waited < 0.8 * plain
     assert split.waited < 0.8 * plain
 

@@ -46,8 +46,8 @@ def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], name
     straight = alone(one)
     assert [result["rank"] for result in results] == list(range(job.layout.ranks))
     assert all(result["end"] == results[0]["end"] for result in results)
-    assert results[0]["end"].tokens == straight.end.tokens  # type: ignore[union-attr]
-    assert results[0]["end"].loss == pytest.approx(straight.end.loss, rel=1e-5)  # type: ignore[union-attr]
+    assert results[0]["end"].tokens == straight.end.tokens
+    assert results[0]["end"].loss == pytest.approx(straight.end.loss, rel=1e-5)
     assert_same_run(job.output, one.output)
 
 

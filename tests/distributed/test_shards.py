@@ -74,7 +74,7 @@ def parts_and_wholes(case: Case) -> tuple[Parts, dict[str, Tensor], dict[str, Te
     named = parameters(build(case, mesh)[0])
     narrow = {name: tensor.bfloat16() if "norm" in name else tensor for name, tensor in named.items()}
     with patch.object(gathering, "BATCH_BYTES", 20_000):
-        here = dict(gathering.gathered_here(narrow, Ranks.of(mesh)))
+        here = dict(gathering.gather_to_first(narrow, Ranks.of(mesh)))
     return held(narrow), {name: whole(tensor) for name, tensor in narrow.items()}, here
 
 

@@ -21,7 +21,7 @@ from tests.distributed.training import (
     truth,
 )
 from tests.train.models import TINY, TINY_ROUTED
-from tightfit.collectives.shards import described, splits_of, whole
+from tightfit.collectives.shards import as_dtensor, splits_of, whole
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
@@ -138,7 +138,7 @@ def test_a_rank_holds_its_share(group: Make) -> None:
 def shapes_held(case: Case) -> dict[str, tuple[torch.Size, torch.Size]]:
     decoder, _, _ = build(case, mesh_of(case.layout))
     state = decoder.state_dict()
-    assert all(torch.equal(whole(t), whole(described(p.data, splits_of(decoder)[n])))
+    assert all(torch.equal(whole(t), whole(as_dtensor(p.data, splits_of(decoder)[n])))
                for n, p in decoder.named_parameters() for t in [state[n]])  # fmt: skip
     return {n: (p.shape, state[n].shape) for n, p in decoder.named_parameters()}
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.distributed.group import Group
 from tests.distributed.piping import Piped
@@ -34,7 +35,7 @@ def test_ranks_of_different_layouts_are_told(group: Make) -> None:
 def join_differently() -> str:
     layout = Layout(data=2) if dist.get_rank() == 0 else Layout(pipeline=2)
     try:
-        with mesh.joined(layout, CPU):
+        with mesh.init_distributed(layout, CPU):
             return "nothing was wrong"
     except UserError as error:
         return str(error)
@@ -51,10 +52,10 @@ def test_a_rank_that_does_not_come_is_given_up(group: Make) -> None:
 def reduce_without_the_last() -> float | None:
     with (
         patch.object(mesh, "TIMEOUT", timedelta(seconds=SHORT_S)),
-        mesh.joined(Layout(data=2, tensor=2), CPU) as (made, _),
+        mesh.init_distributed(Layout(data=2, tensor=2), CPU) as (made, _),
     ):
         assert made is not None
-        mesh._set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
+        _set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
         if dist.get_rank() == 3:
             return None
         began = time.monotonic()
@@ -73,16 +74,16 @@ def test_a_process_that_works_alone_is_waited_for_longer(group: Make) -> None:
 def wait_for_the_first() -> bool:
     with (
         patch.object(mesh, "TIMEOUT", timedelta(seconds=SHORT_S)),
-        mesh.joined(Layout(data=2), CPU) as (made, _),
+        mesh.init_distributed(Layout(data=2), CPU) as (made, _),
     ):
         ranks = Ranks.of(made)
         began = time.monotonic()
         try:
             if ranks.first:
                 time.sleep(2 * SHORT_S)
-            ranks.wait()
+            ranks.barrier()
         finally:
-            mesh._set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
+            _set_pg_timeout(timedelta(minutes=30))  # the shared group's, as it was
         return time.monotonic() - began > 1.5 * SHORT_S
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.parts import Parts, held, united
 from tests.train.models import TINY, ragged_batch
-from tightfit.collectives.shards import described, splits_of
+from tightfit.collectives.shards import as_dtensor, splits_of
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -176,14 +176,14 @@ def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module
 def parameters(decoder: Decoder) -> dict[str, Tensor]:
     """As parts of whole tensors."""
     splits = splits_of(decoder)
-    return {name: described(p.detach(), splits.get(name)) for name, p in decoder.named_parameters()}
+    return {name: as_dtensor(p.detach(), splits.get(name)) for name, p in decoder.named_parameters()}
 
 
 def gradients(decoder: Decoder) -> dict[str, Tensor]:
     """Of the parameters that have one."""
     splits = splits_of(decoder)
     named = ((name, p.grad) for name, p in decoder.named_parameters())
-    return {name: described(gradient, splits.get(name)) for name, gradient in named if gradient is not None}
+    return {name: as_dtensor(gradient, splits.get(name)) for name, gradient in named if gradient is not None}
 
 
 def micro_batches(case: Case, step: int, rank: int) -> list[Batch]:

@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.truth import assert_no_worse
-from tightfit.kernels import attention_choice
-from tightfit.kernels.attention import Visibility, attention, attention_backend
+from tightfit.kernels.attention import AttentionMask, attention
 
 CUDA = torch.device("cuda")
 LENGTH = 300
@@ -37,8 +35,9 @@ def documents(length: int, every: int) -> Tensor:
 
 def both_ways(impl: str, dtype: torch.dtype, head_dim: int, packed: int = 0, **limits: Any) -> list[Tensor]:
     given = leaves(dtype, head_dim)
-    visible = Visibility(LENGTH, LENGTH, CUDA, documents(LENGTH, packed) if packed else None)
-    out = attention(*given, visible, scale=head_dim**-0.5, impl=impl, **limits)  # type: ignore[arg-type]
+    mask = AttentionMask(LENGTH, LENGTH, CUDA, documents(LENGTH, packed) if packed else None)
+    query, key, value = given
+    out = attention(query, key, value, mask, scale=head_dim**-0.5, impl=impl, **limits)  # type: ignore[arg-type]
     d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(CUDA, dtype)
     return [out, *torch.autograd.grad(out, given, d_out)]
 
@@ -53,26 +52,12 @@ def test_every_backend_is_no_worse_than_eager(setting: str, impl: str, head_dim:
 def test_packed_documents_need_no_quadratic_memory() -> None:
     length = 16384
     given = leaves(torch.bfloat16, 64, length)
-    visible = Visibility(length, length, CUDA, documents(length, 1000))
+    mask = AttentionMask(length, length, CUDA, documents(length, 1000))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention(*given, visible, scale=0.125, impl="rule").sum().backward()
+    query, key, value = given
+    attention(query, key, value, mask, scale=0.125, impl="auto").sum().backward()
     assert torch.cuda.max_memory_allocated() - before < length**2 // 2
-
-
-def test_measuring_inside_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(attention_choice, "CACHE", tmp_path / "attention.json")
-    monkeypatch.setattr(attention_choice, "_known", {})
-    visible = Visibility(LENGTH, LENGTH, CUDA)
-
-    def gradients(impl: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        given = leaves(dtype, 64)
-        out = checkpoint(lambda *x: attention(*x, visible, scale=0.125, impl=impl), *given, use_reentrant=False)
-        return torch.autograd.grad(out.float().sum(), given)
-
-    truth, eager = (gradients("eager", dtype) for dtype in (torch.float64, torch.bfloat16))
-    assert_no_worse(gradients("auto", torch.bfloat16), eager, truth)
-    assert len(attention_choice._known) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,17 +66,7 @@ def test_the_rule_never_holds_all_scores(dtype: torch.dtype) -> None:
     given = leaves(dtype, 64, length)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention(*given, Visibility(length, length, CUDA), scale=0.125, impl="rule").sum().backward()
+    query, key, value = given
+    attention(query, key, value, AttentionMask(length, length, CUDA), scale=0.125, impl="auto").sum().backward()
     scores = given[0].shape[0] * given[0].shape[1] * length**2
     assert torch.cuda.max_memory_allocated() - before < scores // 4  # bytes: all scores would be two or four each
-
-
-def test_candidates_are_measured_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(attention_choice, "CACHE", tmp_path / "attention.json")
-    monkeypatch.setattr(attention_choice, "_known", {})
-    monkeypatch.setattr(attention_choice, "_measured", {})
-    query, key, _ = leaves(torch.bfloat16, 64, 512)
-    backend = attention_backend(query, key, Visibility(512, 512, CUDA))
-    (times,) = attention_choice.measurements().values()
-    assert {"cudnn", "flash", "efficient", "triton"} <= times.keys()
-    assert times[backend] <= 1.02 * min(times.values())

@@ -102,14 +102,14 @@ def test_torchs_attention_is_kept(keep: str, products: int, monkeypatch: pytest.
     """Whichever kernel torch takes, its result is handed out once per layer; and so are all products but the last."""
     handed: Counter[str] = Counter()
 
-    class Counting(checkpoint_keep._Handing):
+    class Counting(checkpoint_keep._ReplayResults):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             before = len(self.results)
             made = super().__torch_dispatch__(func, types, args, kwargs)
             handed[func._schema.name] += before - len(self.results)
             return made
 
-    monkeypatch.setattr(checkpoint_keep, "_Handing", Counting)
+    monkeypatch.setattr(checkpoint_keep, "_ReplayResults", Counting)
     accumulate(decoder(SPEC, ALL | {"checkpoint_keep": keep}), batches(1, packed=False), CUDA)
     assert sum(count for name, count in handed.items() if "_scaled_dot_product_" in name) == LAYERS
     assert handed["aten::mm"] == products * LAYERS

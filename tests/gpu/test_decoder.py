@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.train.jobs import tiny_job
-from tightfit.kernels.attention import Visibility, attention
+from tightfit.kernels.attention import AttentionMask, attention
 from tightfit.kernels.linear_cross_entropy import linear_cross_entropy
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
@@ -83,11 +83,11 @@ def test_attention_backends_agree(window: int | None, packed: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 100, 64, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2))
     documents = (torch.arange(100, device=CUDA)[None] // 37).int().expand(2, -1) if packed else None
-    visible = Visibility(100, 100, CUDA, documents)
-    truth = attention(q.double(), k.double(), v.double(), visible, scale=0.125, window=window, impl="eager")
+    mask = AttentionMask(100, 100, CUDA, documents)
+    truth = attention(q.double(), k.double(), v.double(), mask, scale=0.125, window=window, impl="eager")
     errors = [
-        error(attention(q, k, v, visible, scale=0.125, window=window, impl=impl), truth) for impl in ("sdpa", "eager")
-    ]  # type: ignore[arg-type]
+        error(attention(q, k, v, mask, scale=0.125, window=window, impl=impl), truth) for impl in ("sdpa", "eager")
+    ]
     assert errors[0] <= 1.1 * errors[1] + 1e-3
 
 

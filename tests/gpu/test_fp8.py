@@ -95,7 +95,8 @@ def test_a_linear_layer_is_the_cpus(scaling: Any, rows: int) -> None:
     found = []
     for device, dtype in ((GPU, torch.bfloat16), (torch.device("cpu"), torch.float32)):
         leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, weight, bias)]
-        y = fp8_linear(*leaves, WeightCodes(scaling, keep=True), SharedInput(scaling, 1))  # type: ignore[call-arg]
+        codes, shared = WeightCodes(scaling, keep=True), SharedInput(scaling, 1)
+        y = fp8_linear(leaves[0], leaves[1], leaves[2], codes, shared)
         found.append(everything(y, given.to(device, dtype), *leaves))
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == torch.bfloat16
@@ -112,10 +113,10 @@ def test_a_gated_mlp_is_the_cpus(scaling: Any, activation: Any) -> None:
     for device, dtype in ((GPU, torch.bfloat16), (torch.device("cpu"), torch.float32)):
         leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, *weights)]
         codes = tuple(WeightCodes(scaling, keep=False) for _ in range(3))
-        y = fp8_gated_mlp(*leaves, activation, codes)  # type: ignore[arg-type]
+        y = fp8_gated_mlp(leaves[0], leaves[1], leaves[2], leaves[3], activation, codes)  # type: ignore[arg-type]
         found.append(everything(y, given.to(device, dtype), *leaves))
     exact = [tensor.float().cpu().requires_grad_() for tensor in (x, *weights)]
-    truth = everything(gated_mlp_eager(*exact, activation), given.float().cpu(), *exact)
+    truth = everything(gated_mlp_eager(exact[0], exact[1], exact[2], exact[3], activation), given.float().cpu(), *exact)
     for ours, theirs, wanted in zip(*found, truth, strict=True):
         errors = [float((made.cpu().float() - wanted).norm() / wanted.norm()) for made in (ours, theirs)]
         assert 1e-3 < errors[0] < 1.1 * errors[1] + 0.005  # what is coded here has been rounded to bf16 before

@@ -1,5 +1,7 @@
 """Linear cross entropy on a GPU: what it holds in memory, and that no chunk size or vocabulary slips through."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,8 +24,8 @@ def test_no_less_exact_than_eager(chunk_bytes: int, vocab: int) -> None:
 
     def run(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
-        options = {"reduction": "mean", "chunk_bytes": chunk_bytes, "impl": impl}
-        loss = linear_cross_entropy(*leaves, labels, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"reduction": "mean", "chunk_bytes": chunk_bytes, "impl": impl}
+        loss = linear_cross_entropy(leaves[0], leaves[1], labels, **options)
         return [loss, *torch.autograd.grad(loss, leaves)]
 
     assert_no_worse(run("triton", torch.bfloat16), run("eager", torch.bfloat16), run("eager", torch.float64))

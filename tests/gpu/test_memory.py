@@ -21,7 +21,7 @@ from tightfit.memory.measurement import measured
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
-from tightfit.prove.rehearsal import build, introduce, rehearse
+from tightfit.prove.rehearsal import build, claim_tensors, rehearse
 
 CUDA = torch.device("cuda")
 SPEC = preset("smollm2-135m")
@@ -45,7 +45,7 @@ def measured_step(workload: Workload, levers: Levers) -> tuple[Ledger, int]:
     torch.cuda.reset_peak_memory_stats()
     with measured(CUDA) as measuring:
         program = build(workload, LAYOUT, levers, CUDA, Implementations(), tracer=measuring.tracer, fill=init_weights)
-        introduce(measuring.tracer, program.decoder, program.optimizer)
+        claim_tensors(measuring.tracer, program.decoder, program.optimizer)
         for _ in range(STEPS):
             program.step(measuring.tracer.begin)
         peak = torch.cuda.max_memory_allocated() - before

@@ -12,6 +12,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers import state_link
 from tightfit.levers.host_update import faster_route
+from tightfit.levers.policy.offload import PIECE_ELEMENTS
 from tightfit.models.decoder import Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
@@ -67,7 +68,7 @@ def stayed() -> dict[Any, Any]:
     }
 
 
-@pytest.mark.parametrize("pieces", [state_link.PIECE_ELEMENTS, 300_000])
+@pytest.mark.parametrize("pieces", [PIECE_ELEMENTS, 300_000])
 @pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
 @pytest.mark.parametrize("offload", ["optimizer", "weights"])
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_streams_change_no_bit(
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_host_that_updates_differs_by_rounding(offload: str, inside: bool) -> None:
     """One step: from there on differences in the last bit of a gradient become differences in Adam's next sign."""
-    levers = {"offload": offload, "update_in_backward": inside, "steps": 1}
+    levers: dict[str, Any] = {"offload": offload, "update_in_backward": inside, "steps": 1}
     results, held, _ = trained("bf16", **levers, offload_update="host")
     wanted, there, _ = trained("bf16", **levers)
     assert results == wanted

@@ -23,7 +23,7 @@ from tightfit.hardware.efficiency import (
 )
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.plan.update_time import moved_bytes
+from tightfit.plan.seconds.optimizer import moved_bytes
 
 ATTENTION_ROWS = 2 * 2 * 8192**2 * 32  # operations of causal attention per element of a head, B2 T8192 with 32 heads
 

@@ -12,7 +12,7 @@ from tightfit.hardware.launches import (
     UPDATE_REST_MS,
     Launch,
 )
-from tightfit.levers.optimizer_states import CHUNK_ELEMENTS
+from tightfit.levers.policy.updates import FACTORED_CHUNK_ELEMENTS
 
 DEEP = 8
 MEASURED = {row.case: row.ms for row in rows("host")}
@@ -48,4 +48,4 @@ def test_tiles_are_on_a_line() -> None:
 
 
 def test_chunks_are_the_optimizers() -> None:
-    assert CHUNK_WEIGHTS == CHUNK_ELEMENTS
+    assert CHUNK_WEIGHTS == FACTORED_CHUNK_ELEMENTS

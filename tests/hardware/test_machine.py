@@ -1,10 +1,13 @@
 """Machines as people write them, and this machine as nvidia-smi lists it."""
 
+from pathlib import Path
+
 import pytest
 
 from tightfit.errors import UserError
+from tightfit.hardware.driver import DriverFacts, accelerator_of_driver
 from tightfit.hardware.local import local_machine
-from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.hardware.machine import Machine, machine_of_json, parse_machine
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,16 @@ def from_listing(listing: str) -> Machine:
         ("NVIDIA GeForce RTX 4090, 24564\n", "1xRTX4090-24GB:pcie"),
         ("Tesla T4, 15360\n", "1xT4-16GB:pcie"),
         ("NVIDIA L40S, 46068\n", "1xL40S-48GB:pcie"),
+        ("NVIDIA A10G, 23028\n", "1xA10G-24GB:pcie"),
+        ("NVIDIA A10, 23028\n", "1xA10-24GB:pcie"),
+        ("NVIDIA GeForce RTX 3060, 12288\n", "1xRTX3060-12GB:pcie"),
+        ("NVIDIA GeForce RTX 4060 Ti, 16380\n", "1xRTX4060Ti-16GB:pcie"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER, 16376\n", "1xRTX4070TiSuper-16GB:pcie"),
+        ("NVIDIA RTX A6000, 49140\n" * 2, "2xRTXA6000-48GB:pcie"),
+        ("NVIDIA RTX 6000 Ada Generation, 49140\n", "1xRTX6000Ada-48GB:pcie"),
+        ("Quadro RTX 6000, 24576\n", "1xQuadroRTX6000-24GB:pcie"),
+        ("NVIDIA H20, 97871\n" * 8, "8xH20-96GB:sxm"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition, 97887\n", "1xRTXPRO6000-96GB:pcie"),
     ],
 )
 def test_local_from_what_nvidia_smi_prints(listing: str, text: str) -> None:
@@ -102,7 +115,7 @@ def test_local_from_what_nvidia_smi_prints(listing: str, text: str) -> None:
     ("listing", "words"),
     [
         ("", ["no GPU"]),
-        ("Quadro P620, 2048\n", ["Quadro P620", "catalog"]),
+        ("Quadro P620, 2048\n", ["Quadro P620", "catalog", "card.yaml"]),
         ("Tesla T4, 15360\nNVIDIA L4, 23034\n", ["mixes", "L4-24GB", "T4-16GB"]),
     ],
 )
@@ -111,3 +124,82 @@ def test_local_says_what_it_cannot_use(listing: str, words: list[str]) -> None:
         from_listing(listing)
     for word in words:
         assert word in str(error.value)
+
+
+def facts(multiprocessors: int, mhz: int, memory_mhz: int, bus_bits: int, major: int, minor: int) -> DriverFacts:
+    return DriverFacts(
+        multiprocessors=multiprocessors,
+        clock_khz=mhz * 1000,
+        memory_clock_khz=memory_mhz * 1000,
+        bus_bits=bus_bits,
+        capability=(major, minor),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "fp16", "gb_s"),
+    [
+        ("Tesla V100-SXM2-32GB", facts(80, 1530, 877, 4096, 7, 0), 125.0, 900),
+        ("Tesla T4", facts(40, 1590, 5001, 256, 7, 5), 65.0, 320),
+        ("NVIDIA A100-SXM4-80GB", facts(108, 1410, 1593, 5120, 8, 0), 312.0, 2039),
+        ("NVIDIA GeForce RTX 3090", facts(82, 1695, 9751, 384, 8, 6), 71.0, 936),
+        ("NVIDIA RTX A6000", facts(84, 1800, 8001, 384, 8, 6), 154.8, 768),
+        ("NVIDIA GeForce RTX 4090", facts(128, 2520, 10501, 384, 8, 9), 165.2, 1008),
+        ("NVIDIA L40S", facts(142, 2520, 9001, 384, 8, 9), 362.0, 864),
+        ("NVIDIA H100 80GB HBM3", facts(132, 1830, 2619, 5120, 9, 0), 989.4, 3350),
+        ("NVIDIA GeForce RTX 5090", facts(170, 2407, 14001, 512, 12, 0), 209.5, 1792),
+    ],
+)
+def test_what_the_driver_says_gives_the_data_sheets_peaks(name: str, said: DriverFacts, fp16: float, gb_s: int) -> None:
+    card = accelerator_of_driver(name, 24576, said)
+    assert card is not None
+    assert card.rates.fp16 == pytest.approx(fp16, rel=0.03)
+    assert card.bandwidth_gb_s == pytest.approx(gb_s, rel=0.03)
+
+
+def test_a_card_the_catalog_does_not_have_is_read_from_the_driver_and_goes_through_json() -> None:
+    said = facts(64, 2000, 9000, 256, 8, 9)
+    machine = local_machine("64GB", "NVIDIA Something 9000, 20480\n" * 2, said)
+    assert (machine.per_node, machine.accelerator.memory_bytes) == (2, 20 * 2**30)
+    assert machine.accelerator.rates.bf16 == pytest.approx(64 * 2e9 * 1024 / 1e12)
+    assert machine_of_json(machine.to_json()) == machine
+    with pytest.raises(UserError, match="driver does not describe"):
+        local_machine("64GB", "Quadro P6000, 24576\n", facts(30, 1500, 4500, 384, 6, 1))
+
+
+CARD = "family: MyCard\nmemory_gb: 40\nbandwidth_gb_s: 900\nfp32: 30\nbf16: 120\nfp16: 120\n"
+LINES = "host_link: pcie4\npeer_link: nvlink3\n"
+
+
+def test_a_card_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "card.yaml"
+    path.write_text(CARD + LINES, encoding="utf-8")
+    machine = parse_machine(f"2x4x{path}:hdr", "256GB")
+    assert (machine.ranks, machine.accelerator.name, machine.inter.name) == (8, "MyCard-40GB", "hdr")
+    assert (machine.accelerator.rates.bf16, machine.accelerator.rates.fp8) == (120, None)
+    assert machine_of_json(machine.to_json()) == machine
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (CARD, ["host_link"]),
+        (CARD + LINES + "colour: red\n", ["colour"]),
+        (CARD + LINES.replace("pcie4", "string"), ["string", "pcie4"]),
+        (CARD.replace("fp32: 30", "fp32: fast") + LINES, ["fp32", "fast"]),
+        (CARD.replace("memory_gb: 40", "memory_gb: -1") + LINES, ["memory_gb", "-1"]),
+        ("[1, 2]\n", ["not a card"]),
+        ("a: b: c\n", ["cannot read"]),
+        ("\0", ["card"]),
+    ],
+)
+def test_a_card_with_a_mistake_is_one_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "card.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        parse_machine(str(path))
+    assert "\n" not in str(error.value)
+    for word in [*words, "card.yaml"]:
+        assert word in str(error.value)
+    with pytest.raises(UserError, match="no card in"):
+        parse_machine(str(tmp_path / "none.yaml"))

@@ -120,7 +120,7 @@ SMALL = LlamaConfig(
 )
 
 
-UNSUPPORTED: dict[str, Callable[[], nn.Module]] = {
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "Linear": lambda: nn.Linear(2, 2),
     "LlamaForSequenceClassification": lambda: LlamaForSequenceClassification(SMALL),
     "OtherLlama": lambda: OtherLlama(SMALL),

@@ -1,5 +1,7 @@
 """Every family computes what transformers computes: loss, each gradient, logits, step by step; and undone, exactly."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -22,7 +24,9 @@ def test_twenty_steps_are_the_unpatched_models(family: str) -> None:
         plain, ours = (gradients(model) for model in twins)
         assert set(plain) == set(ours)
         for name in plain:
-            torch.testing.assert_close(ours[name], plain[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                ours[name], plain[name], rtol=1e-4, atol=1e-5, msg=partial("{}: {}".format, name)
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

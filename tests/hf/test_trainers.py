@@ -88,8 +88,7 @@ def test_adapters(targets: list[str], wrapped_first: bool) -> None:
 
 def with_adapters(model: PreTrainedModel, **options: Any) -> Any:
     """Adapters that do something: the B of LoRA starts at zero otherwise."""
-    import peft
-
+    peft = pytest.importorskip("peft", reason="pip install peft")
     torch.manual_seed(7)
     return peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **options))
 
@@ -106,11 +105,11 @@ def test_a_head_saved_whole_beside_adapters() -> None:
 
 
 def test_sft_trainer(tmp_path: Path) -> None:
-    from trl import SFTConfig, SFTTrainer
+    trl: Any = pytest.importorskip("trl", reason="pip install trl")
 
     made = {}
     for name, model in zip(("plain", "ours"), make_twins("qwen3"), strict=True):
-        options = SFTConfig(
+        options = trl.SFTConfig(
             str(tmp_path / name),
             max_length=16,
             bf16=False,
@@ -119,7 +118,7 @@ def test_sft_trainer(tmp_path: Path) -> None:
             **COMMON,
         )
         texts = dataset([{"text": f"w{i} w{i + 1} w{2 * i} w7 w8"} for i in range(12)])
-        made[name] = losses(SFTTrainer(model, options, train_dataset=texts, processing_class=words()))
+        made[name] = losses(trl.SFTTrainer(model, options, train_dataset=texts, processing_class=words()))
     assert len(made["ours"]) == 3
     np.testing.assert_allclose(made["ours"], made["plain"], rtol=1e-4)
 

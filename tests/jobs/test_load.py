@@ -1,5 +1,8 @@
 """Job files: what is accepted, and the one sentence each mistake gets."""
 
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -81,7 +84,7 @@ def test_mistakes_get_one_sentence(overrides: list[str], words: list[str]) -> No
         ("a: [1", ["line"]),
         ("steps: 1\nsteps: 2\n", ["steps", "twice"]),
         ("data: x\noutput: y\nsteps: 1\n", ["model", "missing"]),
-        ("model: &a [*a]\n", ["model"]),
+        ("model: &a [*a]\n", ["line 1", "aliases"]),
         ("? [1, 2]\n: 3\n", ["job"]),
         ("[" * 5000, ["job"]),
     ],
@@ -91,6 +94,58 @@ def test_broken_yaml(text: str, words: list[str]) -> None:
         parse_job(text, "job.yaml")
     assert all(word in str(caught.value) for word in words)
     assert "\n" not in str(caught.value)
+
+
+def alias_bomb(levels: int) -> str:
+    """Nine times nine times … values in a few hundred bytes."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(lines)
+
+
+OTHERS = "model: m\ndata: d\noutput: o\n"
+COSTLY = {
+    "aliases that unfold": (alias_bomb(9), "aliases unfold to more than 50,000 values"),
+    "60,000 keys": ("\n".join(f"k{i}: 1" for i in range(60_000)), "more than 50,000 values"),
+    "20,000 keys of which none is known": (MINIMAL + "\n".join(f"k{i}: 1" for i in range(20_000)), "unknown field k"),
+    "a number of base 60": (f"steps: 1{':59' * 100_000}", "a number of 300,001 characters"),
+    "a number of 5,000 digits": (f"steps: {'7' * 5000}", "a number of 5,000 characters"),
+    "a hexadecimal of 5,000 digits": (f"steps: 0x{'f' * 5000}", "a number of 5,002 characters"),
+    "a long word": (f"{OTHERS}steps: {'x' * 100_000}", "steps is 'xxxx"),
+    "a timestamp that is none": ("steps: !!timestamp x", "not valid YAML"),
+    "a boolean that is none": ("steps: !!bool x", "not valid YAML"),
+    "an integer that is none": ("steps: !!int ''", "not valid YAML"),
+    "a tag of Python": ("steps: !!python/object/apply:os.system [id]", "not valid YAML"),
+    "epochs beyond floats": (f"{OTHERS}epochs: 1.0e308", "epochs is '1.0e308'"),
+    "steps beyond time": (f"{OTHERS}steps: {10**40}", "steps is 1000"),
+    "a null byte in the output": ('model: m\ndata: d\noutput: "a\\0b"\nsteps: 1', "output 'a\\x00b' is not a name"),
+    "nobody's home": ("model: m\ndata: d\noutput: ~nosuchuser/x\nsteps: 1", "home directory that does not exist"),
+    "nobody's cache": ("model: m\ndata: {train: d, cache: ~nosuchuser}\noutput: o\nsteps: 1", "data.cache"),
+    "a name too long": (f"model: m\ndata: d\noutput: {'n' * 5000}\nsteps: 1", "is not a name that a file here"),
+    "an escape sequence": (f'{OTHERS}steps: "\\e]0;title\\a"', r"steps is '\x1b]0;title\x07'"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), COSTLY.values(), ids=COSTLY)
+def test_no_text_costs_more_than_its_length(text: str, words: str) -> None:
+    began = time.process_time()
+    with pytest.raises(UserError) as caught:
+        parse_job(text, "job.yaml")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 2_200
+    assert time.process_time() - began < 15
+
+
+def test_an_endless_file_is_refused_and_a_pipe_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="/dev/zero is a character device and not a regular file"):
+        load_job(Path("/dev/zero"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text(MINIMAL))
+    writer.start()
+    assert load_job(pipe).steps == 10
+    writer.join()
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tightfit.kernels.flash_attention import forward_kernel
-from tightfit.kernels.flash_attention_backward import key_gradient_kernel, query_gradient_kernel
+from tightfit.kernels.flash_attention_dkv import key_gradient_kernel
+from tightfit.kernels.flash_attention_dq import query_gradient_kernel
 from tightfit.kernels.flash_blocks import Blocks, Problem, passes
 from tightfit.kernels.triton_support import triton
 

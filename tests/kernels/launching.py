@@ -15,16 +15,19 @@ from torch import Tensor
 import tightfit.kernels.adamw
 import tightfit.kernels.adamw8bit
 import tightfit.kernels.adamw_list
+import tightfit.kernels.decode_linear
 import tightfit.kernels.fp8_mlp
 import tightfit.kernels.fp8_quantize
 import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
+import tightfit.kernels.paged_attention
 import tightfit.kernels.rope
+import tightfit.kernels.rotate_store
 import tightfit.kernels.row_norm
 from tightfit.kernels.triton_support import triton
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
-         torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
+         torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
          torch.float8_e5m2: "*fp8e5"}  # fmt: skip
 
 
@@ -100,9 +103,35 @@ def launch_codes(x: Tensor) -> None:
     mlp._launch_backward(x, x, x, x, x, "silu")
 
 
+def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
+    """What a decoding step launches, for one token and for several."""
+    decode = tightfit.kernels.decode_linear
+    weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
+    cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)
+    numbers, half = torch.ones(3, dtype=torch.int64), torch.ones(8, 32, dtype=dtype)
+    for rows in (1, 3):
+        x, residual = torch.ones(rows, 128, dtype=dtype), torch.ones(rows, 256, dtype=dtype)
+        decode.decode_linear(x, weight, norm=norm, bias=weight[:, 0].contiguous(), overlap=overlap)
+        decode.decode_linear(x, weight, activation="silu", norm=norm, overlap=overlap)
+        decode.decode_linear(x, weight, residual=residual, out_dtype=torch.float32, overlap=overlap)
+    qkv = torch.ones(3, 8 * 64, dtype=dtype)
+    for weights in ((None, None), (cache[0, 0, 0], cache[0, 0, 0])):
+        tightfit.kernels.rotate_store.rotate_store(
+            qkv, cache, cache, numbers, numbers, half, half, heads=4, q_norm=weights[0], k_norm=weights[1],
+            overlap=overlap,
+        )  # fmt: skip
+    for splits in (1, 4):
+        tightfit.kernels.paged_attention.paged_attention(
+            qkv[:, :256].view(3, 4, 64), cache, cache, tables, numbers, scale=1.0, window=9, softcap=2.0,
+            splits=splits, overlap=overlap,
+        )  # fmt: skip
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         catch_launches(int(argument))
-        launch_everything(torch.float16 if int(argument) < 80 else torch.bfloat16)
+        narrow = torch.float16 if int(argument) < 80 else torch.bfloat16
+        launch_everything(narrow)
+        launch_decoding(narrow, overlap=int(argument) >= 90)
         if int(argument) >= 90:
             launch_codes(torch.ones(64, 1024, dtype=torch.bfloat16))

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.kernels.truth import DEVICE, HAS_GPU, error
 from tightfit.jobs.state_format import BLOCK_8BIT
-from tightfit.kernels.adamw import Numbers, adamw, updated
-from tightfit.kernels.adamw8bit import WIDTH, adamw8bit, narrow, widened, zero_moments
+from tightfit.kernels.adamw import Numbers, adamw, updated_weight
+from tightfit.kernels.adamw8bit import WIDTH, adamw8bit, dequantized, quantize_into, zero_moments
 from tightfit.kernels.stochastic_rounding import key_of
 
 IMPLS = ["torch", "triton"]
@@ -94,16 +94,16 @@ def test_first_eight_bit_step_is_exact(impl: str) -> None:
     start, given = torch.randn(4, 300, device=DEVICE), gradient((4, 300))
     w = start.clone()
     adamw8bit(w, None, given, *zero_moments(w), None, numbers(), impl)  # type: ignore[arg-type]
-    wanted = updated(start, given, *(torch.zeros_like(start) for _ in range(2)), None, numbers())
+    wanted = updated_weight(start, given, torch.zeros_like(start), torch.zeros_like(start), None, numbers())
     assert torch.allclose(w, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_rounded_moments_are_near_and_second_ones_never_zero() -> None:
     m, v = gradient((6, 700)), gradient((6, 700)).square()
     codes = zero_moments(m)
-    narrow(m, *codes[:2])
-    narrow(v, *codes[2:])
-    found_m, found_v = widened(*codes[:2]), widened(*codes[2:])
+    quantize_into(m, *codes[:2])
+    quantize_into(v, *codes[2:])
+    found_m, found_v = dequantized(*codes[:2]), dequantized(*codes[2:])
     large = v > 0.1 * codes[3].repeat_interleave(WIDTH, -1)[:, :700]
     assert (found_v > 0).all()
     assert ((found_v - v).abs() <= 0.036 * v)[large].all()

@@ -18,12 +18,13 @@ def numbers(step: int) -> Numbers:
     return Numbers(1e-2, 0.9, 0.95, 1e-8, 0.1, step)
 
 
-def lists(dtype: torch.dtype) -> tuple[list[Tensor], ...]:
+def lists(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Weights, gradients and moments of all SHAPES, the same numbers for every dtype."""
     generator = torch.Generator().manual_seed(3)
     drawn = [torch.randn(shape, generator=generator).half() for shape in SHAPES for _ in range(2)]
     weights, gradients = ([x.to(DEVICE, dtype) for x in drawn[i::2]] for i in range(2))
-    return weights, gradients, *([torch.zeros_like(w) for w in weights] for _ in range(2))
+    m, v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    return weights, gradients, m, v
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -70,7 +71,7 @@ def test_tensors_that_begin_at_odd_addresses_or_are_turned_take_the_plain_path()
         if ours[0].ndim == 1:
             mine = [torch.cat([x[:1], x])[1:] for x in mine]
         mine[3].abs_(), others[3].abs_()
-        adamw_list(*([x] for x in mine), None, numbers(1), "triton")
+        adamw_list([mine[0]], [mine[1]], [mine[2]], [mine[3]], None, numbers(1), "triton")
         adamw(others[0], None, others[1], others[2], others[3], None, numbers(1), "torch")
         assert torch.allclose(mine[0], others[0], rtol=1e-5, atol=1e-6)
 

@@ -1,19 +1,15 @@
 """Attention: every backend against the eager reference, the reference against a loop, and which one is chosen."""
 
-import json
 import math
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import UserError
 from tightfit.kernels import attention as module
-from tightfit.kernels import attention_choice
-from tightfit.kernels.attention import Visibility, attention, attention_backend, attention_eager
-from tightfit.kernels.attention_choice import Asked, fastest
+from tightfit.kernels.attention import AttentionMask, attention, attention_backend, attention_eager
 
 CPU = torch.device("cpu")
 
@@ -30,7 +26,7 @@ def packed(length: int) -> Tensor:
     return torch.stack([first, torch.zeros_like(first)])
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float, **seen) -> Tensor:
+def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float, **seen: Any) -> Tensor:
     """One query, one head at a time, straight from the definition."""
     window, softcap, documents = seen.get("window"), seen.get("softcap"), seen.get("documents")
     out = torch.zeros_like(query)
@@ -48,7 +44,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float, **seen) -> 
     return out
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 3},
     "window-of-one": {"window": 1},
@@ -72,191 +68,112 @@ COMBINATIONS = [
 ]
 
 
-def run(impl: str, shape: dict, setting: dict, heads: int = 4) -> tuple[Tensor, ...]:
+def run(impl: Any, shape: dict[str, int], setting: dict[str, Any], heads: int = 4) -> tuple[Tensor, ...]:
     query, key, value = qkv(**shape, heads=heads)
-    visible = Visibility(shape["queries"], shape["keys"], CPU, setting.get("documents"))
+    mask = AttentionMask(shape["queries"], shape["keys"], CPU, setting.get("documents"))
     limits = {name: setting.get(name) for name in ("window", "softcap")}
-    out = attention(query, key, value, visible, scale=0.3, impl=impl, **limits)
+    out = attention(query, key, value, mask, scale=0.3, impl=impl, **limits)
     return (out, *torch.autograd.grad(out.square().sum(), (query, key, value)))
 
 
 @pytest.mark.parametrize(("shape", "setting"), COMBINATIONS)
-def test_plain_implementations_follow_the_definition(shape, setting):
+def test_plain_implementations_follow_the_definition(shape: dict[str, int], setting: dict[str, Any]) -> None:
     query, key, value = (x.detach() for x in qkv(**shape))
     wanted = by_hand(query, key, value, 0.3, **setting)
-    for impl in ("sdpa", "eager", "auto", "rule"):
+    for impl in ("sdpa", "eager", "auto"):
         assert torch.allclose(run(impl, shape, setting)[0], wanted, atol=1e-5), impl
 
 
 @pytest.mark.parametrize("heads", [2, 4, 8])
 @pytest.mark.parametrize(("shape", "setting"), COMBINATIONS)
-def test_sdpa_equals_eager_in_output_and_gradients(shape, setting, heads):
+def test_sdpa_equals_eager_in_output_and_gradients(shape: dict[str, int], setting: dict[str, Any], heads: int) -> None:
     for fused, eager in zip(run("sdpa", shape, setting, heads), run("eager", shape, setting, heads), strict=True):
         assert torch.allclose(fused, eager, atol=1e-5)
 
 
-def test_scale_and_unmasked_reference():
+def test_scale_and_unmasked_reference() -> None:
     query, key, value = (x.detach() for x in qkv(3, 7))
     wanted = torch.softmax(query @ key.repeat_interleave(2, 1).mT / math.sqrt(6), -1) @ value.repeat_interleave(2, 1)
     assert torch.allclose(attention_eager(query, key, value, None, scale=6**-0.5), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_flex_equals_eager(setting):
+def test_flex_equals_eager(setting: str) -> None:
     """Uncompiled, over more than one of its blocks, and forward only: on CPUs it has no more."""
     limits = dict(SETTINGS[setting])
     documents = packed(150) // 7 if limits.pop("documents", None) is not None else None
     query, key, value = (x.detach() for x in qkv(150, 150))
-    visible = Visibility(150, 150, CPU, documents)
-    flex, eager = (attention(query, key, value, visible, scale=0.3, impl=impl, **limits) for impl in ("flex", "eager"))
+    mask = AttentionMask(150, 150, CPU, documents)
+    flex, eager = (attention(query, key, value, mask, scale=0.3, impl=impl, **limits) for impl in ("flex", "eager"))
     assert torch.allclose(flex, eager, atol=1e-5)
 
 
-def test_low_precision_eager_keeps_its_dtype():
+def test_low_precision_eager_keeps_its_dtype() -> None:
     query, key, value = (x.detach().bfloat16() for x in qkv(5, 5))
     assert attention_eager(query, key, value, None, scale=1.0).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("impl", ["cudnn", "flash", "efficient"])
 @pytest.mark.parametrize("setting", [{"window": 3}, {"softcap": 1.0}, {"documents": packed(13)}])
-def test_fused_backends_refuse_what_they_would_get_wrong(impl, setting):
+def test_fused_backends_refuse_what_they_would_get_wrong(impl: Any, setting: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="plain causal attention only"):
         run(impl, SHAPES["square"], setting)
 
 
-def test_mistakes_are_named():
-    with pytest.raises(UserError, match="attention is 'fast'; give one of auto, rule, sdpa"):
+def test_mistakes_are_named() -> None:
+    with pytest.raises(UserError, match="attention is 'fast'; give one of auto, sdpa"):
         run("fast", SHAPES["square"], {})
     with pytest.raises(UserError, match="key/value cache"):
         run("flex", SHAPES["few-of-many"], {})
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path, milliseconds: dict[str, float], major: int = 9) -> list[str]:
-    """Pretend that tensors are on a GPU where candidates take as long as given; returns the names measured."""
-    measured: list[str] = []
-
-    def timed(candidates, like, *, gradients):
-        measured.extend(name for name in candidates if name in milliseconds)
-        return {name: milliseconds[name] for name in candidates if name in milliseconds}
-
+def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int = 9) -> None:
+    """Pretend that tensors are on a GPU of this compute capability."""
     monkeypatch.setattr(module, "use_triton", lambda impl, tensor: True)
     monkeypatch.setattr(module, "capability", lambda device: major)
-    monkeypatch.setattr(attention_choice, "measure", timed)
-    monkeypatch.setattr(attention_choice, "CACHE", cache)
-    monkeypatch.setattr(attention_choice, "_known", {})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    return measured
 
 
-def backend_of(length: int = 13, documents: Tensor | None = None, dtype=torch.bfloat16, kv_heads=2, **limits) -> str:
+def backend_of(
+    length: int = 13,
+    documents: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_heads: int = 2,
+    **limits: Any,
+) -> str:
     query, key, _ = qkv(length, length, kv_heads=kv_heads)
-    return attention_backend(query.to(dtype), key.to(dtype), Visibility(length, length, CPU, documents), **limits)
+    return attention_backend(query.to(dtype), key.to(dtype), AttentionMask(length, length, CPU, documents), **limits)
 
 
-def test_the_fastest_is_chosen_once_and_remembered(monkeypatch, tmp_path):
-    cache = tmp_path / "cache" / "attention.json"
-    measured = on_gpu(monkeypatch, cache, {"cudnn": 2.0, "flash": 1.0, "triton": 1.5, "flex": 1.2})
-    assert backend_of() == backend_of() == backend_of(16) == "flash"
-    assert measured == ["cudnn", "flash", "triton"]
-    assert backend_of(window=3) == "flex"
-    assert backend_of(window=99) == "flash"
-    assert backend_of(documents=packed(13)) == backend_of(softcap=1.0) == "flex"
-    assert len(json.loads(cache.read_text())) == 4
-    measured.clear()
-    monkeypatch.setattr(attention_choice, "_known", {})
-    assert backend_of() == "flash"
-    assert measured == []
-    assert backend_of(17) == "flash"
-    assert measured == ["cudnn", "flash", "triton"]
-
-
-def test_a_damaged_memory_or_no_place_for_one_is_no_failure(monkeypatch, tmp_path):
-    cache = tmp_path / "attention.json"
-    for text in ("{", "[]", '{"a": 1}'):
-        cache.write_text(text)
-        on_gpu(monkeypatch, cache, {"triton": 1.0})
-        assert backend_of() == "triton"
-    (tmp_path / "file").touch()
-    on_gpu(monkeypatch, tmp_path / "file" / "attention.json", {"triton": 1.0})
-    assert backend_of() == "triton"
-
-
-def test_a_rule_decides_where_measuring_cannot(monkeypatch, tmp_path):
-    measured = on_gpu(monkeypatch, tmp_path / "attention.json", {})
-    assert backend_of() == "sdpa"
-    assert backend_of(window=3) == "triton"
-    assert measured == []
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
+    assert backend_of() == backend_of(window=99) == "sdpa"
+    assert backend_of(window=3) == backend_of(softcap=1.0) == backend_of(documents=packed(13)) == "triton"
     query, key, _ = qkv(4, 13)
-    assert attention_backend(query, key, Visibility(4, 13, CPU)) == "triton"
-    assert attention_backend(query[:, :, :1], key, Visibility(1, 13, CPU)) == "sdpa"
+    assert attention_backend(query, key, AttentionMask(4, 13, CPU)) == "triton"
+    assert attention_backend(query[:, :, :1], key, AttentionMask(1, 13, CPU)) == "sdpa"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert backend_of() == "triton"
 
 
 @pytest.mark.parametrize(("major", "dtype"), [(9, torch.float32), (7, torch.float16), (7, torch.float32)], ids=str)
-def test_where_torch_has_no_fused_kernel_for_grouped_heads_ours_is_taken(major, dtype, monkeypatch, tmp_path):
-    on_gpu(monkeypatch, tmp_path / "attention.json", {}, major)
+def test_where_torch_has_no_fused_kernel_for_grouped_heads_ours_is_taken(
+    major: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch, major)
     assert backend_of(dtype=dtype) == "triton"
     assert backend_of(dtype=dtype, kv_heads=4) == "sdpa"
 
 
-def test_the_rule_does_not_measure(monkeypatch, tmp_path):
-    measured = on_gpu(monkeypatch, tmp_path / "attention.json", {"triton": 1.0})
+def test_auto_runs_what_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch)
     taken = []
     monkeypatch.setattr(module, "flash_attention", lambda query, *_, **__: taken.append("triton") or query)
-    monkeypatch.setattr(module, "_sdpa", lambda query, *_: taken.append("sdpa") or query)
+    monkeypatch.setattr(module, "_sdpa", lambda query, *_, **__: taken.append("sdpa") or query)
     query, key, value = (x.bfloat16() for x in qkv(13, 13))
     for documents in (None, packed(13)):
-        attention(query, key, value, Visibility(13, 13, CPU, documents), scale=1.0, impl="rule")
+        attention(query, key, value, AttentionMask(13, 13, CPU, documents), scale=1.0)
     assert taken == ["sdpa", "triton"]
-    assert measured == []
 
 
-def test_measuring_inside_a_checkpoint_leaves_no_trace(monkeypatch, tmp_path):
-    """Hooks that keep what a layer saves must not see the measurement, which recomputing does not repeat."""
-    measure, measured = attention_choice.measure, []
-
-    def run_once(candidate, tensors, given):
-        torch.autograd.grad(candidate(*tensors), tensors, given)
-        measured.append(1)
-        return 1.0
-
-    on_gpu(monkeypatch, tmp_path / "attention.json", {})
-    monkeypatch.setattr(attention_choice, "measure", measure)
-    monkeypatch.setattr(attention_choice, "_median_ms", run_once)
-    query, key, value = (x.half().detach().requires_grad_() for x in qkv(13, 13, dim=16))
-    visible = Visibility(13, 13, CPU)
-    state = torch.get_rng_state()
-
-    def layer(impl: str) -> tuple[Tensor, ...]:
-        out = checkpoint(
-            lambda *x: attention(*x, visible, scale=0.3, impl=impl), query, key, value, use_reentrant=False
-        )
-        return torch.autograd.grad(out.float().square().sum(), (query, key, value))
-
-    found = layer("auto")
-    assert measured
-    assert torch.equal(torch.get_rng_state(), state)
-    wanted = layer(attention_backend(query, key, visible))
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_cpus_take_sdpa():
+def test_cpus_take_sdpa() -> None:
     assert backend_of() == backend_of(window=3) == backend_of(softcap=1.0) == "sdpa"
-
-
-def test_noise_does_not_choose():
-    assert fastest({"cudnn": 1.0, "flash": 0.995}) == "cudnn"
-    assert fastest({"cudnn": 1.0, "flash": 0.98}) == "flash"
-    assert fastest({}) is None
-
-
-def test_classes_differ_in_what_speed_depends_on(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    query, key, _ = qkv(13, 13)
-    one = Asked.about(query, key, False, False, False)
-    assert Asked.about(query, key, False, False, False) == one
-    assert one.length == 16
-    with torch.no_grad():
-        assert Asked.about(query, key, False, False, False) != one
-    assert len({Asked.about(query, key, *flags) for flags in ((True, False, False), (False, True, False))} | {one}) == 3

@@ -1,5 +1,7 @@
 """Cross entropy of existing logits: the kernel against float64 and plain torch, every option, gradients in place."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ def inputs(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, labels
 
 
-def run(logits: Tensor, labels: Tensor, dtype: torch.dtype, **options) -> tuple[Tensor, Tensor]:
+def run(logits: Tensor, labels: Tensor, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
     leaf = logits.to(dtype).requires_grad_()
     loss = cross_entropy(leaf * 1, labels, **options)
     given = torch.linspace(0.5, 2.0, loss.numel(), device=DEVICE, dtype=loss.dtype).view(loss.shape)
@@ -38,7 +40,7 @@ def run(logits: Tensor, labels: Tensor, dtype: torch.dtype, **options) -> tuple[
 )
 @pytest.mark.parametrize(("rows", "vocab"), [(5, 3), (5, 64), (3, 1003)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_eager(dtype, rows, vocab, name, reduction):
+def test_no_worse_than_eager(dtype: torch.dtype, rows: int, vocab: int, name: str, reduction: Any) -> None:
     logits, labels = inputs(rows, vocab, dtype)
     options = {**OPTIONS[name], "reduction": reduction}
     if options.get("ignore_index") == 3:
@@ -49,7 +51,7 @@ def test_no_worse_than_eager(dtype, rows, vocab, name, reduction):
         assert_no_worse(run(logits, labels, dtype, impl="triton", overwrite=overwrite, **options), eager, truth)
 
 
-def test_the_plain_path_is_torchs():
+def test_the_plain_path_is_torchs() -> None:
     logits, labels = inputs(9, 11, torch.float64)
     for reduction in ("sum", "mean", "none"):
         wanted = F.cross_entropy(logits, labels, reduction=reduction, label_smoothing=0.1)
@@ -63,7 +65,7 @@ def test_the_plain_path_is_torchs():
 
 @pytest.mark.parametrize("divisor", [7.0, "tensor"])
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_divisor_and_batched_shapes(impl, divisor):
+def test_divisor_and_batched_shapes(impl: Any, divisor: Any) -> None:
     logits, labels = inputs(6, 20, torch.float32)
     divisor = torch.tensor(7.0, device=DEVICE) if divisor == "tensor" else divisor
     found = cross_entropy(logits.view(2, 3, 20), labels.view(2, 3), divisor=divisor, impl=impl)
@@ -72,7 +74,7 @@ def test_divisor_and_batched_shapes(impl, divisor):
     assert each.shape == (2, 3)
 
 
-def test_the_gradient_takes_the_place_of_the_logits_once():
+def test_the_gradient_takes_the_place_of_the_logits_once() -> None:
     logits, labels = inputs(6, 40, torch.float32)
     leaf = logits.requires_grad_()
     made = leaf * 1
@@ -83,7 +85,7 @@ def test_the_gradient_takes_the_place_of_the_logits_once():
         torch.autograd.grad(loss, leaf)
 
 
-def test_leaves_are_never_overwritten():
+def test_leaves_are_never_overwritten() -> None:
     logits, labels = inputs(6, 40, torch.float32)
     before = logits.clone()
     cross_entropy(logits.requires_grad_(), labels, impl="triton").backward()
@@ -91,7 +93,7 @@ def test_leaves_are_never_overwritten():
 
 
 @pytest.mark.parametrize("name", ["padded", "shifted", "column major"])
-def test_views_keep_what_lies_around_them(name):
+def test_views_keep_what_lies_around_them(name: str) -> None:
     whole = torch.randn(3, 5, 24, device=DEVICE)
     labels = torch.randint(0, 20, (3, 5), device=DEVICE)
     views = {
@@ -112,7 +114,7 @@ def test_views_keep_what_lies_around_them(name):
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_nothing_counts(impl):
+def test_nothing_counts(impl: Any) -> None:
     logits, labels = inputs(4, 9, torch.float32)
     leaf = logits.requires_grad_()
     for reduction in ("sum", "mean"):
@@ -121,14 +123,14 @@ def test_nothing_counts(impl):
         assert torch.autograd.grad(loss, leaf)[0].abs().max() == 0
 
 
-def test_labels_outside_the_vocabulary_are_not_silent():
+def test_labels_outside_the_vocabulary_are_not_silent() -> None:
     logits, labels = inputs(3, 9, torch.float32)
     for wrong in (9, -1):
         labels[1] = wrong
         assert cross_entropy(logits, labels, impl="triton").isnan()
 
 
-def test_registered_properly_and_inside_compile():
+def test_registered_properly_and_inside_compile() -> None:
     logits, labels = inputs(4, 17, torch.float32)
     logits.requires_grad_()
     targets = labels.masked_fill(labels == -100, -2)
@@ -151,7 +153,7 @@ def test_registered_properly_and_inside_compile():
         ({"softcap": -1.0}, "softcap is -1.0"),
     ],
 )
-def test_refused(options, sentence):
+def test_refused(options: dict[str, Any], sentence: str) -> None:
     logits, labels = inputs(3, 4, torch.float32)
     with pytest.raises(UserError, match=sentence):
         cross_entropy(logits, labels, **options)

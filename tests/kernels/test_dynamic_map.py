@@ -11,7 +11,7 @@ BOTH = pytest.mark.parametrize("decades", [SIGNED, UNSIGNED])
 
 
 @triton.jit
-def there_and_back(x_ptr, code_ptr, value_ptr, count, DECADES: tl.constexpr, BLOCK: tl.constexpr):
+def there_and_back(x_ptr, code_ptr, value_ptr, count, DECADES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)
     codes = encoded(tl.load(x_ptr + at, mask=at < count, other=0), DECADES)
     tl.store(code_ptr + at, codes, mask=at < count)

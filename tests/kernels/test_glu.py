@@ -1,5 +1,7 @@
 """Gated activations' kernel against float64 and plain torch; strides, gradients written over the inputs."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ def pair(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_eager(dtype, activation, shape):
+def test_no_worse_than_eager(dtype: torch.dtype, activation: Any, shape: tuple[int, ...]) -> None:
     tensors = pair(shape, dtype)
     eager, truth = (both_ways(lambda g, u: glu_eager(g, u, activation), tensors, to) for to in (dtype, torch.float64))
     for overwrite in (False, True):
@@ -32,7 +34,7 @@ def test_no_worse_than_eager(dtype, activation, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_relu2(dtype):
+def test_relu2(dtype: torch.dtype) -> None:
     tensors = pair((3, 701), dtype)[:1]
     found = both_ways(lambda x: relu2(x, impl="triton"), tensors, dtype)
     eager, truth = (both_ways(lambda x: relu2(x, impl="torch"), tensors, to) for to in (dtype, torch.float64))
@@ -41,7 +43,7 @@ def test_relu2(dtype):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_far_from_zero(activation):
+def test_far_from_zero(activation: Any) -> None:
     gate = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4], device=DEVICE, requires_grad=True)
     found, wanted = (
         torch.autograd.grad(run(gate, torch.ones_like(gate), activation), gate, torch.ones_like(gate))[0]
@@ -51,7 +53,7 @@ def test_far_from_zero(activation):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_halves_of_one_projection(overwrite):
+def test_halves_of_one_projection(overwrite: bool) -> None:
     both = torch.randn(2, 9, 30, device=DEVICE, requires_grad=True)
 
     def run(both: Tensor, impl: str) -> Tensor:
@@ -63,7 +65,7 @@ def test_halves_of_one_projection(overwrite):
 
 
 @pytest.mark.parametrize("name", ["transposed", "expanded", "empty"])
-def test_strides_that_cannot_be_written_over(name):
+def test_strides_that_cannot_be_written_over(name: str) -> None:
     gate = torch.randn(6, 5, 8, device=DEVICE, requires_grad=True)
     view = {
         "transposed": lambda x: x.transpose(0, 2),
@@ -78,7 +80,7 @@ def test_strides_that_cannot_be_written_over(name):
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_overwriting_saves_memory_and_refuses_a_second_backward_pass():
+def test_overwriting_saves_memory_and_refuses_a_second_backward_pass() -> None:
     gate, up = (t.requires_grad_() for t in pair((4, 6), torch.float32))
     made_gate, made_up = gate * 1, up * 1
     y = glu(made_gate, made_up, overwrite=True, impl="triton")
@@ -89,14 +91,14 @@ def test_overwriting_saves_memory_and_refuses_a_second_backward_pass():
         torch.autograd.grad(y.sum(), (gate, up))
 
 
-def test_leaves_are_never_overwritten():
+def test_leaves_are_never_overwritten() -> None:
     gate, up = (t.requires_grad_() for t in pair((4, 6), torch.float32))
     before = gate.detach().clone()
     glu(gate, up, overwrite=True, impl="triton").sum().backward()
     assert torch.equal(gate, before)
 
 
-def test_gate_and_up_may_be_one_tensor():
+def test_gate_and_up_may_be_one_tensor() -> None:
     x = torch.randn(5, 6, device=DEVICE, requires_grad=True)
 
     def run(x: Tensor, impl: str) -> Tensor:
@@ -107,7 +109,7 @@ def test_gate_and_up_may_be_one_tensor():
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_registered_properly():
+def test_registered_properly() -> None:
     gate, up = (t.requires_grad_() for t in pair((3, 5), torch.float32))
     torch.library.opcheck(torch.ops.tightfit.glu.default, (gate, up, "silu", False))
     torch.library.opcheck(torch.ops.tightfit.glu.default, (gate, None, "relu2", False))
@@ -116,7 +118,7 @@ def test_registered_properly():
     )
 
 
-def test_inside_compile_and_checkpoint():
+def test_inside_compile_and_checkpoint() -> None:
     gate, up = (t.requires_grad_() for t in pair((3, 5), torch.float32))
 
     def block(gate: Tensor, up: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def test_inside_compile_and_checkpoint():
             assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_refused():
+def test_refused() -> None:
     with pytest.raises(UserError, match="'swish'; give one of silu, gelu, gelu_tanh, relu2"):
         glu(torch.ones(2), torch.ones(2), "swish")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"gate has shape \(2,\) and up \(3,\)"):

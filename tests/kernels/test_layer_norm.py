@@ -21,7 +21,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_eager(dtype, shape, with_residual):
+def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], with_residual: bool) -> None:
     tensors = inputs(shape, dtype)
 
     def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -38,7 +38,7 @@ def test_no_worse_than_eager(dtype, shape, with_residual):
     assert_no_worse(found, reference, both_ways(eager, tensors, torch.float64))
 
 
-def test_reference_and_plain_path_are_torchs():
+def test_reference_and_plain_path_are_torchs() -> None:
     x, residual, weight, bias = inputs((4, 3, 10), torch.float64)
     wanted = F.layer_norm(x + residual, weight.shape, weight, bias, EPS)
     assert torch.allclose(layer_norm_eager(x, weight, bias, EPS, residual=residual)[0], wanted, rtol=1e-12)
@@ -47,14 +47,14 @@ def test_reference_and_plain_path_are_torchs():
     assert torch.equal(s, x + residual)
 
 
-def test_without_bias():
+def test_without_bias() -> None:
     x, _, weight, _ = inputs((9, 24), torch.float32)
     found = both_ways(lambda x, w: layer_norm(x, w, None, EPS, impl="triton"), (x, weight), torch.float32)
     wanted = both_ways(lambda x, w: F.layer_norm(x, w.shape, w, None, EPS), (x, weight), torch.float32)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 
 
-def test_only_the_bias_is_trained():
+def test_only_the_bias_is_trained() -> None:
     x, _, weight, bias = inputs((9, 24), torch.float32)
     bias.requires_grad_()
     y = layer_norm(x, weight, bias, EPS, impl="triton")
@@ -62,7 +62,7 @@ def test_only_the_bias_is_trained():
     assert torch.allclose(torch.autograd.grad(y, bias, gradient)[0], gradient.sum(0), atol=1e-5)
 
 
-def test_rows_far_from_zero_lose_nothing():
+def test_rows_far_from_zero_lose_nothing() -> None:
     """E[x²] − E[x]² of such rows would be all rounding."""
     x, _, weight, bias = inputs((5, 200), torch.float32)
     far = (x + 3000).detach()

@@ -19,8 +19,9 @@ from tightfit.kernels.linear_cross_entropy import (
     linear_cross_entropy_eager,
     rows_at_a_time,
 )
-from tightfit.kernels.logit_chunks import ALIGNMENT, chunk_rows
+from tightfit.kernels.logit_chunks import read_chunks
 from tightfit.kernels.scaled_copy import scaled_copy
+from tightfit.levers.policy.loss_chunks import ALIGNMENT, chunk_rows
 
 ROWS, HIDDEN, VOCAB = 11, 9, 37
 ROW_BYTES = 2 * 8 * ALIGNMENT
@@ -53,7 +54,7 @@ def labels_of(rows: int = ROWS) -> Tensor:
 
 
 def loss_and_grads(
-    impl: str, tensors: list[Tensor], rows: int = 4, factor: float = 2.0, **options: Any
+    impl: Any, tensors: list[Tensor], rows: int = 4, factor: float = 2.0, **options: Any
 ) -> list[Tensor]:
     """The loss, and gradients of `factor` times it: a power of two, so that multiplying rounds nothing."""
     hidden, weight, *bias = tensors
@@ -79,24 +80,24 @@ def compare(impl: str, dtype: torch.dtype, rows: int = 4, **options: Any) -> Non
 
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize(("impl", "dtype"), WAYS, ids=str)
-def test_every_term_in_every_format(impl, dtype, terms):
+def test_every_term_in_every_format(impl: Any, dtype: torch.dtype, terms: Any) -> None:
     compare(impl, dtype, **TERMS[terms])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(("impl", "dtype"), WAYS, ids=str)
-def test_reductions(impl, dtype, reduction):
+def test_reductions(impl: Any, dtype: torch.dtype, reduction: Any) -> None:
     compare(impl, dtype, reduction=reduction, softcap=1.5)
 
 
 @pytest.mark.parametrize("rows", [1, 4, ROWS - 1, ROWS, 10 * ROWS])
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_any_chunk_size(impl, rows):
+def test_any_chunk_size(impl: Any, rows: int) -> None:
     compare(impl, torch.float32, rows)
 
 
 @pytest.mark.parametrize("terms", TERMS)
-def test_eager_is_what_the_formula_says(terms):
+def test_eager_is_what_the_formula_says(terms: Any) -> None:
     options = dict(TERMS[terms])
     hidden, weight, *bias = inputs(bias=options.get("bias", False))
     softcap, smoothing = options.get("softcap"), options.get("label_smoothing", 0.0)
@@ -112,7 +113,7 @@ def test_eager_is_what_the_formula_says(terms):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_gradients_by_finite_differences(reduction):
+def test_gradients_by_finite_differences(reduction: Any) -> None:
     """Of a few tokens and words: each element of each input is moved."""
     hidden, weight, bias = (x.detach() for x in inputs(rows=4, bias=True))
     tensors = [x.clone().requires_grad_() for x in (hidden[:, :3], weight[:7, :3], bias[:7])]
@@ -129,13 +130,13 @@ def test_gradients_by_finite_differences(reduction):
 
 
 @pytest.mark.parametrize("divisor", [13, 13.0, torch.tensor(13), torch.tensor([13.0])], ids=str)
-def test_divisor(divisor):
+def test_divisor(divisor: Any) -> None:
     whole, part = loss_and_grads("torch", inputs()), loss_and_grads("torch", inputs(), divisor=divisor)
     assert all(torch.allclose(a, 13 * b) for a, b in zip(whole, part, strict=True))
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_details(impl):
+def test_details(impl: Any) -> None:
     hidden, weight = inputs(torch.float32)
     with torch.no_grad():
         weight[5] = hidden[1] * 10  # row 1's largest logit
@@ -144,6 +145,9 @@ def test_details(impl):
     details = LossDetails()
     loss = linear_cross_entropy(hidden.view(1, ROWS, HIDDEN), weight, labels[None], details=details, impl=impl)
     logits = hidden @ weight.T
+    assert details.losses is not None
+    assert details.correct is not None
+    assert details.logsumexp is not None
     assert details.losses.shape == details.correct.shape == details.logsumexp.shape == (1, ROWS)
     assert torch.allclose(details.losses[0], F.cross_entropy(logits, labels, reduction="none"), atol=1e-5)
     assert torch.equal(details.correct[0], logits.argmax(-1) == labels)
@@ -157,7 +161,7 @@ def test_details(impl):
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "eager"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_all_labels_ignored(impl, reduction):
+def test_all_labels_ignored(impl: Any, reduction: Any) -> None:
     hidden, weight = inputs(torch.float32)
     labels = torch.full((ROWS,), IGNORE, device=DEVICE)
     loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, impl=impl)
@@ -166,21 +170,21 @@ def test_all_labels_ignored(impl, reduction):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_ignored_rows_get_no_gradient(impl):
+def test_ignored_rows_get_no_gradient(impl: Any) -> None:
     _, d_hidden, _ = loss_and_grads(impl, inputs(torch.float32), softcap=1.5)
     ignored = labels_of() == IGNORE
     assert d_hidden[ignored].abs().max() == 0
     assert d_hidden[~ignored].abs().min(dim=1).values.min() > 0
 
 
-def test_another_ignored_label():
+def test_another_ignored_label() -> None:
     hidden, weight = inputs()
     labels = labels_of().clamp(min=0)
     wanted = F.cross_entropy(hidden @ weight.T, labels, ignore_index=0, reduction="sum")
     assert linear_cross_entropy(hidden, weight, labels, ignore_index=0).item() == pytest.approx(wanted.item())
 
 
-def test_a_label_beyond_the_vocabulary_shows():
+def test_a_label_beyond_the_vocabulary_shows() -> None:
     hidden, weight = inputs(torch.float32)
     labels = labels_of()
     labels[3] = VOCAB
@@ -189,15 +193,14 @@ def test_a_label_beyond_the_vocabulary_shows():
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_frozen_inputs_cost_nothing(frozen, reduction, monkeypatch):
+def test_frozen_inputs_cost_nothing(frozen: str, reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = dict(zip(("hidden", "weight"), inputs(), strict=True))
     trained = "weight" if frozen == "hidden" else "hidden"
     wanted = dict(zip(given, loss_and_grads("eager", list(given.values()), reduction=reduction)[1:], strict=True))
     given[frozen] = given[frozen].detach()
-    asked = []
-    read = module.read_chunks
-    monkeypatch.setattr(module, "read_chunks", lambda *a, **k: asked.append(a[5]) or read(*a, **k))
-    loss = linear_cross_entropy(**given, labels=labels_of(), reduction=reduction, impl="torch")
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "read_chunks", lambda *a, **k: asked.append(a[5]) or read_chunks(*a, **k))
+    loss = linear_cross_entropy(given["hidden"], given["weight"], labels_of(), reduction=reduction, impl="torch")
     weights = torch.linspace(0.5, 1.5, loss.numel(), device=DEVICE, dtype=loss.dtype).view(loss.shape)
     (found,) = torch.autograd.grad((loss * weights).sum() * 2, given[trained])
     assert torch.allclose(found, wanted[trained])
@@ -206,12 +209,11 @@ def test_frozen_inputs_cost_nothing(frozen, reduction, monkeypatch):
 
 
 @pytest.mark.parametrize("grad", ["both frozen", "no_grad"])
-def test_no_gradient_is_computed_where_none_is_wanted(grad, monkeypatch):
+def test_no_gradient_is_computed_where_none_is_wanted(grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = inputs()
     wanted = linear_cross_entropy_eager(hidden, weight, labels_of()).sum().item()
-    asked = []
-    read = module.read_chunks
-    monkeypatch.setattr(module, "read_chunks", lambda *a, **k: asked.append(a[5].any) or read(*a, **k))
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "read_chunks", lambda *a, **k: asked.append(a[5].any) or read_chunks(*a, **k))
     with torch.set_grad_enabled(grad != "no_grad"):
         given = (hidden, weight) if grad == "no_grad" else (hidden.detach(), weight.detach())
         loss = linear_cross_entropy(*given, labels_of(), impl="torch")
@@ -220,7 +222,7 @@ def test_no_gradient_is_computed_where_none_is_wanted(grad, monkeypatch):
     assert asked == [False]
 
 
-def test_tied_weights_get_both_gradients():
+def test_tied_weights_get_both_gradients() -> None:
     weight = inputs()[1].detach().requires_grad_()
     tokens, labels = torch.randint(0, VOCAB, (ROWS,), device=DEVICE), labels_of()
     found, wanted = (
@@ -230,7 +232,7 @@ def test_tied_weights_get_both_gradients():
     assert torch.allclose(found, wanted)
 
 
-def test_backward_twice_gives_the_same_twice():
+def test_backward_twice_gives_the_same_twice() -> None:
     hidden, weight = inputs(torch.float32)
     loss = linear_cross_entropy(hidden, weight, labels_of(), impl="torch")
     first = torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=True)
@@ -240,7 +242,7 @@ def test_backward_twice_gives_the_same_twice():
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_the_weights(impl):
+def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_the_weights(impl: Any) -> None:
     low = torch.bfloat16 if HAS_GPU else torch.float16
     hidden, weight = inputs(torch.float32)
     exact = loss_and_grads("eager", [x.detach().double().requires_grad_() for x in (hidden, weight)])
@@ -250,7 +252,7 @@ def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_the_weights(i
     assert all(1e-7 < error(a, b) < 2e-2 for a, b in zip(found, exact, strict=True))
 
 
-def test_checkpointing():
+def test_checkpointing() -> None:
     hidden, weight = inputs()
     found = checkpoint(linear_cross_entropy, hidden, weight, labels_of(), impl="torch", use_reentrant=False)
     wanted = linear_cross_entropy_eager(hidden, weight, labels_of()).sum()
@@ -258,7 +260,7 @@ def test_checkpointing():
     assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_functional_call():
+def test_functional_call() -> None:
     class Loss(torch.nn.Linear):
         def forward(self, hidden: Tensor) -> Tensor:
             return linear_cross_entropy(hidden, self.weight, labels_of(), bias=self.bias, impl="torch")
@@ -270,7 +272,7 @@ def test_functional_call():
     assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_compiled_without_breaks_and_not_again_for_another_length():
+def test_compiled_without_breaks_and_not_again_for_another_length() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend  # 5 s, of the worker that runs this alone
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -285,14 +287,14 @@ def test_compiled_without_breaks_and_not_again_for_another_length():
     assert counter.frame_count <= 2
 
 
-def test_operator_is_well_formed():
+def test_operator_is_well_formed() -> None:
     hidden, weight = inputs(torch.float32)
     one = torch.ones((), device=DEVICE)
     arguments = (labels_of().clamp(min=0), one, None, VOCAB, 0.0, 0.0, 1.0, 0.0, 7, True, True, False, False, False, "")
     torch.library.opcheck(torch.ops.tightfit.linear_cross_entropy, (hidden, weight, None, *arguments))
 
 
-def test_fake_tensors_have_the_real_shapes():
+def test_fake_tensors_have_the_real_shapes() -> None:
     with FakeTensorMode():
         hidden = torch.empty(16384, 4096, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(128256, 4096, dtype=torch.bfloat16, requires_grad=True)
@@ -305,7 +307,7 @@ def test_fake_tensors_have_the_real_shapes():
     assert weight.grad.dtype == torch.bfloat16
 
 
-def test_batched_shapes_and_labels_at_the_ends_of_the_vocabulary():
+def test_batched_shapes_and_labels_at_the_ends_of_the_vocabulary() -> None:
     hidden, weight = torch.randn(2, 3, HIDDEN), torch.randn(VOCAB, HIDDEN)
     labels = torch.tensor([[0, VOCAB - 1, IGNORE], [VOCAB - 1, 0, 5]])
     wanted = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
@@ -317,20 +319,20 @@ def test_batched_shapes_and_labels_at_the_ends_of_the_vocabulary():
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_large_logits_stay_finite(impl):
+def test_large_logits_stay_finite(impl: Any) -> None:
     tensors = [x.detach().mul(1e3).requires_grad_() for x in inputs(torch.float32)]
     assert all(x.isfinite().all() for x in loss_and_grads(impl, tensors))
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_no_rows_at_all(impl):
+def test_no_rows_at_all(impl: Any) -> None:
     hidden, weight = inputs(torch.float32, rows=0)
     loss = linear_cross_entropy(hidden, weight, labels_of(0), impl=impl)
     assert loss == 0
     assert torch.autograd.grad(loss, weight)[0].abs().sum() == 0
 
 
-def test_chunks_are_few_and_equal():
+def test_chunks_are_few_and_equal() -> None:
     assert chunk_rows(16384, 6189) == 5632
     assert chunk_rows(16384, 4096) == 4096
     assert chunk_rows(16384, 2339) == 2048
@@ -340,7 +342,7 @@ def test_chunks_are_few_and_equal():
     assert all(chunk_rows(n, most) <= most for n in (300, 1000, 5001) for most in (128, 256, 299, 700, 4999))
 
 
-def test_logits_may_stand_where_the_narrow_gradient_will():
+def test_logits_may_stand_where_the_narrow_gradient_will() -> None:
     hidden = torch.empty(100, 64, dtype=torch.bfloat16)
     weight = torch.empty(640, 64, dtype=torch.bfloat16)
     rows = {wanted: rows_at_a_time(hidden, weight, 0, weight_gradient=wanted, triton=True) for wanted in (False, True)}
@@ -348,7 +350,7 @@ def test_logits_may_stand_where_the_narrow_gradient_will():
     assert rows_at_a_time(hidden, weight.float(), 0, weight_gradient=True, triton=True) == 1
 
 
-def test_scaled_copies_round_once():
+def test_scaled_copies_round_once() -> None:
     x, factor = torch.randn(33, 7, device=DEVICE), torch.tensor([1 / 3], device=DEVICE)
     assert torch.equal(scaled_copy(x, factor, torch.bfloat16), (x * factor).bfloat16())
     assert scaled_copy(x[:0], factor, torch.float16).shape == (0, 7)
@@ -368,7 +370,7 @@ def test_scaled_copies_round_once():
         ({"impl": "cuda"}, "impl is 'cuda'"),
     ],
 )
-def test_mistakes_are_named(options, message):
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     hidden, weight = (x.cpu() for x in inputs(torch.float32))
     given = {"hidden": hidden, "weight": weight, "labels": labels_of().cpu()} | options
     with pytest.raises(UserError, match=message):

@@ -22,7 +22,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_eager(dtype, shape, offset):
+def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], offset: float) -> None:
     x, _, weight = inputs(shape, dtype)
 
     def eager(x: Tensor, weight: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def test_no_worse_than_eager(dtype, shape, offset):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_residual_in_the_same_pass(dtype, shape):
+def test_residual_in_the_same_pass(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensors = inputs(shape, dtype)
 
     def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def test_residual_in_the_same_pass(dtype, shape):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_the_plain_path_follows_the_same_formula(with_residual, offset):
+def test_the_plain_path_follows_the_same_formula(with_residual: bool, offset: float) -> None:
     x, residual, weight = inputs((3, 5, 12), torch.float64)
     extra = residual if with_residual else None
     found = rms_norm(x, weight, EPS, offset=offset, residual=extra, impl="torch")
@@ -58,7 +58,7 @@ def test_the_plain_path_follows_the_same_formula(with_residual, offset):
     assert torch.allclose(y, plain, rtol=1e-12)
 
 
-def test_only_one_of_the_two_results_is_used():
+def test_only_one_of_the_two_results_is_used() -> None:
     x, residual, weight = (t.requires_grad_() for t in inputs((6, 40), torch.float32))
     y, s = rms_norm(x, weight, EPS, residual=residual, impl="triton")
     assert torch.equal(torch.autograd.grad(s.sum(), x, retain_graph=True)[0], torch.ones_like(x))
@@ -69,7 +69,7 @@ def test_only_one_of_the_two_results_is_used():
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_frozen_inputs_get_no_gradient(frozen):
+def test_frozen_inputs_get_no_gradient(frozen: str) -> None:
     x, _, weight = inputs((9, 24), torch.float32)
     (weight if frozen == "x" else x).requires_grad_()
     rms_norm(x, weight, EPS, impl="triton").sum().backward()  # the gradient of a sum is one number seen everywhere
@@ -77,6 +77,7 @@ def test_frozen_inputs_get_no_gradient(frozen):
     trained = given.pop("weight" if frozen == "x" else "x")
     assert given[frozen].grad is None
     wanted = torch.autograd.grad(rms_norm_eager(x, weight, EPS)[0].sum(), trained)[0]
+    assert trained.grad is not None
     assert torch.allclose(trained.grad, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -93,7 +94,7 @@ def views() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", views())
-def test_strides(name):
+def test_strides(name: str) -> None:
     x = views()[name].requires_grad_()
     weight = torch.randn(x.shape[-1], device=DEVICE, requires_grad=True)
     y = rms_norm(x, weight, EPS, impl="triton")
@@ -107,7 +108,7 @@ def test_strides(name):
         assert torch.allclose(a, b, atol=1e-4)
 
 
-def test_float32_weights_and_residual_stream_beside_low_precision():
+def test_float32_weights_and_residual_stream_beside_low_precision() -> None:
     x, residual, weight = inputs((6, 40), torch.float32)
     low = x.half().requires_grad_()
     y, s = rms_norm(low, weight, EPS, residual=residual.requires_grad_(), impl="triton")
@@ -119,20 +120,20 @@ def test_float32_weights_and_residual_stream_beside_low_precision():
     assert rms_norm(low, weight, EPS, impl="triton").dtype == torch.float16
 
 
-def test_same_inputs_same_bits():
+def test_same_inputs_same_bits() -> None:
     x, _, weight = inputs((301, 48), torch.float32)
     runs = [both_ways(lambda x, w: rms_norm(x, w, EPS, impl="triton"), (x, weight), torch.float32) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_registered_properly():
+def test_registered_properly() -> None:
     x, residual, weight = (t.requires_grad_() for t in inputs((5, 12), torch.float32))
     op = torch.ops.tightfit.row_norm.default
     torch.library.opcheck(op, (x, weight, None, None, EPS, 1.0, False))
     torch.library.opcheck(op, (x, weight, weight.detach().clone().requires_grad_(), residual, EPS, 0.0, True))
 
 
-def test_inside_compile_checkpoint_and_autocast():
+def test_inside_compile_checkpoint_and_autocast() -> None:
     x, residual, weight = (t.requires_grad_() for t in inputs((5, 12), torch.float32))
 
     def block(x: Tensor, residual: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ def test_inside_compile_checkpoint_and_autocast():
         assert rms_norm(x, weight, EPS, impl="triton").dtype == torch.float32
 
 
-def test_refused():
+def test_refused() -> None:
     x = torch.randn(2, 4)
     with pytest.raises(UserError, match="'tritn'; give one of auto, triton, torch"):
         rms_norm(x, x[0], EPS, impl="tritn")  # type: ignore[call-overload]

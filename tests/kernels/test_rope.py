@@ -28,7 +28,7 @@ def projected(batch: int, heads: int, length: int, head_dim: int, dtype: torch.d
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_eager(dtype, shape, interleaved):
+def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], interleaved: bool) -> None:
     B, heads, kv_heads, T, D, rotated = shape
     q, k = projected(B, heads, T, D, dtype), projected(B, kv_heads, T, D, dtype)
     cos, sin = cos_sin(B if T != 5 else 1, T, rotated, dtype)
@@ -49,7 +49,7 @@ def test_no_worse_than_eager(dtype, shape, interleaved):
         assert_no_worse(found, reference, truth)
 
 
-def test_interleaved_is_multiplication_by_complex_numbers():
+def test_interleaved_is_multiplication_by_complex_numbers() -> None:
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     cos, sin = cos_sin(2, 5, 8, torch.float64)
     cos, sin = cos.cpu(), sin.cpu()
@@ -61,7 +61,7 @@ def test_interleaved_is_multiplication_by_complex_numbers():
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "slices of one projection", "column major", "expanded tables"])
-def test_layouts(layout, inplace):
+def test_layouts(layout: str, inplace: bool) -> None:
     B, heads, T, D = 2, 3, 6, 8
     cos, sin = cos_sin(1, T, D, torch.float32)
     whole = torch.randn(B, T, 6 * D, device=DEVICE)
@@ -80,7 +80,7 @@ def test_layouts(layout, inplace):
     assert torch.equal(v, untouched)
 
 
-def test_in_place_uses_no_memory_and_is_noticed_by_who_kept_the_old_values():
+def test_in_place_uses_no_memory_and_is_noticed_by_who_kept_the_old_values() -> None:
     q = projected(1, 2, 4, 6, torch.float32).requires_grad_()
     cos, sin = cos_sin(1, 4, 6, torch.float32)
     made = q * 2
@@ -92,14 +92,14 @@ def test_in_place_uses_no_memory_and_is_noticed_by_who_kept_the_old_values():
         (kept.sum() + turned.sum()).backward()
 
 
-def test_leaves_are_never_changed():
+def test_leaves_are_never_changed() -> None:
     q = projected(1, 2, 4, 6, torch.float32).clone().requires_grad_()
     before = q.detach().clone()
     rope(q, q.detach().clone(), *cos_sin(1, 4, 6, torch.float32), inplace=True, impl="triton")
     assert torch.equal(q, before)
 
 
-def test_twice_differentiable():
+def test_twice_differentiable() -> None:
     q, k = (projected(1, 2, 3, 4, torch.float32).requires_grad_() for _ in range(2))
     cos, sin = cos_sin(1, 3, 4, torch.float32)
     q_out, k_out = rope(q, k, cos, sin, impl="triton")
@@ -110,14 +110,14 @@ def test_twice_differentiable():
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_registered_properly():
+def test_registered_properly() -> None:
     q, k = projected(2, 3, 5, 8, torch.float32).requires_grad_(), projected(2, 1, 5, 8, torch.float32).requires_grad_()
     cos, sin = cos_sin(2, 5, 6, torch.float32)
     torch.library.opcheck(torch.ops.tightfit.rope.default, (q, k, cos, sin, False, False))
     torch.library.opcheck(torch.ops.tightfit.rope_.default, (q.detach(), k.detach(), cos, sin, True))
 
 
-def test_inside_compile_and_checkpoint():
+def test_inside_compile_and_checkpoint() -> None:
     q, k = projected(2, 3, 5, 8, torch.float32).requires_grad_(), projected(2, 1, 5, 8, torch.float32).requires_grad_()
     cos, sin = cos_sin(2, 5, 8, torch.float32)
 
@@ -134,7 +134,7 @@ def test_inside_compile_and_checkpoint():
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_refused():
+def test_refused() -> None:
     q, cos = torch.ones(2, 3, 5, 8), torch.ones(1, 1, 5, 4)
     with pytest.raises(UserError, match="only their number of heads may differ"):
         rope(q, q[:, :, :4], cos, cos)

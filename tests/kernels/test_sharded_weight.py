@@ -30,7 +30,7 @@ def whole() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(found: Any, wanted: Any) -> None:
     assert torch.allclose(found, wanted, atol=1e-12), (found - wanted).abs().max()
 
 
@@ -51,11 +51,12 @@ def vocabulary_parallel(mesh: Any, plain_hidden: bool, impl: str) -> None:
     )  # fmt: skip
     found.backward()
     tolerance = 1e-12 if impl == "torch" else 1e-5
-    pairs = [(found, wanted), (own.grad, hidden.grad)]
+    pairs: list[tuple[Any, Any]] = [(found, wanted), (own.grad, hidden.grad)]
     pairs += [(a.grad.full_tensor(), b.grad) for a, b in zip(shared, (weight, bias), strict=True)]
     for a, b in pairs:
         assert torch.allclose(a.double(), b, atol=tolerance), (impl, (a - b).abs().max())
     logits = 1.5 * torch.tanh((hidden @ weight.T + bias) / 1.5)
+    assert details.correct is not None
     assert torch.equal(details.correct, logits.argmax(-1) == labels)
 
 
@@ -89,6 +90,7 @@ def data_parallel(mesh: Any, head_apart: bool) -> None:
     hidden, _, _, labels = whole()
     torch.manual_seed(1)
     alone, model = Model(), Model()
+    held: Any = model
     model.load_state_dict(alone.state_dict())
     if head_apart:
         fully_shard(model.layer, mesh=mesh)
@@ -103,8 +105,8 @@ def data_parallel(mesh: Any, head_apart: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert isinstance(model.head.weight, DTensor)
-        close(model.head.weight.full_tensor(), alone.head.weight)
-        close(model.layer.weight.full_tensor(), alone.layer.weight)
+        close(held.head.weight.full_tensor(), alone.head.weight)
+        close(held.layer.weight.full_tensor(), alone.layer.weight)
 
 
 def mistakes(mesh: Any) -> None:

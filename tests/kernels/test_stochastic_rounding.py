@@ -8,7 +8,7 @@ from tightfit.kernels.triton_support import tl, triton
 
 
 @triton.jit
-def round_kernel(x_ptr, out_ptr, count, key, first, BLOCK: tl.constexpr):
+def round_kernel(x_ptr, out_ptr, count, key, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + at, mask=at < count, other=0)
     tl.store(out_ptr + at, stochastic(x, at + first, key), mask=at < count)

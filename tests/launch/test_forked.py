@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -141,9 +142,9 @@ def test_ctrl_c_at_any_instant_of_the_start_leaves_nobody(
     for instant in range(12):
         process = start()
         time.sleep(0.05 + 0.02 * instant)
-        assert until(lambda process=process: ended_by_ctrl_c(process))
+        assert until(partial(ended_by_ctrl_c, process))
         for found in tmp_path.glob("pids-*[01]"):
-            assert until(lambda found=found: not alive(int(found.read_text().split()[0]))), instant
+            assert until(partial(gone, int(found.read_text().split()[0]))), instant
             found.unlink()
 
 
@@ -173,6 +174,10 @@ def test_who_started_them_is_killed_and_nothing_stays(
 def test_others_of_the_same_server_can_be_asked_to_stop(start: Callable[..., subprocess.Popen[str]]) -> None:
     told, _ = start(function="another").communicate(timeout=BOUND_S)
     assert told == f"{-signal.SIGTERM}\n"
+
+
+def gone(pid: int) -> bool:
+    return not alive(pid)
 
 
 def alive(pid: int) -> bool:

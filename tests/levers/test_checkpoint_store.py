@@ -13,9 +13,9 @@ from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.levers import checkpoint_store
 from tightfit.levers.checkpoint_format import restored, stored
-from tightfit.levers.checkpoint_store import HostStore, WaitingOnHost
+from tightfit.levers.checkpoint_store import HostStore, InputOnHost
 from tightfit.levers.checkpointing import Checkpointing, checkpoint_layers
-from tightfit.memory.formulas.keeping import offloaded_count, stored_bytes
+from tightfit.levers.policy.offload import offloaded_count, stored_bytes
 from tightfit.memory.host import watched
 from tightfit.models.decoder import Decoder
 from tightfit.train.step import accumulate
@@ -28,7 +28,8 @@ INPUT_BYTES = 4 * 16 * 32 * 4
 def offloading(**levers: Any) -> tuple[Decoder, HostStore]:
     model = tiny_model(SPEC)
     checkpoint_layers(model, Levers(checkpoint_every=1, offload_checkpoints=True, **levers))
-    checkpointing = model.layers[0].forward.func.__self__  # type: ignore[union-attr]
+    forward: Any = model.layers[0].forward
+    checkpointing = forward.func.__self__
     assert isinstance(checkpointing, Checkpointing)
     assert checkpointing.store is not None
     return model, checkpointing.store
@@ -42,7 +43,7 @@ def test_the_first_ones_go_within_the_hosts_bytes(host_bytes: int | None, expect
     made: list[int] = []
     with watched(lambda tensor, component, detail, *, host: made.append(tensor.nbytes) if host else None):
         accumulate(model, [ragged_batch(4)] * 2, CPU)
-    assert made == [INPUT_BYTES] * expected == [INPUT_BYTES] * store.made
+    assert made == [INPUT_BYTES] * expected == [INPUT_BYTES] * store.allocated
     assert offloaded_count(4, INPUT_BYTES, host_bytes) == expected
 
 
@@ -50,7 +51,7 @@ def test_buffers_are_made_once_whatever_the_steps() -> None:
     model, store = offloading()
     for step in range(3):
         accumulate(model, [ragged_batch(4, seed=step)] * 2, CPU)
-        assert store.made == 3
+        assert store.allocated == 3
         assert [len(parts) for parts in store.free.values()] == [3], "all are given back after backward"
 
 
@@ -69,7 +70,7 @@ def test_two_forwards_in_flight_have_buffers_each() -> None:
     model, store = offloading()
     batches = [ragged_batch(4, seed=seed) for seed in range(2)]
     losses = [model(batch["tokens"], batch["labels"]).loss for batch in batches]
-    assert store.made == 6
+    assert store.allocated == 6
     for loss in losses:
         loss.backward()
     other = tiny_model(SPEC)
@@ -84,20 +85,22 @@ def test_two_forwards_in_flight_have_buffers_each() -> None:
 def test_each_comes_while_the_one_after_it_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = offloading()
     order: list[str] = []
-    bring, fetch = HostStore.bring, WaitingOnHost.fetch
+    copy_to_gpu, fetch = HostStore.copy_to_gpu, InputOnHost.fetch
 
-    def noted_bring(self: HostStore, *arguments: Any) -> Any:
-        order.append("bring")
-        return bring(self, *arguments)
+    def noted_copy(self: HostStore, *arguments: Any) -> Any:
+        order.append("copy_to_gpu")
+        return copy_to_gpu(self, *arguments)
 
-    def noted_fetch(self: WaitingOnHost) -> Any:
+    def noted_fetch(self: InputOnHost) -> Any:
         order.append("fetch")
         return fetch(self)
 
-    monkeypatch.setattr(HostStore, "bring", noted_bring)
-    monkeypatch.setattr(WaitingOnHost, "fetch", noted_fetch)
+    monkeypatch.setattr(HostStore, "copy_to_gpu", noted_copy)
+    monkeypatch.setattr(InputOnHost, "fetch", noted_fetch)
     accumulate(model, [ragged_batch(4)], CPU)
-    assert order == ["bring", "fetch", "bring", "fetch", "bring", "fetch"], "the first with the last layer, which stays"
+    assert order == ["copy_to_gpu", "fetch", "copy_to_gpu", "fetch", "copy_to_gpu", "fetch"], (
+        "the first with the last layer, which stays"
+    )
 
 
 def test_no_input_stays_where_it_was() -> None:
@@ -124,7 +127,7 @@ def test_more_than_the_host_has_is_refused_before_anything_is_made(monkeypatch: 
     monkeypatch.setattr(checkpoint_store, "free_host_bytes", lambda: 3 * INPUT_BYTES - 1)
     with pytest.raises(UserError, match=r"needs 3 times .* GiB are free; set levers.checkpoint_host_bytes below that"):
         accumulate(model, [ragged_batch(4)], CPU)
-    assert store.made == 0
+    assert store.allocated == 0
     monkeypatch.setattr(checkpoint_store, "free_host_bytes", lambda: 3 * INPUT_BYTES)
     accumulate(model, [ragged_batch(4)], CPU)
 

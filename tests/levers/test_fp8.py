@@ -76,7 +76,7 @@ def near(found: list[Tensor], truth: list[Tensor]) -> None:
 @pytest.mark.parametrize("matmul", MATMULS)
 @pytest.mark.parametrize("rows", [1, 37, 48])
 def test_a_linear_layer_multiplies_rounded_factors(matmul: Any, rows: int) -> None:
-    attention = made(WIDE, matmul).layers[0].attention
+    attention: Any = made(WIDE, matmul).layers[0].attention
     x = torch.randn(1, rows, 32, requires_grad=True)
     for linear in (attention.q, attention.k, attention.v):
         given = torch.randn(1, rows, linear.out_features)
@@ -165,6 +165,8 @@ def test_checkpointed_layers_have_the_same_gradients(matmul: Any) -> None:
     losses = [accumulate(model, [ragged_batch(4)], CPU)[0].item() for model in (plain, checkpointed)]
     assert losses[0] == losses[1]
     for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
 
 
@@ -173,6 +175,8 @@ def test_tiles_do_not_mind() -> None:
     losses = [accumulate(model, [ragged_batch(4)], CPU)[0].item() for model in (whole, tiled)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # rows have their own scales, in tiles or not
     for a, b in zip(whole.parameters(), tiled.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
         assert (a.grad - b.grad).norm() < 0.05 * a.grad.norm()
 
 

@@ -14,21 +14,24 @@ from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.kernels.triton_support import Impl
 from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles, tile_slices
-from tightfit.levers.tiling import head_groups, tile_layers
+from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.train.step import accumulate
 
 CPU, aten = torch.device("cpu"), torch.ops.aten
+assert TINY_ROUTED.experts is not None
+SOME_ROUTED = replace(TINY_ROUTED.experts, dense_layers=(0, 2))
 SPECS = {
     "llama": TINY,
     "gemma": GEMMA,
     "learned positions": GPT2,
     "uneven": UNEVEN,
     "biases": replace(TINY, mlp_bias=True, output_bias=True, qkv_bias=True),
-    "some routed": replace(TINY_ROUTED, layers=3, experts=replace(TINY_ROUTED.experts, dense_layers=(0, 2))),
+    "some routed": replace(TINY_ROUTED, layers=3, experts=SOME_ROUTED),
 }
 
 
@@ -50,6 +53,8 @@ def test_loss_and_gradients_are_those_of_whole_layers(name: str, tiles: int, eve
     losses = [accumulate(model, batches, CPU)[0] for model in (plain, tiled)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for (name, a), b in zip(plain.named_parameters(), tiled.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
         assert a.grad is not None
         assert b.grad is not None
         assert (a.grad - b.grad).norm() <= 1e-5 * a.grad.norm() + 1e-8, name
@@ -128,6 +133,8 @@ def test_a_gated_mlp_that_is_one_operation_leaves_its_last_product_out() -> None
         accumulate(tiled, [batch], CPU)
     assert counted.rows == 8 * 48
     for a, b in zip(plain.parameters(), tiled.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
         assert (a.grad - b.grad).norm() <= 1e-5 * a.grad.norm() + 1e-8
 
 
@@ -146,6 +153,7 @@ def test_second_uses_and_inputs_without_gradients() -> None:
     x = torch.randn(2, 5, 4)
     (y,) = in_tiles(lambda part, x: (linear(x),), [x], [linear], 2)
     y.sum().backward(retain_graph=True)
+    assert linear.weight.grad is not None
     first = linear.weight.grad.clone()
     y.sum().backward()
     assert torch.allclose(linear.weight.grad, 2 * first)

@@ -161,10 +161,10 @@ def test_emptying_the_cache_keeps_segments_in_use() -> None:
     kept = allocator.allocate(6 * MIB)
     allocator.release(allocator.allocate(7 * MIB))
     allocator.release(allocator.allocate(50 * MIB))
-    allocator.give_back_free_segments()
+    allocator.empty_cache()
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (6 * MIB, 20 * MIB)
     allocator.release(kept)
-    allocator.give_back_free_segments()
+    allocator.empty_cache()
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
     assert allocator.peak_reserved_bytes == 70 * MIB
 
@@ -285,6 +285,6 @@ def test_what_holds_whatever_is_asked_for(seed: int) -> None:
     for block in held:
         allocator.release(block)
     assert allocator.allocated_bytes == 0 < allocator.reserved_bytes
-    allocator.give_back_free_segments()
+    allocator.empty_cache()
     assert allocator.reserved_bytes == 0, "some segment was still in pieces"
     assert 0 < allocator.peak_allocated_bytes <= allocator.peak_reserved_bytes <= 512 * MIB

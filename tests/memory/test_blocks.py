@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tightfit.memory.allocator import Block, CachingAllocator
-from tightfit.memory.blocks import Blocks
+from tightfit.memory.blocks import HistoryBlocks
 
 MIB = 2**20
 
@@ -16,7 +16,7 @@ def event(action: str, address: int, size: int) -> dict[str, Any]:
 
 
 def test_what_is_not_worth_a_block_is_given_along() -> None:
-    blocks = Blocks()
+    blocks = HistoryBlocks()
     assert blocks.grown_by(event("segment_alloc", 0, 20 * MIB)) == 0
     assert blocks.grown_by(event("alloc", 0, 3 * MIB)) == 3 * MIB
     assert blocks.grown_by(event("alloc", 3 * MIB, 16 * MIB + 100)) == 17 * MIB
@@ -32,7 +32,7 @@ def test_what_is_not_worth_a_block_is_given_along() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_sizes_are_those_of_the_allocator_that_made_the_history(seed: int) -> None:
-    draw, allocator, blocks = random.Random(seed), CachingAllocator(), Blocks()
+    draw, allocator, blocks = random.Random(seed), CachingAllocator(), HistoryBlocks()
     alive: list[tuple[Block, int]] = []
     known: set[int] = set()
     total = 0

@@ -100,7 +100,7 @@ def test_ledgers_are_found_in_plans_files_and_directories(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not JSON; give a plan, a ledger or a run's directory"),
+        ("{", "1)); give a plan, a ledger or a run's directory"),
         ("[1, 2]", "is not a ledger"),
         ('{"ledger": {"source": "guess", "lines": []}}', "is not a ledger (source 'guess')"),
         ('{"source": "measurement", "lines": [{"component": "weights"}]}', "is not a ledger"),

@@ -1,4 +1,4 @@
-"""Recipes make what torch's fake tensors make: metadata, aliases and memory, and the same trace of whole steps."""
+"""Cached results are what torch's fake tensors are: metadata, aliases and memory, and the same trace of whole steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from tightfit.memory import faking
 from tightfit.memory.faking import Faking
 from tightfit.memory.simulation import simulated
 from tightfit.memory.trace import Trace
-from tightfit.prove.rehearsal import rehearsed_step
+from tightfit.prove.rehearsal import trace_training_step
 
 Make = Callable[[Tensor], Any]
 OPERATIONS: dict[str, Make] = {
@@ -58,7 +58,7 @@ def test_a_recipe_makes_what_torch_makes(name: str) -> None:
     with FakeTensorMode():
         x = torch.ones(8, 6)
         expected = described(x, make(x))
-    faking._recipes.clear()
+    faking._cached.clear()
     for _ in range(3):
         with simulated():
             x = torch.ones(8, 6)
@@ -66,7 +66,7 @@ def test_a_recipe_makes_what_torch_makes(name: str) -> None:
 
 
 def test_the_same_view_of_another_place_is_in_that_place() -> None:
-    """Recipes know how far a view is from its argument, not where the argument is."""
+    """The cache knows how far a view is from its argument, not where the argument is."""
     with simulated():
         x = torch.empty(4, 8, 2)
         for at in range(4):
@@ -117,18 +117,18 @@ def rehearsal(spec: Any, layout: dict[str, Any], levers: dict[str, Any], precisi
     given = Layout.model_validate({"micro_batch": 2, **layout})
     batch = given.micro_batch * given.data * given.pipeline
     workload = Workload(spec=spec, sequence_length=32, global_batch=batch, precision=precision)
-    return rehearsed_step(workload, given, Levers.model_validate(levers))
+    return trace_training_step(workload, given, Levers.model_validate(levers))
 
 
 @pytest.mark.parametrize(("spec", "layout", "levers", "precision"), CASES)
-def test_a_step_from_recipes_is_the_step(
+def test_a_step_from_cached_results_is_the_step(
     spec: Any, layout: dict[str, Any], levers: dict[str, Any], precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every allocation and free, in order and with its owner, as where torch answers each operation itself."""
     with monkeypatch.context() as patched:
-        patched.setattr(Faking, "_answer", lambda self, *question: self.dispatch(*question))
+        patched.setattr(Faking, "_run", lambda self, *call: self.dispatch(*call))
         expected = rehearsal(spec, layout, levers, precision)
-    faking._recipes.clear()
+    faking._cached.clear()
     for _ in range(2):
         found = rehearsal(spec, layout, levers, precision)
         assert found.events == expected.events

@@ -2,6 +2,7 @@
 
 import cProfile
 import pstats
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,20 +16,21 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.loss_chunks import padded
 from tightfit.memory.formulas import gpt
-from tightfit.memory.formulas import states as states_of
-from tightfit.memory.formulas.logits import chunk_bytes, chunk_rows, loss_cost, padded
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.loss import logits_chunk_bytes, loss_cost
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
-from tightfit.memory.formulas.pipeline import pieces_in_flight, stage
+from tightfit.memory.formulas.pipeline import pieces_in_flight, pipeline_stage
 from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, serving_ledger, weight_bytes
-from tightfit.memory.formulas.share import Share
 from tightfit.memory.formulas.states import bytes_per_weight, paper_bytes
-from tightfit.memory.formulas.training import BUCKET_BYTES, peak, training_ledger
+from tightfit.memory.formulas.training import peak, training_ledger
 from tightfit.models.presets import preset, preset_names
 
 GIB = 2**30
 BARE = Overheads(0, 0, 0)
+STEP = ("forward", "loss", "backward", "optimizer")
 
 
 def workload(model: str = "llama-3.1-8b", length: int = 4096, batch: int = 64, precision: Any = "bf16") -> Workload:
@@ -81,36 +83,19 @@ def test_the_classic_layer_by_row() -> None:
 
 
 def test_logits_of_two_long_rows() -> None:
-    share = Share(2, 32768, 2)
+    shape = LocalShape(rows=2, length=32768, element_bytes=2)
     spec = preset("llama-3.1-8b")
     count = 2 * 32768 * 128256
     assert round(2 * count / GIB, 1) == 15.7
     assert round(4 * count / GIB, 1) == 31.3
-    plain = loss_cost(spec, share, fused=False, allowed_bytes=0)
-    hidden = 2 * share.tokens * spec.hidden_size
+    plain = loss_cost(spec, shape, fused=False, allowed_bytes=0)
+    hidden = 2 * shape.tokens * spec.hidden_size
     assert plain.forward - hidden == (2 + 4 + 4) * count
     assert plain.backward - hidden == (4 + 4 + 4) * count, "log-softmax, its gradient and its input's"
-    fused = loss_cost(spec, share, fused=True, allowed_bytes=256 * 2**20)
+    fused = loss_cost(spec, shape, fused=True, allowed_bytes=256 * 2**20)
     assert fused.logits < 2 * count / 10
     assert fused.forward < plain.forward / 18
-    assert fused.weight_gradient_copies == 4 * 128256 * 4096
-
-
-def test_constants_are_the_codes_own() -> None:
-    from tightfit.kernels import logit_chunks
-    from tightfit.levers import state_link, weight_streaming
-    from tightfit.train import optimizer
-
-    assert BUCKET_BYTES == optimizer.BUCKET_BYTES
-    ring = (states_of.PIECE_ELEMENTS, states_of.STATE_SLOTS, states_of.IN_FLIGHT_BYTES, states_of.WEIGHT_SLOTS)
-    assert ring == (
-        state_link.PIECE_ELEMENTS, state_link.SLOTS, state_link.IN_FLIGHT_BYTES, weight_streaming.SLOTS,
-    )  # fmt: skip
-    for columns in (1, 63, 64, 65, 50257, 128256):
-        assert padded(columns) == logit_chunks.padded(columns)
-    for total in (1, 255, 256, 1000, 8192, 65536):
-        for most in (0, 1, 200, 256, 300, 5000, 100_000):
-            assert chunk_rows(total, most) == logit_chunks.chunk_rows(total, most)
+    assert fused.wide_weight_gradient == 4 * 128256 * 4096
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -123,7 +108,9 @@ def test_a_chunk_is_the_fused_losss_own(training: bool, dtype_bytes: int) -> Non
     dtype = {2: torch.bfloat16, 4: torch.float32}[dtype_bytes]
     hidden, weight = (torch.empty(size, 64, dtype=dtype, device="meta") for size in (4096, 5001))
     rows = rows_at_a_time(hidden, weight, 2**20, weight_gradient=training, triton=True)
-    found = chunk_bytes(4096, 5001, 64, dtype_bytes, 2**20, training=training)
+    spec = replace(preset("tiny-llama"), vocab_size=5001, hidden_size=64)
+    shape = LocalShape(rows=1, length=4096, element_bytes=dtype_bytes)
+    found = logits_chunk_bytes(spec, shape, 2**20, training=training)
     assert found == rows * padded(5001) * dtype_bytes
 
 
@@ -155,6 +142,44 @@ def test_the_quick_view_is_the_ledgers(name: str, layout: dict[str, Any]) -> Non
             sum(line.bytes for line in ledger.at("backward", rank, "host")) for rank in range(given.pipeline)
         )
         assert {phase for phase, _ in ledger.moments()} >= {"init", "forward", "loss", "backward", "optimizer"}
+
+
+def test_the_quick_view_is_the_fullest_rank_of_any_pipeline() -> None:
+    """Whatever is recomputed, however stages are cut and however few micro-batches there are."""
+    chance = random.Random(0)
+    for _ in range(300):
+        schedule = chance.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"])
+        layout = Layout.model_validate(
+            {
+                "micro_batch": 1,
+                "pipeline": chance.choice([2, 3, 4, 6, 8]),
+                "schedule": schedule,
+                "stages_per_rank": chance.choice([2, 3]) if schedule == "interleaved" else 1,
+                "data": 2,
+                "zero": chance.choice([0, 1]),
+            }
+        )
+        which = chance.choice([{}, {"checkpoint_every": chance.choice([1, 2, 3, 4])}, {"num_checkpoints": 5}])
+        levers = Levers.model_validate(which | {"offload": chance.choice(["none", "none", "optimizer"])})
+        model = chance.choice(["llama-3.1-8b", "gemma-2-9b", "qwen3-30b-a3b", "gpt2-xl", "gemma-3-12b"])
+        run = workload(model, length=chance.choice([256, 1024]), batch=2 * chance.choice([1, 2, 4, 8, 32]))
+        ledger = training_ledger(run, layout, levers)
+        assert peak(run, layout, levers)[0] == max(
+            ledger.total(lambda line, at=at: (line.phase, line.rank, line.place) == (*at, "gpu"))  # type: ignore[misc]
+            for at in ledger.moments()
+            if at[0] in STEP
+        ), (model, layout, levers)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_that_wait_for_the_host_are_shards_under_zero(zero: int) -> None:
+    """70B on eight cards: each updates an eighth of the weights, and has gradients of no more when forward begins."""
+    run, spec = workload("llama-3.1-70b", length=1024, batch=8), preset("llama-3.1-70b")
+    layout = Layout.model_validate({"micro_batch": 1, "data": 8, "zero": zero})
+    ledger = training_ledger(run, layout, Levers(offload="optimizer", checkpoint_every=1), BARE)
+    assert ledger.by_component("forward").get("gradients", 0) <= 4 * spec.params() / 8
+    alone = training_ledger(replace(run, global_batch=1), Layout(micro_batch=1), Levers(offload="optimizer"), BARE)
+    assert alone.by_component("forward")["gradients"] > 2 * 0.98 * spec.params(), "one card has all of them"
 
 
 @pytest.mark.parametrize("axis", ["data-0", "data-1", "data-2", "data-3", "tensor", "pipeline", "context"])
@@ -221,9 +246,9 @@ def test_pipelines_hold_what_their_schedules_say() -> None:
     interleaved = Layout(pipeline=4, schedule="interleaved", stages_per_rank=2)
     assert [pieces_in_flight(interleaved, rank, 16) for rank in range(4)] == [11, 9, 7, 5]
     small = replace(preset("llama-3.1-8b"), layers=30, vocab_size=64)
-    spans = [stage(small, 4096, 4, 1, rank)[1:3] for rank in range(4)]
+    spans = [pipeline_stage(small, 4096, 4, 1, rank)[1:3] for rank in range(4)]
     assert spans == [(0, 7), (7, 15), (15, 23), (23, 30)], "the embedding counts too"
-    pieces = [stage(small, 4096, 2, 2, rank)[1:3] for rank in range(2)]
+    pieces = [pipeline_stage(small, 4096, 2, 2, rank)[1:3] for rank in range(2)]
     assert pieces == [(0, 15), (15, 30)]
 
 

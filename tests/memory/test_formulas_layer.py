@@ -18,8 +18,8 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.memory.formulas.layer import attention_kind, layer_kept
-from tightfit.memory.formulas.rank import rank_memory
-from tightfit.memory.formulas.share import Share
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.rank import RankMemory, rank_memory
 from tightfit.memory.simulation import simulated
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
@@ -58,8 +58,8 @@ class Saved:
 
 def implementations(spec: ModelSpec, loss: str = "triton") -> Implementations:
     """What a GPU takes: torch's attention where causality says it all, else ours."""
-    share = Share(ROWS, LENGTH, 2)
-    plain = all(attention_kind(spec, layer, share) == "fused" for layer in range(spec.layers))
+    shape = LocalShape(ROWS, LENGTH, 2)
+    plain = all(attention_kind(spec, layer, shape) == "fused" for layer in range(spec.layers))
     return Implementations(
         attention="sdpa" if plain else "triton",
         linear_cross_entropy=loss,  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def saved_bytes(model: Decoder) -> int:
     return saved.bytes
 
 
-def rank_of(spec: ModelSpec, precision: str, **levers: object):  # type: ignore[no-untyped-def]
+def rank_of(spec: ModelSpec, precision: str, **levers: object) -> RankMemory:
     workload = Workload(spec=spec, sequence_length=LENGTH, global_batch=ROWS, precision=precision)  # type: ignore[arg-type]
     return rank_memory(workload, Layout(micro_batch=ROWS), Levers.model_validate(levers), 0)
 
@@ -94,17 +94,17 @@ def rank_of(spec: ModelSpec, precision: str, **levers: object):  # type: ignore[
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     """fp16, whose kernels the interpreter runs exactly, so that float32 and 16-bit tensors are told apart."""
     spec = preset(name)
-    share = Share(ROWS, LENGTH, 2)
+    shape = LocalShape(ROWS, LENGTH, 2)
     model = decoder(spec, torch.float16)
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
-    around = model.surroundings(x, torch.arange(LENGTH)[None], None, None)
-    tables = [table for pair in around.ropes.values() for table in pair]
+    ctx = model.forward_context(x, torch.arange(LENGTH)[None], None, None)
+    tables = [table for pair in ctx.rope_tables.values() for table in pair]
     for index in {0, spec.layers - 1}:
         saved = Saved(model, *tables)
         with saved.watching():
-            made, _ = model.layers[index](x * 1.0, around)
+            made, _ = model.layers[index](x * 1.0, ctx)
         assert made.shape == x.shape
-        assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, index, share))
+        assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, index, shape))
 
 
 KEPT: list[dict[str, Any]] = [
@@ -125,9 +125,9 @@ def test_a_model_keeps_what_is_alive_after_forward(name: str, levers: dict[str, 
     """Whoever holds it: autograd, a checkpoint, or a checkpoint's kept results. On fake tensors, which are quick."""
     spec = preset(name)
     gpu, host = alive_bytes(spec, Levers.model_validate(levers))
-    at = rank_of(spec, "fp16", **levers)
-    assert gpu == at.cost.kept + at.cost.outside + at.cost.loss.kept
-    assert host == at.host_checkpoints
+    rank = rank_of(spec, "fp16", **levers)
+    assert gpu == sum(rank.stage.saved) + rank.stage.outside_bytes + rank.stage.loss.kept
+    assert host == rank.host.checkpoints
 
 
 def alive_bytes(spec: ModelSpec, levers: Levers) -> tuple[int, int]:
@@ -157,5 +157,5 @@ def alive_bytes(spec: ModelSpec, levers: Levers) -> tuple[int, int]:
 def test_the_loss_keeps_what_autograd_keeps(name: str, loss: str, precision: str, dtype: torch.dtype) -> None:
     spec = replace(preset(name), layers=1, window_layers=())  # layers are compared one by one above
     model = decoder(spec, dtype, "triton" if loss == "fused" else "eager")
-    at = rank_of(spec, precision, loss=loss)
-    assert saved_bytes(model) == at.cost.kept + at.cost.outside + at.cost.loss.kept
+    rank = rank_of(spec, precision, loss=loss)
+    assert saved_bytes(model) == sum(rank.stage.saved) + rank.stage.outside_bytes + rank.stage.loss.kept

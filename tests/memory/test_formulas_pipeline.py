@@ -43,6 +43,31 @@ def test_a_stage_holds_what_its_simulation_does(name: str) -> None:
         assert abs(ours / theirs - 1) < most, f"stage {stage}: {ours / 2**30:.2f} GiB, simulated {theirs / 2**30:.2f}"
 
 
+EARLY: dict[str, tuple[dict[str, Any], int, float]] = {
+    "1f1b": ({}, 2, 0.01),
+    "zero-bubble": ({"schedule": "zero-bubble"}, 2, 0.02),
+    "interleaved": ({"schedule": "interleaved", "stages_per_rank": 2}, 2, 0.01),
+    "fewer-than-stages": ({"pipeline": 4}, 2, 0.02),
+    "zero-1": ({"data": 2, "zero": 1}, 2, 0.04),
+    "gpipe-zero-1": ({"schedule": "gpipe", "data": 2, "zero": 1}, 2, 0.04),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_nothing_is_summed_before_the_first_backward(name: str) -> None:
+    """With no more micro-batches than stages, all are in flight before there is any gradient."""
+    fields, micro_batches, most = EARLY[name]
+    layout = Layout.model_validate({"pipeline": 2, "micro_batch": 4, **fields})
+    spec = replace(preset("llama-3.1-8b"), layers=8)
+    rows = 4 * micro_batches * layout.data
+    workload = Workload(spec=spec, sequence_length=2048, global_batch=rows, precision="bf16")
+    found = training_ledger(workload, layout, Levers(), Overheads(context_bytes=0, slack_share=0))
+    truth = rehearse(workload, layout, Levers())
+    for stage in {line.rank for line in truth.lines}:
+        ours, theirs = (max(ledger.allocated_bytes(p, stage) for p in STEP) for ledger in (found, truth))
+        assert abs(ours / theirs - 1) < most, f"stage {stage}: {ours / 2**30:.2f} GiB, simulated {theirs / 2**30:.2f}"
+
+
 STEP: tuple[Any, ...] = ("forward", "loss", "backward", "optimizer")
 
 

@@ -68,3 +68,20 @@ def test_the_peak_is_the_simulations(
     )
     if levers_given.offload != "none":
         assert truth.allocated_bytes("backward", place="host") > 2**30
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "precision"), [("mistral-7b", 4096, "bf16"), ("llama-2-7b", 2048, "pure-bf16")]
+)
+def test_gradients_that_wait_for_the_host_stop_growing(model: str, length: int, precision: Any) -> None:
+    """With updates inside backward so many bytes of them wait for the link: backward is fullest a few layers in."""
+    workload = Workload(
+        spec=replace(preset(model), layers=10), sequence_length=length, global_batch=1, precision=precision
+    )
+    layout = Layout(micro_batch=1)
+    levers = Levers(offload="weights", checkpoint_every=1, update_in_backward=True)
+    found = training_ledger(workload, layout, levers, Overheads(context_bytes=0, slack_share=0))
+    truth = rehearse(workload, layout, levers)
+    assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.01)
+    assert found.allocated_bytes("backward") == pytest.approx(truth.allocated_bytes("backward"), rel=0.01)
+    assert truth.fullest()[0] == "backward"

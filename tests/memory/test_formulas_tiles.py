@@ -12,12 +12,11 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers import tiling
 from tightfit.memory.formulas.layer import layer_kept
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.overheads import Overheads
-from tightfit.memory.formulas.share import Share
-from tightfit.memory.formulas.tiles import head_groups
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
-from tightfit.plan.space import TILED_LENGTH
+from tightfit.plan.lever_choices import TILED_LENGTH
 from tightfit.prove.rehearsal import rehearse
 
 CASES: list[tuple[str, int, dict[str, Any], str]] = [
@@ -34,11 +33,11 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     model = decoder(spec, torch.float16)
     tiling.tile_layers(model, tiles)
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
-    around = model.surroundings(x, torch.arange(LENGTH)[None], None, None)
+    ctx = model.forward_context(x, torch.arange(LENGTH)[None], None, None)
     with Saved(model).watching() as saved:
-        made, _ = model.layers[0](x * 1.0, around)
+        made, _ = model.layers[0](x * 1.0, ctx)
     assert made.shape == x.shape
-    assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, 0, Share(ROWS, LENGTH, 2, tiles=tiles)))
+    assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, 0, LocalShape(ROWS, LENGTH, 2, tiles=tiles)))
 
 
 @pytest.mark.parametrize(("model", "length", "levers", "precision"), CASES)
@@ -50,7 +49,7 @@ def test_the_peak_is_the_simulations(model: str, length: int, levers: dict[str, 
     truth = rehearse(workload, layout, given)
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.03)
     for phase in ("forward", "loss", "backward", "optimizer"):
-        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase  # type: ignore[arg-type]
+        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase
     whole = rehearse(workload, layout, given.model_copy(update={"tiles": 1}))
     assert truth.allocated_bytes("backward") < whole.allocated_bytes("backward")
 
@@ -65,9 +64,3 @@ def test_tiles_save_from_the_length_on_that_the_planner_tries_them(name: str, ev
         levers = Levers(tiles=tiles, checkpoint_every=every)
         peaks.append(training_ledger(workload, Layout(micro_batch=1), levers).peak_allocated_bytes())
     assert peaks[1] <= peaks[0]
-
-
-def test_the_planner_and_the_lever_group_heads_alike() -> None:
-    for kv_heads in (1, 3, 8, 12):
-        for tiles in (1, 2, 5, 8, 100):
-            assert head_groups(kv_heads, tiles) == tiling.head_groups(kv_heads, tiles)

@@ -70,12 +70,10 @@ def test_host_memory_does_not_reach_the_gpus_allocator() -> None:
     allocator = CachingAllocator(capacity_bytes=30 * MIB)
     replay = trace.replay(allocator)
     assert (replay.peak_allocated_bytes, replay.peak_reserved_bytes) == (20 * MIB, 20 * MIB)
-    assert [(m.phase, m.allocated_bytes, m.reserved_bytes) for m in replay.host_moments] == [
-        ("init", 50 * MIB, 50 * MIB)
-    ]
+    assert [(m.phase, m.allocated_bytes, m.reserved_bytes) for m in replay.host_peaks] == [("init", 50 * MIB, 50 * MIB)]
     together = trace.replay(PlainAllocator(), apart=False)
     assert together.peak_allocated_bytes == 70 * MIB
-    assert together.host_moments == []
+    assert together.host_peaks == []
 
 
 def test_freed_and_repeated_host_memory_is_counted_once() -> None:
@@ -89,7 +87,7 @@ def test_freed_and_repeated_host_memory_is_counted_once() -> None:
     trace.free(first)
     trace.allocate(Allocation(5, "gradients", place="host"))
     replay = trace.replay(PlainAllocator(), steps=3)
-    assert {m.phase: m.allocated_bytes for m in replay.host_moments} == {"init": 7, "forward": 42, "backward": 12}
+    assert {m.phase: m.allocated_bytes for m in replay.host_peaks} == {"init": 7, "forward": 42, "backward": 12}
 
 
 def test_on_the_cpu_a_measurement_has_everything_in_one_place() -> None:

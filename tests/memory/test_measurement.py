@@ -190,7 +190,7 @@ def test_a_gpu_history_is_attributed_by_address_and_time() -> None:
         tracer.births.setdefault(address, []).append((time, tracer.trace.allocate(allocation)))
     replay = replay_of_history(HISTORY, tracer)
     assert replay.starts == [(0, "load"), (2, "forward"), (5, "backward")]
-    load, forward, backward = replay.moments
+    load, forward, backward = replay.peaks
     assert [(a.component, a.bytes) for a in load.alive] == [("weights", 1024)]
     assert [(a.component, a.bytes) for a in forward.alive] == [("weights", 1024), ("activations", 512)]
     assert [(a.component, a.bytes) for a in backward.alive] == [

@@ -21,17 +21,18 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.allocator import PlainAllocator
+from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Component, Ledger, Phase
 from tightfit.memory.measurement import measured
 from tightfit.memory.simulation import fake_world, simulated
-from tightfit.memory.trace import Moment, Trace
+from tightfit.memory.trace import PhasePeak, Trace
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.prove import rehearsal
-from tightfit.prove.rehearsal import CPU, build, introduce, rehearse, rehearsed_step
+from tightfit.prove.rehearsal import CPU, build, claim_tensors, rehearse, trace_training_step
 from tightfit.train.step import NotFiniteError
 
 ODD = replace(TINY, vocab_size=101, mlp_size=52)
@@ -75,7 +76,7 @@ def parameters(spec: ModelSpec, ranks: int = 1) -> int:
 def test_states_are_exact(layout: dict[str, Any], precision: PrecisionName) -> None:
     """Between backward and the update, to the byte; beside weights there are a batch, the loss and a few counts."""
     workload, given, levers = asked(ODD, layout, {}, precision)
-    held = alive_at(rehearsed_step(workload, given, levers), "optimizer")
+    held = alive_at(trace_training_step(workload, given, levers), "optimizer")
     P = parameters(ODD, given.data if given.zero else 1)
     mixed = precision in ("bf16", "fp16")
     width = 4 if precision == "fp32" else 2
@@ -97,7 +98,7 @@ def test_states_are_exact(layout: dict[str, Any], precision: PrecisionName) -> N
 @pytest.mark.parametrize("zero", [0, 3])
 def test_states_of_other_models_are_exact(spec: ModelSpec, zero: int) -> None:
     workload, given, levers = asked(spec, {"data": WORLD, "zero": zero}, {})
-    held = alive_at(rehearsed_step(workload, given, levers), "optimizer")
+    held = alive_at(trace_training_step(workload, given, levers), "optimizer")
     P = parameters(spec, WORLD if zero else 1)
     assert (held["master weights"], held["optimizer states"]) == (4 * P, 8 * P)
 
@@ -106,7 +107,7 @@ PLAIN = Implementations(attention="eager", linear_cross_entropy="torch", norm="t
 """Operations that are the same on fake tensors and on the CPU's."""
 
 
-def plain_moments(tracing: AbstractContextManager[Any], question: tuple[Workload, Layout, Levers]) -> list[Moment]:
+def plain_moments(tracing: AbstractContextManager[Any], question: tuple[Workload, Layout, Levers]) -> list[PhasePeak]:
     """The fullest moments of one step by bytes of tensors, fake or real."""
     workload, layout, levers = question
     with ExitStack() as stack:
@@ -117,22 +118,22 @@ def plain_moments(tracing: AbstractContextManager[Any], question: tuple[Workload
         entered = stack.enter_context(tracing)
         tracer = getattr(entered, "tracer", entered)
         program = build(workload, layout, levers, CPU, PLAIN, mesh, tracer)
-        introduce(tracer, program.decoder, program.optimizer)
+        claim_tensors(tracer, program.decoder, program.optimizer)
         try:
             program.step(tracer.begin)
         except NotFiniteError:  # real shards whose other ranks are fake hold whatever was in memory
             assert layout.zero
-    return tracer.trace.replay(PlainAllocator(), steps=1).moments
+    return tracer.trace.replay(PlainAllocator(), steps=1).peaks
 
 
-def by_component(moment: Moment) -> dict[Component, int]:
+def by_component(moment: PhasePeak) -> dict[Component, int]:
     held: Counter[Component] = Counter()
     for allocation in moment.alive:
         held[allocation.component] += allocation.bytes
     return dict(held)
 
 
-def tensors(moment: Moment) -> dict[Component, int]:
+def tensors(moment: PhasePeak) -> dict[Component, int]:
     """Components without those that are a mere number, such as a norm that is left from the step before."""
     return {component: held for component, held in by_component(moment).items() if held > 8}
 
@@ -196,17 +197,17 @@ def test_a_deep_model_is_what_two_shallow_ones_say(
 
 def _of_depth(
     monkeypatch: pytest.MonkeyPatch, direct_layers: int, question: tuple[Workload, Layout, Levers]
-) -> list[Moment]:
+) -> list[PhasePeak]:
     """Moments of the model, traced whole up to `direct_layers` layers; a shallow trace must really be shallow."""
     traced: list[int] = []
 
     def counted(workload: Workload, *others: Any) -> Trace:
         traced.append(workload.spec.layers)
-        return rehearsed_step(workload, *others)
+        return trace_training_step(workload, *others)
 
     monkeypatch.setattr(rehearsal, "DIRECT_LAYERS", direct_layers)
-    monkeypatch.setattr(rehearsal, "rehearsed_step", counted)
-    moments = rehearsal._replay(*question, rehearsal.DEFAULT).moments
+    monkeypatch.setattr(rehearsal, "trace_training_step", counted)
+    moments = rehearsal._replay(*question, DEFAULT).peaks
     monkeypatch.undo()
     assert (traced == [12]) if direct_layers else (len(traced) == 2 and max(traced) < 12)
     return moments

@@ -6,7 +6,7 @@ import pytest
 
 from tightfit.memory.allocator import CachingAllocator, PlainAllocator, rounded
 from tightfit.memory.ledger import PHASES, Component, Phase
-from tightfit.memory.trace import Allocation, Moment, Trace, fullest_of_each_phase, largest_alive, ledger_of
+from tightfit.memory.trace import Allocation, PhasePeak, Trace, largest_alive, ledger_of, peak_of_each_phase
 
 MIB = 2**20
 COMPONENTS: tuple[Component, ...] = ("weights", "gradients", "activations", "workspace")
@@ -28,7 +28,7 @@ def step_trace() -> Trace:
     return trace
 
 
-def held(moment: Moment) -> list[tuple[str, str, int]]:
+def held(moment: PhasePeak) -> list[tuple[str, str, int]]:
     return [(a.component, a.detail, a.bytes) for a in moment.alive]
 
 
@@ -37,7 +37,7 @@ def test_one_step_by_hand() -> None:
     assert replay.allocated_bytes == [100, 140, 170, 140, 190, 150]
     assert replay.starts == [(0, "init"), (1, "forward"), (4, "backward")]
     assert replay.peak_allocated_bytes == replay.peak_reserved_bytes == 190
-    by_phase = {moment.phase: moment for moment in replay.moments}
+    by_phase = {moment.phase: moment for moment in replay.peaks}
     assert [(phase, moment.allocated_bytes) for phase, moment in by_phase.items()] == [
         ("init", 100), ("forward", 170), ("backward", 190),
     ]  # fmt: skip
@@ -56,7 +56,7 @@ def test_a_repeated_step_begins_with_what_the_last_one_left() -> None:
     once = [190, 220, 190, 190, 150]
     assert replay.allocated_bytes == [100, 140, 170, 140, 190, 150, *once, *once]
     assert [phase for _, phase in replay.starts].count("forward") >= 3
-    by_phase = {moment.phase: moment for moment in replay.moments}
+    by_phase = {moment.phase: moment for moment in replay.peaks}
     assert by_phase["forward"].allocated_bytes == 220
     assert ("gradients", "", 50) in held(by_phase["forward"])
     assert held(by_phase["backward"]).count(("gradients", "", 50)) == 1
@@ -95,12 +95,12 @@ def test_occurrences_of_a_phase_are_kept_apart_and_the_fullest_counts() -> None:
     forwards = [m for m in replay.occurrences if m.phase == "forward"]
     assert [m.allocated_bytes for m in forwards] == [30, 80, 50]
     assert [len(m.alive) for m in forwards] == [1, 1, 1]
-    assert {m.phase: m.allocated_bytes for m in replay.moments} == {"forward": 80, "backward": 0}
+    assert {m.phase: m.allocated_bytes for m in replay.peaks} == {"forward": 80, "backward": 0}
 
 
 def test_what_was_reserved_counts_even_where_another_occurrence_is_fuller() -> None:
-    moments = [Moment("forward", 10, 90), Moment("forward", 50, 60), Moment("loss", 5, 60)]
-    best = fullest_of_each_phase(moments)
+    moments = [PhasePeak("forward", 10, 90), PhasePeak("forward", 50, 60), PhasePeak("loss", 5, 60)]
+    best = peak_of_each_phase(moments)
     assert [(m.phase, m.allocated_bytes, m.reserved_bytes) for m in best] == [("forward", 50, 90), ("loss", 5, 60)]
     assert (moments[1].allocated_bytes, moments[1].reserved_bytes) == (50, 60), "its arguments are left alone"
 
@@ -138,9 +138,9 @@ def random_trace(seed: int) -> Trace:
 @pytest.mark.parametrize("seed", range(5))
 def test_ledgers_add_up_to_what_was_allocated_and_reserved(seed: int) -> None:
     replay = random_trace(seed).replay(steps=2)
-    ledger = ledger_of(replay.moments, "simulation", context_bytes=5 * MIB)
-    assert [phase for phase, _ in ledger.moments()] == sorted({m.phase for m in replay.moments}, key=PHASES.index)
-    for moment in replay.moments:
+    ledger = ledger_of(replay.peaks, "simulation", context_bytes=5 * MIB)
+    assert [phase for phase, _ in ledger.moments()] == sorted({m.phase for m in replay.peaks}, key=PHASES.index)
+    for moment in replay.peaks:
         assert sum(rounded(a.bytes) for a in moment.alive) <= moment.allocated_bytes
         assert ledger.allocated_bytes(moment.phase) == moment.allocated_bytes
         by_component = ledger.by_component(moment.phase)
@@ -154,9 +154,9 @@ def test_ledgers_add_up_to_what_was_allocated_and_reserved(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_with_exact_bytes_each_component_is_what_was_alive(seed: int) -> None:
     replay = random_trace(seed).replay(PlainAllocator(), steps=1)
-    ledger = ledger_of(replay.moments, "measurement", place="host")
+    ledger = ledger_of(replay.peaks, "measurement", place="host")
     assert not ledger.moments("gpu")
-    for moment in replay.moments:
+    for moment in replay.peaks:
         found = ledger.by_component(moment.phase, place="host")
         for component in COMPONENTS:
             assert found.get(component, 0) == sum(a.bytes for a in moment.alive if a.component == component)
@@ -177,11 +177,11 @@ def test_largest_alive_counts_the_same_tensor_of_all_layers_as_one_kind() -> Non
     alive = [Allocation(10, "activations", "mlp", f"layers.{n}.mlp", "aten.mm") for n in range(7)]
     alive += [Allocation(60, "weights", "", "embed", "aten.empty"), Allocation(1, "workspace")]
     alive.append(Allocation(10, "activations", "mlp", "layers.0.attention", "aten.mm"))
-    ranked = largest_alive(Moment("forward", alive=alive), count=3)
+    ranked = largest_alive(PhasePeak("forward", alive=alive), count=3)
     assert [(a.module, a.bytes, times) for a, times in ranked] == [
         ("layers.*.mlp", 10, 7), ("embed", 60, 1), ("layers.*.attention", 10, 1),
     ]  # fmt: skip
-    everything = largest_alive(Moment("forward", alive=alive))
+    everything = largest_alive(PhasePeak("forward", alive=alive))
     assert sum(a.bytes * times for a, times in everything) == sum(a.bytes for a in alive)
 
 
@@ -190,4 +190,4 @@ def test_every_phase_can_be_traced(phase: Phase) -> None:
     trace = Trace()
     trace.begin(phase)
     trace.allocate(Allocation(600, "weights"))
-    assert ledger_of(trace.replay().moments, "simulation").allocated_bytes(phase) == 1024
+    assert ledger_of(trace.replay().peaks, "simulation").allocated_bytes(phase) == 1024

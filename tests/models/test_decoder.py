@@ -1,5 +1,7 @@
 """What the decoder promises beyond one sequence at a time: packed documents, a cache, construction without memory."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def documents() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt2", "qwen2_moe", "phi3-longrope-short"])
-def test_packed_documents_are_computed_as_if_alone(name):
+def test_packed_documents_are_computed_as_if_alone(name: str) -> None:
     both = pair(name)
     with torch.no_grad():
         packed = both.ours(both.tokens, documents=documents()).logits
@@ -29,7 +31,7 @@ def test_packed_documents_are_computed_as_if_alone(name):
         assert distance(packed[1:], both.ours(both.tokens[1:]).logits) < 1e-5
 
 
-def test_packed_rows_choose_longrope_factors_by_the_longest_document_not_the_row():
+def test_packed_rows_choose_longrope_factors_by_the_longest_document_not_the_row() -> None:
     config = CASES["phi3-longrope-short"] | {"original_max_position_embeddings": max(LENGTHS)}
     both = pair("phi3-longrope-short")
     from tightfit.models.huggingface.config import spec_from_config
@@ -43,7 +45,7 @@ def test_packed_rows_choose_longrope_factors_by_the_longest_document_not_the_row
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2"])
-def test_gradients_do_not_cross_document_borders(name):
+def test_gradients_do_not_cross_document_borders(name: str) -> None:
     both = pair(name)
     seen: list[torch.Tensor] = []
     hook = both.ours.embed.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -66,7 +68,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("name", "steps"), STEPS, ids=lambda value: value if isinstance(value, str) else len(value))
-def test_cache_gives_what_the_full_forward_gives(name, steps):
+def test_cache_gives_what_the_full_forward_gives(name: str, steps: Any) -> None:
     both = pair(name)
     cache = KeyValueCache(both.ours.spec, BATCH, LENGTH, torch.device("cpu"), torch.float32)
     with torch.no_grad():
@@ -77,7 +79,7 @@ def test_cache_gives_what_the_full_forward_gives(name, steps):
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_cache_at_full_length_gives_what_the_full_forward_gives(name):
+def test_cache_at_full_length_gives_what_the_full_forward_gives(name: str) -> None:
     both = pair(name)
     cache = KeyValueCache(both.ours.spec, BATCH, LENGTH, torch.device("cpu"), torch.float32)
     with torch.no_grad():
@@ -85,7 +87,7 @@ def test_cache_at_full_length_gives_what_the_full_forward_gives(name):
         assert distance(last, both.ours(both.tokens).logits[:, -1:]) < 1e-6
 
 
-def test_documents_and_cache_exclude_each_other():
+def test_documents_and_cache_exclude_each_other() -> None:
     both = pair("llama")
     cache = KeyValueCache(both.ours.spec, BATCH, 2 * LENGTH, torch.device("cpu"), torch.float32)
     both.ours(both.tokens, cache=cache)
@@ -94,7 +96,7 @@ def test_documents_and_cache_exclude_each_other():
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if preset(name).layers <= 36])
-def test_parameter_count_of_the_decoder_is_the_spec_s(name):
+def test_parameter_count_of_the_decoder_is_the_spec_s(name: str) -> None:
     """Deeper ones only repeat layers; what they add up to is in test_presets.py."""
     spec = preset(name)
     with torch.device("meta"):
@@ -104,7 +106,7 @@ def test_parameter_count_of_the_decoder_is_the_spec_s(name):
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("tiny-")])
-def test_initialised_model_predicts_nothing_in_particular(name):
+def test_initialised_model_predicts_nothing_in_particular(name: str) -> None:
     torch.manual_seed(0)
     spec = preset(name)
     model = Decoder(spec)
@@ -116,7 +118,7 @@ def test_initialised_model_predicts_nothing_in_particular(name):
     assert uniform < loss < uniform + 1.5
 
 
-def test_a_divisor_divides_the_loss_and_its_gradients():
+def test_a_divisor_divides_the_loss_and_its_gradients() -> None:
     both, labels = pair("llama"), pair("llama").tokens.roll(-1, 1)
     weights = list(both.ours.parameters())
     summed, divided = (both.ours(both.tokens, labels, divisor=divisor).loss for divisor in (None, 7.0))

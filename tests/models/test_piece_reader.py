@@ -2,16 +2,19 @@
 
 import os
 import pickle
+import random
+import time
+import tracemalloc
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -115,6 +118,99 @@ def test_what_is_no_index_gets_a_sentence(checkpoint: Path, content: bytes) -> N
         read_pieces({NAME: torch.zeros(2, 3)}, checkpoint)
     with pytest.raises(UserError, match="is damaged or of another model"):
         stored_tensors(checkpoint)
+
+
+CRAFTED = {
+    "an attribute of a class": b"cpathlib\nPosixPath\n(N}S'name'\nS'x'\nstb0.",
+    "an attribute of a class, as unicode": b"cpathlib\nPosixPath\n}(X\x04\0\0\0nameX\x01\0\0\0xub.",
+    "an attribute of a description": b"ctorch.distributed.checkpoint.metadata\nMetadata\n}(X\x01\0\0\0aK\x01ub.",
+    "a class made with arguments": b"cpathlib\nPosixPath\n(X\x01\0\0\0at\x81.",
+    "a persistent id": b"Pfile\n.",
+    "an extension": b"\x82\x01.",
+    "a byte array of 4 GB": b"\x96\0\0\0\0\x01\0\0\0.",
+    "a memo of 4 GB": b"Nr\xff\xff\xff\x1f.",
+    "bytes of 4 GB": b"\x8e\0\0\0\0\x01\0\0\0.",
+    "text of 4 GB": b"X\xff\xff\xff\xffa.",
+    "a frame of 4 GB": b"\x80\x04\x95\0\0\0\0\x01\0\0\0N.",
+    "a key of tuples of tuples": b"}(" + b"(lt" + b"\x94h\x00h\x00\x86" * 200 + b"Nu.",
+    "a size that is negative": b"ctorch\nSize\n(J\xff\xff\xff\xfftt R.".replace(b" ", b"\x85"),
+    "nothing on the stack": b"R.",
+    "an unknown instruction": b"\xfe.",
+}
+
+
+@pytest.mark.parametrize("content", CRAFTED.values(), ids=CRAFTED)
+def test_crafted_pickles_change_nothing_and_take_no_memory(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / FOLDER / INDEX).write_bytes(content)
+    before = {name: dict(vars(kind)) for name, kind in (("path", PosixPath), ("index", Metadata))}
+    tracemalloc.start()
+    began = time.process_time()
+    with pytest.raises(UserError, match="is damaged or of another model"):
+        stored_tensors(checkpoint)
+    assert time.process_time() - began < 5
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    assert {name: dict(vars(kind)) for name, kind in (("path", PosixPath), ("index", Metadata))} == before
+
+
+def test_a_link_to_elsewhere_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
+    (piece,) = (checkpoint / FOLDER).glob("*.distcp")
+    piece.rename(tmp_path / "elsewhere.distcp")
+    piece.symlink_to(tmp_path / "elsewhere.distcp")
+    with pytest.raises(UserError, match="which is not beside it"):
+        read_pieces({NAME: torch.zeros(2, 3)}, checkpoint)
+
+
+def altered(index: Any, what: str) -> Any:
+    """The index with one thing in it that cannot be."""
+    tensor, stored = index.state_dict_metadata[NAME], next(iter(index.storage_data.values()))
+    match what:
+        case "beyond the end":
+            stored.length = 10**12
+        case "not make up the whole":
+            tensor.chunks[0].sizes = torch.Size([1, 3])
+        case "outside its tensor":
+            tensor.chunks[0].offsets = torch.Size([1, 0])
+        case "is missing":
+            stored.relative_path = "absent.distcp"
+        case "transformed":
+            stored.transform_descriptors = ["zstd"]
+        case "something else than tensors":
+            tensor.chunks = None
+    return index
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "beyond the end",
+        "not make up the whole",
+        "outside its tensor",
+        "is missing",
+        "transformed",
+        "something else than tensors",
+    ],
+)
+def test_an_index_that_cannot_be_true(checkpoint: Path, what: str) -> None:
+    change_index(checkpoint, lambda index: altered(index, what))
+    with pytest.raises(UserError, match=what):
+        stored_tensors(checkpoint)
+
+
+def test_every_byte_of_an_index_may_be_wrong(checkpoint: Path) -> None:
+    path = checkpoint / FOLDER / INDEX
+    content = path.read_bytes()
+    chance = random.Random(3)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            stored_tensors(checkpoint)
+        except UserError:
+            refused += 1
+    assert refused > 100
 
 
 def test_a_missing_tensor_is_named(checkpoint: Path) -> None:

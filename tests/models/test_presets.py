@@ -1,6 +1,7 @@
 """Presets against the published parameter counts and against the model transformers builds from them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,28 +70,28 @@ BILLIONS_PER_TOKEN = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.35, "qwen3-235b-a
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_totals(name):
+def test_published_totals(name: str) -> None:
     assert preset(name).params() == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED_WITH_IMAGES)
-def test_published_totals_with_images(name):
+def test_published_totals_with_images(name: str) -> None:
     spec = preset(name)
     assert spec.params() + 416_866_032 + 1152 + 1152 * spec.hidden_size == PUBLISHED_WITH_IMAGES[name]
 
 
-def test_every_preset_is_checked():
+def test_every_preset_is_checked() -> None:
     named = {*PUBLISHED, *PUBLISHED_WITH_IMAGES}
     assert named == {name for name in preset_names() if not name.startswith(("tiny-", "nano-"))}
 
 
 @pytest.mark.parametrize("name", BILLIONS_PER_TOKEN)
-def test_parameters_one_token_uses(name):
+def test_parameters_one_token_uses(name: str) -> None:
     assert preset(name).params(active=True) / 1e9 == pytest.approx(BILLIONS_PER_TOKEN[name], abs=0.06)
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if preset(name).layers <= 36])
-def test_transformers_builds_as_many_parameters(name):
+def test_transformers_builds_as_many_parameters(name: str) -> None:
     """Deeper ones only repeat layers, and add up to the published totals above."""
     spec = preset(name)
     config = transformers.AutoConfig.for_model(**config_from_spec(spec, dtype="bfloat16"))
@@ -100,16 +101,16 @@ def test_transformers_builds_as_many_parameters(name):
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("tiny-")])
-def test_tiny_presets_are_tiny(name):
+def test_tiny_presets_are_tiny(name: str) -> None:
     assert preset(name).params() < 300_000
 
 
-def test_there_is_a_tiny_preset_for_every_family():
+def test_there_is_a_tiny_preset_for_every_family() -> None:
     families = {preset(name).family for name in preset_names()}
     assert {preset(name).family for name in preset_names() if name.startswith("tiny-")} == families
 
 
-def test_rope_constants_that_matter():
+def test_rope_constants_that_matter() -> None:
     assert preset("llama-3.1-8b").rope.factor("factor") == 8.0
     assert preset("llama-3.2-1b").rope.factor("factor") == 32.0
     assert len(preset("phi-3-mini-128k").rope.short_factor) == len(preset("phi-3-mini-128k").rope.long_factor) == 48
@@ -129,18 +130,18 @@ def test_rope_constants_that_matter():
         ("tiny-lama", "tiny-llama"),
     ],
 )
-def test_unknown_names_are_answered_with_near_ones(typed, meant):
+def test_unknown_names_are_answered_with_near_ones(typed: str, meant: str) -> None:
     with pytest.raises(UserError, match=f"did you mean.*{meant}"):
         resolve_spec(typed)
 
 
 @pytest.mark.parametrize("typed", ["", "zzzzzzzz", "x" * 5000, "a\0b", "../nothing/here"])
-def test_names_nothing_is_near_to(typed):
+def test_names_nothing_is_near_to(typed: str) -> None:
     with pytest.raises(UserError, match="neither a model preset nor"):
         resolve_spec(typed)
 
 
-def test_files_and_directories(tmp_path):
+def test_files_and_directories(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PRESETS["tiny-gemma3"]))
     assert resolve_spec(str(path)) == resolve_spec(str(tmp_path)) == preset("tiny-gemma3")
@@ -161,13 +162,13 @@ def test_files_and_directories(tmp_path):
     ],
     ids=["empty", "truncated", "binary", "deep", "long-number", "list", "nan", "infinite", "large"],
 )
-def test_bad_files(content, message, tmp_path):
+def test_bad_files(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         resolve_spec(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_directory_without_a_config(tmp_path):
+def test_directory_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither a model preset nor a directory with a config\.json"):
         resolve_spec(str(tmp_path))

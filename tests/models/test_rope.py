@@ -29,8 +29,9 @@ def positions(length: int) -> torch.Tensor:
         ("phi-4-mini", 100_000),
     ],
 )
-def test_frequencies_of_published_models(name, length):
+def test_frequencies_of_published_models(name: str, length: int) -> None:
     spec = preset(name)
+    assert spec.rope is not None
     config = transformers.AutoConfig.for_model(**config_from_spec(spec, dtype="float32"))
     wanted, wanted_scale = ROPE_INIT_FUNCTIONS[spec.rope.scaling](config, torch.device("cpu"), seq_len=length)
     found, scale = frequencies(spec.rope, spec.head_dim, spec.max_positions, positions(length))
@@ -38,23 +39,26 @@ def test_frequencies_of_published_models(name, length):
     assert scale == pytest.approx(wanted_scale)
 
 
-def test_gemma3_stretches_only_its_global_layers():
+def test_gemma3_stretches_only_its_global_layers() -> None:
     spec = preset("gemma-3-4b")
-    far, _ = frequencies(spec.rope_of(5), spec.head_dim, spec.max_positions, positions(9))
-    near, _ = frequencies(spec.rope_of(0), spec.head_dim, spec.max_positions, positions(9))
+    global_rope, local_rope = spec.rope_of(5), spec.rope_of(0)
+    assert global_rope is not None
+    assert local_rope is not None
+    far, _ = frequencies(global_rope, spec.head_dim, spec.max_positions, positions(9))
+    near, _ = frequencies(local_rope, spec.head_dim, spec.max_positions, positions(9))
     assert far[0] == pytest.approx(1 / 8)
     assert near[0] == 1
     assert near[-1] == pytest.approx(10_000 ** (-254 / 256), rel=1e-6)
 
 
-def test_dynamic_scaling_starts_beyond_the_trained_length():
+def test_dynamic_scaling_starts_beyond_the_trained_length() -> None:
     rope = Rope(scaling="dynamic", factors=(("factor", 4.0),))
     plain = frequencies(Rope(), 16, 32, positions(8))[0]
     assert torch.equal(frequencies(rope, 16, 32, positions(32))[0], plain)
     assert (frequencies(rope, 16, 32, positions(33))[0][1:] < plain[1:]).all()
 
 
-def test_scores_depend_on_distance_alone():
+def test_scores_depend_on_distance_alone() -> None:
     rope = Rope(theta=100.0)
     torch.manual_seed(0)
     query, key = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
@@ -69,7 +73,7 @@ def test_scores_depend_on_distance_alone():
     assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-3)
 
 
-def test_what_is_not_rotated_is_left_alone_and_lengths_are_kept():
+def test_what_is_not_rotated_is_left_alone_and_lengths_are_kept() -> None:
     x = torch.randn(2, 3, 5, 16)
     turned = rotate(x, *tables(Rope(rotated_share=0.5), 16, 64, positions(5), torch.float32))
     assert torch.equal(turned[..., 8:], x[..., 8:])
@@ -77,6 +81,6 @@ def test_what_is_not_rotated_is_left_alone_and_lengths_are_kept():
     assert torch.equal(turned[:, :, 0], x[:, :, 0])
 
 
-def test_angles_are_exact_far_out_in_bf16():
+def test_angles_are_exact_far_out_in_bf16() -> None:
     cos, _ = tables(Rope(), 16, 64, torch.tensor([[100_001]]), torch.bfloat16)
     assert cos[0, 0, 0, 0].item() == pytest.approx(math.cos(100_001), abs=4e-3)

@@ -1,6 +1,7 @@
 """ModelSpec: what it refuses, and its counts against sums done by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,13 @@ SPEC = ModelSpec(
 LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
 
 
-def test_parameters_of_a_dense_model():
+def test_parameters_of_a_dense_model() -> None:
     assert SPEC.layer_params(0) == LAYER
     assert SPEC.params() == SPEC.params(active=True) == 100 * 8 + 2 * LAYER + 8 + 100 * 8
     assert replace(SPEC, tied=True).params() == SPEC.params() - 800
 
 
-def test_parameters_of_biases_and_extra_norms():
+def test_parameters_of_biases_and_extra_norms() -> None:
     assert replace(SPEC, qkv_bias=True).layer_params(0) == LAYER + 8 + 4 + 4
     assert replace(SPEC, output_bias=True).layer_params(0) == LAYER + 8
     assert replace(SPEC, mlp_bias=True).layer_params(0) == LAYER + 16 + 16 + 8
@@ -34,7 +35,7 @@ def test_parameters_of_biases_and_extra_norms():
     assert replace(SPEC, rope=None).params() == SPEC.params() + 32 * 8
 
 
-def test_parameters_of_experts():
+def test_parameters_of_experts() -> None:
     experts = Experts(count=6, per_token=2, mlp_size=5, shared_size=7, dense_layers=(0,))
     spec = replace(SPEC, experts=experts)
     attention = LAYER - 3 * 128
@@ -44,7 +45,7 @@ def test_parameters_of_experts():
     assert [spec.is_routed(i) for i in range(2)] == [False, True]
 
 
-def test_windows_and_ropes_by_layer():
+def test_windows_and_ropes_by_layer() -> None:
     near = Rope(theta=10.0)
     spec = replace(SPEC, window=4, window_layers=(1,), local_rope=near)
     assert [spec.window_of(i) for i in range(2)] == [None, 4]
@@ -66,12 +67,12 @@ def test_windows_and_ropes_by_layer():
         ({"experts": Experts(count=2, per_token=3, mlp_size=4)}, "routes to 3 of 2 experts"),
     ],
 )
-def test_impossible_shapes(change, message):
+def test_impossible_shapes(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(SPEC, **change)
 
 
-def test_specs_can_be_compared_and_hashed():
+def test_specs_can_be_compared_and_hashed() -> None:
     assert len({preset("phi-4-mini"), preset("phi-4-mini"), preset("gpt2")}) == 2
 
 

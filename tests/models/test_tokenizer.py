@@ -211,7 +211,7 @@ def test_no_template_and_broken_templates_are_refused() -> None:
     with pytest.raises(UserError, match="no chat template"):
         with_template(None, []).render_chat(TWO_TURNS, add_generation_prompt=False)
     for template in ("{% for %}", "{{ messages[9].content + 1 }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
-        with pytest.raises(UserError, match="rejects a conversation"):
+        with pytest.raises(UserError, match=r"rejects a conversation|cannot be used"):
             with_template(template, []).render_chat(TWO_TURNS, add_generation_prompt=False)
 
 
@@ -224,7 +224,7 @@ def test_broken_files_are_refused_with_a_sentence(tokenizer: Tokenizer, tmp_path
     whole = (tmp_path / "tokenizer.json").read_bytes()
     for cut in [0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 3]:
         (tmp_path / "tokenizer.json").write_bytes(whole[:cut])
-        with pytest.raises(UserError, match="cannot be read"):
+        with pytest.raises(UserError, match=r"tokenizer\.json is not JSON"):
             load_tokenizer(tmp_path)
 
 

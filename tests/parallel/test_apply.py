@@ -13,7 +13,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import LOSS_CHUNK_BYTES, Levers
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES
-from tightfit.parallel.apply import apply
+from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 
@@ -31,7 +31,7 @@ def test_stages_have_their_engines() -> None:
         assert isinstance(made, DistributedDataParallel)
         assert made.module is model
         for zero in (1, 2, 3):
-            model, layout = tiny_model(), Layout(data=8, zero=zero)  # type: ignore[arg-type]
+            model, layout = tiny_model(), Layout(data=8, zero=zero)
             assert apply(model, make_mesh(layout, "cpu"), layout, Levers(), "fp32") is model
             assert isinstance(model, FSDPModule)
 
@@ -67,7 +67,7 @@ def test_the_loss_is_chosen_from_outside() -> None:
 )
 def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        apply(tiny_model(), None, layout, levers, "fp32")
+        cut(tiny_model(), None, layout, levers)
     assert all(word in str(caught.value) for word in words)
 
 

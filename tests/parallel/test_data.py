@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -51,7 +51,9 @@ def sent_in_a_step(case: Case) -> tuple[Counter[tuple[str, torch.dtype]], Decode
     with fake_group(WORLD):
         mesh = make_mesh(case.layout, "cpu")
         decoder, module, optimizer = build(case, mesh)
-        for watch in (*[nullcontext()] * 2, traffic := Traffic()):
+        traffic = Traffic()
+        watches: list[AbstractContextManager[object]] = [nullcontext(), nullcontext(), traffic]
+        for watch in watches:
             with watch:
                 train_step(module, optimizer, micro_batches(case, 0, 0), CPU, 1e-3, LossScale(), ranks=Ranks.of(mesh))
         return traffic.elements, decoder

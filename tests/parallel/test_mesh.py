@@ -6,7 +6,7 @@ import torch
 from tests.parallel.fake import fake_group
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
-from tightfit.parallel.mesh import joined, make_mesh, sharding_axes, tensor_axes
+from tightfit.parallel.mesh import init_distributed, make_mesh, sharding_axes, tensor_axes
 from tightfit.parallel.ranks import ALONE, Ranks
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_groups_must_divide_and_split_something(fields: dict[str, int]) -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    with joined(Layout(), CPU) as (mesh, device):
+    with init_distributed(Layout(), CPU) as (mesh, device):
         assert mesh is None
         assert device == CPU
         assert Ranks.of(mesh) is ALONE
@@ -53,7 +53,7 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_too_few_processes_are_told_how_to_start() -> None:
-    with pytest.raises(UserError) as caught, joined(Layout(data=4), CPU):
+    with pytest.raises(UserError) as caught, init_distributed(Layout(data=4), CPU):
         pass
     assert "has 4 rank(s), but 1 process(es) run" in str(caught.value)
     assert "torchrun --nproc-per-node=4 -m tightfit train" in str(caught.value)
@@ -62,7 +62,7 @@ def test_too_few_processes_are_told_how_to_start() -> None:
 def test_too_many_processes_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"has 1 rank\(s\), but 2 process\(es\) run; .* or set layout.data=2"):
-        joined(Layout(), CPU).__enter__()
+        init_distributed(Layout(), CPU).__enter__()
 
 
 def test_a_group_of_another_size_is_refused() -> None:
@@ -73,7 +73,7 @@ def test_a_group_of_another_size_is_refused() -> None:
 def test_alone_nothing_is_said_and_nothing_copied() -> None:
     tensor = torch.ones(3)
     assert ALONE.sum(tensor) is tensor
-    assert ALONE.largest(3) == 3
-    assert ALONE.share("word") == "word"
-    with ALONE.first_goes_first():
+    assert ALONE.max(3) == 3
+    assert ALONE.broadcast("word") == "word"
+    with ALONE.main_process_first():
         assert ALONE.first

@@ -15,13 +15,14 @@ from tightfit.collectives.shards import splits_of
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import cut
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.tensor import refusal
-from tightfit.plan.traffic import TensorCalls, backward_calls, forward_calls
+from tightfit.plan.seconds.tensor import TensorCalls, backward_calls, forward_calls
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step
@@ -125,13 +126,13 @@ def test_what_is_gathered_again_counts_as_activations() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_gets_a_sentence(spec: ModelSpec, layout: Layout, levers: Levers, words: str) -> None:
-    sentence = refusal(spec, layout, levers)
+    sentence = refused_by_trainer(Run(layout=layout, levers=levers, spec=spec))
     assert sentence is not None
     assert words in sentence
     decoder, _, _ = build(Case(spec=spec), None)
     with pytest.raises(UserError, match=r"layout\.tensor"):
         cut(decoder, None, layout, levers)
-    assert refusal(spec, Layout(), levers) is None
+    assert refused_by_trainer(Run(layout=Layout(), levers=levers, spec=spec)) is None
 
 
 def test_every_parameter_has_its_split() -> None:
@@ -143,4 +144,4 @@ def test_every_parameter_has_its_split() -> None:
             assert splits.keys() >= dict(decoder.named_parameters()).keys()
             whole = {n for n, split in splits.items() if split.dim is None}
             assert all("norm" in n or "router" in n or n.endswith(("o.bias", "down.bias")) for n in whole), whole
-            assert all(splits[n].summed for n in whole)
+            assert all(splits[n].partial_gradient for n in whole)

@@ -13,8 +13,10 @@ from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
+from tightfit.plan.seconds.attention import attention_pairs
+from tightfit.plan.seconds.parameters import model_params
+from tightfit.plan.seconds.products import layer_linears
 from tightfit.plan.steptime import StepTime
-from tightfit.plan.work import attention_pairs, layer_work, sharded_params
 
 NONE = Levers()
 
@@ -55,9 +57,10 @@ def test_measured_steps_of_one_gpu(
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt2", "mixtral-8x7b", "qwen3-4b", "gemma-2-2b", "tiny-qwen2-moe"])
 def test_parameters_are_counted_as_the_spec_counts_them(model: str) -> None:
     spec = preset(model)
-    dense, experts, ends = sharded_params(spec)
-    assert spec.layers * (dense + experts) + ends == pytest.approx(spec.params(), rel=1e-3)
-    matrices = spec.layers * layer_work(spec).matmul_params
+    counted = model_params(spec)
+    everything = spec.layers * (counted.layer + counted.layer_experts) + counted.ends
+    assert everything == pytest.approx(spec.params(), rel=1e-3)
+    matrices = spec.layers * layer_linears(spec).weights
     active = spec.params(active=True) - spec.embedding_params - spec.head_params
     assert matrices == pytest.approx(active, rel=0.02)
 
@@ -104,8 +107,8 @@ def test_zero_stages_send_what_the_table_of_data_parallelism_says() -> None:
     frames = {}
     for zero in (0, 1, 2, 3):
         asked = question("llama-3.1-8b", "8xV100-32GB", 16, 32, precision="fp16")
-        frames[zero] = Costs(asked.workload, asked.machine).frame(Layout(data=8, zero=zero, micro_batch=1))
-    sync = frames[3].sync
+        frames[zero] = Costs(asked.workload, asked.machine).of(Layout(data=8, zero=zero, micro_batch=1))
+    sync = frames[3].data
     assert sync.reduce_s == pytest.approx(2 * sync.gather_s, rel=0.05)  # float32 against 16 bits
     assert sync.all_reduce_s == pytest.approx(2 * sync.gather_s, rel=0.05)
     times = {zero: frame.step(Levers()).data_s for zero, frame in frames.items()}
@@ -169,7 +172,7 @@ def test_the_host_updates_at_its_own_speed() -> None:
 def test_levels_of_keeping_cost_what_they_compute_again() -> None:
     """Between everything again and nothing again, in the order of what is kept; a budget buys time with bytes."""
     asked = question("llama-3.1-8b", "H200", 8192, 1)
-    frame = Costs(asked.workload, asked.machine).frame(Layout(micro_batch=1))
+    frame = Costs(asked.workload, asked.machine).of(Layout(micro_batch=1))
     kept = [Levers(checkpoint_every=1, checkpoint_keep=keep) for keep in ("nothing", "attention", "matmuls")]
     times = [frame.step(each).recompute_s for each in (*kept, Levers())]
     assert times[0] > times[1] > times[2] > times[3] == 0.0
@@ -203,14 +206,14 @@ def test_collectives_are_those_of_the_busiest_stage(stages: int, split: bool) ->
     """Both ways, counted stage by stage: four a layer (all-reduces) or eight, of the embedding and of the loss too."""
     asked = question("llama-3.1-405b", f"{stages}x2xH100-80GB", 8192, 64)
     layout = Layout(tensor=2, pipeline=stages, sequence_parallel=split, micro_batch=1)
-    frame = Costs(asked.workload, asked.machine).frame(layout)
+    frame = Costs(asked.workload, asked.machine).of(layout)
     group = frame.costs.group(1, 2)
     whole_bytes = 8192 * 16384 * 2
     each_s = group.all_gather_s(whole_bytes) if split else group.all_reduce_s(whole_bytes)
     calls = [(8 if split else 4) * layers for layers in layer_counts(asked.workload.spec, 8192, stages, 1)]
     for end in (0, -1):
         calls[end] += 2 if split else 1
-    assert 2 * frame.tensor_s == pytest.approx(max(calls) * each_s)
+    assert 2 * frame.tensor.one_way_s == pytest.approx(max(calls) * each_s)
 
 
 def test_experts_and_context_and_stages_have_their_own_lines() -> None:

@@ -4,8 +4,10 @@ import pytest
 
 from tests.plan.questions import planned, question
 from tightfit.errors import UserError
+from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.rule import Run
 from tightfit.plan.pins import Pins, parse_pins
-from tightfit.plan.runnable import not_yet
+from tightfit.plan.plan import Plan
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,10 @@ def test_a_pinned_field_stays(pin: str) -> None:
     assert str(getattr(getattr(plan, section), name)).lower() == value
 
 
+def refused(plan: Plan) -> str | None:
+    return refused_by_trainer(Run(layout=plan.layout, levers=plan.levers, spec=plan.workload.spec))
+
+
 def test_runnable_pins_leave_what_the_trainer_runs() -> None:
     pins = parse_pins(["layout.zero=3"], runnable=True)
     asked = question("llama-3.1-8b", "8xV100-32GB", 512, 8)
@@ -95,9 +101,9 @@ def test_runnable_pins_leave_what_the_trainer_runs() -> None:
 
     found = answer(replace(asked, pins=pins)).plan
     assert found.layout.zero == 3
-    assert not_yet(found.layout, found.levers) is None
+    assert refused(found) is None
     split = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=2").plan
-    sentence = not_yet(split.layout, split.levers)
+    sentence = refused(split)
     assert sentence is not None
     assert "layout.context is 2" in sentence
 

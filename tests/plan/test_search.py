@@ -11,8 +11,8 @@ from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
 from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
+from tightfit.plan.lever_choices import weaker
 from tightfit.plan.search import COMFORT, HOPELESS, Kind, kind_of, search
-from tightfit.plan.strength import weaker
 
 
 def by_trying_everything(asked: Question) -> dict[Kind, float]:
@@ -21,7 +21,7 @@ def by_trying_everything(asked: Question) -> dict[Kind, float]:
     costs = Costs(asked.workload, machine)
     room = COMFORT * machine.accelerator.memory_bytes
     best: dict[Kind, float] = {}
-    every = space.levers(offload=machine.host_bytes is not None)
+    every = space.levers(host=machine.host_bytes is not None)
     pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, every))
     for layout, levers in pairs:
         gpu, host = peak(asked.workload, layout, levers)
@@ -86,7 +86,7 @@ def test_larger_micro_batches_need_more_memory_while_gradients_add_up() -> None:
 )
 def test_the_leanest_of_a_family_are_the_leanest(asked: Question) -> None:
     """Where pipelines are not full, larger micro-batches may need less: families are ruled out by all of these."""
-    space, strongest = asked.space, asked.space.levers(offload=False)
+    space, strongest = asked.space, asked.space.levers(host=False)
     fewer = 0
     for family in space.families():
 
@@ -110,8 +110,7 @@ def test_plans_leave_room_where_they_can_and_say_so_where_not() -> None:
     roomy = planned("llama-3.1-8b", "8xH100-80GB", 4096, 64)
     assert roomy.plan.gpu_peak_bytes <= COMFORT * roomy.plan.machine.accelerator.memory_bytes
     pins = ("layout.zero=3", "layout.data=8", "layout.micro_batch=1", "levers.checkpoint_every=0", "levers.tiles=1")
-    pins += ("levers.loss_chunk_bytes=0",)
-    tight = planned("llama-3.1-8b", "8xH100-80GB", 16384, 64, *pins)
+    tight = planned("llama-3.1-8b", "8xH100-80GB", 16384, 64, *pins, "levers.loss_chunk_bytes=0")
     if tight.plan.gpu_peak_bytes > COMFORT * tight.plan.machine.accelerator.memory_bytes:
         assert any(note.startswith("tight") for note in tight.notes)
 

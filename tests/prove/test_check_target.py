@@ -8,7 +8,7 @@ from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
-from tightfit.prove.check_target import read_subject, subject_of, without_rounding
+from tightfit.prove.check_target import read_target, target_of, without_rounding
 
 PINS = ("layout.data=4", "layout.tensor=2", "layout.pipeline=1", "layout.micro_batch=1", "levers.checkpoint_every=1")
 
@@ -23,26 +23,26 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan_is_checked_as_it_is(plan: Path) -> None:
-    found = read_subject(plan)
+    found = read_target(plan)
     assert (found.layout.data, found.layout.tensor, found.levers.checkpoint_every) == (4, 2, 1)
     assert (found.spec.layers, found.length, found.passes) == (32, 4096, 3)
 
 
 def test_overrides_change_a_plan_too(plan: Path) -> None:
-    found = read_subject(plan, ["layout.tensor=4", "layout.data=2", "optimizer.clip_norm=0.5"])
+    found = read_target(plan, ["layout.tensor=4", "layout.data=2", "optimizer.clip_norm=0.5"])
     assert (found.layout.data, found.layout.tensor, found.levers.checkpoint_every) == (2, 4, 1)
-    assert (found.spec, found.settings.clip_norm) == (read_subject(plan).spec, 0.5)
+    assert (found.spec, found.settings.clip_norm) == (read_target(plan).spec, 0.5)
     with pytest.raises(UserError, match=r"unknown field layout\.tensr"):
-        read_subject(plan, ["layout.tensr=4"])
+        read_target(plan, ["layout.tensr=4"])
 
 
 def test_a_job_is_checked_with_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nglobal_batch: 16\nlayout: {data: 2}\n")
     changes = ["layout.micro_batch=4", "data.sequence_length=64", "optimizer.clip_norm=2"]
-    found = read_subject(file, changes)
+    found = read_target(file, changes)
     assert (found.passes, found.length, found.settings.clip_norm) == (2, 64, 2)
-    assert found == subject_of(load_job(file, changes))
+    assert found == target_of(load_job(file, changes))
 
 
 def test_what_rounds_is_left_out_and_nothing_else() -> None:

@@ -3,6 +3,7 @@
 import csv
 import re
 import shlex
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,9 +23,10 @@ from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
-from tightfit.plan.bubble import bubble_share
+from tightfit.plan.seconds.pipeline import bubble_share
 from tightfit.report.memory import COLORS, Bar, Card, bar, classic_rows, draw_memory, draw_zero, layer_rows
-from tightfit.report.pipeline import SCHEDULES, Slot, checked, draw_pipeline, idle_share, slots
+from tightfit.report.pipeline import draw_pipeline
+from tightfit.report.pipeline_schedule import SCHEDULES, TimedTask, checked, idle_share, simulate_schedule
 
 LLAMA = "llama-3.1-8b"
 CARDS = [Card("80 GB", 80 * 10**9)]
@@ -94,12 +96,12 @@ def test_pictures_come_out_the_same_every_time(tmp_path: Path) -> None:
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def held_at_once(made: list[Slot], rank: int) -> int:
+def held_at_once(made: list[TimedTask], rank: int) -> int:
     """Most micro-batches (or pieces of them) whose forward has ended and whose last backward has not, on `rank`."""
-    own = [slot for slot in made if slot.rank == rank]
-    last = "weights" if any(slot.piece.work == "weights" for slot in own) else "backward"
-    changes = [(slot.start, 1) for slot in own if slot.piece.work == "forward"]
-    changes += [(slot.end, -1) for slot in own if slot.piece.work == last]
+    own = [timed for timed in made if timed.rank == rank]
+    last = "weights" if any(timed.task.work == "weights" for timed in own) else "backward"
+    changes = [(timed.start, 1) for timed in own if timed.task.work == "forward"]
+    changes += [(timed.end, -1) for timed in own if timed.task.work == last]
     held = most = 0
     for _, change in sorted(changes):
         held += change
@@ -112,16 +114,16 @@ def held_at_once(made: list[Slot], rank: int) -> int:
 def test_schedules_do_everything_in_order_and_wait_as_the_papers_say(
     schedule: PipelineSchedule, ranks: int, batches: int
 ) -> None:
-    made = slots(schedule, ranks, batches, pieces=2)
+    made = simulate_schedule(schedule, ranks, batches, pieces=2)
     pieces = 2 if schedule == "interleaved" else 1
-    ended = {slot.piece: slot.end for slot in made}
+    ended = {timed.task: timed.end for timed in made}
     assert len(ended) == len(made) == ranks * batches * pieces * (3 if schedule == "zero-bubble" else 2)
-    for slot in made:
-        before = slot.piece._replace(stage=slot.piece.stage + (-1 if slot.piece.work == "forward" else 1))
-        assert ended.get(before, 0) <= slot.start or slot.piece.work == "weights"
-        assert slot.piece.work == "forward" or ended[slot.piece._replace(work="forward")] <= slot.start
+    for timed in made:
+        before = timed.task._replace(stage=timed.task.stage + (-1 if timed.task.work == "forward" else 1))
+        assert ended.get(before, 0) <= timed.start or timed.task.work == "weights"
+        assert timed.task.work == "forward" or ended[timed.task._replace(work="forward")] <= timed.start
     for rank in range(ranks):
-        own = sorted((slot.start, slot.end) for slot in made if slot.rank == rank)
+        own = sorted((timed.start, timed.end) for timed in made if timed.rank == rank)
         assert all(end <= start for (_, end), (start, _) in pairwise(own))
     expected = bubble_share(ranks, batches, pieces)
     if schedule == "zero-bubble":  # (K − 1) units of 3 M + K − 1
@@ -132,20 +134,20 @@ def test_schedules_do_everything_in_order_and_wait_as_the_papers_say(
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_schedules_hold_what_the_memory_formulas_count(schedule: PipelineSchedule) -> None:
     ranks, batches = 4, 12
-    made = slots(schedule, ranks, batches, pieces=2)
+    made = simulate_schedule(schedule, ranks, batches, pieces=2)
     layout = Layout(pipeline=ranks, schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1)
     for rank in range(ranks):
         assert held_at_once(made, rank) == pieces_in_flight(layout, rank, batches)
 
 
 def test_zero_bubble_holds_no_more_than_the_formulas_count() -> None:
-    made = slots("zero-bubble", 4, 12)
+    made = simulate_schedule("zero-bubble", 4, 12)
     assert max(held_at_once(made, rank) for rank in range(4)) == pieces_in_flight(
         Layout(pipeline=4, schedule="zero-bubble"), 0, 12
     )
 
 
-def write_truth(path: Path, rows: list[tuple[str, ...]]) -> None:
+def write_truth(path: Path, rows: Sequence[tuple[str, ...]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(TRUTH_COLUMNS)

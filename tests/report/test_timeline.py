@@ -12,7 +12,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.trace import Allocation, Replay, Trace
 from tightfit.models.presets import preset
 from tightfit.plan.pins import parse_pins
-from tightfit.prove.rehearsal import rehearsed_step
+from tightfit.prove.rehearsal import trace_training_step
 from tightfit.report.simulated import simulate_timeline
 from tightfit.report.timeline import Recorder, Timeline, draw_timelines, of_history, of_replay, of_simulation
 
@@ -93,8 +93,8 @@ def test_a_simulated_step_peaks_where_the_simulation_says(pins: list[str]) -> No
     found = simulate_timeline(spec, parse_pins(pins), sequence_length=64, precision="bf16")
     layout = Layout.model_validate({"micro_batch": 1, **parse_pins(pins).layout})
     workload = Workload(spec=spec, sequence_length=64, global_batch=layout.data)
-    step = rehearsed_step(workload, layout, Levers.model_validate(parse_pins(pins).levers)).replay()
-    peak_bytes = max(moment.allocated_bytes for moment in step.moments if moment.phase != "init")
+    step = trace_training_step(workload, layout, Levers.model_validate(parse_pins(pins).levers)).replay()
+    peak_bytes = max(moment.allocated_bytes for moment in step.peaks if moment.phase != "init")
     assert 0 <= found.peak_bytes - peak_bytes <= 1024, "the first step leaves a scalar or two behind"
     assert [phase for phase, *_ in found.phases()] == ["forward", "loss", "backward", "optimizer"]
 

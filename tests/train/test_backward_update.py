@@ -132,7 +132,11 @@ def test_a_loss_that_is_not_finite_is_noticed_before_weights_are() -> None:
     assert not caught.value.weights_changed
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     handle.remove()
-    model.layers[0].mlp.register_full_backward_hook(lambda _, gradients, __: tuple(g * float("inf") for g in gradients))
+
+    def broken(_: object, gradients: Any, __: object) -> Any:
+        return tuple(gradient * float("inf") for gradient in gradients)
+
+    model.layers[0].mlp.register_full_backward_hook(broken)
     with pytest.raises(NotFiniteError, match="gradient norm") as caught:
         train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-2, LossScale())
     assert caught.value.weights_changed

@@ -28,6 +28,7 @@ from tightfit.train import loop, stopping
 from tightfit.train.checkpoints.directory import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
+from tightfit.train.step import train_step
 
 Make = Any
 SMALL = {
@@ -158,23 +159,26 @@ def test_accumulation_and_checkpointing_give_the_same_training(make: Make) -> No
 
 
 def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
-    """Twenty kills at random instants; with a save after every step most of them fall into saving."""
+    """Twenty kills at random instants of the three steps after a save; with a save after every step most of them fall
+    into saving. One that has ended before it was killed does not count."""
     job, straight = (make(name, steps=40, saving={"every": 1, "keep": 2}, **SMALL) for name in ("killed", "straight"))
+    began = time.monotonic()
     expected = checkpoint_files(run_job(straight, quiet=True).checkpoint)
+    step_s = (time.monotonic() - began) / 40
     start_server(PRELOADED)
     context = multiprocessing.get_context("forkserver")
     chance = random.Random(7)
     fields, kills, reached = job.model_dump(mode="json"), 0, 0
     while kills < 20:
-        process = context.Process(target=run_and_die, args=(fields, kills > 0))
-        began = latest_checkpoint(job.output)
+        newest = latest_checkpoint(job.output)
+        process = context.Process(target=run_and_die, args=(fields, newest is not None))
         process.start()
-        _wait_for_progress(job.output, began, process)
-        time.sleep(chance.uniform(0, 0.12))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
+        _wait_for_progress(job.output, newest, process)
+        time.sleep(chance.uniform(0, 3 * step_s))
+        process.kill()
         process.join()
-        kills += 1
+        assert process.exitcode in (0, -signal.SIGKILL)
+        kills += process.exitcode == -signal.SIGKILL
         found = latest_checkpoint(job.output)
         assert found is not None
         assert load_model(str(job.output)).source
@@ -236,14 +240,14 @@ def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make(steps=10, saving={"every": 2, "keep": 3})
-    real, calls = loop.train_step, []
+    calls: list[int] = []
 
     def poisoned(model: Any, *rest: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == 6:
             with torch.no_grad():
                 model.norm.weight.fill_(float("nan"))
-        return real(model, *rest, **named)
+        return train_step(model, *rest, **named)
 
     monkeypatch.setattr(loop, "train_step", poisoned)
     with pytest.raises(UserError) as caught:
@@ -352,6 +356,60 @@ def test_damaged_checkpoints_get_a_sentence(make: Make, two_steps: Path, name: s
     with pytest.raises(UserError) as caught:
         run_job(make(steps=4), resume=True, quiet=True)
     assert Path(name).stem in str(caught.value)
+
+
+STATES = {
+    "no object": ("[]", "damaged"),
+    "a step that is none": ({"step": None}, "step is None"),
+    "a step that is true": ({"step": True}, "step is True"),
+    "another step": ({"step": 3}, "it is of step 3, and its directory is step-00000002"),
+    "no loader": ({"loader": None}, "loader is not an object"),
+    "an empty loader": ({"loader": {}}, "position in the data cannot be used"),
+    "a loader of words": ({"loader": {"_snapshot": "x", "batch_sampler": []}}, "position in the data cannot be used"),
+    "a loss scale of words": ({"loss_scale": {"value": "x"}}, "loss_scale has a factor that is none"),
+    "a loss scale of nothing known": ({"loss_scale": {"wheels": 3}}, "wheels"),
+    "a loss scale without end": ({"loss_scale": {"value": 1e999}}, "loss_scale has a factor that is none"),
+    "facts that are none": ({"facts": 3}, "facts is not an object"),
+    "facts that say nothing": ({"facts": {}}, "precision"),
+    "more facts": ({"facts": "more"}, "made with wheels 4"),
+    "a job that is none": ({"job": {"model": 3}}, "was made with"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), STATES.values(), ids=STATES)
+def test_a_training_state_that_cannot_be_is_refused(make: Make, two_steps: Path, change: Any, words: str) -> None:
+    path = two_steps / "training" / "state.json"
+    content = json.loads(path.read_text())
+    if change == {"facts": "more"}:
+        change = {"facts": {**content["facts"], "wheels": 4}}
+    path.write_text(json.dumps({**content, **change}) if isinstance(change, dict) else change)
+    with pytest.raises(UserError) as caught:
+        run_job(make(steps=4), resume=True, quiet=True)
+    assert words in str(caught.value)
+
+
+def test_a_bad_state_names_the_checkpoint_to_go_back_to(make: Make) -> None:
+    job = make(steps=4, saving={"every": 2, "keep": 5}, **SMALL)
+    last = run_job(job, quiet=True).checkpoint
+    (last / "training" / "state.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="resume from an older checkpoint with --from step-00000002"):
+        run_job(job, resume=True, quiet=True)
+
+
+def test_damaged_metrics_do_not_keep_a_run_from_going_on(make: Make, two_steps: Path) -> None:
+    path = make().output / "metrics.jsonl"
+    rows = [
+        b"\xff\xfe",
+        b'{"step": null}',
+        b'{"step": "1"}',
+        b"[]",
+        b'{"step": 0, "held_out_loss": "x"}',
+        b"{" * 50_000,
+    ]
+    path.write_bytes(b"\n".join(rows) + b"\n" + path.read_bytes())
+    assert run_job(make(steps=4), resume=True, quiet=True).step == 4
+    steps = [row["step"] for row in read_metrics(path) if "loss" in row]
+    assert steps == [1, 2, 3, 4]
 
 
 def test_metrics_rows_beyond_the_checkpoint_are_dropped_on_resume(make: Make) -> None:

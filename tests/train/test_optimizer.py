@@ -6,8 +6,8 @@ import torch
 from tests.train.models import ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
-from tightfit.train.optimizer.adamw import MasterAdamW, decays, global_norm
 from tightfit.train.optimizer import adamw as optimizer_module
+from tightfit.train.optimizer.adamw import MasterAdamW, decays, global_norm
 from tightfit.train.precision import LossScale
 from tightfit.train.step import accumulate, train_step
 

@@ -1,5 +1,7 @@
 """One optimizer step: accumulation equals the big batch, clipping, loss scaling, and NaN before the weights change."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,10 +61,11 @@ def test_a_step_without_counted_tokens_changes_nothing_but_decay() -> None:
     batch = ragged_batch(2)
     batch["labels"].fill_(-100)
     model = tiny_model()
-    before = model.layers[0].attention.q.weight.clone()
+    projection: Any = model.layers[0].attention.q
+    before = projection.weight.clone()
     result = train_step(model, MasterAdamW(model, Optimizer(weight_decay=0.0)), [batch], CPU, 1e-3, LossScale())
     assert (result.loss, result.tokens) == (0.0, 0)
-    assert torch.equal(before, model.layers[0].attention.q.weight)
+    assert torch.equal(before, projection.weight)
 
 
 def test_clipping_limits_the_global_norm() -> None:
@@ -79,14 +82,15 @@ def test_clipping_limits_the_global_norm() -> None:
 
 
 def test_nan_loss_stops_before_the_weights_change() -> None:
-    model = tiny_model()
+    model: Any = tiny_model()
     optimizer = MasterAdamW(model, Optimizer())
     with torch.no_grad():
         model.norm.weight[0] = float("nan")
-    before = model.layers[0].mlp.up.weight.clone()
+    projection = model.layers[0].mlp.up
+    before = projection.weight.clone()
     with pytest.raises(NotFiniteError, match="loss is nan"):
         train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-3, LossScale())
-    assert torch.equal(before, model.layers[0].mlp.up.weight)
+    assert torch.equal(before, projection.weight)
 
 
 def test_infinite_gradients_stop_unless_the_scale_can_shrink() -> None:

@@ -17,7 +17,7 @@ def test_weights_that_missed_steps_are_updated_by_their_own_counts() -> None:
     factor = torch.tensor(0.5)
     for step in range(5):
         gradients = [None if UNREACHED.get(step) == i else torch.randn(shape) for i, shape in enumerate(SHAPES)]
-        ours._launch(gradients, 1e-2, factor)
+        ours._triton_step(gradients, 1e-2, factor)
         torchs.update([None if g is None else g.clone() for g in gradients], None, 1e-2, factor)
         ours.counts = list(torchs.counts)
     assert torchs.counts == [5, 4, 4]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource, Precision
+from tightfit.cli.options import Device, ModelSource, Precision, Verify
 
 
 def evaluate(
@@ -19,6 +19,7 @@ def evaluate(
     cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit"),
     device: Device = "auto",
     precision: Precision = "auto",
+    verify: Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure a model's loss and perplexity on text.
@@ -41,6 +42,7 @@ def evaluate(
         cache=cache,
         device=device,
         precision=precision,
+        verified=verify,
         progress=not as_json,
     )
     print_evaluation(result, as_json=as_json)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import ModelSource
+from tightfit.cli.options import ModelSource, Verify
 
 
 def export(
@@ -18,6 +18,7 @@ def export(
         Literal["fp32", "bf16", "fp16", "q8_0"],
         typer.Option(help="Number format of the weights; q8_0 is for gguf only."),
     ] = "bf16",
+    verify: Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a model in a format that other programs load, without optimizer states.
@@ -29,4 +30,4 @@ def export(
     from tightfit.models.saving import export_model
     from tightfit.report.tables import print_export
 
-    print_export(export_model(model, target, form=form, dtype=dtype), as_json=as_json)
+    print_export(export_model(model, target, form=form, dtype=dtype, verified=verify), as_json=as_json)

@@ -70,11 +70,11 @@ def launch(
 
 def require_same(job: "Job", source: str) -> None:
     """End here where the job's ranks do not train as one process does."""
-    from tightfit.prove.check_target import subject_of
+    from tightfit.prove.check_target import target_of
     from tightfit.prove.equivalence_check import check
     from tightfit.report.check import print_verdict
 
-    verdict, subject = check(subject_of(job), source)
+    verdict, subject = check(target_of(job), source)
     if verdict is None:
         return
     print_verdict(verdict, subject, as_json=False)

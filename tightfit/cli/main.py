@@ -14,6 +14,7 @@ from tightfit.cli.check import check
 from tightfit.cli.compare import compare
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
+from tightfit.cli.generate import generate
 from tightfit.cli.hardware import hardware
 from tightfit.cli.launch import launch
 from tightfit.cli.measure import measure
@@ -22,6 +23,7 @@ from tightfit.cli.picture import picture
 from tightfit.cli.plan import plan
 from tightfit.cli.resuming import ResumingCommand
 from tightfit.cli.sample import sample
+from tightfit.cli.serve import serve
 from tightfit.cli.train import train
 from tightfit.errors import UserError
 
@@ -37,7 +39,7 @@ app = typer.Typer(
 )
 app.command(cls=ResumingCommand)(train)
 app.command(cls=ResumingCommand)(launch)
-for verb in (sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
+for verb in (sample, serve, generate, evaluate, models, plan, measure, check, compare, batch, hardware, export):
     app.command()(verb)
 app.add_typer(picture)
 

@@ -16,6 +16,9 @@ Precision = Annotated[
     typer.Option(help="What to compute in; auto is float32 on a CPU and on a GPU what the weights are stored in."),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to run.")]
+Verify = Annotated[
+    bool, typer.Option("--verify/--no-verify", help="Compare weights with the checksums that came with them.")
+]
 Override = Annotated[
     list[str] | None,
     typer.Option("-o", "--override", help="Change a field: -o layout.micro_batch=1. May be repeated."),

@@ -159,7 +159,8 @@ def pipeline(
             f"{record.schedule}: ranks waited {record.waited:.1%} of the time, the formula says {record.formula:.1%}"
         )
         return typer.echo(f"picture in {out}")
-    from tightfit.report.pipeline import SCHEDULES, checked, draw_pipeline
+    from tightfit.report.pipeline import draw_pipeline
+    from tightfit.report.pipeline_schedule import SCHEDULES, checked
 
     idle = draw_pipeline(checked(schedule or SCHEDULES), ranks, micro_batches, out)
     for name, share in idle.items():

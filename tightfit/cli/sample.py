@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource, Precision
+from tightfit.cli.options import Device, ModelSource, Precision, Verify
 
 
 def sample(
@@ -21,6 +21,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Device = "auto",
     precision: Precision = "auto",
+    verify: Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt and continuations as one JSON object.")] = False,
 ) -> None:
     """Continue a prompt with a trained model.
@@ -31,14 +32,15 @@ def sample(
     """
     import sys
 
+    from tightfit.bounded_files import read_text
     from tightfit.models.generate import Sampling, continue_text
     from tightfit.models.loading import load_model
     from tightfit.report.tables import print_samples
     from tightfit.train.inference_precision import inference_dtype
     from tightfit.train.precision import choose_device
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_text(sys.stdin) if prompt == "-" else prompt
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     target = choose_device(device)
-    loaded = load_model(model, device=target, dtype=inference_dtype(model, precision, target))
+    loaded = load_model(model, device=target, dtype=inference_dtype(model, precision, target), verified=verify)
     print_samples(text, continue_text(loaded, text, sampling, count=count, chat=chat), as_json=as_json)

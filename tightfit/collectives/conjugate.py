@@ -1,14 +1,21 @@
-"""Collectives of tensor parallelism as pairs that are each other's gradient: copy ↔ sum, gather ↔ scatter, part ↔ join.
+"""Collectives of tensor parallelism as autograd functions: each one's backward is the conjugate collective.
 
-Where a forward pass copies to all ranks, the gradients of the copies are summed; where it gathers pieces, they are
-reduced and scattered; and the other way round (Shoeybi et al. 2019; Korthikanti et al. 2022). Pieces are equal numbers
-of tokens, in the order of rows and positions laid out one after another: norms and sums do not care where a row ends,
-and what is gathered that way is contiguous, so no collective needs a copy beside it.
+| function | forward | backward |
+|---|---|---|
+| `copy_to_ranks` | identity | all-reduce |
+| `all_reduce` | all-reduce | identity |
+| `all_gather` | all-gather of tokens | reduce-scatter |
+| `reduce_scatter` | reduce-scatter of tokens | all-gather |
+| `split_tokens` | this rank's tokens | all-gather |
+| `all_gather_columns` | all-gather of columns | reduce-scatter |
 
-What was gathered for a projection would be its largest saved tensor. `scattered` lets go of its memory when the block
-is done (`Taken`) and gathers it again in backward, a block ahead of need: on GPUs the collective runs while the block
-after it computes. While a checkpointed layer is recomputed it stays, as it is needed at once. Groups are one mesh axis.
-All ranks of the group must call every function, in the same order.
+(Shoeybi et al. 2019; Korthikanti et al. 2022.) Tokens are split evenly over the flattened [rows · length] dimension:
+norms and sums do not care where a row ends, and the gathered tensor is contiguous, so no collective needs a copy.
+
+The all-gathered input of a block (attention or MLP) would be its largest saved tensor. `reduce_scatter`, at the end of
+the block, frees its memory (`FreedInput`) and gathers it again in backward, one block ahead of need, so that on GPUs
+the collective overlaps with the block after it. While a checkpointed layer is recomputed it stays, as it is needed at
+once. A group is one mesh axis. All ranks of the group must call every function, in the same order.
 """
 
 import weakref
@@ -26,71 +33,76 @@ REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter
 """By their names since torch 2.13, or those before."""
 
 
-def copied(x: Tensor, group: Group) -> Tensor:
-    """x, whose gradients on all ranks are summed."""
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
+    """x, which all ranks have; gradients are all-reduced."""
     return _Conjugate.apply(x, group, _same, _all_reduce)
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
-    """Σ of all ranks' x; its gradient is everybody's."""
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Σ x over ranks; every rank has the gradient already."""
     return _Conjugate.apply(x, group, _all_reduce, _same)
 
 
-def gathered(x: Tensor, group: Group) -> Tensor:
-    """All ranks' tokens [1, ranks · n, H] of x [1, n, H]; gradients are summed and scattered."""
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """All ranks' tokens [1, ranks · n, H] from x [1, n, H]; gradients are reduce-scattered."""
     return _Conjugate.apply(x, group, _all_gather, _reduce_scatter)
 
 
-class Taken:
-    """What a block took in: `whole`, gathered from `piece`, whose memory is given back until backward.
+class FreedInput:
+    """The all-gathered input of a block, `gathered` from `shard`; its memory is freed from forward to backward.
 
-    It is not kept alive here: autograd does that, unless the layer is to be recomputed.
+    The tensors are referenced weakly: autograd keeps them alive, unless the layer is to be recomputed.
     """
 
-    def __init__(self, piece: Tensor, whole: Tensor, before: "Taken | None" = None) -> None:
-        self._tensors = weakref.ref(piece), weakref.ref(whole)
-        self.before = before
-        """Of the block before, whose backward comes next."""
+    def __init__(self, shard: Tensor, gathered: Tensor, previous: "FreedInput | None" = None) -> None:
+        self._tensors = weakref.ref(shard), weakref.ref(gathered)
+        self.previous = previous
+        """That of the block before, whose backward comes next."""
         self._work: Any = None
 
-    def begin(self, group: Group) -> None:
-        """Start to gather again, if that is needed."""
-        piece, whole = (found() for found in self._tensors)
-        if piece is not None and whole is not None and self._work is None:
-            self._work = _gather_again(group, piece, whole)
+    def prefetch(self, group: Group) -> None:
+        """Start gathering again, unless it is there."""
+        shard, gathered = (reference() for reference in self._tensors)
+        if shard is not None and gathered is not None and self._work is None:
+            self._work = _gather_again(group, shard, gathered)
 
-    def finish(self, group: Group, piece: Tensor, whole: Tensor) -> None:
-        """Have all of it back, and the block before on its way."""
-        work = self._work or _gather_again(group, piece, whole)
+    def restore(self, group: Group, shard: Tensor, gathered: Tensor) -> None:
+        """Wait for the gathered input, and start prefetching that of the block before."""
+        work = self._work or _gather_again(group, shard, gathered)
         if work is not None:
-            with torch.autograd._unsafe_preserve_version_counter(whole):  # type: ignore[attr-defined]
+            with torch.autograd._unsafe_preserve_version_counter(gathered):  # type: ignore[attr-defined]
                 work.wait()
-        if self.before is not None:
-            self.before.begin(group)
-        self.before = self._work = None
+        if self.previous is not None:
+            self.previous.prefetch(group)
+        self.previous = self._work = None
 
 
-def scattered(x: Tensor, group: Group, piece: Tensor | None = None, whole: Tensor | None = None,
-              taken: Taken | None = None) -> Tensor:  # fmt: skip
-    """This rank's tokens [1, n, H] of Σ x [..., H]; gradients are gathered.
+def reduce_scatter(
+    x: Tensor,
+    group: Group,
+    shard: Tensor | None = None,
+    gathered: Tensor | None = None,
+    freed: FreedInput | None = None,
+) -> Tensor:
+    """This rank's tokens [1, n, H] of Σ x [..., H]; gradients are all-gathered.
 
-    `whole`, gathered from `piece`, is let go of until then, as `taken` says.
+    Where given, the memory of `gathered` (all-gathered from `shard`) is freed until backward, which `freed` restores.
     """
-    return _Scattered.apply(x, group, piece, whole, taken)
+    return _ReduceScatter.apply(x, group, shard, gathered, freed)
 
 
-def own_part(x: Tensor, group: Group) -> Tensor:
-    """This rank's tokens [1, n, H] of an x [..., H] that all ranks have; gradients are gathered."""
+def split_tokens(x: Tensor, group: Group) -> Tensor:
+    """This rank's tokens [1, n, H] of an x [..., H] that all ranks have; gradients are all-gathered."""
     return _Conjugate.apply(x, group, _own_tokens, _all_gather)
 
 
-def joined_columns(x: Tensor, group: Group) -> Tensor:
-    """All ranks' columns [..., ranks · n] of x [..., n]; gradients are summed and scattered."""
+def all_gather_columns(x: Tensor, group: Group) -> Tensor:
+    """All ranks' columns [..., ranks · n] from x [..., n]; gradients are reduce-scattered."""
     return _Conjugate.apply(x, group, _join_columns, _split_columns)
 
 
-def gradient_shared(x: Tensor, group: Group) -> Tensor:
-    """x, computed by all ranks alike from what will have its gradients summed: each rank's is a share of it."""
+def divide_gradient(x: Tensor, group: Group) -> Tensor:
+    """x, computed alike on all ranks; its gradient is divided by their number, as a later sum adds them up."""
     return _Conjugate.apply(x, group, _same, lambda dy, group: dy / group.size())
 
 
@@ -133,52 +145,52 @@ def _split_columns(x: Tensor, group: Group) -> Tensor:
     return _reduce_scatter(x.unflatten(-1, (group.size(), -1)).movedim(-2, 0), group)
 
 
-def recomputing() -> bool:
-    """Whether this forward pass runs inside a backward one."""
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass."""
     return torch._C._current_graph_task_id() >= 0
 
 
 class _Conjugate(torch.autograd.Function):
-    """One collective forward, its conjugate backward."""
+    """One collective in forward, its conjugate in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
-        ctx.group, ctx.shape, ctx.back = group, x.shape, back
-        return there(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, collective: Collective, conjugate: Collective) -> Tensor:
+        ctx.group, ctx.shape, ctx.conjugate = group, x.shape, conjugate
+        return collective(x, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(dy, ctx.group).view(ctx.shape), None, None, None
+        return ctx.conjugate(dy, ctx.group).view(ctx.shape), None, None, None
 
 
-class _Scattered(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, piece: Tensor | None, whole: Tensor | None, taken: Taken | None
+        ctx: Any, x: Tensor, group: Group, shard: Tensor | None, gathered: Tensor | None, freed: FreedInput | None
     ) -> Tensor:
-        ctx.group, ctx.shape, ctx.taken = group, x.shape, taken
-        if piece is not None and whole is not None and ctx.needs_input_grad[0]:
-            ctx.save_for_backward(piece, whole)
-            if not recomputing():
-                whole.untyped_storage().resize_(0)
+        ctx.group, ctx.shape, ctx.freed = group, x.shape, freed
+        if shard is not None and gathered is not None and ctx.needs_input_grad[0]:
+            ctx.save_for_backward(shard, gathered)
+            if not is_recomputing():
+                gathered.untyped_storage().resize_(0)
         return _reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        held: tuple[Tensor, ...] = ctx.saved_tensors  # asked for once: checkpointing computes them again
+        saved: tuple[Tensor, ...] = ctx.saved_tensors  # read once: under checkpointing this recomputes the layer
         gradient = _all_gather(dy, ctx.group).view(ctx.shape)
-        if held:
-            ctx.taken.finish(ctx.group, *held)
+        if saved:
+            ctx.freed.restore(ctx.group, *saved)
         return gradient, None, None, None, None
 
 
-def _gather_again(group: Group, piece: Tensor, whole: Tensor) -> Any:
-    """Into the very memory that operations of forward have saved; autograd must not take that for a change."""
-    storage = whole.untyped_storage()
+def _gather_again(group: Group, shard: Tensor, gathered: Tensor) -> Any:
+    """All-gather into the storage that forward's operations saved, without raising its version for autograd."""
+    storage = gathered.untyped_storage()
     if storage.size():
         return None
-    storage.resize_(whole.numel() * whole.element_size())
-    rows = piece.reshape(-1, piece.shape[-1]).contiguous()
-    later = whole.is_cuda  # gloo counts a change of its output whenever it is done
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(whole):  # type: ignore[attr-defined]
-        return ALL_GATHER(whole.view(-1, whole.shape[-1]), rows, group=group, async_op=later)
+    storage.resize_(gathered.numel() * gathered.element_size())
+    rows = shard.reshape(-1, shard.shape[-1]).contiguous()
+    asynchronous = gathered.is_cuda  # gloo raises the version when it is done, which would be too late to undo
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):  # type: ignore[attr-defined]
+        return ALL_GATHER(gathered.view(-1, gathered.shape[-1]), rows, group=group, async_op=asynchronous)

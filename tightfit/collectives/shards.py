@@ -1,11 +1,10 @@
-"""Tensors of which every rank holds a part: reading, filling and gathering them.
+"""Sharded tensors: reading and filling a rank's shard, and describing it as a DTensor.
 
-FSDP2 makes each parameter a DTensor split along its first dimension, as `torch.chunk` would: ranks hold equal numbers
-of rows except the last ones, which may hold fewer or none. Tensor ranks hold a `Split` of a parameter, a plain tensor
-that is smaller than the model's spec says, so that DDP, FSDP2 and fused kernels see nothing unusual; `described` says
-as a DTensor what it is a part of, with FSDP2's rows of it where there are some. Everything here takes plain tensors
-too, treating them as whole, so callers need not ask. Filling needs no communication: each rank has the whole value and
-keeps its own part.
+FSDP2 makes each parameter a DTensor sharded along dimension 0, as `torch.chunk` would: ranks hold equal numbers of rows
+except the last ones, which may hold fewer or none. A tensor rank's shard is a plain tensor, smaller than the model's
+spec says, so that DDP, FSDP2 and fused kernels see nothing unusual; its `Split` is kept beside the model, and
+`as_dtensor` makes a DTensor of it, together with FSDP2's placement where there is one. All functions take plain tensors
+too and treat them as whole. Filling needs no communication: each rank has the whole value and keeps its shard.
 """
 
 import logging
@@ -23,56 +22,56 @@ if TYPE_CHECKING:
 
 REGISTRY = "splits"
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-"""It warns that gathering over two axes takes two collectives, which is how it is."""
+"""It warns that gathering over two axes takes two collectives."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the ranks of a mesh axis hold one parameter."""
+    """How tensor parallelism splits one parameter over a mesh axis."""
 
     mesh: DeviceMesh
-    """The axis."""
+    """The tensor axis."""
     grid: DeviceMesh
-    """The axes along which FSDP2 shards what is left, and this one."""
+    """FSDP2's axes and the tensor axis."""
     dim: int | None
-    """The dimension that is cut; None where every rank has all of it."""
+    """The split dimension; None where the parameter is replicated."""
     size: int = 0
-    """Of that dimension, before it was cut."""
-    summed: bool = False
-    """Whether each rank's gradient is only a part of a sum."""
+    """Of the whole parameter along that dimension."""
+    partial_gradient: bool = False
+    """Whether gradients must be summed over the axis."""
 
     def bounds(self) -> tuple[int, int]:
-        """Where the part of this rank begins and how long it is."""
+        """Start and length of this rank's shard along `dim`."""
         return _chunk(self.size, self.mesh.size(), self.mesh.get_local_rank())
 
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """First element and length of part `index`, as torch.chunk has it."""
+    """Start and length of chunk `index`, as torch.chunk has it."""
     each = -(-size // parts)
     first = min(index * each, size)
     return first, min(each, size - first)
 
 
 def splits_of(model: nn.Module) -> Mapping[str, Split]:
-    """How each parameter of a model that tensor ranks share is split, by name; empty for other models."""
+    """The split of each parameter by name; empty without tensor parallelism."""
     found: Mapping[str, Split] = vars(model).get(REGISTRY, {})
     return found
 
 
 def remember_splits(model: nn.Module, splits: Mapping[str, Split]) -> None:
-    """Keep `splits` with the model, whose state dict describes whole tensors from now on."""
+    """Keep `splits` with the model; its state dict has DTensors from now on."""
     vars(model)[REGISTRY] = dict(splits)
 
-    def describe(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    def to_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name, split in splits.items():
             if prefix + name in state:
-                state[prefix + name] = described(state[prefix + name], split)
+                state[prefix + name] = as_dtensor(state[prefix + name], split)
 
-    model.register_state_dict_post_hook(describe)
+    model.register_state_dict_post_hook(to_dtensors)
 
 
 def is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether other ranks hold the rest of `tensor`."""
+    """Whether `tensor` is a DTensor."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -81,19 +80,19 @@ def is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that is here, sharing its memory; all of a plain tensor."""
+    """This rank's shard of `tensor`, sharing its memory; all of a plain tensor."""
     with torch.no_grad():
         return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of `tensor`. For a shard every rank must call this, and every rank gets it."""
+    """All of `tensor`, on every rank. A collective for DTensors."""
     with torch.no_grad():
         return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
-def described(tensor: Tensor, split: Split | None) -> Tensor:
-    """A parameter, its gradient or a state of it as the DTensor it is a part of; as it is where it is not cut."""
+def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
+    """A parameter, its gradient or a state of it as a DTensor of the whole; unchanged where it is not split."""
     if split is None or split.dim is None or tensor.ndim <= split.dim:
         return tensor
     from torch.distributed.tensor import DTensor, Shard
@@ -111,7 +110,7 @@ def described(tensor: Tensor, split: Split | None) -> Tensor:
 
 
 def _strided(placements: Any, split: Split) -> list[Any]:
-    """FSDP2's placements where the rows it has split are themselves a part of the rows."""
+    """FSDP2's placements where it shards rows that tensor parallelism has already split."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -119,8 +118,8 @@ def _strided(placements: Any, split: Split) -> list[Any]:
     return [_StridedShard(0, split_factor=split.mesh.size()) if cut and p == Shard(0) else p for p in placements]
 
 
-def pieces(tensor: Tensor, split: Split | None) -> int:
-    """In how many pieces a parameter is cut: each is on as many ranks of the mesh as there are, divided by this."""
+def shard_count(tensor: Tensor, split: Split | None) -> int:
+    """Different shards of a parameter; each is replicated on (ranks / this) ranks."""
     found = 1 if split is None or split.dim is None else split.mesh.size()
     if is_shard(tensor):
         mesh = tensor.device_mesh
@@ -129,7 +128,7 @@ def pieces(tensor: Tensor, split: Split | None) -> int:
 
 
 def like_shard(part: Tensor, shard: "DTensor") -> "DTensor":
-    """A tensor split as `shard` is, of which this rank holds `part`: as many rows, whatever each of them holds."""
+    """A DTensor with the placements and rows of `shard`, whose local tensor is `part`; its columns may differ."""
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size((shard.shape[0], *part.shape[1:]))
@@ -139,7 +138,7 @@ def like_shard(part: Tensor, shard: "DTensor") -> "DTensor":
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a tensor laid out row after row."""
+    """Strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -147,21 +146,21 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 def first_element(tensor: Tensor) -> int:
-    """The number, in the whole tensor, of the first element that is here."""
+    """Index, in the flattened whole tensor, of the first element of this rank's shard."""
     if not is_shard(tensor):
         return 0
     firsts = (first for first, _ in _bounds(tensor))
     return sum(first * stride for first, stride in zip(firsts, _contiguous(tensor.shape), strict=True))
 
 
-def place(tensor: Tensor) -> tuple[tuple[int, int], ...]:
-    """First element and length, along every dimension, of the part that is here."""
+def local_region(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Start and length of this rank's shard along every dimension."""
     return tuple(_bounds(tensor)) if is_shard(tensor) else tuple((0, size) for size in tensor.shape)
 
 
 @torch.no_grad()
 def copy_whole(target: Tensor, values: Tensor, index: int | None = None) -> None:
-    """Copy `values` into `target`, or into `target[index]`; of a shard, the part that is here."""
+    """Copy whole `values` into `target`, or into `target[index]`; a DTensor takes this rank's shard of them."""
     if not is_shard(target):
         (target if index is None else target[index]).copy_(values)
         return
@@ -174,7 +173,7 @@ def copy_whole(target: Tensor, values: Tensor, index: int | None = None) -> None
 
 
 def _bounds(shard: "DTensor") -> list[tuple[int, int]]:
-    """First element and length, along every dimension, of the part that is here: inner axes cut before outer ones."""
+    """Start and length of this rank's shard along every dimension; inner mesh axes split before outer ones."""
     firsts, counts = [0] * shard.ndim, list(shard.shape)
     mesh = shard.device_mesh
     for axis in reversed(range(mesh.ndim)):

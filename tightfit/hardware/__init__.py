@@ -1,1 +1,1 @@
-"""What machines have: read from the machine itself, never by importing torch."""
+"""Accelerators, links and machines: catalogs, this machine, and calibrated efficiencies, without torch."""

@@ -1,5 +1,6 @@
-"""Accelerator: one card as the planner sees it; what it holds, how fast it computes, how it is connected."""
+"""Accelerator: memory, peak rates and links of one card."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,13 @@ class Accelerator:
     def name(self) -> str:
         """As it is written in a machine, without the form."""
         return f"{self.family}-{self.memory_gb}GB"
+
+    @property
+    def vendor(self) -> str:
+        """Who makes it: NVIDIA unless the name is AMD's or Apple's."""
+        if re.match(r"MI\d", self.family):
+            return "AMD"
+        return "Apple" if re.match(r"M\d", self.family) else "NVIDIA"
 
     @property
     def memory_bytes(self) -> int:

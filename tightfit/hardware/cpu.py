@@ -1,4 +1,4 @@
-"""What this machine's processor can do, read from the kernel's own list of features.
+"""Whether this machine's processor has native bf16, from /proc/cpuinfo; and this process's peak memory.
 
 Without native instructions a bf16 matrix product on a CPU is about 200 times slower than float32
 (256³ took 266 ms against 1.3 on a Neoverse-N1), so the trainer must know before it picks a precision.

@@ -1,10 +1,10 @@
-"""What share of a data sheet's figures real kernels reach: measured on one H200, applied to every card.
+"""Efficiencies: what share of the data sheet's peaks real kernels reach, measured on one H200, applied to every card.
 
-Each number is a measurement divided by the vendor's figure (989.4 TFLOP/s bf16, 1978.9 fp8, 66.9 fp32, 4 800 GB/s);
-benchmarks/results holds the rows, and a test reads them. Most are benchmarks/calibrate.py's (calibration.csv), which
+Each number is a measurement divided by the vendor's figure (989.4 TFLOP/s bf16, 1978.9 fp8, 66.9 fp32, 4 800 GB/s); the
+rows are in benchmarks/results, and a test reads them. Most come from benchmarks/calibrate.py (calibration.csv), which
 runs no training step: step times in the truth tables are predicted, not fitted. Other cards are assumed to reach the
-same shares of their own peaks: for them these are estimates until somebody measures. Host figures are one node's (16
-cores beside that H200); what its host needs to launch kernels is in launches.py.
+same shares of their own peaks, which is an estimate. Host figures are of one node (16 cores beside that H200); kernel
+launch times of that host are in launches.py.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ ByHead = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Of the peak of one number format."""
+    """Shares of the peak rate of one number format."""
 
     products: float
-    """Of a layer: time = `product_s` + operations / rate."""
+    """Of a layer's GEMMs: seconds = `product_s` + FLOPs / rate."""
     product_s: float
-    """As fitted to all products of calibration.csv."""
+    """Fixed seconds per GEMM, fitted to all GEMMs of calibration.csv."""
     attention_forward: ByHead
     attention_backward: ByHead
-    """Of sequences so long that nothing but pairs of tokens counts."""
+    """Of attention at long sequences, where only pairs of tokens count."""
     forward_tokens: ByHead
     backward_tokens: ByHead
-    """A token also costs as much as so many keys, half of them seen: diagonal blocks, row sums, dQ in float32."""
+    """Each token also costs as much as this many keys at half visibility: diagonal blocks, row sums, dQ in float32."""
 
 
 NARROW = Shares(
@@ -41,8 +41,8 @@ NARROW = Shares(
     forward_tokens=((64, 484.0), (128, 398.9)),
     backward_tokens=((64, 1066.8), (128, 1107.3)),
 )
-"""cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens. The products of calibration.csv, bursts of 15 ms, reach
-744; a step has them one after another, and the card does not keep that clock: the rate is that of `matmul` below."""
+"""cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens. The GEMMs of calibration.csv, in bursts of 15 ms, reach
+744; in a step they follow one another and the card lowers its clock, so the rate is that of `matmul` below."""
 WIDE = Shares(
     products=51.69 / H200_FP32_TFLOP_S,
     product_s=20.9e-6,
@@ -51,18 +51,18 @@ WIDE = Shares(
     forward_tokens=((64, 0.0),),
     backward_tokens=((64, 0.0),),
 )
-"""In float32, without TF32: cuBLAS, and our attention of 2048 tokens, whose exact products are no matrix unit's."""
+"""Float32 without TF32: cuBLAS, and our attention at 2048 tokens, whose exact products use no tensor cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of the vendor's peak, and what the host takes."""
+    """Shares of the vendor's peaks, and host rates."""
 
     narrow: Shares = NARROW
     wide: Shares = WIDE
     matmul: float = 671 / H200_BF16_TFLOP_S
-    """Large bf16 products that follow each other (kernel_parts.csv, "three GEMMs alone": 76.97 ms for 51.6 TFLOP), as
-    the loss has them. One product of 8192³ by itself reaches 809, but the card does not keep that clock."""
+    """Large bf16 GEMMs one after another (kernel_parts.csv, "three GEMMs alone": 76.97 ms for 51.6 TFLOP), as in the
+    loss. A single GEMM of 8192³ reaches 809, but the card does not sustain that clock."""
     attention_forward: ByHead = ((64, 456 / H200_BF16_TFLOP_S), (128, 628 / H200_BF16_TFLOP_S))
     """Causal attention of 2 × 8192 tokens by head size (kernel_parts.csv, cuDNN: 1.206 and 1.750 ms)."""
     attention_backward: ByHead = ((64, 418 / H200_BF16_TFLOP_S), (128, 527 / H200_BF16_TFLOP_S))
@@ -70,21 +70,25 @@ class Efficiency:
     bandwidth: float = 4136 / H200_GB_S
     """A copy, read and written bytes counted (kernels.csv, copy_gb_s)."""
     fp8_tensor: float = 1348.6 / H200_FP8_TFLOP_S
-    """Products of 8-bit codes with a scale per tensor and short sums (calibration.csv, "tensor fast")."""
+    """fp8 GEMMs with a scale per tensor and fast accumulation (calibration.csv, "tensor fast")."""
     fp8_tensor_wide: float = 1279.8 / H200_FP8_TFLOP_S
-    """With sums in float32, as weights' gradients have them ("tensor wide")."""
+    """With float32 accumulation, as for weight gradients ("tensor wide")."""
     fp8_row: float = 1447.6 / H200_FP8_TFLOP_S
     """With a scale per row ("row fast")."""
     codes: float = 0.902
-    """What the making of codes reaches of a copy's bandwidth, in the bytes of kernels/fp8_quantize.py (all "codes")."""
+    """Quantization's share of copy bandwidth, in the bytes of kernels/fp8_quantize.py (all "codes")."""
     updates: tuple[tuple[str, float], ...] = (
-        ("torch fp32", 0.755), ("torch bf16", 0.659), ("8bit", 0.411), ("factored", 0.799),
-    )  # fmt: skip
-    """What updates reach of it, by who makes them, in the bytes of plan/update_time.py ("update"); others all."""
+        ("torch fp32", 0.755),
+        ("torch bf16", 0.659),
+        ("8bit", 0.411),
+        ("factored", 0.799),
+    )
+    """Optimizer updates' share of copy bandwidth, by implementation, in bytes of plan/seconds/optimizer.py ("update");
+    1 for others."""
     link_both_ways: float = 47.39 / 55.32
-    """Of a copy one way, what each of two at once gets, beside products ("link")."""
+    """Bandwidth of each of two simultaneous copies, as a share of one alone, during GEMMs ("link")."""
     host_adam_params_s: float = 4.313e9
-    """AdamW on the host, parameters a second of one node (torch's fused CPU kernel; "host adam")."""
+    """Parameters a second of AdamW on one node's host (torch's fused CPU kernel; "host adam")."""
 
     def shares(self, *, wide: bool) -> Shares:
         """Of float32, or of 16 bits."""
@@ -95,5 +99,5 @@ MEASURED = Efficiency()
 
 
 def by_head_size(values: ByHead, head_dim: int) -> float:
-    """What was measured at the nearest head size that is not larger, else the smallest."""
+    """The value of the largest measured head size up to `head_dim`, else of the smallest."""
     return next((value for size, value in reversed(values) if head_dim >= size), values[0][1])

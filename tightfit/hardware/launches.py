@@ -1,9 +1,9 @@
-"""What the host needs to launch a layer's kernels, by levers: measured on one host (benchmarks/calibrate_host.py).
+"""Host time to launch a layer's kernels, by levers: measured on one host (benchmarks/calibrate_host.py).
 
-Milliseconds of a layer's forward and backward, from steps of a model so narrow that its kernels take microseconds: of
-its eight layers, what is left of a phase without the rest of it, as a model of no levers has it. Such steps are Python,
-autograd and Triton's launchers; hosts differ, and this one by some 20 % from one minute to the next. A layer that is
-not computed again takes as long as a plain one. Tiles are measured in 2, 4 and 8 and taken to be linear.
+Milliseconds of a layer's forward and backward, from steps of a model so narrow that its kernels take microseconds: an
+eighth of each phase of eight layers, less the phase's time outside the layers. Such steps are bound by Python, autograd
+and Triton's launchers. Hosts differ, and this one varies by about 20 % from minute to minute. A layer that is not
+recomputed takes as long as a plain one. Tiles were measured at 2, 4 and 8 and are assumed linear.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Launch(NamedTuple):
 
 
 REST = Launch(1.859, 0.895)
-"""Of a step, outside the layers: the batch, the embedding, the loss."""
+"""Of a step outside the layers: batch, embedding, loss."""
 LAYER: dict[str, Launch] = {
     "": Launch(1.231, 2.192),
     "checkpoint_every=1": Launch(2.074, 3.469),
@@ -35,9 +35,9 @@ LAYER: dict[str, Launch] = {
 """By levers, as calibration.csv names them."""
 UPDATE_REST_MS = 0.976
 UPDATE_MS: dict[str, float] = {"": 0.314, "optimizer_states=8bit": 0.648, "optimizer_states=factored": 3.143}
-"""Of a step's update, its waiting and counting, and one layer's: by torch, by a kernel of ours for each weight, and by
-single operations."""
+"""The update of a step: its fixed part (synchronisation, norms), and per layer by torch's fused AdamW, by one of our
+kernels per weight, and by single torch operations."""
 FURTHER_CHUNK_MS = 0.1227
-"""Of a factored update, each further chunk of a matrix."""
+"""Of a factored update, per further chunk of a matrix."""
 CHUNK_WEIGHTS = 2**22
 """levers/optimizer_states.py's; a test compares them."""

@@ -1,26 +1,45 @@
-"""What this machine has, from nvidia-smi and the kernel; never by importing torch."""
+"""What this machine has, from nvidia-smi, the driver and the kernel; never by importing torch."""
 
 import re
 import subprocess
 from pathlib import Path
 
 from tightfit.errors import UserError
+from tightfit.hardware.accelerator import Accelerator
 from tightfit.hardware.catalog import CATALOG
-from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.hardware.driver import DriverFacts, accelerator_of_driver, driver_facts
+from tightfit.hardware.links import LINKS
+from tightfit.hardware.machine import DEFAULT_NETWORK, Machine, parse_machine
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+BRANDS = ("NVIDIA", "TESLA", "GEFORCE")
 
 
-def local_machine(host_memory: str | int | None = None, listing: str | None = None) -> Machine:
-    """The GPUs of this machine as a Machine; `listing` stands in for what nvidia-smi prints."""
+def local_machine(
+    host_memory: str | int | None = None, listing: str | None = None, facts: DriverFacts | None = None
+) -> Machine:
+    """The GPUs of this machine; `listing` and `facts` stand in for what nvidia-smi and the driver say."""
     rows = [row.rsplit(",", 1) for row in (_listing() if listing is None else listing).splitlines() if row.strip()]
     if not rows:
         raise UserError("nvidia-smi lists no GPU here; name the machine instead, such as --on 8xH100-80GB")
-    names = {_catalog_name(name.strip(), int(float(mib))) for name, mib in rows}
-    if len(names) > 1:
-        raise UserError(f"this machine mixes {' and '.join(sorted(names))}; name one kind, such as --on 2x{min(names)}")
+    kinds = {(name.strip(), int(float(mib))) for name, mib in rows}
+    cards = {_card(name, mib, facts) for name, mib in kinds}
+    if len(cards) > 1:
+        names = sorted(card.name for card in cards)
+        raise UserError(f"this machine mixes {' and '.join(names)}; name one kind, such as --on 2x{names[0]}")
+    card = cards.pop()
     host = _host_bytes() if host_memory is None else host_memory
-    return parse_machine(f"{len(rows)}x{names.pop()}", host)
+    if card in CATALOG:
+        return parse_machine(f"{len(rows)}x{card.name}:{card.form}", host)
+    return Machine(
+        nodes=1,
+        per_node=len(rows),
+        accelerator=card,
+        intra=card.peer,
+        inter=LINKS[DEFAULT_NETWORK],
+        host_bytes=parse_machine("T4", host).host_bytes,
+        text=f"{len(rows)}x{card.name}",
+    )
 
 
 def _listing() -> str:
@@ -32,18 +51,29 @@ def _listing() -> str:
         ) from None
 
 
-def _catalog_name(name: str, total_mib: int) -> str:
-    """From `Tesla V100-SXM2-32GB` and its memory to `V100-32GB:sxm`."""
-    words = re.sub(r"[^A-Z0-9]", " ", name.upper().replace("RTX ", "RTX")).split()
-    rows = [row for row in CATALOG if row.family in words]
-    rows = [row for row in rows if abs(total_mib * 2**20 - row.memory_gb * 10**9) < 0.12 * row.memory_gb * 10**9]
+def _card(name: str, total_mib: int, facts: DriverFacts | None) -> Accelerator:
+    """The catalog's row for `Tesla V100-SXM2-32GB` with so much memory, else what the driver says of the card."""
+    words = [word for word in re.sub(r"[^A-Z0-9]", " ", name.upper()).split() if word not in BRANDS]
+    spelled = {"".join(words[:count]) for count in range(1, len(words) + 1)}
+    rows = [row for row in CATALOG if row.family.upper() in spelled]
+    longest = max((len(row.family) for row in rows), default=0)
+    total_bytes = total_mib * 2**20
+    rows = [row for row in rows if len(row.family) == longest]
+    rows = [row for row in rows if abs(total_bytes - row.memory_gb * 1e9) < 0.12 * row.memory_gb * 1e9]
     if not rows:
-        raise UserError(
-            f"this machine's {name} ({total_mib} MiB) is not in the catalog; `tightfit hardware` lists what is"
-        )
+        return _unknown_card(name, total_mib, facts or driver_facts())
     forms = [row for row in rows if any(word.startswith(row.form.upper()) for word in words)]
-    forms = forms or ([row for row in rows if row.form == "sxm" and "HBM3" in words] or rows)
-    return f"{forms[0].name}:{forms[0].form}"
+    return (forms or [row for row in rows if row.form == "sxm" and "HBM3" in words] or rows)[0]
+
+
+def _unknown_card(name: str, total_mib: int, facts: DriverFacts | None) -> Accelerator:
+    card = accelerator_of_driver(name, total_mib, facts) if facts else None
+    if card is None:
+        raise UserError(
+            f"this machine's {name} ({total_mib} MiB) is not in the catalog and the driver does not describe it; "
+            "write its figures into a file and use --on ./card.yaml (docs/hardware.md)"
+        )
+    return card
 
 
 def _host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:

@@ -1,4 +1,4 @@
-"""Machine: nodes × accelerators and what connects them, as a user writes it.
+"""Machine: nodes × accelerators and their links, as a user writes it.
 
     H100-80GB               one card
     8xV100-32GB             one node of eight, with the links of the vendor's own system (SXM where there is one)
@@ -6,30 +6,36 @@
     2x8xH100-80GB           two nodes of eight; between them what the vendor's reference system has (NDR, one per card)
     4x8xL4:ethernet-100     between nodes: edr, hdr, ndr, xdr (per card), ethernet-10 … -400 (per node)
     2xRTX3090:nvlink        a pair of cards with their bridge
+    2x./card.yaml           two cards of one's own, described in a file (own_card.py)
     local                   what nvidia-smi finds in this machine
 
-Cards that no vendor sells as a cluster are taken to share one 100 Gb/s Ethernet port per node unless the text says
-otherwise; a plan prints the link it counted with.
+Cards without a vendor's cluster are assumed to share one 100 Gb/s Ethernet port per node unless the text says
+otherwise; a plan prints the link it used.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
-from tightfit.hardware.catalog import FORMS, find_accelerator
+from tightfit.hardware.catalog import CATALOG, FORMS, accelerator_of_row, find_accelerator, row_of_accelerator
 from tightfit.hardware.links import LINKS, NETWORKS, Link
+from tightfit.hardware.own_card import own_card
 from tightfit.hardware.sizes import parse_bytes
 
 LARGEST = 1_000_000
 DEFAULT_NETWORK = "ethernet-100"
-_PATTERN = re.compile(r"(?:(-?\d+)x)?(?:(-?\d+)x)?([A-Za-z][\w .-]*)((?::[\w.-]+)*)")
+_COUNTS, _OPTIONS = r"(?:(-?\d+)x)?(?:(-?\d+)x)?", r"((?::[\w.-]+)*)"
+_PATTERN = re.compile(rf"{_COUNTS}([A-Za-z][\w .-]*){_OPTIONS}")
+_FILE_PATTERN = re.compile(rf"{_COUNTS}([^:]+\.ya?ml){_OPTIONS}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`nodes` × `per_node` accelerators. `host_bytes` is the memory of one node; None where nobody said."""
+    """`nodes` × `per_node` accelerators. `host_bytes` is the memory of one node; None where unknown."""
 
     nodes: int
     per_node: int
@@ -45,15 +51,17 @@ class Machine:
         return self.nodes * self.per_node
 
     def with_counts(self, nodes: int, per_node: int) -> "Machine":
-        """The same parts in another number."""
+        """The same accelerators and links in another number."""
         tail = self.text.partition(":")
         plain = re.sub(r"^(\d+x){0,2}", "", tail[0])
         counts = f"{nodes}x{per_node}x" if nodes > 1 else f"{per_node}x"
         return replace(self, nodes=nodes, per_node=per_node, text=f"{counts}{plain}{tail[1]}{tail[2]}")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; `parse_machine` reads `text` and `host_bytes` back."""
+        """As plain data, which `machine_of_json` reads back."""
+        known = self.accelerator in CATALOG
         return {
+            **({} if known else {"card": row_of_accelerator(self.accelerator)}),
             "text": self.text,
             "nodes": self.nodes,
             "per_node": self.per_node,
@@ -71,14 +79,15 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
         from tightfit.hardware.local import local_machine
 
         return local_machine(host_memory)
-    match = _PATTERN.fullmatch(text.strip())
+    file = _FILE_PATTERN.fullmatch(text.strip())
+    match = file or _PATTERN.fullmatch(text.strip())
     if match is None:
         raise UserError(f"machine {text!r} is not of the form 8xV100-32GB, 2x8xH100-80GB or H100-80GB:pcie")
     first, second, name, tail = match.groups()
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     _check_counts(text, nodes, per_node)
     form, intra, inter = _options(text, tail.split(":")[1:], per_node)
-    accelerator = find_accelerator(name, form)
+    accelerator = own_card(Path(name)) if file else find_accelerator(name, form)
     return Machine(
         nodes=nodes,
         per_node=per_node,
@@ -87,6 +96,22 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
         inter=LINKS[inter or accelerator.network or DEFAULT_NETWORK],
         host_bytes=_host_bytes(host_memory),
         text=text.strip(),
+    )
+
+
+def machine_of_json(data: Mapping[str, Any]) -> Machine:
+    """What `to_json` made: a card that the catalog does not have comes with its row."""
+    if "card" not in data:
+        return parse_machine(data["text"], data["host_bytes"])
+    accelerator = accelerator_of_row({name: str(value) for name, value in data["card"].items()})
+    return Machine(
+        nodes=data["nodes"],
+        per_node=data["per_node"],
+        accelerator=accelerator,
+        intra=LINKS[data["intra"]],
+        inter=LINKS[data["inter"]],
+        host_bytes=data["host_bytes"],
+        text=data["text"],
     )
 
 

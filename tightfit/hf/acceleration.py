@@ -1,4 +1,4 @@
-"""Put our kernels into one Hugging Face model, and take them out again."""
+"""Replaces methods of one Hugging Face model by our kernels, and undoes it."""
 
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tightfit.errors import UserError
-from tightfit.hf.families import block_of, require_supported
-from tightfit.hf.replacement import PARTS, Part, Replaced, put
+from tightfit.hf.families import handler_of, require_supported
+from tightfit.hf.replacement import PARTS, PartName, Replaced, bind
 from tightfit.kernels.triton_support import IMPLS, Impl
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -15,29 +15,29 @@ RECORD = "_tightfit_replaced"
 """The one attribute an accelerated model has besides the replaced methods."""
 
 
-def accelerate(model: Model, *, impl: Impl = "auto", parts: Collection[Part] = PARTS) -> Model:
-    """The same model, computing with our kernels from now on; nothing happens to one that is accelerated already.
+def accelerate(model: Model, *, impl: Impl = "auto", parts: Collection[PartName] = PARTS) -> Model:
+    """The same model, with our kernels from now on; calling it twice changes nothing.
 
-    `parts`: "norm", "rope" and "mlp" are faster; "loss" is computed without logits when labels are given. A model
-    wrapped by PEFT is accelerated inside its wrapping.
+    `parts`: "norm", "rope" and "mlp" run faster; "loss" is computed without logits when labels are given. A PEFT model
+    is accelerated inside its wrapper.
     """
     inner = _inside_peft(model)
     require_supported(inner)
     _check(impl, parts)
     if RECORD not in vars(inner):
-        found = [(module, block) for module in inner.modules() if (block := block_of(module)) is not None]
-        chosen = [(module, block) for module, block in found if block.part in parts]
-        replacements = [each for module, block in chosen for each in block.replacements(module, impl)]
-        setattr(inner, RECORD, [put(each) for each in replacements])
+        found = [(module, handler) for module in inner.modules() if (handler := handler_of(module)) is not None]
+        chosen = [(module, handler) for module, handler in found if handler.part in parts]
+        replacements = [each for module, handler in chosen for each in handler.replacements(module, impl)]
+        setattr(inner, RECORD, [bind(each) for each in replacements])
     return model
 
 
 def undo(model: Model) -> Model:
-    """The same model with its own methods again and no trace of ours."""
+    """The same model with its own methods again."""
     inner = _inside_peft(model)
     replaced: list[Replaced] = vars(inner).get(RECORD, [])
     while replaced:
-        replaced[-1].put_back()
+        replaced[-1].restore()
         replaced.pop()
     vars(inner).pop(RECORD, None)
     return model

@@ -1,4 +1,4 @@
-"""transformers' auto classes, whose models come accelerated."""
+"""transformers' auto classes, returning accelerated models."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ class AutoModelForCausalLM:
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """A model with trained weights (and the report on loading them, where `output_loading_info` asks for it)."""
-        made = cls._auto.from_pretrained(*args, **kwargs)
-        accelerate(made[0] if isinstance(made, tuple) else made)
-        return made
+        loaded = cls._auto.from_pretrained(*args, **kwargs)
+        accelerate(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> PreTrainedModel:

@@ -1,7 +1,7 @@
-"""The supported families: one row each, naming transformers' classes and how each is accelerated.
+"""The supported families: one row each, with transformers' classes and how each is accelerated.
 
-A class is known by its full name, so a model's own copy of a modeling file (`trust_remote_code`) is not taken for
-transformers'. Classes derived from a known one count as it, as long as they keep its forward (FSDP2 derives some).
+Classes are matched by full name, so a model's own copy of a modeling file (`trust_remote_code`) does not match.
+Subclasses match too, as long as they keep the forward (FSDP2 makes some).
 """
 
 from collections.abc import Mapping
@@ -10,92 +10,167 @@ from dataclasses import dataclass
 from torch import nn
 
 from tightfit.errors import UserError
-from tightfit.hf.head import Head
-from tightfit.hf.mlps import Experts, GatedMlp, TanhGelu
-from tightfit.hf.norms import LayerNorm, RmsNorm
-from tightfit.hf.replacement import Block
-from tightfit.hf.rotary import Rotary
+from tightfit.hf.head import HeadHandler
+from tightfit.hf.mlps import ExpertsHandler, GatedMlpHandler, TanhGeluHandler
+from tightfit.hf.norms import LayerNormHandler, RmsNormHandler
+from tightfit.hf.replacement import Handler
+from tightfit.hf.rotary import RotaryHandler
 
 
 @dataclass(frozen=True)
-class Family:
+class HandledFamily:
     """A row: classes of `transformers.models.<folder>`, and for each how it is accelerated."""
 
     name: str
     folder: str
-    blocks: Mapping[str, Block]
+    handlers: Mapping[str, Handler]
 
 
-CAPPED_HEAD = Head(softcap="final_logit_softcapping")
-GEMMA_NORM = RmsNorm(eps="eps", offset=1.0)
+CAPPED_HEAD = HeadHandler(softcap="final_logit_softcapping")
+GEMMA_NORM = RmsNormHandler(eps="eps", offset=1.0)
 
 FAMILIES = (
-    Family("Llama", "llama", {
-        "LlamaForCausalLM": Head(), "LlamaRMSNorm": RmsNorm(), "LlamaMLP": GatedMlp(), "LlamaAttention": Rotary(),
-    }),
-    Family("Mistral", "mistral", {
-        "MistralForCausalLM": Head(), "MistralRMSNorm": RmsNorm(), "MistralMLP": GatedMlp(),
-        "MistralAttention": Rotary(),
-    }),
-    Family("Mixtral", "mixtral", {
-        "MixtralForCausalLM": Head(), "MixtralRMSNorm": RmsNorm(), "MixtralExperts": Experts(),
-        "MixtralAttention": Rotary(),
-    }),
-    Family("Qwen2 and Qwen2.5", "qwen2", {
-        "Qwen2ForCausalLM": Head(), "Qwen2RMSNorm": RmsNorm(), "Qwen2MLP": GatedMlp(), "Qwen2Attention": Rotary(),
-    }),
-    Family("Qwen2-MoE", "qwen2_moe", {
-        "Qwen2MoeForCausalLM": Head(), "Qwen2MoeRMSNorm": RmsNorm(), "Qwen2MoeMLP": GatedMlp(),
-        "Qwen2MoeExperts": Experts(), "Qwen2MoeAttention": Rotary(),
-    }),
-    Family("Qwen3", "qwen3", {
-        "Qwen3ForCausalLM": Head(), "Qwen3RMSNorm": RmsNorm(), "Qwen3MLP": GatedMlp(), "Qwen3Attention": Rotary(),
-    }),
-    Family("Qwen3-MoE", "qwen3_moe", {
-        "Qwen3MoeForCausalLM": Head(), "Qwen3MoeRMSNorm": RmsNorm(), "Qwen3MoeMLP": GatedMlp(),
-        "Qwen3MoeExperts": Experts(), "Qwen3MoeAttention": Rotary(),
-    }),
-    Family("Gemma", "gemma", {
-        "GemmaForCausalLM": Head(), "GemmaRMSNorm": GEMMA_NORM, "GemmaMLP": GatedMlp(), "GemmaAttention": Rotary(),
-    }),
-    Family("Gemma 2", "gemma2", {
-        "Gemma2ForCausalLM": CAPPED_HEAD, "Gemma2RMSNorm": GEMMA_NORM, "Gemma2MLP": GatedMlp(),
-        "Gemma2Attention": Rotary(),
-    }),
-    Family("Gemma 3", "gemma3", {
-        "Gemma3ForCausalLM": CAPPED_HEAD, "Gemma3ForConditionalGeneration": Head(), "Gemma3RMSNorm": GEMMA_NORM,
-        "Gemma3MLP": GatedMlp(), "Gemma3Attention": Rotary(),
-    }),
-    Family("PaliGemma", "paligemma", {"PaliGemmaForConditionalGeneration": Head()}),  # its layers are Gemma's
-    Family("Phi-3 and Phi-4", "phi3", {
-        "Phi3ForCausalLM": Head(), "Phi3RMSNorm": RmsNorm(), "Phi3Attention": Rotary(),
-        "Phi3MLP": GatedMlp(projections=("gate_up_proj",), activation="activation_fn"),
-    }),
-    Family("GPT-2", "gpt2", {"GPT2LMHeadModel": Head()}),  # its layers are the shared ones below
-)  # fmt: skip
+    HandledFamily(
+        "Llama",
+        "llama",
+        {
+            "LlamaForCausalLM": HeadHandler(),
+            "LlamaRMSNorm": RmsNormHandler(),
+            "LlamaMLP": GatedMlpHandler(),
+            "LlamaAttention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Mistral",
+        "mistral",
+        {
+            "MistralForCausalLM": HeadHandler(),
+            "MistralRMSNorm": RmsNormHandler(),
+            "MistralMLP": GatedMlpHandler(),
+            "MistralAttention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Mixtral",
+        "mixtral",
+        {
+            "MixtralForCausalLM": HeadHandler(),
+            "MixtralRMSNorm": RmsNormHandler(),
+            "MixtralExperts": ExpertsHandler(),
+            "MixtralAttention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Qwen2 and Qwen2.5",
+        "qwen2",
+        {
+            "Qwen2ForCausalLM": HeadHandler(),
+            "Qwen2RMSNorm": RmsNormHandler(),
+            "Qwen2MLP": GatedMlpHandler(),
+            "Qwen2Attention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Qwen2-MoE",
+        "qwen2_moe",
+        {
+            "Qwen2MoeForCausalLM": HeadHandler(),
+            "Qwen2MoeRMSNorm": RmsNormHandler(),
+            "Qwen2MoeMLP": GatedMlpHandler(),
+            "Qwen2MoeExperts": ExpertsHandler(),
+            "Qwen2MoeAttention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Qwen3",
+        "qwen3",
+        {
+            "Qwen3ForCausalLM": HeadHandler(),
+            "Qwen3RMSNorm": RmsNormHandler(),
+            "Qwen3MLP": GatedMlpHandler(),
+            "Qwen3Attention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Qwen3-MoE",
+        "qwen3_moe",
+        {
+            "Qwen3MoeForCausalLM": HeadHandler(),
+            "Qwen3MoeRMSNorm": RmsNormHandler(),
+            "Qwen3MoeMLP": GatedMlpHandler(),
+            "Qwen3MoeExperts": ExpertsHandler(),
+            "Qwen3MoeAttention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Gemma",
+        "gemma",
+        {
+            "GemmaForCausalLM": HeadHandler(),
+            "GemmaRMSNorm": GEMMA_NORM,
+            "GemmaMLP": GatedMlpHandler(),
+            "GemmaAttention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Gemma 2",
+        "gemma2",
+        {
+            "Gemma2ForCausalLM": CAPPED_HEAD,
+            "Gemma2RMSNorm": GEMMA_NORM,
+            "Gemma2MLP": GatedMlpHandler(),
+            "Gemma2Attention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "Gemma 3",
+        "gemma3",
+        {
+            "Gemma3ForCausalLM": CAPPED_HEAD,
+            "Gemma3ForConditionalGeneration": HeadHandler(),
+            "Gemma3RMSNorm": GEMMA_NORM,
+            "Gemma3MLP": GatedMlpHandler(),
+            "Gemma3Attention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "PaliGemma", "paligemma", {"PaliGemmaForConditionalGeneration": HeadHandler()}
+    ),  # its layers are Gemma's
+    HandledFamily(
+        "Phi-3 and Phi-4",
+        "phi3",
+        {
+            "Phi3ForCausalLM": HeadHandler(),
+            "Phi3RMSNorm": RmsNormHandler(),
+            "Phi3Attention": RotaryHandler(),
+            "Phi3MLP": GatedMlpHandler(projections=("gate_up_proj",), activation="activation_fn"),
+        },
+    ),
+    HandledFamily("GPT-2", "gpt2", {"GPT2LMHeadModel": HeadHandler()}),  # shared layers, below
+)
 
-BLOCKS: dict[str, Block] = {
-    f"transformers.models.{family.folder}.modeling_{family.folder}.{name}": block
+HANDLERS: dict[str, Handler] = {
+    f"transformers.models.{family.folder}.modeling_{family.folder}.{name}": handler
     for family in FAMILIES
-    for name, block in family.blocks.items()
+    for name, handler in family.handlers.items()
 } | {
-    "torch.nn.modules.normalization.LayerNorm": LayerNorm(),
-    "transformers.activations.NewGELUActivation": TanhGelu(),
+    "torch.nn.modules.normalization.LayerNorm": LayerNormHandler(),
+    "transformers.activations.NewGELUActivation": TanhGeluHandler(),
 }
 
 
-def block_of(module: nn.Module) -> Block | None:
+def handler_of(module: nn.Module) -> Handler | None:
     """How modules of this class are accelerated; None for classes no row names."""
     for known in type(module).__mro__:
-        block = BLOCKS.get(f"{known.__module__}.{known.__qualname__}")
-        if block is not None:
-            return block if type(module).forward is vars(known)["forward"] else None
+        handler = HANDLERS.get(f"{known.__module__}.{known.__qualname__}")
+        if handler is not None:
+            return handler if type(module).forward is vars(known)["forward"] else None
     return None
 
 
 def require_supported(model: nn.Module) -> None:
     """Refuse a model that no row names."""
-    if not isinstance(block_of(model), Head):
+    if not isinstance(handler_of(model), HeadHandler):
         families = ", ".join(family.name for family in FAMILIES)
         raise UserError(
             f"{type(model).__module__}.{type(model).__name__} is not a model tightfit.hf knows; give a causal language "

@@ -1,12 +1,12 @@
 """The loss of a Hugging Face model without its logits.
 
-The class's own forward runs, on a stand-in for the model: the same in everything, except that its `lm_head` hands
-hidden states through and its `loss_function` receives them and calls the fused operation. So whatever else a family's
-forward does (images, router losses, which outputs it returns) stays its own code, and no attribute of the model
-changes while it runs. Without labels the model itself runs, as before.
+The class's own forward runs on a proxy of the model, which differs in two attributes: its `lm_head` returns the hidden
+states and its `loss_function` passes them to the fused loss. So everything else in a family's forward (images, router
+losses, outputs) stays its own code, and no attribute of the model changes while it runs. Without labels the model
+itself runs, as before.
 
-The fused operation runs inside `lm_head`'s call, whose forward takes labels for it, so that whoever gathers weights
-around modules (FSDP2, DeepSpeed ZeRO-3, Accelerate's offload hooks) has gathered this one.
+The fused loss runs inside the call of the real `lm_head`, whose forward takes the labels, so that hooks which gather
+weights around modules (FSDP2, DeepSpeed ZeRO-3, Accelerate's offload) have gathered this one.
 """
 
 import inspect
@@ -24,17 +24,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tightfit.errors import UserError
 from tightfit.hf.logits import LogitsOnDemand
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.cross_entropy import capped
+from tightfit.kernels.cross_entropy import softcapped
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, IGNORE, linear_cross_entropy
 from tightfit.kernels.triton_support import Impl
 
 TAKES_LOSS = "_takes_loss"
-"""Marks the forward of a head that is ours: adapters put on later hide it, and the head is then called as any other."""
+"""Marks our forward of a head; adapters added later hide it, and the head is then called like any other."""
 
 
 @dataclass(frozen=True)
-class Head:
-    """A model that ends in `lm_head` and `loss_function`, with the logit cap its config holds under `softcap`."""
+class HeadHandler:
+    """A model with `lm_head` and `loss_function`; `softcap` is the name of the logit cap in its config."""
 
     softcap: str | None = None
     part: Literal["loss"] = "loss"
@@ -46,8 +46,8 @@ class Head:
             yield Replacement(head, "forward", _linear_or_loss(impl))
 
 
-class _StandIn:
-    """`under`, with some attributes of its own."""
+class _Proxy:
+    """`under`, with some attributes replaced."""
 
     def __init__(self, under: Any, **own: Any) -> None:
         self._under = under
@@ -70,7 +70,7 @@ def _without_logits(forward: Method, softcap_name: str | None) -> Method:
             return forward(self, *args, **kwargs)
         softcap = None if softcap_name is None else getattr(self.config, softcap_name)
         wants_dict = kwargs.pop("return_dict", None)
-        output = forward(_stand_in(self, softcap, softcap_name), *args, return_dict=True, **kwargs)
+        output = forward(_proxy(self, softcap, softcap_name), *args, return_dict=True, **kwargs)
         output = _with_logits_on_demand(self, output, softcap)
         wants_dict = self.config.return_dict if wants_dict is None else wants_dict
         return output if wants_dict else output.to_tuple()
@@ -79,29 +79,29 @@ def _without_logits(forward: Method, softcap_name: str | None) -> Method:
 
 
 def _can_fuse(model: Any) -> bool:
-    """Not with a loss of the user's own, nor where a traced evaluation must return tensors that exist."""
+    """Not with a user's own loss, nor in an evaluation under torch.compile, which must return real tensors."""
     traced_evaluation = torch.compiler.is_compiling() and not torch.is_grad_enabled()
     return model.loss_function is ForCausalLMLoss and not traced_evaluation
 
 
-def _stand_in(model: Any, softcap: float | None, softcap_name: str | None) -> _StandIn:
-    config = model.config if softcap_name is None else _StandIn(model.config, **{softcap_name: None})
-    return _StandIn(model, config=config, lm_head=lambda hidden: hidden, loss_function=_fused_loss(model, softcap))
+def _proxy(model: Any, softcap: float | None, softcap_name: str | None) -> _Proxy:
+    config = model.config if softcap_name is None else _Proxy(model.config, **{softcap_name: None})
+    return _Proxy(model, config=config, lm_head=lambda hidden: hidden, loss_function=_fused_loss(model, softcap))
 
 
 def _with_logits_on_demand(model: Any, output: Any, softcap: float | None) -> Any:
-    """The same output without logits; in an evaluation, with logits that are computed if somebody reads them.
+    """The output without logits; in an evaluation, with logits that are computed on first use.
 
-    Not in training: data parallel wrappers read every output, and a loss made from them would have no gradient.
+    Not in training: data parallel wrappers read every output, and a loss computed from these would have no gradient.
     """
-    made = {name: value for name, value in output.items() if name != "logits"}
+    fields = {name: value for name, value in output.items() if name != "logits"}
     if not torch.is_grad_enabled():
         hidden = output.logits
         shape = (*hidden.shape[:-1], model.config.get_text_config().vocab_size)
-        made["logits"] = LogitsOnDemand(
-            lambda: capped(model.lm_head(hidden), softcap), shape, _linear_dtype(hidden), hidden.device
+        fields["logits"] = LogitsOnDemand(
+            lambda: softcapped(model.lm_head(hidden), softcap), shape, _linear_dtype(hidden), hidden.device
         )
-    return type(output)(**made)
+    return type(output)(**fields)
 
 
 def _linear_dtype(hidden: Tensor) -> torch.dtype:
@@ -130,15 +130,15 @@ def _fused_loss(model: Any, softcap: float | None) -> Callable[..., Tensor]:
                 f"labels name {len(targets)} tokens for {len(hidden)} positions; with logits_to_keep, give "
                 "shift_labels for the positions that are kept"
             )
-        wanted = _Wanted(targets, ignore_index, num_items_in_batch, softcap)
-        return _loss_through(model.lm_head, hidden, wanted, vocab_size)
+        request = _LossRequest(targets, ignore_index, num_items_in_batch, softcap)
+        return _loss_through(model.lm_head, hidden, request, vocab_size)
 
     return loss_function
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """The loss that is asked of a head: of which tokens, divided by what (their number where it is None)."""
+class _LossRequest:
+    """Targets and divisor (None: their number) of the loss that a head computes."""
 
     targets: Tensor
     ignore_index: int
@@ -146,39 +146,46 @@ class _Wanted:
     softcap: float | None
 
     def of_logits(self, logits: Tensor, rows: slice) -> Tensor:
-        """Summed over the rows of which these are the logits."""
-        logits = capped(logits.float(), self.softcap)
+        """The summed loss of `rows`, from their logits."""
+        logits = softcapped(logits.float(), self.softcap)
         return F.cross_entropy(logits, self.targets[rows], ignore_index=self.ignore_index, reduction="sum")
 
     def of_hidden(self, hidden: Tensor, head: nn.Linear, impl: Impl) -> Tensor:
-        """Divided, from all hidden states."""
+        """The divided loss, from all hidden states."""
         targets = self.targets.to(hidden.device)  # a hook may have moved the hidden states to the head's device
         return linear_cross_entropy(
-            hidden, head.weight, targets, bias=head.bias, ignore_index=self.ignore_index, softcap=self.softcap,
-            reduction="mean" if self.divisor is None else "sum", divisor=self.divisor, impl=impl,
-        )  # fmt: skip
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            ignore_index=self.ignore_index,
+            softcap=self.softcap,
+            reduction="mean" if self.divisor is None else "sum",
+            divisor=self.divisor,
+            impl=impl,
+        )
 
 
-def _loss_through(head: nn.Module, hidden: Tensor, wanted: _Wanted, vocab_size: int) -> Tensor:
-    """Fused in a head that is ours; through any other (adapters, quantized weights) in chunks, computed twice."""
+def _loss_through(head: nn.Module, hidden: Tensor, request: _LossRequest, vocab_size: int) -> Tensor:
+    """The fused loss in our head; through any other (adapters, quantized weights) in checkpointed chunks."""
     if getattr(vars(head).get("_old_forward", head.forward), TAKES_LOSS, False):
-        return head(hidden, wanted)
+        return head(hidden, request)
     rows = max(1, CHUNK_BYTES // (4 * vocab_size))
     spans = [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
     def of_span(h: Tensor, span: slice) -> Tensor:
-        return wanted.of_logits(head(h), span)
+        return request.of_logits(head(h), span)
 
     total = torch.stack([checkpoint(of_span, hidden[span], span, use_reentrant=False) for span in spans]).sum()
-    if wanted.divisor is None:
-        return total / (wanted.targets != wanted.ignore_index).sum().clamp(min=1)
-    return total / wanted.divisor
+    if request.divisor is None:
+        return total / (request.targets != request.ignore_index).sum().clamp(min=1)
+    return total / request.divisor
 
 
 @cache
 def _linear_or_loss(impl: Impl) -> Method:
-    def forward(self: nn.Linear, input: Tensor, wanted: _Wanted | None = None) -> Tensor:
-        return F.linear(input, self.weight, self.bias) if wanted is None else wanted.of_hidden(input, self, impl)
+    def forward(self: nn.Linear, input: Tensor, request: _LossRequest | None = None) -> Tensor:
+        return F.linear(input, self.weight, self.bias) if request is None else request.of_hidden(input, self, impl)
 
     setattr(forward, TAKES_LOSS, True)
     return forward

@@ -1,7 +1,7 @@
-"""Logits that come into being when somebody reads them.
+"""Logits that are computed on first use.
 
-An evaluation with labels mostly wants the loss alone, and sometimes the logits too (`compute_metrics` of the Trainer).
-Which, is only known afterwards. So the fused path returns this tensor, which knows its shape, dtype and device, and
+An evaluation with labels mostly needs the loss alone, but sometimes the logits too (`compute_metrics` of the Trainer),
+which is only known afterwards. So the fused path returns this tensor subclass, which has shape, dtype and device, and
 computes its values at the first operation that needs them.
 """
 

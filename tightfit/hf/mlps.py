@@ -1,8 +1,8 @@
-"""The feed-forward halves of Hugging Face models, through our kernels.
+"""The MLPs of Hugging Face models, through our kernels.
 
-Where the three projections are plain linear layers that nobody listens to, they and what lies between them are one
-operation, which keeps less for backward. Otherwise they are called as the modules they are, so adapters, quantized
-layers and hooks on them keep working, and only act(gate) · up is fused.
+Where the three projections are plain linear layers without hooks, the whole MLP is one operation, which saves less for
+backward. Otherwise the projections are called as modules, so adapters, quantized layers and hooks keep working, and
+only act(gate) · up is fused.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.gated_mlp import can_be_one, gated_mlp
+from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
 from tightfit.kernels.glu import glu
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 @dataclass(frozen=True)
-class GatedMlp:
+class GatedMlpHandler:
     """down_proj(act(gate(x)) · up(x)); a single name in `projections` stands for gate and up stacked."""
 
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -44,10 +44,10 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """All experts of a layer: what transformers calls between their two grouped products.
+class ExpertsHandler:
+    """All experts of a layer: the activation that transformers calls between their two grouped GEMMs.
 
-    With `experts_implementation="eager"` it calls nothing there, and those experts stay as they are.
+    With `experts_implementation="eager"` there is no such call, and the experts stay as they are.
     """
 
     part: Literal["mlp"] = "mlp"
@@ -59,7 +59,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class TanhGelu:
+class TanhGeluHandler:
     """transformers' `gelu_new`, eight elementwise passes, as torch's single one: the same formula."""
 
     part: Literal["mlp"] = "mlp"
@@ -72,11 +72,11 @@ class TanhGelu:
 def _gated_mlp(projections: tuple[str, ...], activation: Activation, impl: Impl) -> Method:
     def forward(self: Any, x: Tensor) -> Tensor:
         linears = [getattr(self, name) for name in (*projections, "down_proj")]
-        if len(linears) == 3 and can_be_one(x, *linears):
+        if len(linears) == 3 and can_fuse(x, *linears):
             gate, up, down = (linear.weight for linear in linears)
             return gated_mlp(x, gate, up, down, activation, impl=impl)
-        made = [getattr(self, name)(x) for name in projections]
-        gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
+        projected = [getattr(self, name)(x) for name in projections]
+        gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
         return self.down_proj(glu(gate, up, activation, impl=impl))
 
     return forward

@@ -18,7 +18,7 @@ from tightfit.kernels.triton_support import Impl
 
 
 @dataclass(frozen=True)
-class RmsNorm:
+class RmsNormHandler:
     """A module with a `weight`, of which `weight + offset` is used, and its ε in the attribute `eps`."""
 
     eps: str = "variance_epsilon"
@@ -30,7 +30,7 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNormHandler:
     """torch's LayerNorm over the last dimension, with weight and bias."""
 
     part: Literal["norm"] = "norm"

@@ -1,7 +1,7 @@
-"""One method of one module of one model, replaced; and put back.
+"""Replaces one method of one module instance, and restores it.
 
-A replacement is a plain function bound to its module as an instance attribute. Bound methods follow their module:
-`copy.deepcopy` of an accelerated model (reference models, EMA) is an accelerated model of its own.
+A replacement is a plain function bound to its module as an instance attribute. Bound methods are copied with their
+module: `copy.deepcopy` of an accelerated model (reference models, EMA) is an accelerated model of its own.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,8 +14,8 @@ from torch import nn
 from tightfit.errors import UserError
 from tightfit.kernels.triton_support import Impl
 
-Part = Literal["norm", "rope", "mlp", "loss"]
-PARTS: tuple[Part, ...] = ("norm", "rope", "mlp", "loss")
+PartName = Literal["norm", "rope", "mlp", "loss"]
+PARTS: tuple[PartName, ...] = ("norm", "rope", "mlp", "loss")
 Method = Callable[..., Any]
 """A function whose first argument is the module it will be bound to."""
 
@@ -29,15 +29,15 @@ class Replacement:
     method: Method
 
 
-class Block(Protocol):
-    """What a table row says about one class of modules."""
+class Handler(Protocol):
+    """How modules of one class are accelerated."""
 
     @property
-    def part(self) -> Part:
-        """What the user switches it on and off by."""
+    def part(self) -> PartName:
+        """The name in `accelerate(parts=...)`."""
 
     def replacements(self, module: nn.Module, impl: Impl) -> Iterable[Replacement]:
-        """None where this module is set up in a way the kernels do not cover.
+        """The replacements for `module`; none where the kernels do not cover its configuration.
 
         Equal arguments give the same functions: modules bound to one function share one compiled graph.
         """
@@ -45,36 +45,36 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Replaced:
-    """What `put` changed, so that it can be put back."""
+    """What `bind` changed, for `restore`."""
 
     replacement: Replacement
-    slot: str
+    attribute: str
     before: Any
-    """What the instance held under `slot`; None when it held nothing and its class answered."""
+    """The instance attribute before; None where there was only the class's."""
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Leave the module as it was."""
         module = self.replacement.module
-        if getattr(vars(module).get(self.slot), "__func__", None) is not self.replacement.method:
+        if getattr(vars(module).get(self.attribute), "__func__", None) is not self.replacement.method:
             raise UserError(
-                f"{type(module).__name__}.{self.slot} was wrapped after accelerate(model), so it cannot be undone from "
-                "below; unwrap it first, for example with accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
+                f"{type(module).__name__}.{self.attribute} was wrapped after accelerate(model), so it cannot be undone "
+                "from below; unwrap it first, for example with accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
             )
         if self.before is None:
-            delattr(module, self.slot)
+            delattr(module, self.attribute)
         else:
-            setattr(module, self.slot, self.before)
+            setattr(module, self.attribute, self.before)
 
 
-def put(replacement: Replacement) -> Replaced:
+def bind(replacement: Replacement) -> Replaced:
     """Bind the method to its module."""
-    module, slot = replacement.module, _slot(replacement)
-    before = vars(module).get(slot)
-    setattr(module, slot, MethodType(replacement.method, module))
-    return Replaced(replacement, slot, before)
+    module, attribute = replacement.module, _attribute(replacement)
+    before = vars(module).get(attribute)
+    setattr(module, attribute, MethodType(replacement.method, module))
+    return Replaced(replacement, attribute, before)
 
 
-def _slot(replacement: Replacement) -> str:
-    """Where the method is looked up: under the hooks of Hugging Face's Accelerate, a module keeps its forward aside."""
+def _attribute(replacement: Replacement) -> str:
+    """The attribute to replace: with hooks of Hugging Face's Accelerate, a module's own forward is `_old_forward`."""
     hooked = replacement.name == "forward" and "_old_forward" in vars(replacement.module)
     return "_old_forward" if hooked else replacement.name

@@ -1,9 +1,9 @@
 """Rotary positions inside Hugging Face attention modules, without copying or patching their code.
 
 An attention module's forward calls `apply_rotary_pos_emb`, a global of its modeling file. Replacing that global would
-change every model in the process. Instead the forward's own code object is given other globals: a copy of the file's,
-in which that one name is ours. The function made this way is bound to the accelerated model's modules alone.
-The copy is taken once, so what somebody writes into the modeling file afterwards is not seen by it.
+change every model in the process. Instead a function is made from the forward's code object with a copy of those
+globals in which that one name is ours, and bound to the accelerated model's modules alone. The copy is made once: later
+changes to the modeling file's globals are not seen.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ GLOBAL = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """An attention module that turns its queries and keys by `apply_rotary_pos_emb(q, k, cos, sin)`."""
+class RotaryHandler:
+    """An attention module that calls `apply_rotary_pos_emb(q, k, cos, sin)`."""
 
     part: Literal["rope"] = "rope"
 
@@ -38,10 +38,14 @@ def _rebound(forward: FunctionType, impl: Impl) -> Method:
     """The same code with `apply_rotary_pos_emb` as ours."""
     names = {**forward.__globals__, GLOBAL: _apply_rotary(impl)}
     del names["__name__"]  # torch.compile would look names up in the module of this name, and find the original
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-    made.__module__, made.__qualname__, made.__doc__ = forward.__module__, forward.__qualname__, forward.__doc__
-    return made
+    rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    rebound.__kwdefaults__, rebound.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    rebound.__module__, rebound.__qualname__, rebound.__doc__ = (
+        forward.__module__,
+        forward.__qualname__,
+        forward.__doc__,
+    )
+    return rebound
 
 
 @cache

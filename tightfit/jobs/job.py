@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tightfit.jobs.agreement import disagreement
-from tightfit.jobs.engine import EngineName, refused_by_deepspeed
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
+from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.section import Section
 
+EngineName = Literal["tightfit", "deepspeed"]
 PrecisionName = Literal["fp32", "bf16", "fp16", "pure-bf16"]
 Precision = Literal["auto", "fp32", "bf16", "fp16", "pure-bf16"]
 
@@ -158,9 +159,9 @@ class Job(Section):
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=10**12)
     """Optimizer steps; give this or `epochs`."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
     """Passes over the data; give this or `steps`."""
     global_batch: int = Field(default=8, ge=1)
     """Rows per optimizer step, over all ranks and accumulation steps."""
@@ -212,15 +213,14 @@ class Job(Section):
             )
         if self.tokenizer.source == "train" and self.model.weights == "pretrained":
             raise ValueError("tokenizer.source is train, but pretrained weights need the tokenizer they came with")
-        if sentence := self._refused():
+        if sentence := self.refusal():
             raise ValueError(sentence)
         return self
 
-    def _refused(self) -> str | None:
-        """What the engine cannot do of the layout and the levers."""
-        if self.engine == "deepspeed":
-            return refused_by_deepspeed(self.layout, self.levers, self.precision)
-        return disagreement(self.levers, self.layout, self.precision, self.accumulation)
+    def refusal(self) -> str | None:
+        """What the engine cannot do of the layout and the levers; the model's shape is not known here."""
+        run = Run(layout=self.layout, levers=self.levers, precision=self.precision, accumulation=self.accumulation)
+        return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 
     @property
     def accumulation(self) -> int:

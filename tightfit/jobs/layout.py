@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tightfit.jobs.rules.layout import refused_layout
 from tightfit.jobs.section import Section
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -49,23 +50,6 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.zero and self.data == 1 and self.context == 1:
-            raise ValueError(
-                f"layout.zero is {self.zero}, but one data rank has nobody to split with; raise layout.data"
-            )
-        if self.shard_inside and (not self.zero or self.data % self.shard_inside):
-            raise ValueError(
-                f"layout.shard_inside is {self.shard_inside}, but layout.data is {self.data} and layout.zero is "
-                f"{self.zero}; give a divisor of the data ranks, and say what they split with layout.zero"
-            )
-        if (self.data * self.context) % self.expert:
-            raise ValueError(
-                f"layout.expert is {self.expert}, which does not divide the {self.data * self.context} "
-                "data × context ranks; change one"
-            )
-        if (self.stages_per_rank > 1) != (self.schedule == "interleaved" and self.pipeline > 1):
-            raise ValueError(
-                f"layout.stages_per_rank is {self.stages_per_rank} under schedule {self.schedule} on {self.pipeline} "
-                "pipeline ranks; more than one is what the interleaved schedule of a pipeline has"
-            )
+        if sentence := refused_layout(self):
+            raise ValueError(sentence)
         return self

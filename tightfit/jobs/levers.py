@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tightfit.jobs.rules.levers import refused_levers
 from tightfit.jobs.section import Section
 
 Offload = Literal["none", "optimizer", "weights"]
@@ -52,34 +53,6 @@ class Levers(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if sentence := self._checkpointing():
+        if sentence := refused_levers(self):
             raise ValueError(sentence)
         return self
-
-    def _checkpointing(self) -> str | None:
-        """What the settings of checkpointing contradict each other in."""
-        budget, which = self.checkpoint_budget_bytes, self.checkpoint_every or self.num_checkpoints
-        if self.checkpoint_every and self.num_checkpoints:
-            return f"levers.num_checkpoints is {self.num_checkpoints} beside levers.checkpoint_every; leave one at 0"
-        if budget is not None and (which or self.checkpoint_keep != "nothing"):
-            return (
-                "levers.checkpoint_budget_bytes chooses layers and what they keep itself; leave "
-                "levers.checkpoint_every, num_checkpoints and checkpoint_keep out"
-            )
-        if self.checkpoint_keep != "nothing" and not which:
-            return (
-                f"levers.checkpoint_keep is {self.checkpoint_keep}, but no layer is recomputed; set checkpoint_every=1"
-            )
-        if self.checkpoint_keep == "matmuls" and self.tiles > 1:
-            return "levers.checkpoint_keep is matmuls, which levers.tiles are there not to hold; set it to attention"
-        if self.offload_checkpoints and not which and budget is None:
-            return "levers.offload_checkpoints moves checkpoints, but levers.checkpoint_every is 0; set it to 1"
-        if budget is not None and self.checkpoint_host_bytes is not None:
-            return (
-                "levers.checkpoint_budget_bytes counts on all inputs going to the host; leave checkpoint_host_bytes out"
-            )
-        if not self.offload_checkpoints and self.checkpoint_host_bytes is not None:
-            return "levers.checkpoint_host_bytes is for offloaded checkpoints; set levers.offload_checkpoints to true"
-        if not self.offload_checkpoints and self.checkpoint_format != "exact":
-            return "levers.checkpoint_format is for offloaded checkpoints; set levers.offload_checkpoints to true"
-        return None

@@ -1,37 +1,26 @@
 """Reading a job: YAML file, then `-o path.to.field=value` overrides, then the schema; every failure is one sentence."""
 
 import difflib
-from collections.abc import Hashable, Sequence
+import reprlib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from tightfit.bounded_files import read_bounded, user_path
 from tightfit.errors import UserError
+from tightfit.jobs.bounded_yaml import read_yaml
 from tightfit.jobs.job import Job
 
 MAX_FILE_BYTES = 1_000_000
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, where plain YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"field {twice!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
-
-
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """The job in the YAML file at `path` with `overrides` applied."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"job file {path} is larger than {MAX_FILE_BYTES:,} bytes; a job is a short YAML file")
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, MAX_FILE_BYTES, "a job file").decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"job file {path} is not UTF-8 text; a job is a YAML file") from None
     except OSError as error:
@@ -47,24 +36,18 @@ def default_job(overrides: Sequence[str] = ()) -> Job:
 
 def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
     """The job written in `text`."""
-    fields = _parse_yaml(text, source)
+    fields = read_yaml(text, source)
     if not isinstance(fields, dict):
         raise UserError(f"{source} holds {type(fields).__name__}, not fields; start with `model: …`")
     for override in overrides:
         _apply(fields, override)
     try:
-        return Job.model_validate(fields)
+        job = Job.model_validate(fields)
     except ValidationError as error:
         raise UserError(_sentence(error, source)) from None
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{source}{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    for name, path in (("output", job.output), ("data.cache", job.data.cache)):
+        user_path(path, f"{source}: {name}")
+    return job
 
 
 def _apply(fields: dict[str, Any], override: str) -> None:
@@ -79,9 +62,9 @@ def _apply(fields: dict[str, Any], override: str) -> None:
             inner = fields[key] = {"train": [inner]} if key == "data" else {"source": inner}
         if not isinstance(inner, dict):
             here = ".".join(keys[: depth + 1])
-            raise UserError(f"override {override!r} goes below {here}, which is {inner!r} and has no fields")
+            raise UserError(f"override {override!r} goes below {here}, which is {_shown(inner)} and has no fields")
         fields = inner
-    fields[keys[-1]] = _parse_yaml(value, f"override {override!r}")
+    fields[keys[-1]] = read_yaml(value, f"override {override!r}")
 
 
 def _sentence(error: ValidationError, source: str) -> str:
@@ -91,13 +74,19 @@ def _sentence(error: ValidationError, source: str) -> str:
     field = ".".join(location) or "job"
     match problem["type"]:
         case "extra_forbidden":
-            return f"{source}: unknown field {field} (value {problem['input']!r}){_nearest(location)}"
+            return f"{source}: unknown field {field} (value {_shown(problem['input'])}){_nearest(location)}"
         case "missing":
             return f"{source}: field {field} is missing; {_documentation(location)}"
         case "value_error":
             return f"{source}: {problem['msg'].removeprefix('Value error, ')}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{source}: field {field} is {problem['input']!r}, but {message}; {_documentation(location)}"
+    return f"{source}: field {field} is {_shown(problem['input'])}, but {message}; {_documentation(location)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML's reader made it, cut where it is long."""
+    text = repr(value) if isinstance(value, str | int | float | bool | None) else reprlib.repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _section(location: Sequence[str]) -> type[BaseModel]:

@@ -1,13 +1,14 @@
-"""AdamW in one pass, for moments, gradients and weights of different formats (Loshchilov and Hutter 2019).
+"""AdamW in one pass, for moments, gradients and weights of different dtypes (Loshchilov and Hutter 2019).
 
 With gradient g · factor (clipping and unscaling), in float32 whatever the tensors are stored in:
 
     m = β₁ m + (1 − β₁) g        v = β₂ v + (1 − β₂) g²
     w = w (1 − lr · decay) − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
 
-Torch's fused AdamW wants all of these in one format, which means float32 copies of narrow gradients, and does not
-round weights stochastically. Here gradients are read as they are, and where float32 masters are updated their narrow
-copy, the weight that the model computes with, is written in the same pass. `factor` is a tensor: nobody waits for it.
+Torch's fused AdamW needs all of these in one dtype, which means float32 copies of 16-bit gradients, and has no
+stochastic rounding. Here gradients of any dtype are read, and where float32 masters are updated, their 16-bit `copy`
+(the weight that the model computes with) is written in the same pass. `factor` is a tensor, so that the host does not
+wait for it.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ BLOCK = 1024
 
 
 class Numbers(NamedTuple):
-    """What an update takes beside tensors. With a `key`, weights are rounded stochastically."""
+    """The scalars of one update. With a `key`, weights are rounded stochastically (stochastic_rounding.py)."""
 
     lr: float
     beta1: float
@@ -31,45 +32,53 @@ class Numbers(NamedTuple):
     eps: float
     weight_decay: float
     step: int
-    """This update's number, from 1."""
+    """Number of this update, from 1, for the bias corrections."""
     key: int | None = None
     first: int = 0
-    """The number of the weight's first element, where this is a part of it."""
+    """Index of the first element in the whole weight, where this is a shard or a chunk of it."""
 
     @property
     def scalars(self) -> tuple[float, float, float, float, float, float]:
-        """As the kernels take them: lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), 1 − lr · decay, β₁, β₂, ε."""
+        """lr / (1 − β₁ᵗ), 1 / √(1 − β₂ᵗ), 1 − lr · decay, β₁, β₂, ε."""
         correction1, correction2 = 1 - self.beta1**self.step, 1 - self.beta2**self.step
         kept = 1 - self.lr * self.weight_decay
         return self.lr / correction1, correction2**-0.5, kept, self.beta1, self.beta2, self.eps
 
     @property
     def kernel_scalars(self) -> tuple[float, ...]:
-        """The same, with 1 − β₁ and 1 − β₂ after the βs: in a kernel's float32, 1 − 0.999 is wrong by 1 in 77 000."""
+        """The same with 1 − β₁ and 1 − β₂, computed in double: in float32, 1 − 0.999 is off by 1 in 77 000."""
         rate, root, kept, beta1, beta2, eps = self.scalars
         return rate, root, kept, beta1, beta2, 1 - beta1, 1 - beta2, eps
 
     @property
     def signed_key(self) -> int:
-        """The key as a kernel's int32, of which another size would be another kernel."""
+        """The key as int32; an int64 argument would compile another kernel."""
         return ((self.key or 0) + 2**31) % 2**32 - 2**31
 
 
 def adamw(
-    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None,
-    numbers: Numbers, impl: Impl = "auto",
-) -> None:  # fmt: skip
-    """Update `weight`, its moments and its narrow `copy` in place."""
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    numbers: Numbers,
+    impl: Impl = "auto",
+) -> None:
+    """Update `weight`, its moments and its 16-bit `copy` in place."""
     _adamw(weight, copy, gradient, m, v, factor, *numbers, impl)
-    note_change(weight, copy)
+    bump_version(weight, copy)
 
 
-def note_change(*tensors: Tensor | None) -> None:
-    """Our operators write where autograd does not look: versions tell those who keep what they made of a weight."""
+def bump_version(*tensors: Tensor | None) -> None:
+    """Raise the tensors' versions, which custom operators do not: caches of weights (fp8 codes) check them."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
 
-def updated(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers) -> Tensor:
+def updated_weight(
+    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers
+) -> Tensor:
     """The new weight in float32; `m` and `v`, which must be float32, are updated in place."""
     rate, root, kept, beta1, beta2, eps = numbers.scalars
     wide = gradient.float() if factor is None else gradient.float() * factor
@@ -79,7 +88,7 @@ def updated(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, factor: Tens
 
 
 def write(new: Tensor, weight: Tensor, copy: Tensor | None, numbers: Numbers) -> None:
-    """Store the new weight, rounded as `numbers` says."""
+    """Store the new weight, rounded to nearest or stochastically, and its copy."""
     weight.copy_(new if numbers.key is None else rounded(new, numbers.key, numbers.first))
     if copy is not None:
         copy.copy_(new)
@@ -88,16 +97,16 @@ def write(new: Tensor, weight: Tensor, copy: Tensor | None, numbers: Numbers) ->
 def reference(
     weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers
 ) -> None:
-    """The same in plain torch, for devices without Triton."""
+    """The reference, in plain torch."""
     wide_m, wide_v = m.float(), v.float()  # the tensors themselves where they are float32
-    write(updated(weight, gradient, wide_m, wide_v, factor, numbers), weight, copy, numbers)
+    write(updated_weight(weight, gradient, wide_m, wide_v, factor, numbers), weight, copy, numbers)
     m.copy_(wide_m)
     v.copy_(wide_v)
 
 
 @triton.jit
 def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps):  # type: ignore[no-untyped-def]
-    """`updated` inside a kernel, all in float32: w, m and v."""
+    """`updated_weight` inside a kernel, in float32: the new w, m and v."""
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     return w * kept - rate * m / (tl.sqrt(v) * root + eps), m, v
@@ -105,10 +114,26 @@ def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps):  
 
 @triton.jit(do_not_specialize=["key", "first"])
 def adamw_kernel(  # type: ignore[no-untyped-def]
-    weight_ptr, copy_ptr, gradient_ptr, m_ptr, v_ptr, factor_ptr,
-    count, rate, root, kept, beta1, beta2, rest1, rest2, eps, key, first,
-    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    copy_ptr,
+    gradient_ptr,
+    m_ptr,
+    v_ptr,
+    factor_ptr,
+    count,
+    rate,
+    root,
+    kept,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    key,
+    first,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
     g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32)
@@ -133,16 +158,38 @@ def _launch(
     assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
     with on_device_of(weight):
         adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-            weight, copy, gradient.contiguous(), m, v, factor, weight.numel(), *numbers.kernel_scalars,
-            numbers.signed_key, numbers.first, STOCHASTIC=numbers.key is not None, BLOCK=BLOCK,
-        )  # fmt: skip
+            weight,
+            copy,
+            gradient.contiguous(),
+            m,
+            v,
+            factor,
+            weight.numel(),
+            *numbers.kernel_scalars,
+            numbers.signed_key,
+            numbers.first,
+            STOCHASTIC=numbers.key is not None,
+            BLOCK=BLOCK,
+        )
 
 
 def _run(
-    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, key: int | None, first: int,
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    key: int | None,
+    first: int,
     impl: Impl,
-) -> None:  # fmt: skip
+) -> None:
     numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, key, first)
     if weight.numel():
         do = _launch if use_triton(impl, weight) else reference
@@ -150,7 +197,7 @@ def _run(
 
 
 def _fake(weight: Tensor, *others: object) -> None:
-    """Everything is updated where it lies."""
+    """Everything is updated in place."""
 
 
 NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int? key, int first, str impl"

@@ -1,13 +1,13 @@
-"""AdamW with both moments in 8 bits: read, widened, updated and narrowed again in one pass (Dettmers et al. 2021).
+"""AdamW with both moments in 8 bits: dequantized, updated and quantized again in one pass (Dettmers et al. 2021).
 
-A block is 256 neighbours in a row (fewer at its end) and has a float32 scale, its largest magnitude:
+A block is 256 neighbours in a row (fewer at the row's end) with a float32 scale, its largest magnitude:
 
     m = scale_m · sign · value₇(code)        v = scale_v · value₈(code)        w, m, v as in adamw.py
 
-The update uses the new moments before they are rounded. The second moment's codes are never zero, whatever is rounded:
-an m that is rounded up beside a v that is rounded to nothing would move its weight by lr · m / ε. `dynamic_map.py`
-says which values the codes have and why. Blocks do not cross rows, so the rows that a rank holds have the blocks, and
-the bits, that they would have on one device. Bytes: 2 + 8/256 a weight where rows are multiples of 256 long.
+The update uses the new moments before they are rounded. The second moment's codes are never zero: an m rounded up
+beside a v rounded to zero would move its weight by lr · m / ε. `dynamic_map.py` defines the codes. Blocks do not cross
+rows, so a rank's rows have the blocks, and the bits, that they would have on one device. Bytes: 2 + 8/256 a weight
+where row lengths are multiples of 256.
 
 Moved per weight beside weights and gradients: 4 bytes, against 16 with float32 moments.
 """
@@ -17,14 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tightfit.kernels.adamw import NUMBERS, Numbers, new_weight, note_change, updated, write
+from tightfit.kernels.adamw import NUMBERS, Numbers, bump_version, new_weight, updated_weight, write
 from tightfit.kernels.dynamic_map import SIGNED, UNSIGNED, decode, decoded, encode, encoded
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.stochastic_rounding import stochastic
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 
 WIDTH = 256
-"""Numbers that share a scale. Dettmers et al. use 2048; smaller blocks keep one outlier from blurring as many."""
+"""Elements that share a scale. Dettmers et al. use 2048; in smaller blocks an outlier costs fewer others precision."""
 TILE = 8
 """Blocks a program works on."""
 SCHEMA = (
@@ -43,7 +43,7 @@ def zero_moments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both moments of a weight that has had no update: codes and scales of the first, then of the second.
 
-    `make` makes zeros; they are on the weight's device otherwise.
+    `make` allocates zeros; by default on the weight's device.
     """
     make = make or (lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=weight.device))
     shape = (*weight.shape[:-1], blocks(weight.shape[-1]))
@@ -52,16 +52,24 @@ def zero_moments(
 
 
 def adamw8bit(
-    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, m_scale: Tensor, v: Tensor, v_scale: Tensor,
-    factor: Tensor | None, numbers: Numbers, impl: Impl = "auto",
-) -> None:  # fmt: skip
-    """Update `weight`, its moments and its narrow `copy` in place."""
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    m_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    factor: Tensor | None,
+    numbers: Numbers,
+    impl: Impl = "auto",
+) -> None:
+    """Update `weight`, its moments and its 16-bit `copy` in place."""
     _adamw8bit(weight, copy, gradient, m, m_scale, v, v_scale, factor, *numbers, impl)
-    note_change(weight, copy)
+    bump_version(weight, copy)
 
 
-def widened(codes: Tensor, scale: Tensor) -> Tensor:
-    """A moment in float32; int8 codes have a sign, uint8 ones do not."""
+def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
+    """A moment in float32; int8 codes are signed, uint8 codes are not."""
     each = scale.repeat_interleave(WIDTH, -1)[..., : codes.shape[-1]]
     if codes.dtype == torch.uint8:
         return decode(codes, UNSIGNED) * each
@@ -69,8 +77,8 @@ def widened(codes: Tensor, scale: Tensor) -> Tensor:
     return decode(wide.abs(), SIGNED) * wide.sign() * each
 
 
-def narrow(x: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Round a moment into its codes and scales."""
+def quantize_into(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """Write the codes and scales of a moment."""
     gap = blocks(x.shape[-1]) * WIDTH - x.shape[-1]
     torch.amax(torch.nn.functional.pad(x.abs(), (0, gap)).unflatten(-1, (-1, WIDTH)), -1, out=scale)
     each = scale.repeat_interleave(WIDTH, -1)[..., : x.shape[-1]]
@@ -82,22 +90,52 @@ def narrow(x: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 
 def reference(
-    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, m_scale: Tensor, v: Tensor, v_scale: Tensor,
-    factor: Tensor | None, numbers: Numbers,
-) -> None:  # fmt: skip
-    """The same in plain torch, for devices without Triton; codes are found in a table."""
-    wide_m, wide_v = widened(m, m_scale), widened(v, v_scale)
-    write(updated(weight, gradient, wide_m, wide_v, factor, numbers), weight, copy, numbers)
-    narrow(wide_m, m, m_scale)
-    narrow(wide_v, v, v_scale)
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    m_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    factor: Tensor | None,
+    numbers: Numbers,
+) -> None:
+    """The reference, in plain torch; codes are looked up in a table."""
+    wide_m, wide_v = dequantized(m, m_scale), dequantized(v, v_scale)
+    write(updated_weight(weight, gradient, wide_m, wide_v, factor, numbers), weight, copy, numbers)
+    quantize_into(wide_m, m, m_scale)
+    quantize_into(wide_v, v, v_scale)
 
 
 @triton.jit(do_not_specialize=["key", "first"])
 def adamw8bit_kernel(  # type: ignore[no-untyped-def]
-    weight_ptr, copy_ptr, gradient_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, factor_ptr,
-    width, row_blocks, all_blocks, rate, root, kept, beta1, beta2, rest1, rest2, eps, key, first,
-    STOCHASTIC: tl.constexpr, SIGNED: tl.constexpr, UNSIGNED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    copy_ptr,
+    gradient_ptr,
+    m_ptr,
+    m_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
+    factor_ptr,
+    width,
+    row_blocks,
+    all_blocks,
+    rate,
+    root,
+    kept,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    key,
+    first,
+    STOCHASTIC: tl.constexpr,
+    SIGNED: tl.constexpr,
+    UNSIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     whole = block < all_blocks
     column = (block % row_blocks) * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -129,24 +167,61 @@ def adamw8bit_kernel(  # type: ignore[no-untyped-def]
 
 
 def _launch(
-    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, m_scale: Tensor, v: Tensor, v_scale: Tensor,
-    factor: Tensor | None, numbers: Numbers,
-) -> None:  # fmt: skip
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    m_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    factor: Tensor | None,
+    numbers: Numbers,
+) -> None:
     assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
     width, count = weight.shape[-1], m_scale.numel()
     with on_device_of(weight):
         adamw8bit_kernel[(triton.cdiv(count, TILE),)](
-            weight, copy, gradient.contiguous(), m, m_scale, v, v_scale, factor,
-            width, blocks(width), count, *numbers.kernel_scalars, numbers.signed_key, numbers.first,
-            STOCHASTIC=numbers.key is not None, SIGNED=SIGNED, UNSIGNED=UNSIGNED, TILE=TILE, WIDTH=WIDTH,
-        )  # fmt: skip
+            weight,
+            copy,
+            gradient.contiguous(),
+            m,
+            m_scale,
+            v,
+            v_scale,
+            factor,
+            width,
+            blocks(width),
+            count,
+            *numbers.kernel_scalars,
+            numbers.signed_key,
+            numbers.first,
+            STOCHASTIC=numbers.key is not None,
+            SIGNED=SIGNED,
+            UNSIGNED=UNSIGNED,
+            TILE=TILE,
+            WIDTH=WIDTH,
+        )
 
 
 def _run(
-    weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, m_scale: Tensor, v: Tensor, v_scale: Tensor,
-    factor: Tensor | None, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    key: int | None, first: int, impl: Impl,
-) -> None:  # fmt: skip
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    m_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    key: int | None,
+    first: int,
+    impl: Impl,
+) -> None:
     numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, key, first)
     if weight.numel():
         do = _launch if use_triton(impl, weight) else reference
@@ -154,7 +229,7 @@ def _run(
 
 
 def _fake(weight: Tensor, *others: object) -> None:
-    """Everything is updated where it lies."""
+    """Everything is updated in place."""
 
 
 _adamw8bit = operator(SCHEMA, _run, _fake)

@@ -1,14 +1,14 @@
-"""AdamW over a list of weights in one launch, where weights, gradients and moments have one format.
+"""Multi-tensor AdamW: a list of weights in one launch, where weights, gradients and moments have one dtype.
 
-The same arithmetic as adamw.py's, for the formats torch's own fused AdamW has. In bf16 that one moves 2 200 GB/s on an
-H200, half of what memory gives (it reads 8 bytes at a time), which is 51 ms of an 8B model's step.
+The arithmetic of adamw.py, for the dtypes of torch's fused AdamW. In bf16 torch's moves 2 200 GB/s on an H200, half of
+the memory bandwidth (it reads 8 bytes at a time), which takes 51 ms of an 8B model's step.
 """
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from tightfit.kernels.adamw import Numbers, new_weight, note_change, reference
+from tightfit.kernels.adamw import Numbers, bump_version, new_weight, reference
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.tensor_table import (
     CHUNK,
@@ -27,20 +27,39 @@ WARPS = 8
 
 
 def adamw_list(
-    weights: Sequence[Tensor], gradients: Sequence[Tensor], m: Sequence[Tensor], v: Sequence[Tensor],
-    factor: Tensor | None, numbers: Numbers, impl: Impl = "auto",
-) -> None:  # fmt: skip
-    """Update weights and moments in place with gradients times `factor`; `numbers` are those of all."""
-    assert numbers.key is None, "weights of a list are rounded to nearest"
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    factor: Tensor | None,
+    numbers: Numbers,
+    impl: Impl = "auto",
+) -> None:
+    """Update weights and moments in place with gradients times `factor`; all have the same `numbers`."""
+    assert numbers.key is None, "adamw_list has no stochastic rounding"
     _adamw_list(list(weights), list(gradients), list(m), list(v), factor, *numbers[:6], impl)
-    note_change(*weights)
+    bump_version(*weights)
 
 
 @triton.jit
 def list_kernel(  # type: ignore[no-untyped-def]
-    table_ptr, tensors, factor_ptr, rate, root, kept, beta1, beta2, rest1, rest2, eps,
-    DTYPE: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    tensors,
+    factor_ptr,
+    rate,
+    root,
+    kept,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     which, size, first = find_tensor(table_ptr, tensors, 4, CHUNK, MOST, ROUND)
     weight_ptr = address(table_ptr, tensors, which, 0, DTYPE)
     gradient_ptr = address(table_ptr, tensors, which, 1, DTYPE)
@@ -68,15 +87,33 @@ def _launch(lists: tuple[list[Tensor], ...], factor: Tensor | None, numbers: Num
         table, programs = make_table(*part)
         with on_device_of(table):
             list_kernel[(programs,)](
-                table, len(part[0]), factor, *numbers.kernel_scalars, DTYPE=TRITON_DTYPES[str(part[0][0].dtype)],
-                CHUNK=CHUNK, MOST=MOST, BLOCK=BLOCK, ROUND=rounding(part[0]), num_warps=WARPS,
-            )  # fmt: skip
+                table,
+                len(part[0]),
+                factor,
+                *numbers.kernel_scalars,
+                DTYPE=TRITON_DTYPES[str(part[0][0].dtype)],
+                CHUNK=CHUNK,
+                MOST=MOST,
+                BLOCK=BLOCK,
+                ROUND=rounding(part[0]),
+                num_warps=WARPS,
+            )
 
 
 def _run(
-    weights: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor], factor: Tensor | None,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, impl: Impl,
-) -> None:  # fmt: skip
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    factor: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    impl: Impl,
+) -> None:
     numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step)
     full = [each for each in zip(weights, gradients, m, v, strict=True) if each[0].numel()]
     if not full:
@@ -90,7 +127,7 @@ def _run(
 
 
 def _fake(*arguments: object) -> None:
-    """Everything is updated where it lies."""
+    """Everything is updated in place."""
 
 
 _adamw_list = operator(

@@ -1,12 +1,12 @@
-"""Cross entropy of logits that already exist, whose gradient takes their place.
+"""Cross entropy of given logits; backward writes the gradient over them.
 
     L = logsumexp(z) − (1 − ε) z_y − ε/V Σ_v z_v + λ logsumexp(z)²,   z = cap(scale · logits)
 
-Three passes over the logits are what it takes: one for the loss, which keeps four numbers per row, and in backward one
-read and one write for the gradient, in the logits' own memory: a second [N, V] tensor never exists, nor a float32 copy.
-The gradient is made in backward, when the gradient of the loss is known, so nothing is multiplied in afterwards, and
-nothing is done where no gradient is wanted. Where the logits need not exist either, use `linear_cross_entropy`; the
-kernel is its row kernel (`logit_rows.py`). Vocabularies that are no multiple of 16 are read element by element.
+Three passes over the logits: one read for the loss, which saves four numbers per row, and in backward one read and one
+write for the gradient, in the logits' own memory. A second [N, V] tensor never exists, nor a float32 copy. The gradient
+is computed in backward, when the gradient of the loss is known, so no later multiplication is needed. Where the logits
+need not exist at all, use `linear_cross_entropy`, whose row kernel this is (`logit_rows.py`). Vocabularies that are no
+multiple of 16 are read element by element.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ def cross_entropy_eager(
     terms: LossTerms = LossTerms(),  # noqa: B008  (frozen)
 ) -> Tensor:
     """The reference, in plain torch: the loss of every row of logits [N, V]."""
-    z = capped(logits.to(wide(logits)) * terms.scale, terms.softcap)
+    z = softcapped(logits.to(wide(logits)) * terms.scale, terms.softcap)
     smoothing = terms.label_smoothing
     losses = F.cross_entropy(z, labels, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none")
     if not terms.z_loss:
@@ -73,7 +73,7 @@ def cross_entropy_eager(
     return losses + terms.z_loss * z.logsumexp(-1).square().masked_fill(labels == ignore_index, 0.0)
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     """cap · tanh(logits / cap)."""
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
@@ -118,9 +118,15 @@ def _labels(logits: Tensor, targets: Tensor, d_losses: Tensor | None = None) -> 
 
 
 def _overwriting_backward(
-    d_losses: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor,
-    label_smoothing: float, softcap: float, scale: float, z_loss: float,
-) -> None:  # fmt: skip
+    d_losses: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    label_smoothing: float,
+    softcap: float,
+    scale: float,
+    z_loss: float,
+) -> None:
     terms = LossTerms(label_smoothing, softcap, scale, z_loss)
     with on_device_of(logits):
         replace_rows(logits, _labels(logits, targets, d_losses), terms, statistics)

@@ -1,13 +1,13 @@
-"""Eight bits for numbers from 0 to 1: dynamic quantization, fine near 1 and still not zero at a millionth.
+"""Dynamic 8-bit quantization of numbers from 0 to 1: fine near 1, and still not zero at a millionth.
 
-Codes from 2ⁱ to 2ⁱ⁺¹ − 1 share a decade evenly, and each decade has twice as many codes as the one below:
+Codes from 2ⁱ to 2ⁱ⁺¹ − 1 divide a decade evenly, and each decade has twice as many codes as the one below:
 
     value(c) = 10^(i − D + 1) · (0.1 + 0.9 · (c − 2ⁱ + 1) / 2ⁱ)        i = ⌊log₂ c⌋, D decades        value(0) = 0
 
-This is the map of Dettmers et al. 2021 with levels at the ends of their intervals instead of the middles: 1, the
-largest number of every block, is exact, and rounding to the nearest code is a few additions and comparisons where
-theirs is a search in a table. Linear codes would do worse: moments in one block differ by orders of magnitude, and a
-second moment rounded to zero makes an update explode. D is 7 with a sign (127 codes) and 8 without (255).
+This is the map of Dettmers et al. 2021 with values at the ends of their intervals instead of the middles: 1, the
+largest number of every block, is exact, and rounding to the nearest code takes a few additions and comparisons instead
+of a table search. Linear codes would be worse: moments in one block differ by orders of magnitude, and a second moment
+rounded to zero makes an update explode. D is 7 for signed codes (127 values) and 8 for unsigned ones (255).
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ from torch import Tensor
 from tightfit.kernels.triton_support import tl, triton
 
 SIGNED, UNSIGNED = 7, 8
-"""Decades where a sign takes a bit, and where none does."""
+"""Decades of signed and of unsigned codes."""
 
 
 @lru_cache

@@ -1,14 +1,14 @@
-"""Flash attention (Dao et al. 2022, 2023) in Triton: exact, in O(T) memory, for what fused kernels elsewhere lack.
+"""Flash attention (Dao et al. 2022, 2023) in Triton, with sliding windows, packed documents and soft caps.
 
-Query i sees the keys of one interval, [first_i, i]: causality gives the end; a sliding window, the document a packed
-token belongs to, or both give the start. Documents come as bounds [2, B, T]: for each token where its document starts
-and where it ends. Scores are capped where asked, s = cap · tanh(scale q·k / cap); heads share keys and values in groups
-without copies. A program holds one block of queries and walks over key blocks, keeping per row the running maximum and
-sum that make the softmax exact. Blocks wholly outside the intervals are never loaded; those wholly inside take a loop
-without masks. Scores are kept in powers of two (exp2 is what the hardware has).
-Backward (flash_attention_backward.py) recomputes the scores twice, once per kernel, and so needs no atomic additions:
-results are the same every time. Neither asynchronous copies nor bf16 are needed, so it also runs where FlashAttention-2
-does not (T4). Limits: causal only; head sizes up to 256, padded to a power of two inside; no second derivatives.
+Query i attends to the keys of one interval, [first_i, i]: causality gives the end; a sliding window, the token's packed
+document, or both give the start. Documents come as bounds [2, B, T]: start and end of every token's document. Scores
+are capped where asked, s = cap · tanh(scale q·k / cap); heads share keys and values in groups without copies. A program
+holds one block of queries and walks over key blocks, keeping per row the running maximum and sum that make the softmax
+exact. Blocks wholly outside the intervals are never loaded; those wholly inside take a loop without masks. Scores are
+kept in powers of two (exp2 is what the hardware has). Backward (flash_attention_backward.py) recomputes the scores
+twice, once per kernel, and so needs no atomic additions: results are the same every time. Neither asynchronous copies
+nor bf16 are needed, so it also runs where FlashAttention-2 does not (T4). Limits: causal only; head sizes up to 256,
+padded to a power of two inside; no second derivatives.
 """
 
 from typing import Any
@@ -22,10 +22,10 @@ from tightfit.kernels.flash_blocks import (
     Blocks,
     Problem,
     capability,
-    capped_scores,
     first_key,
     load_rows,
     passes,
+    softcapped_scores,
     store_rows,
 )
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
@@ -91,25 +91,46 @@ def attend(query: Tensor, key: Tensor, value: Tensor, problem: Problem, blocks: 
     logs = torch.empty(B, heads, queries, device=query.device, dtype=torch.float32)
     if out.numel():
         forward_kernel[(B * heads, triton.cdiv(queries, blocks.queries))](
-            query, key, value, out, logs, logs if problem.bounds is None else problem.bounds,
+            query,
+            key,
+            value,
+            out,
+            logs,
+            logs if problem.bounds is None else problem.bounds,
             *(stride for x in (query, key, value, out) for stride in x.stride()[:3]),
-            heads, heads // kv_heads, queries, keys, problem.window, *problem.factors(),
-            **problem.constants(query), BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys,
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+            heads,
+            heads // kv_heads,
+            queries,
+            keys,
+            problem.window,
+            *problem.factors(),
+            **problem.constants(query),
+            BLOCK_Q=blocks.queries,
+            BLOCK_K=blocks.keys,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
     return out, logs
 
 
 def _run_backward(
-    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, bounds: Tensor | None,
-    scale: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    bounds: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, d_out = (_with_contiguous_heads(x) for x in (query, key, value, d_out))
-    made = (like_rows(query), like_rows(key), like_rows(value))
+    gradients = (like_rows(query), like_rows(key), like_rows(value))
     if out.numel():
         with on_device_of(query):
-            attend_backward(d_out, query, key, value, out, logs, Problem(scale, window, softcap, bounds), made)
-    return made
+            attend_backward(d_out, query, key, value, out, logs, Problem(scale, window, softcap, bounds), gradients)
+    return gradients
 
 
 def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -120,7 +141,7 @@ def _fake_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: An
     return like_rows(query), like_rows(key), like_rows(value)
 
 
-class _Gradient(torch.autograd.Function):
+class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, *settings: Any
@@ -152,16 +173,34 @@ _attend = operator(
     f"flash_attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)",
     _run,
     _fake,
-    _Gradient,
+    _FlashAttention,
 )
 
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    acc, highest, denominator, q, k_base, v_base, k_stride, v_stride, positions, first, begin, end, keys, inner, outer,
-    HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    acc,
+    highest,
+    denominator,
+    q,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    positions,
+    first,
+    begin,
+    end,
+    keys,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Key blocks from `begin` to `end`. A masked score is so low that whatever a row summed before its first real key
     is multiplied by zero when that key comes; every row has one, itself."""
     columns = tl.arange(0, BLOCK_D)
@@ -169,7 +208,7 @@ def _walk(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, BLOCK_K)
         k = load_rows(k_base, k_stride, at, keys, columns, D, BLOCK_D, MASKED)
         products = tl.dot(q, k.T, input_precision=PRECISION)
-        scores, _ = capped_scores(products, inner, outer, HAS_SOFTCAP)
+        scores, _ = softcapped_scores(products, inner, outer, HAS_SOFTCAP)
         if MASKED:
             seen = (at[None, :] <= positions[:, None]) & (at[None, :] >= first[:, None])
             scores = tl.where(seen, scores, -1.0e30)
@@ -185,12 +224,40 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "window"])
 def forward_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, out, logs, bounds,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, group, queries, keys, window, inner, outer,
-    HAS_BOUNDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    out,
+    logs,
+    bounds,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    heads,
+    group,
+    queries,
+    keys,
+    window,
+    inner,
+    outer,
+    HAS_BOUNDS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One block of queries of one head; the last blocks, which have the most keys to see, are started first."""
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_Q
@@ -215,21 +282,75 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             tl.cdiv(tl.maximum(first_key(last, starts, window, HAS_BOUNDS, HAS_WINDOW), 0), BLOCK_K) * BLOCK_K
         )
         acc, highest, denominator = _walk(
-            acc, highest, denominator, q, k_base, v_base, k_row, v_row, positions, first,
-            lowest // BLOCK_K * BLOCK_K, tl.minimum(seen_by_all_from, last + 1), keys, inner, outer,
-            HAS_SOFTCAP, D, BLOCK_D, PRECISION, BLOCK_K, True,
-        )  # fmt: skip
+            acc,
+            highest,
+            denominator,
+            q,
+            k_base,
+            v_base,
+            k_row,
+            v_row,
+            positions,
+            first,
+            lowest // BLOCK_K * BLOCK_K,
+            tl.minimum(seen_by_all_from, last + 1),
+            keys,
+            inner,
+            outer,
+            HAS_SOFTCAP,
+            D,
+            BLOCK_D,
+            PRECISION,
+            BLOCK_K,
+            True,
+        )
     seen_by_all_to = (start + before + 1) // BLOCK_K * BLOCK_K
     acc, highest, denominator = _walk(
-        acc, highest, denominator, q, k_base, v_base, k_row, v_row, positions, first,
-        seen_by_all_from, seen_by_all_to, keys, inner, outer,
-        HAS_SOFTCAP, D, BLOCK_D, PRECISION, BLOCK_K, False,
-    )  # fmt: skip
+        acc,
+        highest,
+        denominator,
+        q,
+        k_base,
+        v_base,
+        k_row,
+        v_row,
+        positions,
+        first,
+        seen_by_all_from,
+        seen_by_all_to,
+        keys,
+        inner,
+        outer,
+        HAS_SOFTCAP,
+        D,
+        BLOCK_D,
+        PRECISION,
+        BLOCK_K,
+        False,
+    )
     acc, highest, denominator = _walk(
-        acc, highest, denominator, q, k_base, v_base, k_row, v_row, positions, first,
-        tl.maximum(seen_by_all_from, seen_by_all_to), last + 1, keys, inner, outer,
-        HAS_SOFTCAP, D, BLOCK_D, PRECISION, BLOCK_K, True,
-    )  # fmt: skip
+        acc,
+        highest,
+        denominator,
+        q,
+        k_base,
+        v_base,
+        k_row,
+        v_row,
+        positions,
+        first,
+        tl.maximum(seen_by_all_from, seen_by_all_to),
+        last + 1,
+        keys,
+        inner,
+        outer,
+        HAS_SOFTCAP,
+        D,
+        BLOCK_D,
+        PRECISION,
+        BLOCK_K,
+        True,
+    )
     store_rows(out + batch64 * o_batch + head * o_head, o_row, rows, queries, columns, acc / denominator[:, None], D)
     log_row = logs + (batch64 * heads + head) * queries + rows
     tl.store(log_row, highest + tl.log2(denominator), mask=rows < queries)

@@ -1,11 +1,11 @@
-"""What forward and backward of flash attention share: the problem's description, block sizes, and a block's scores.
+"""Shared by forward and backward of flash attention: problem description, block sizes, scores of a block.
 
-Block sizes are rows of queries × rows of keys. They are a table, not a search: searching costs seconds of compiling at
-the first call of every shape and may choose differently every time. Hopper's entries for heads of 64 and 128 are the
+Block sizes are rows of queries × rows of keys. They are a table, not an autotuner: that would compile for seconds at
+the first call of every shape and might choose differently every time. Hopper's entries for heads of 64 and 128 are the
 fastest that `benchmarks/flash_blocks.py` found on an H200 (rows in benchmarks/results); the others compile without
-spilling registers and fit the shared memory, but have not been timed. What the times taught: two programs of four warps
-on a processor beat one of eight, as one multiplies while the other takes exponentials; two stages are one buffer, which
-overlaps nothing, so three pay where shared memory still allows two programs.
+spilling registers and fit the shared memory, but have not been timed. Found there: two programs of four warps per
+multiprocessor beat one of eight, as one multiplies while the other computes exponentials; `num_stages=2` is one buffer,
+which overlaps nothing, so three pay where shared memory still allows two programs.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Passes:
-    """Blocks of the three large kernels."""
+    """Block sizes of the three large kernels."""
 
     forward: Blocks
     key_gradients: Blocks
@@ -75,11 +75,11 @@ def capability(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """q [B, heads, queries, D] against k, v [B, kv_heads, keys, D]; the last `queries` of `keys` positions ask."""
+    """Attention of q [B, heads, queries, D] to k, v [B, kv_heads, keys, D]; queries are the last positions of keys."""
 
     scale: float
     window: int
-    """Keys a query sees at most, itself included; 0 for all."""
+    """Keys a query attends to at most, itself included; 0 for all."""
     softcap: float
     """0 for none."""
     bounds: Tensor | None
@@ -90,9 +90,13 @@ class Problem:
         D = query.shape[3]
         exact = query.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
         return {
-            "HAS_BOUNDS": self.bounds is not None, "HAS_WINDOW": self.window > 0, "HAS_SOFTCAP": self.softcap > 0,
-            "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)), "PRECISION": "ieee" if exact else "tf32",
-        }  # fmt: skip
+            "HAS_BOUNDS": self.bounds is not None,
+            "HAS_WINDOW": self.window > 0,
+            "HAS_SOFTCAP": self.softcap > 0,
+            "D": D,
+            "BLOCK_D": max(16, triton.next_power_of_2(D)),
+            "PRECISION": "ieee" if exact else "tf32",
+        }
 
     def factors(self) -> tuple[float, float]:
         """What scores are multiplied by inside and outside of tanh, in base 2; uncapped scores by the inner alone."""
@@ -102,7 +106,7 @@ class Problem:
 
 
 @triton.jit
-def capped_scores(products, inner, outer, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def softcapped_scores(products, inner, outer, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """log2(e) · cap · tanh(scale q·k / cap), with tanh(u) = 1 − 2 / (1 + e^2u), and that tanh; or scaled products."""
     if HAS_SOFTCAP:
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * inner))
@@ -113,7 +117,7 @@ def capped_scores(products, inner, outer, HAS_SOFTCAP: tl.constexpr):  # type: i
 
 @triton.jit
 def first_key(position, bounds_row, window, HAS_BOUNDS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first key a query at `position` sees."""
+    """The first key that a query at `position` attends to."""
     first = position * 0
     if HAS_BOUNDS:
         first = tl.load(bounds_row + position)

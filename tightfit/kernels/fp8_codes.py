@@ -1,20 +1,20 @@
-"""The 8-bit codes of a weight and of an activation, in the forms that the products of a linear layer take.
+"""Quantized weights and activations in the layouts that the GEMMs of a linear layer need.
 
-With y = x Wᵀ for x [M, K] and W [N, K], all factors contracted over their last dimension:
+With y = x Wᵀ for x [M, K] and W [N, K]; fp8 GEMMs contract over the last dimension of both operands:
 
-| product | factors | scaled per tensor | scaled per row |
+| product | operands | scaled per tensor | scaled per row |
 |---|---|---|---|
 | y [M, N] | x, W | one scale each | a scale per row of x, a scale per row of W |
 | dx [M, K] | dy, Wᵀ | one scale each | a scale per row of dy, a scale per column of W |
 | dW [N, K] | dyᵀ, xᵀ | one scale each | not in 8 bits: the sum runs over tokens, across the rows that are scaled |
 
-x and W are e4m3 everywhere. Gradients are e5m2 with a scale per tensor, whose rows may differ by orders of magnitude,
-and e4m3 with one per row, which have more bits where the range is taken care of (as torchao's two recipes).
+x and W are always e4m3. Gradients are e5m2 with a scale per tensor, as their rows may differ by orders of magnitude,
+and e4m3 with a scale per row (as in torchao's two recipes).
 
-Codes of weights are made when forward first asks, in both forms from one reading, and kept until backward has used
-them: two bytes a weight at most, none by the time weights change. (Versions of tensors would not tell: torch's fused
-optimizers do not raise them.) Where weights are gathered from ranks or streamed from the host, keeping codes would undo
-what that saves: each product then makes the form it needs.
+A weight is quantized in its first forward, in both layouts from one read, and its codes are kept until backward has
+used them: two bytes a weight at most, none when the optimizer changes weights. (Tensor versions alone would not do:
+torch's fused optimizers do not raise them.) Where weights are all-gathered or streamed from the host, keeping codes
+would undo what that saves, so each product quantizes the layout it needs.
 """
 
 import weakref
@@ -30,40 +30,42 @@ Scaling = Literal["tensor", "row"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-class Factor(NamedTuple):
-    """Codes of one factor of a product, and the scale or scales of its rows."""
+class Operand(NamedTuple):
+    """fp8 codes of one operand of a GEMM, with one scale or one per row."""
 
     codes: Tensor
     scale: Tensor
 
 
-class Both(NamedTuple):
-    """A matrix as it lies and transposed."""
+class BothLayouts(NamedTuple):
+    """A quantized matrix, plain and transposed."""
 
-    plain: Factor
-    transposed: Factor
+    plain: Operand
+    transposed: Operand
 
 
-def quantized(x: Tensor, scaling: Scaling, dtype: torch.dtype, *, transposed: bool, amax: Tensor | None = None) -> Both:
-    """Activations or their gradient [M, K]; scaled per row they have no transposed form."""
+def quantized(
+    x: Tensor, scaling: Scaling, dtype: torch.dtype, *, transposed: bool, amax: Tensor | None = None
+) -> BothLayouts:
+    """Quantized activations or gradients [M, K]; scaled per row they have no transposed layout."""
     if scaling == "row":
-        rows = Factor(*quantize_rows(x))
-        return Both(rows, rows)
+        rows = Operand(*quantize_rows(x))
+        return BothLayouts(rows, rows)
     plain, turned, scale = quantize(x, dtype, transposed=transposed, amax=amax)
-    return Both(Factor(plain, scale), Factor(turned, scale))
+    return BothLayouts(Operand(plain, scale), Operand(turned, scale))
 
 
 @dataclass
 class WeightCodes:
-    """The codes of one weight."""
+    """The codes of one weight, kept from forward to backward where `keep`."""
 
     scaling: Scaling
     keep: bool
     _key: tuple[int, int] | None = None
-    _held: Both | None = None
+    _held: BothLayouts | None = None
 
-    def forward(self, weight: Tensor, *, backward_follows: bool) -> Factor:
-        """For y: rows over K."""
+    def forward(self, weight: Tensor, *, backward_follows: bool) -> Operand:
+        """The operand for y: rows over K."""
         key = weight.untyped_storage()._cdata, weight._version
         if self._held is not None and key == self._key:
             return self._held.plain
@@ -71,42 +73,42 @@ class WeightCodes:
         if not (self.keep and backward_follows):
             return self._plain(weight)
         if self.scaling == "row":
-            self._held = Both(self._plain(weight), self._turned(weight))
+            self._held = BothLayouts(self._plain(weight), self._turned(weight))
         else:
             self._held = quantized(weight, "tensor", E4M3, transposed=True)
         self._key = key
         return self._held.plain
 
-    def backward(self, weight: Tensor) -> Factor:
-        """For dx: rows over N. Nothing is kept any longer."""
+    def backward(self, weight: Tensor) -> Operand:
+        """The operand for dx: rows over N. Frees the kept codes."""
         held, self._held = self._held, None
         return self._turned(weight) if held is None else held.transposed
 
-    def _plain(self, weight: Tensor) -> Factor:
+    def _plain(self, weight: Tensor) -> Operand:
         if self.scaling == "row":
-            return Factor(*quantize_rows(weight))
+            return Operand(*quantize_rows(weight))
         codes, _, scale = quantize(weight, transposed=False)
-        return Factor(codes, scale)
+        return Operand(codes, scale)
 
-    def _turned(self, weight: Tensor) -> Factor:
+    def _turned(self, weight: Tensor) -> Operand:
         if self.scaling == "row":
-            return Factor(*quantize_columns(weight))
+            return Operand(*quantize_columns(weight))
         _, codes, scale = quantize(weight, plain=False)
-        return Factor(codes, scale)
+        return Operand(codes, scale)
 
 
 @dataclass
 class SharedInput:
-    """The codes of an activation that `users` linear layers are given one after another."""
+    """The codes of an activation that `users` linear layers (q, k and v, or gate and up) take one after another."""
 
     scaling: Scaling
     users: int
     _given: "weakref.ref[Tensor] | None" = None
-    _codes: Both | None = None
+    _codes: BothLayouts | None = None
     _left: int = 0
 
-    def codes(self, x: Tensor, *, transposed: bool) -> Both:
-        """Of x [..., K]; made for the first user, forgotten with the last."""
+    def codes(self, x: Tensor, *, transposed: bool) -> BothLayouts:
+        """The codes of x [..., K]; quantized for the first user, freed with the last."""
         known = self._codes
         if known is None or self._given is None or self._given() is not x:
             known = quantized(x.detach().reshape(-1, x.shape[-1]), self.scaling, E4M3, transposed=transposed)

@@ -1,9 +1,9 @@
-"""A linear layer whose products run in 8 bits; `fp8_codes.py` says which factors have which format and scales.
+"""A linear layer with fp8 GEMMs; `fp8_codes.py` defines formats and scales.
 
-The result and all gradients are in x's dtype. What is kept for backward is xᵀ in 8 bits, half of what a plain layer
-keeps, or x itself where rows are scaled: the weight's gradient is then an ordinary product. Hopper's short sums
-(`fast`) are used for y and dx; the weight's gradient, a sum over all tokens, is added up in float32.
-Limits: sizes in multiples of 16; bf16 on GPUs. Lossy: see benchmarks/fp8_convergence.py for what that costs.
+The result and all gradients are in x's dtype. Saved for backward is xᵀ in fp8, half of what a plain layer saves, or x
+itself with scales per row, where dW is an ordinary GEMM. Hopper's fast accumulation (`fast`) is used for y and dx; dW,
+a sum over all tokens, is accumulated in float32. Limits: sizes in multiples of 16; bf16 on GPUs. Lossy: see
+benchmarks/fp8_convergence.py for what that costs.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
-from tightfit.kernels.fp8_codes import E5M2, Factor, SharedInput, WeightCodes, quantized
+from tightfit.kernels.fp8_codes import E5M2, Operand, SharedInput, WeightCodes, quantized
 from tightfit.kernels.fp8_matmul import fp8_matmul
 
 
@@ -24,7 +24,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, codes: WeightCode
 
 
 def refuse_dtype(x: Tensor) -> None:
-    """On GPUs the products are written in bf16."""
+    """Refuse activations that are not bf16 on GPUs: fp8 GEMMs write bf16."""
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise UserError(
             f"levers.matmul asks for fp8, which computes in bf16, but activations are {x.dtype}; set precision to bf16 "
@@ -32,8 +32,8 @@ def refuse_dtype(x: Tensor) -> None:
         )
 
 
-def weight_gradient(dy: Tensor, dy_turned: Factor, x: Tensor | Factor) -> Tensor:
-    """dyᵀ · x, in 8 bits from transposed codes, or plainly from the tensors themselves."""
+def weight_gradient(dy: Tensor, dy_turned: Operand, x: Tensor | Operand) -> Tensor:
+    """dyᵀ · x: an fp8 GEMM of transposed codes, or an ordinary one where x is not quantized."""
     if isinstance(x, Tensor):
         return dy.t() @ x
     return fp8_matmul(dy_turned.codes, x.codes, dy_turned.scale, x.scale, dy.dtype, fast=False)
@@ -65,12 +65,12 @@ class _Fp8Linear(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         codes: WeightCodes = ctx.codes
         rows = dy.reshape(-1, dy.shape[-1])
-        made = quantized(rows, codes.scaling, E5M2, transposed=wants_weight)
+        dy_codes = quantized(rows, codes.scaling, E5M2, transposed=wants_weight)
         dx = d_weight = None
         if wants_x:
             own = codes.backward(weight)
-            dx = fp8_matmul(made.plain.codes, own.codes, made.plain.scale, own.scale, dy.dtype).view(ctx.shape)
+            dx = fp8_matmul(dy_codes.plain.codes, own.codes, dy_codes.plain.scale, own.scale, dy.dtype).view(ctx.shape)
         if wants_weight:
-            x = kept[0].reshape(-1, kept[0].shape[-1]) if codes.scaling == "row" else Factor(*kept)
-            d_weight = weight_gradient(rows, made.transposed, x)
+            x = kept[0].reshape(-1, kept[0].shape[-1]) if codes.scaling == "row" else Operand(*kept)
+            d_weight = weight_gradient(rows, dy_codes.transposed, x)
         return dx, d_weight, rows.sum(0) if wants_bias else None, None, None, None

@@ -1,13 +1,13 @@
-"""The product of two 8-bit matrices, A · Bᵀ, with the scales of both multiplied in: twice the rate of 16 bits.
+"""fp8 GEMM: A · Bᵀ times the scales of both, at twice the rate of 16 bits.
 
     y[m, n] = s_a[m] · s_b[n] · Σ_k a[m, k] · b[n, k]
 
-Scales are float32, one for a matrix ([]) or one per row ([M, 1] and [N, 1]); both factors have them the same way. On a
-GPU this is torch._scaled_mm (cuBLASLt with a scale per matrix, CUTLASS with scales per row), which wants compute
-capability 9.0 here and K and N in multiples of 16. Elsewhere the numbers are widened to float32 and multiplied plainly:
-the same sums, as products of 8-bit numbers are exact in float32, in another order.
+Scales are float32, one per matrix ([]) or one per row ([M, 1] and [N, 1]), the same for both operands. On GPUs this is
+torch._scaled_mm (cuBLASLt with a scale per matrix, CUTLASS with scales per row), used from compute capability 9.0 on; K
+and N are multiples of 16. On CPUs the codes are cast to float32 and multiplied: products of fp8 numbers are exact in
+float32, so only the order of the sums differs.
 
-`fast` lets Hopper's matrix units add in 14 bits instead of moving sums to float32 registers on the way.
+`fast` lets Hopper's tensor cores accumulate in 14 bits instead of adding partial sums in float32 registers.
 """
 
 import torch
@@ -27,7 +27,7 @@ def fp8_matmul(
 
 
 def refuse_unfit_card(device: torch.device) -> None:
-    """A sentence for cards without fast 8-bit products."""
+    """Raise a UserError for GPUs without fp8 tensor cores."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < NEEDED:
         name, found = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         raise UserError(

@@ -1,9 +1,9 @@
-"""A gated MLP whose five factors are 8-bit codes, beside `gated_mlp.py`: gate and up are kept, their product is not.
+"""A gated MLP with fp8 GEMMs. As in `gated_mlp.py`, gate and up are saved for backward, their product is not.
 
     y = p · Wdᵀ,  p = act(g) · u,  g = x · Wgᵀ,  u = x · Wuᵀ
 
-The kernels that make p, and in backward the gradients of g and u (in their place), find the largest magnitudes on the
-way: codes of these widest tensors then take no pass of their own for their scale. x is coded once for gate and up.
+The kernels that compute p, and in backward the gradients of g and u (in place), also find the largest magnitudes, so
+that quantizing these widest tensors needs no extra pass for their scale. x is quantized once for gate and up.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tightfit.kernels.fp8_codes import E4M3, E5M2, Factor, Scaling, WeightCodes, quantized
+from tightfit.kernels.fp8_codes import E4M3, E5M2, Operand, Scaling, WeightCodes, quantized
 from tightfit.kernels.fp8_linear import refuse_dtype, weight_gradient
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.glu import activated, glu_eager
@@ -35,9 +35,15 @@ def fp8_gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation:
 class _Fp8GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: Any, codes: Codes,
+        ctx: Any,
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        activation: Any,
+        codes: Codes,
         backward: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         scaling, rows = codes[0].scaling, x.reshape(-1, x.shape[-1])
         x_codes = quantized(rows, scaling, E4M3, transposed=backward)
         gate, up = (
@@ -49,8 +55,8 @@ class _Fp8GatedMlp(torch.autograd.Function):
         ctx.activation, ctx.codes, ctx.shape = activation, codes, x.shape
         if not is_result_wanted():
             return placeholder(x, down_weight.shape[0])
-        made, largest = _glu(gate, up, activation)
-        p_codes = quantized(made, scaling, E4M3, transposed=False, amax=largest)
+        product, largest = _glu(gate, up, activation)
+        p_codes = quantized(product, scaling, E4M3, transposed=False, amax=largest)
         y = _product(p_codes.plain, codes[2].forward(down_weight, backward_follows=backward), x.dtype)
         return y.view(x.shape)
 
@@ -67,24 +73,24 @@ class _Fp8GatedMlp(torch.autograd.Function):
         d_gate, d_up, largest = _gradients_and_product(product, gate, up, ctx.activation)
         d_down = _down_gradient(scaling, rows, dy_codes.transposed, product, largest[2]) if wants_down else None
         del product, dy_codes
-        x = kept[0] if scaling == "row" else Factor(*kept)
+        x = kept[0] if scaling == "row" else Operand(*kept)
         found_x, found = [], []
         for gradient, w, own, wanted, amax in zip(
             (d_gate, d_up), (gate_weight, up_weight), codes, (wants_gate, wants_up), largest, strict=False
         ):
-            made = quantized(gradient, scaling, E5M2, transposed=wanted, amax=amax)
-            found.append(weight_gradient(gradient, made.transposed, x) if wanted else None)
+            gradient_codes = quantized(gradient, scaling, E5M2, transposed=wanted, amax=amax)
+            found.append(weight_gradient(gradient, gradient_codes.transposed, x) if wanted else None)
             if wants_x:
-                found_x.append(_product(made.plain, own.backward(w), dy.dtype))
+                found_x.append(_product(gradient_codes.plain, own.backward(w), dy.dtype))
         dx = found_x[0].add_(found_x[1]).view(ctx.shape) if wants_x else None
         return dx, *found, d_down, None, None, None
 
 
-def _product(a: Factor, b: Factor, dtype: torch.dtype) -> Tensor:
+def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     return fp8_matmul(a.codes, b.codes, a.scale, b.scale, dtype)
 
 
-def _down_gradient(scaling: Scaling, dy: Tensor, dy_turned: Factor, product: Tensor, largest: Tensor) -> Tensor:
+def _down_gradient(scaling: Scaling, dy: Tensor, dy_turned: Operand, product: Tensor, largest: Tensor) -> Tensor:
     """dyᵀ · p."""
     if scaling == "row":
         return weight_gradient(dy, dy_turned, product)
@@ -104,17 +110,17 @@ def _gradients_and_product(
 def _run(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
     if use_triton("auto", gate):
         return _launch(gate, up, activation)
-    made = glu_eager(gate, up, activation)
-    return made, made.abs().amax().float()
+    product = glu_eager(gate, up, activation)
+    return product, product.abs().amax().float()
 
 
 def _launch(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
-    made, largest = _fake(gate, up, activation)
+    product, largest = _fake(gate, up, activation)
     with on_device_of(gate):
         _forward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
-            gate, up, made, largest.zero_(), gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
+            gate, up, product, largest.zero_(), gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
         )
-    return made, largest
+    return product, largest
 
 
 def _fake(gate: Tensor, up: Tensor, activation: Any) -> tuple[Tensor, Tensor]:
@@ -139,9 +145,17 @@ def _launch_backward(
     largest = torch.zeros(3, dtype=torch.float32, device=gate.device)
     with on_device_of(gate):
         _backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
-            d_product, gate, up, d_gate, d_up, largest, gate.numel(),
-            ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            d_product,
+            gate,
+            up,
+            d_gate,
+            d_up,
+            largest,
+            gate.numel(),
+            ACTIVATION=activation,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return largest
 
 
@@ -159,9 +173,16 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    d_product_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, largest_ptr, size,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    d_product_ptr,
+    gate_ptr,
+    up_ptr,
+    d_gate_ptr,
+    d_up_ptr,
+    largest_ptr,
+    size,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     dtype = d_product_ptr.dtype.element_ty

@@ -1,14 +1,14 @@
-"""Rounding to 8-bit floats with a scale per tensor, per row or per column (Micikevicius et al. 2022).
+"""Quantization to fp8 with a scale per tensor, per row or per column (Micikevicius et al. 2022).
 
     q = round(x / scale), scale = max|x| / L        L = 448 for e4m3 (3 bits of mantissa), 57 344 for e5m2 (2 bits)
 
-Matrix units contract over the last dimension of both factors, so the three products of a linear layer need x, its
-weight and the gradient both as they lie and transposed. One kernel reads a tile once and writes whichever of the two is
-asked for. A scale per tensor takes a pass over it first, for the largest magnitude, unless a kernel that wrote it has
-found that already (`amax`); a row fits into registers, so its scale takes none.
+fp8 GEMMs contract over the last dimension of both operands, so the three products of a linear layer need x, its weight
+and the gradient both plain and transposed. One kernel reads a tile once and writes either or both. A scale per tensor
+needs a pass for the largest magnitude first, unless the kernel that wrote the tensor has found it (`amax`); a row fits
+into registers, so its scale needs none.
 
-Transposed copies have rows of a multiple of 16, as the matrix units want it, filled with zeros: sums over tokens do not
-change by them. Values beyond L cannot be, except NaN and infinity, which become NaN.
+Transposed copies are padded with zeros to rows of a multiple of 16, as the GEMMs need; zeros do not change sums over
+tokens. Values cannot exceed L, except NaN and infinity, which become NaN.
 """
 
 import torch
@@ -27,9 +27,14 @@ WIDEST_ROW = 32768
 
 
 def quantize(
-    x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, plain: bool = True, transposed: bool = True,
-    amax: Tensor | None = None, impl: Impl = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    plain: bool = True,
+    transposed: bool = True,
+    amax: Tensor | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [M, K] as q [M, K], qᵀ [K, M up to 16] (empty where not asked for) and one float32 scale []."""
     return _quantize(x, amax, dtype, plain, transposed, impl)
 
@@ -107,8 +112,8 @@ def _launch(
 
 
 def _is_float32_on_gpu(x: Tensor) -> bool:
-    """Triton 3.6 on an H200: of a float32 tile written both as it lies and transposed by one kernel, one of the two is
-    wrong. Each alone is right, and so are both of 16-bit tiles, which layers have."""
+    """Triton 3.6 on an H200 miscompiles one kernel that writes a float32 tile both plain and transposed: one of the two
+    is wrong. Each alone is right, and so are both of 16-bit tiles, which layers have."""
     return x.is_cuda and x.dtype == torch.float32
 
 
@@ -126,9 +131,16 @@ def _launch_rows(x: Tensor) -> tuple[Tensor, ...]:
     cols = triton.next_power_of_2(x.shape[1])
     with on_device_of(x):
         rows_kernel[(x.shape[0],)](
-            x, q, scale, x.shape[1], x.stride(0), LARGEST=448.0, TINIEST=TINIEST, COLS=cols,
+            x,
+            q,
+            scale,
+            x.shape[1],
+            x.stride(0),
+            LARGEST=448.0,
+            TINIEST=TINIEST,
+            COLS=cols,
             num_warps=min(16, max(1, cols // 1024)),
-        )  # fmt: skip
+        )
     return q, scale
 
 
@@ -150,7 +162,7 @@ def _launch_columns(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """max|x| of rows that lie side by side or not."""
+    """max|x| of contiguous or strided rows."""
     out = torch.zeros((), dtype=torch.float32, device=x.device)
     rows, width = (1, x.numel()) if x.is_contiguous() else x.shape
     with on_device_of(x):
@@ -161,22 +173,37 @@ def _largest(x: Tensor) -> Tensor:
 def _cast(
     x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, transposed: bool, *, by_column: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and scales of what has these largest magnitudes, one or one per column."""
+    """Codes and scales, given the largest magnitude or one per column."""
     q, q_t = _shapes(x, dtype, plain, transposed)
     M, K = x.shape
     scale = torch.empty((K, 1) if by_column else (), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(aligned(M), TILE_ROWS), triton.cdiv(K, TILE_COLUMNS))
     with on_device_of(x):
         cast_kernel[grid](
-            x, q, q_t, largest, scale, M, K, x.stride(0), aligned(M), LARGEST=LARGEST[dtype], TINIEST=TINIEST,
-            PLAIN=plain, TRANSPOSED=transposed, BY_COLUMN=by_column, ROWS=TILE_ROWS, COLS=TILE_COLUMNS, num_warps=8,
-        )  # fmt: skip
+            x,
+            q,
+            q_t,
+            largest,
+            scale,
+            M,
+            K,
+            x.stride(0),
+            aligned(M),
+            LARGEST=LARGEST[dtype],
+            TINIEST=TINIEST,
+            PLAIN=plain,
+            TRANSPOSED=transposed,
+            BY_COLUMN=by_column,
+            ROWS=TILE_ROWS,
+            COLS=TILE_COLUMNS,
+            num_warps=8,
+        )
     return q, q_t, scale
 
 
 @triton.jit
 def amax_kernel(x_ptr, out_ptr, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest magnitude of a block joins that of all."""
+    """atomic max of a block's largest magnitude."""
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.program_id(0).to(tl.int64) * stride + at, mask=at < width, other=0).to(tl.float32)
     tl.atomic_max(out_ptr, tl.max(tl.abs(x), 0))
@@ -208,11 +235,24 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def cast_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, q_ptr, q_t_ptr, largest_ptr, scale_ptr, M, K, stride, t_stride, LARGEST: tl.constexpr,
-    TINIEST: tl.constexpr, PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, BY_COLUMN: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr,
+    q_ptr,
+    q_t_ptr,
+    largest_ptr,
+    scale_ptr,
+    M,
+    K,
+    stride,
+    t_stride,
+    LARGEST: tl.constexpr,
+    TINIEST: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    ROWS: tl.constexpr,
     COLS: tl.constexpr,
-):  # fmt: skip
-    """A tile, written as it lies and transposed; beyond the last row the transposed one has zeros."""
+):
+    """A tile, written plain and transposed; beyond the last row the transposed one has zeros."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
     here = (row[:, None] < M) & (col[None, :] < K)

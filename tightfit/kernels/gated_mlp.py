@@ -1,13 +1,12 @@
-"""A gated MLP that keeps its gate and up projections for the backward pass, and not their product.
+"""A gated MLP that saves gate and up for backward, but not their product.
 
     y = p · Wdᵀ,  p = act(g) · u,  g = x · Wgᵀ,  u = x · Wuᵀ
 
-Written as modules, g, u and p [N, F] all stay until backward: the down projection keeps p for its weight's gradient.
-Here p is computed again, by the kernel that computes the gradients of g and u and has both in registers anyway: it
-writes p where dp was, one pass more than those six it makes already. What is saved is a third of an MLP's activations,
-4.3 GB for Llama-3.2-1B on 16 384 tokens. The gradients of g and u take the place of g and u (unless the graph is
-kept), and the two parts of x's gradient are added inside the second product instead of by a pass of their own.
-It is for modules whose three projections are plain linear layers (`can_be_one`), as it does not call them.
+As separate modules g, u and p [N, F] are all saved: the down projection needs p for its weight's gradient. Here the
+kernel that computes the gradients of g and u, and has both in registers, recomputes p and writes it over dp: a seventh
+pass instead of six. That saves a third of an MLP's activations, 4.3 GB for Llama-3.2-1B on 16 384 tokens. The gradients
+of g and u are written over g and u (unless the graph is retained), and the two parts of x's gradient are added inside
+the second GEMM. For plain linear layers only (`can_fuse`), as it uses their weights without calling them.
 """
 
 from typing import Any
@@ -47,18 +46,18 @@ def gated_mlp_eager(
     return F.linear(glu_eager(F.linear(x, gate_weight), F.linear(x, up_weight), activation), down_weight)
 
 
-def can_be_one(x: Tensor, *projections: nn.Module) -> bool:
-    """Whether calling these modules on `x` is what `gated_mlp` does with their weights, and is worth doing so.
+def can_fuse(x: Tensor, *projections: nn.Module) -> bool:
+    """Whether a fused function may use these modules' weights instead of calling them on `x`.
 
-    It is where gradients will be wanted, nothing is traced (a compiler chooses itself what to keep), no dtype is
-    swapped, and the modules do nothing but multiply: no biases, adapters, hooks, quantized or sharded weights.
+    So where gradients are enabled, without torch.compile (which chooses itself what to save) and autocast, and the
+    modules only multiply by a weight: no bias, adapter, hook, quantized or sharded weight.
     """
     traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    return torch.is_grad_enabled() and not traced and all(_is_bare(module, x.dtype) for module in projections)
+    return torch.is_grad_enabled() and not traced and all(_is_plain_linear(module, x.dtype) for module in projections)
 
 
-def _is_bare(linear: Any, dtype: torch.dtype) -> bool:
-    """Whether calling this module does nothing but multiply by a weight of this dtype."""
+def _is_plain_linear(linear: Any, dtype: torch.dtype) -> bool:
+    """Whether calling this module only multiplies by a weight of this dtype."""
     if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear) or linear.bias is not None:
         return False
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
@@ -75,7 +74,7 @@ def _check(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
     d_product_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < size
     d_product = tl.load(d_product_ptr + at, mask=here).to(tl.float32)
@@ -87,7 +86,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def _launch(d_product: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, activation: str) -> None:
-    """All contiguous; d_gate and d_up may be gate and up themselves. Leaves the product in d_product."""
+    """All contiguous; d_gate and d_up may be gate and up themselves. Writes the product over d_product."""
     if not gate.numel():
         return
     with on_device_of(gate):

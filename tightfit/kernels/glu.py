@@ -2,8 +2,8 @@
 
     y = act(g) · u        dg = dy · u · act'(g)        du = dy · act(g)
 
-Plain torch keeps act(g) besides g and u and makes two passes; here only g and u are kept and act is computed again,
-which costs nothing: 8 passes over the activations forward and backward are what memory allows, and the arithmetic
+Plain torch saves act(g) besides g and u and makes two passes; here only g and u are saved and act is recomputed, which
+costs nothing: the 8 passes over the activations, forward and backward, are bound by memory, and the arithmetic
 (float32, rounded once) hides behind them.
 
     silu      g · σ(g)
@@ -39,11 +39,10 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 def glu(
     gate: Tensor, up: Tensor, activation: Activation = "silu", *, overwrite: bool = False, impl: Impl = "auto"
 ) -> Tensor:
-    """act(gate) · up for two tensors [..., W] of one shape, of any strides (halves of one projection, say).
+    """act(gate) · up for two tensors [..., W] of one shape and any strides (such as halves of one projection).
 
-    With `overwrite` the backward pass writes the gradients over gate and up, unless they are leaves, instead of into
-    new memory. Nothing else may need them then (projections do not keep what they return); a second backward pass
-    through the graph is refused.
+    With `overwrite`, backward writes the gradients over gate and up, unless they are leaves, instead of allocating.
+    Nothing else may read them then (projections do not save their outputs); a second backward is refused.
     """
     _check(gate, up, activation)
     if gate.dtype == up.dtype and use_triton(impl, gate):
@@ -96,16 +95,24 @@ def activated(g, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _place(blocks):  # type: ignore[no-untyped-def]
-    """Which row this program is in, and which of its `blocks` blocks it does."""
+    """The row of this program, and which of the row's `blocks` blocks it computes."""
     program = tl.program_id(0).to(tl.int64)
     return program // blocks, program % blocks
 
 
 @triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    gate_ptr, up_ptr, y_ptr, width, blocks, gate_stride, up_stride,
-    ACTIVATION: tl.constexpr, HAS_UP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    width,
+    blocks,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, block = _place(blocks)
     col = block * BLOCK + tl.arange(0, BLOCK)
     here = col < width
@@ -117,10 +124,22 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, width, blocks,
-    dy_stride, gate_stride, up_stride, d_gate_stride, d_up_stride,
-    ACTIVATION: tl.constexpr, HAS_UP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    d_gate_ptr,
+    d_up_ptr,
+    width,
+    blocks,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    d_gate_stride,
+    d_up_stride,
+    ACTIVATION: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, block = _place(blocks)
     col = block * BLOCK + tl.arange(0, BLOCK)
     here = col < width
@@ -153,9 +172,18 @@ def _forward(gate: Tensor, up: Tensor | None, activation: str, overwrite: bool) 
     blocks = triton.cdiv(width, BLOCK)
     with on_device_of(g):
         _forward_kernel[(rows * blocks,)](
-            g, u, y, width, blocks, g.stride(0), u.stride(0),
-            ACTIVATION=activation, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            g,
+            u,
+            y,
+            width,
+            blocks,
+            g.stride(0),
+            u.stride(0),
+            ACTIVATION=activation,
+            HAS_UP=up is not None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return y
 
 
@@ -171,9 +199,23 @@ def _launch_backward(
     blocks = triton.cdiv(width, BLOCK)
     with on_device_of(g):
         _backward_kernel[(rows * blocks,)](
-            y, g, u, dg, du, width, blocks, y.stride(0), g.stride(0), u.stride(0), dg.stride(0), du.stride(0),
-            ACTIVATION=activation, HAS_UP=up is not None, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            y,
+            g,
+            u,
+            dg,
+            du,
+            width,
+            blocks,
+            y.stride(0),
+            g.stride(0),
+            u.stride(0),
+            dg.stride(0),
+            du.stride(0),
+            ACTIVATION=activation,
+            HAS_UP=up is not None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:

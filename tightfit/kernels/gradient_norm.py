@@ -1,6 +1,6 @@
 """√Σ g² over many gradients in one launch, in float32 whatever their dtype.
 
-Each program adds the squares of its part, torch adds the parts in a fixed order: the same gradients, the same bits.
+Each program sums the squares of its chunk, and torch adds the chunks in a fixed order, so results are deterministic.
 torch._foreach_norm reads bf16 at 2 360 GB/s on an H200, which has 4 200: 6.8 ms of an 8B model's step.
 """
 
@@ -34,9 +34,15 @@ def gradient_norm(gradients: Sequence[Tensor], impl: Impl = "auto") -> Tensor:
 
 @triton.jit
 def squares_kernel(  # type: ignore[no-untyped-def]
-    table_ptr, out_ptr, tensors,
-    DTYPE: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    out_ptr,
+    tensors,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     which, size, first = find_tensor(table_ptr, tensors, 1, CHUNK, MOST, ROUND)
     g_ptr = address(table_ptr, tensors, which, 0, DTYPE)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -55,9 +61,16 @@ def _launch(gradients: list[Tensor]) -> Tensor:
         squares = torch.empty(programs, dtype=torch.float32, device=table.device)
         with on_device_of(table):
             squares_kernel[(programs,)](
-                table, squares, len(part), DTYPE=TRITON_DTYPES[str(part[0].dtype)], CHUNK=CHUNK, MOST=MOST,
-                BLOCK=BLOCK, ROUND=rounding(part), num_warps=WARPS,
-            )  # fmt: skip
+                table,
+                squares,
+                len(part),
+                DTYPE=TRITON_DTYPES[str(part[0].dtype)],
+                CHUNK=CHUNK,
+                MOST=MOST,
+                BLOCK=BLOCK,
+                ROUND=rounding(part),
+                num_warps=WARPS,
+            )
         sums.append(squares.sum())
     return torch.stack(sums).sum().sqrt()
 

@@ -1,11 +1,11 @@
-"""Several projections of one input, whose parts of the input's gradient are added inside the products.
+"""Several linear layers of one input (q, k, v), whose input gradients are accumulated inside the GEMMs.
 
     yᵢ = x · Wᵢᵀ        dx = Σᵢ dyᵢ · Wᵢ        dWᵢ = dyᵢᵀ · x
 
-Called one by one, queries, keys and values leave autograd three tensors of x's size to add, in two passes of their own
-that read two and write one. Here the second and third product start from the sum so far: at 8192 tokens of an 8B model
-0.56 ms a layer instead of 0.64 on an H200, and one rounding less. One product over joined weights would take 0.51, but
-needs them, or copies of them, side by side in memory. For modules that do nothing but multiply (`can_be_one`).
+Called one by one, q, k and v leave autograd three tensors of x's size to add, in two extra passes. Here the second and
+third GEMM add to the sum so far: at 8192 tokens of an 8B model 0.56 ms a layer instead of 0.64 on an H200, and one
+rounding less. One GEMM over concatenated weights would take 0.51, but needs them side by side in memory. For plain
+linear layers only (`can_fuse` in gated_mlp.py).
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 def joint_linear(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """x [..., H] times the transpose of each of the weights [Fᵢ, H]."""
-    made: tuple[Tensor, ...] = _JointLinear.apply(x, *weights)
-    return made
+    outputs: tuple[Tensor, ...] = _JointLinear.apply(x, *weights)
+    return outputs
 
 
 class _JointLinear(torch.autograd.Function):

@@ -2,10 +2,10 @@
 
 With hidden states h [N, H], output weights W [V, H] and labels y: L = Σ_n logsumexp(z_n) − z_n[y_n], z = cap(h Wᵀ).
 The logits of one 32 k-token sequence over a 128 k vocabulary are 31 GiB in float32. Here a chunk of rows at a time is
-projected, reduced to its loss and turned into its own gradient at once, so what stays is the gradient of h and of W
-(as Liger does): `logit_chunks.py` has that loop and `logit_rows.py` the formulas. Gradients are computed in forward,
-which knows what they will be multiplied by only up to the incoming gradient; backward multiplies that in. Losses that
-are not reduced have a gradient per row, known in backward only: there everything is computed a second time.
+projected, reduced to its loss and overwritten by its gradient, so only the gradients of h and W remain (as in Liger):
+`logit_chunks.py` has that loop and `logit_rows.py` the formulas. Gradients are computed in forward, up to the incoming
+gradient, which backward multiplies in. Losses with reduction="none" have a gradient per row, known only in backward,
+where everything is computed a second time.
 Limits: no second derivatives; with hidden states and weight of different dtypes it computes in the former's.
 """
 
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import cross_entropy_eager
-from tightfit.kernels.logit_chunks import Wanted, chunk_rows, padded, read_chunks
+from tightfit.kernels.logit_chunks import Wanted, read_chunks
 from tightfit.kernels.logit_rows import IGNORED, LABEL, LARGEST, LOGSUMEXP, LossTerms, RowLabels
 from tightfit.kernels.loss_reduction import Reduction, check_reduction, divisor_of, wide
 from tightfit.kernels.operators import below_autograd, on_device_of, operator
@@ -27,22 +27,23 @@ from tightfit.kernels.scaled_copy import scaled_copy
 from tightfit.kernels.sharded_weight import Projection, WeightShards, combiner, localize
 from tightfit.kernels.triton_support import use_triton
 from tightfit.kernels.vocab_parallel import VocabularyRows
+from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 
 IGNORE = -100
 LinearCrossEntropyImpl = Literal["auto", "triton", "torch", "eager"]
 CHUNK_BYTES = 256 * 2**20
-"""Logits held at a time, besides those that fit where the weight's gradient will be (see logit_chunks.py)."""
+"""Logits held at a time, besides those that fit in the memory of the weight's future gradient (logit_chunks.py)."""
 FP16_LIFT = 256.0
-"""Where float16 gradients of logits are held: p ≈ 1/V is subnormal in float16 from V = 16 384 on, 256 p is not."""
+"""Scale of float16 gradients of logits: p ≈ 1/V is subnormal in float16 from V = 16 384 on, 256 p is not."""
 
 
 @dataclass
 class LossDetails:
-    """Give one as `details` to have it filled, in the shape of the labels; rows that do not count are 0 and False."""
+    """Filled where given as `details`, in the shape of the labels; ignored labels are 0 and False."""
 
     losses: Tensor | None = None
     correct: Tensor | None = None
-    """Whether no other logit is larger than the label's."""
+    """Whether the label has the largest logit."""
     logsumexp: Tensor | None = None
 
 
@@ -128,25 +129,44 @@ def _fill(details: LossDetails, losses: Tensor, statistics: Tensor, counted: Ten
 
 
 def _dispatch(
-    at: Projection, hidden: Tensor, targets: Tensor, divisor: Tensor, terms: LossTerms, reduction: Reduction,
-    chunk_bytes: int, impl: Literal["auto", "triton", "torch"],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, losses and statistics from the operator, told which gradients somebody will ask for."""
+    at: Projection,
+    hidden: Tensor,
+    targets: Tensor,
+    divisor: Tensor,
+    terms: LossTerms,
+    reduction: Reduction,
+    chunk_bytes: int,
+    impl: Literal["auto", "triton", "torch"],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, losses and statistics from the operator, which also computes the gradients that will be needed."""
     on_triton = use_triton(impl, hidden)
     grad = torch.is_grad_enabled()
     each = reduction == "none"
     wanted = [grad and x is not None and x.requires_grad for x in (hidden, at.weight, at.bias)]
     rows = rows_at_a_time(hidden, at.weight, chunk_bytes, weight_gradient=wanted[1], triton=on_triton)
     loss, losses, statistics, *_ = _operator(
-        hidden, at.weight, at.bias, targets, divisor, None, at.vocabulary,
-        terms.label_smoothing, terms.softcap, terms.scale, terms.z_loss,
-        rows, *(w and not each for w in wanted), each, on_triton, at.group,
-    )  # fmt: skip
+        hidden,
+        at.weight,
+        at.bias,
+        targets,
+        divisor,
+        None,
+        at.vocabulary,
+        terms.label_smoothing,
+        terms.softcap,
+        terms.scale,
+        terms.z_loss,
+        rows,
+        *(w and not each for w in wanted),
+        each,
+        on_triton,
+        at.group,
+    )
     return loss, losses, statistics
 
 
 def rows_at_a_time(hidden: Tensor, weight: Tensor, chunk_bytes: int, *, weight_gradient: bool, triton: bool) -> int:
-    """Rows whose logits fit into `chunk_bytes`, and beside them into the place of the weight's narrow gradient."""
+    """Rows whose logits fit into `chunk_bytes` plus the memory of the weight's future 16-bit gradient."""
     logit_bytes = hidden.element_size() if triton else hidden.element_size() + wide(hidden).itemsize
     narrow = weight.dtype != wide(hidden)
     free_bytes = weight.numel() * weight.element_size() if weight_gradient and narrow and triton else 0
@@ -164,22 +184,43 @@ def _lift(dtype: torch.dtype, row_gradient: Tensor) -> Tensor:
 
 
 def _run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, divisor: Tensor,
-    row_gradient: Tensor | None, vocabulary: int,
-    label_smoothing: float, softcap: float, scale: float, z_loss: float, rows: int,
-    wants_hidden: bool, wants_weight: bool, wants_bias: bool, each: bool, triton: bool, group: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    divisor: Tensor,
+    row_gradient: Tensor | None,
+    vocabulary: int,
+    label_smoothing: float,
+    softcap: float,
+    scale: float,
+    z_loss: float,
+    rows: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+    wants_bias: bool,
+    each: bool,
+    triton: bool,
+    group: str,
+) -> tuple[Tensor, ...]:
     """Loss, losses [N], statistics [4, N], and gradients up to a factor: of hidden, and sums for weight and bias."""
     terms = LossTerms(label_smoothing, softcap, scale, z_loss)
     gradient = divisor.reciprocal().view(1) if row_gradient is None else row_gradient
     labels = RowLabels(targets, gradient * _lift(hidden.dtype, gradient), vocabulary)
     with on_device_of(hidden):
-        statistics, made = read_chunks(
-            hidden, weight, bias, labels, terms, Wanted(wants_hidden, wants_weight, wants_bias),
-            rows=rows, combine=combiner(group), triton=triton,
-        )  # fmt: skip
+        statistics, computed = read_chunks(
+            hidden,
+            weight,
+            bias,
+            labels,
+            terms,
+            Wanted(wants_hidden, wants_weight, wants_bias),
+            rows=rows,
+            combine=combiner(group),
+            triton=triton,
+        )
     losses = terms.losses(statistics, targets, vocabulary)
-    gradients = (hidden.new_empty(0) if x is None else x for x in (made.hidden, made.weight, made.bias))
+    gradients = (hidden.new_empty(0) if x is None else x for x in (computed.hidden, computed.weight, computed.bias))
     return losses.sum() / divisor, losses, statistics, *gradients
 
 
@@ -203,7 +244,7 @@ def _scratch_bytes(hidden: Tensor, weight: Tensor, *others: Any) -> int:
     return min(rows, hidden.shape[0]) * padded(weight.shape[0]) * each
 
 
-class _Gradient(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         with below_autograd():
@@ -224,22 +265,22 @@ class _Gradient(torch.autograd.Function):
             divisor, *sums = ctx.saved_tensors
             factor = d_loss / _lift(ctx.dtypes[0], divisor.reciprocal().view(1))
         elif d_losses is not None:
-            factor, sums = _again(ctx, d_losses.contiguous())
+            factor, sums = _recompute(ctx, d_losses.contiguous())
         else:
             return None, None, None, *others
-        return *_multiplied(ctx, sums, factor), *others
+        return *_scale(ctx, sums, factor), *others
 
 
-def _again(ctx: Any, row_gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A factor and, up to it, the gradients of losses that were not reduced, now that each row's gradient is known."""
+def _recompute(ctx: Any, row_gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Gradients for reduction="none", from each row's incoming gradient, and the factor they still lack."""
     settings = list(ctx.settings)
     settings[6:10] = [*ctx.needs_input_grad[:3], False]
     _, _, _, *sums = _operator(*ctx.saved_tensors, row_gradient, *settings)
     return 1 / _lift(ctx.dtypes[0], row_gradient), sums
 
 
-def _multiplied(ctx: Any, sums: list[Tensor], factor: Tensor) -> list[Tensor | None]:
-    """The gradients asked for, times `factor`, in their inputs' dtypes; in place where nobody will ask again."""
+def _scale(ctx: Any, sums: list[Tensor], factor: Tensor) -> list[Tensor | None]:
+    """The needed gradients times `factor`, in their inputs' dtypes; in place where the graph is not retained."""
     found: list[Tensor | None] = []
     for x, dtype, needed in zip(sums, ctx.dtypes, ctx.needs_input_grad[:3], strict=True):
         if not needed:
@@ -252,7 +293,7 @@ def _multiplied(ctx: Any, sums: list[Tensor], factor: Tensor) -> list[Tensor | N
 
 
 def _is_last_use(x: Tensor) -> bool:
-    """Whether backward runs for good (no retain_graph), so that what was saved for it may be overwritten."""
+    """Whether saved tensors may be overwritten: backward without retain_graph."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return type(x) in (Tensor, FakeTensor) and asked is not None and not asked()
 
@@ -264,6 +305,6 @@ _operator = operator(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,
-    _Gradient,
+    _LinearCrossEntropy,
     _scratch_bytes,
 )

@@ -1,11 +1,11 @@
-"""Logits a chunk of rows at a time: projected, read, turned into their gradient and multiplied out, then overwritten.
+"""The loop over chunks of logits: project some rows, compute their loss and gradient, multiply out, reuse the buffer.
 
-One buffer holds the logits z = h Wᵀ + b of a chunk. `read_rows` replaces them by ∂L/∂z, and two GEMMs take it from
-there: ∂L/∂h = ∂L/∂z W for the chunk's rows, and ∂L/∂W += ∂L/∂zᵀ h. That sum over chunks is float32, as it is inside
-one GEMM; partial sums in bf16, the peers' way, double the gradient's rounding error at eight chunks. Each addition
-reads and writes V · H floats, so few, large chunks are fast. What makes them affordable: the float32 sum is turned into
-the weight's own dtype only in backward, and that tensor of V · H values, which must exist then, does not exist yet.
-Logits may take its place for free: H rows of them, besides the bytes a caller allows.
+One buffer holds the logits z = h Wᵀ + b of a chunk. `read_rows` overwrites them with ∂L/∂z, then two GEMMs compute
+∂L/∂h = ∂L/∂z W for the chunk's rows and ∂L/∂W += ∂L/∂zᵀ h. That sum over chunks is float32, as it is inside one GEMM;
+partial sums in bf16, as in other implementations, double the gradient's rounding error at eight chunks. Each addition
+reads and writes V · H floats, so few, large chunks are fast. They cost little memory: the float32 sum is cast to the
+weight's dtype only in backward, so the V · H values of that gradient do not exist yet, and H rows of logits may take
+their memory, besides the bytes a caller allows.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,10 @@ from torch import Tensor
 
 from tightfit.kernels.logit_rows import Combine, LossTerms, RowLabels, read_rows
 from tightfit.kernels.operators import multiprocessors
+from tightfit.levers.policy.loss_chunks import padded
 
-ALIGNMENT = 64
-"""Rows of logits start at multiples of 128 bytes (in bf16), whatever the vocabulary: GEMMs on odd strides crawl."""
 TILE_SIDE = 128
-"""Rows and columns of a product that one program of a GEMM makes, at least."""
-TILE_ROWS = 256
-"""Chunks are whole tiles of the GEMMs; a ragged one costs as much as a whole one."""
+"""Least rows and columns of a GEMM's output tile."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Wanted:
 
     @property
     def any(self) -> bool:
-        """Whether logits have to become gradients at all."""
+        """Whether any gradient is wanted."""
         return self.hidden or self.weight or self.bias
 
 
@@ -48,22 +45,9 @@ class Gradients:
     bias: Tensor | None
 
 
-def padded(columns: int) -> int:
-    """Elements from one row of logits to the next."""
-    return -(-columns // ALIGNMENT) * ALIGNMENT
-
-
 def spans(total: int, rows: int) -> Iterator[slice]:
     """Consecutive chunks of at most `rows` of `total` rows."""
     return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
-
-
-def chunk_rows(total: int, most: int) -> int:
-    """Rows per chunk, at most `most`, of as few chunks of one size as that allows."""
-    if most >= total or most < TILE_ROWS:
-        return max(1, min(most, total))
-    chunks = -(-total // (most // TILE_ROWS * TILE_ROWS))
-    return -(-total // (chunks * TILE_ROWS)) * TILE_ROWS
 
 
 def read_chunks(
@@ -85,7 +69,7 @@ def read_chunks(
     buffer = hidden.new_empty(min(rows, N), padded(V))
     buffer[:, V:] = 0
     statistics = torch.empty(4, N, device=hidden.device, dtype=wide)
-    made = Gradients(torch.empty_like(hidden) if wanted.hidden else None, None, None)
+    gradients = Gradients(torch.empty_like(hidden) if wanted.hidden else None, None, None)
     for span in spans(N, rows):
         h, logits = hidden[span], buffer[: span.stop - span.start, :V]
         if bias is None:
@@ -95,21 +79,24 @@ def read_chunks(
         statistics[:, span] = read_rows(
             logits, labels.of(span), terms, with_gradient=wanted.any, combine=combine, triton=triton
         )
-        if made.hidden is not None:
-            _write_product(made.hidden[span], logits, weight, wide)
+        if gradients.hidden is not None:
+            _write_product(gradients.hidden[span], logits, weight, wide)
         if wanted.weight:
-            made.weight = _add_product(made.weight, logits, h, wide)
+            gradients.weight = _add_product(gradients.weight, logits, h, wide)
         if wanted.bias:
-            made.bias = _add(made.bias, logits.sum(0, dtype=wide))
+            gradients.bias = _add(gradients.bias, logits.sum(0, dtype=wide))
     if N == 0:
-        made.weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
-        made.bias = weight.new_zeros(V, dtype=wide) if wanted.bias else None
-    return statistics, made
+        gradients.weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
+        gradients.bias = weight.new_zeros(V, dtype=wide) if wanted.bias else None
+    return statistics, gradients
 
 
 def _write_product(out: Tensor, d_logits: Tensor, weight: Tensor, wide: torch.dtype) -> None:
-    """out = d_logits · weight. Where it is too small to keep a GPU busy, GEMMs split the vocabulary among several
-    programs, whose results cuBLAS adds in bf16: dearer by 40 % of the error. Those are added in `wide`."""
+    """out = d_logits · weight.
+
+    For outputs with fewer tiles than multiprocessors cuBLAS splits the sum over the vocabulary (split-K) and adds the
+    parts in bf16, which makes the error 40 % larger; those are computed in `wide`.
+    """
     tiles = -(-out.shape[0] // TILE_SIDE) * -(-out.shape[1] // TILE_SIDE)
     if out.is_cuda and out.dtype != wide and tiles < multiprocessors(out.device):
         out.copy_(torch.mm(d_logits, weight, out_dtype=wide))
@@ -117,17 +104,17 @@ def _write_product(out: Tensor, d_logits: Tensor, weight: Tensor, wide: torch.dt
         torch.mm(d_logits, weight, out=out)
 
 
-def _add(held: Tensor | None, new: Tensor) -> Tensor:
-    return new if held is None else held.add_(new)
+def _add(total: Tensor | None, new: Tensor) -> Tensor:
+    return new if total is None else total.add_(new)
 
 
-def _add_product(held: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
-    """held + d_logitsᵀ hidden, summed in `wide`; the first product is written where later ones are added."""
+def _add_product(total: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
+    """total + d_logitsᵀ hidden, accumulated in `wide`; the first product becomes the total."""
     left = d_logits.T
     if hidden.dtype == wide:
-        return left @ hidden if held is None else held.addmm_(left, hidden)
+        return left @ hidden if total is None else total.addmm_(left, hidden)
     if not hidden.is_cuda:
-        return _add(held, left.to(wide) @ hidden.to(wide))
-    if held is None:
+        return _add(total, left.to(wide) @ hidden.to(wide))
+    if total is None:
         return torch.mm(left, hidden, out_dtype=wide)
-    return torch.addmm(held, left, hidden, out_dtype=wide, out=held)
+    return torch.addmm(total, left, hidden, out_dtype=wide, out=total)

@@ -1,4 +1,4 @@
-"""What one row of logits says: its statistics for the loss and, written over it, the loss's gradient.
+"""Per row of logits: the statistics that the loss needs and, written over the row, the loss's gradient.
 
 With x a row of h Wᵀ + bias, z = cap(scale · x), p = softmax(z) and y the row's label, the loss is
     L = logsumexp(z) − (1 − ε) z_y − ε/V Σ_v z_v + λ logsumexp(z)²                     (ε smoothing, λ z-loss)
@@ -21,7 +21,7 @@ from tightfit.errors import UserError
 from tightfit.kernels.triton_support import tl, triton
 
 IGNORED, ELSEWHERE = -2, -1
-"""Targets that are no column: the row does not count; the row counts, but another shard holds its label."""
+"""Targets that are no column: an ignored row; a row whose label is in another rank's shard of the vocabulary."""
 LOGSUMEXP, LABEL, SUM, LARGEST = range(4)
 """Rows of the statistics [4, N]."""
 Combine = Callable[[Tensor], Tensor]
@@ -33,7 +33,7 @@ BLOCK, WARPS = 4096, 8
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What the loss is made of besides the logits; `softcap` 0 means none."""
+    """The loss's settings; `softcap` 0 means none."""
 
     label_smoothing: float = 0.0
     softcap: float = 0.0
@@ -136,20 +136,38 @@ def _read_rows_torch(
 
 
 def _launch(
-    logits: Tensor, labels: RowLabels, terms: LossTerms, statistics: Tensor,
-    *, measure: bool, replace: bool,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    labels: RowLabels,
+    terms: LossTerms,
+    statistics: Tensor,
+    *,
+    measure: bool,
+    replace: bool,
+) -> None:
     rows, columns = logits.shape
     if rows == 0:
         return
     row_kernel[(rows,)](
-        logits, labels.targets, labels.row_gradient, statistics,
-        logits.stride(0), int(labels.row_gradient.numel() > 1), rows, columns,
-        terms.scale, terms.softcap, 1.0 - terms.label_smoothing, terms.label_smoothing / labels.vocabulary,
+        logits,
+        labels.targets,
+        labels.row_gradient,
+        statistics,
+        logits.stride(0),
+        int(labels.row_gradient.numel() > 1),
+        rows,
+        columns,
+        terms.scale,
+        terms.softcap,
+        1.0 - terms.label_smoothing,
+        terms.label_smoothing / labels.vocabulary,
         terms.z_loss,
-        MEASURE=measure, REPLACE=replace, HAS_SOFTCAP=terms.softcap > 0,
-        SMOOTHED=terms.label_smoothing > 0, BLOCK=min(BLOCK, triton.next_power_of_2(columns)), num_warps=WARPS,
-    )  # fmt: skip
+        MEASURE=measure,
+        REPLACE=replace,
+        HAS_SOFTCAP=terms.softcap > 0,
+        SMOOTHED=terms.label_smoothing > 0,
+        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+        num_warps=WARPS,
+    )
 
 
 @triton.jit
@@ -165,11 +183,25 @@ def _logit(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-unt
 # in arithmetic only, as a mask of unknown alignment would cut every access into single elements.
 @triton.jit(do_not_specialize=["rows", "columns"])
 def row_kernel(  # type: ignore[no-untyped-def]
-    logits, targets, row_gradient, statistics, row_stride, gradient_stride, rows, columns,
-    scale, softcap, label_weight, smoothing_weight, z_loss,
-    MEASURE: tl.constexpr, REPLACE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    row_gradient,
+    statistics,
+    row_stride,
+    gradient_stride,
+    rows,
+    columns,
+    scale,
+    softcap,
+    label_weight,
+    smoothing_weight,
+    z_loss,
+    MEASURE: tl.constexpr,
+    REPLACE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per row: statistics from first to last block, the gradient backwards, what is in cache first."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)

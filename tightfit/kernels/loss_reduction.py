@@ -1,7 +1,7 @@
-"""How the losses of rows become one number: summed, averaged over labels that count, or divided by a number of yours.
+"""The reduction of `cross_entropy` and `linear_cross_entropy`: sum, mean over counted labels, or sum / divisor.
 
-Shared by `cross_entropy` and `linear_cross_entropy`. What a sum is divided by is a tensor on the device, so that no
-number has to travel to the host; it is known before the first row is read, so gradients are made divided.
+The divisor is a tensor on the device, so that nothing is copied to the host; it is known before the first row is read,
+so gradients are computed already divided.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ Reduction = Literal["sum", "mean", "none"]
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """What losses and weight gradients are summed in: float32, or float64 where the model is."""
+    """The dtype in which losses and weight gradients are summed: float32, or float64 for a float64 model."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -32,7 +32,7 @@ def check_reduction(reduction: str, divisor: float | Tensor | None) -> None:
 def divisor_of(
     labels: Tensor, ignore_index: int, reduction: Reduction, divisor: float | Tensor | None, like: Tensor
 ) -> Tensor:
-    """What the sum is divided by, on the device. A mean over no label at all is 0, where torch says NaN."""
+    """The divisor of the sum, on the device. A mean over no labels is 0, where torch's is NaN."""
     if reduction == "mean":
         return (labels != ignore_index).sum().clamp(min=1).to(wide(like))
     if isinstance(divisor, Tensor):

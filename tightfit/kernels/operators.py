@@ -1,9 +1,9 @@
-"""How a kernel becomes a torch operator: schema, implementation, what it returns on fake tensors, and its gradient.
+"""Registers a kernel as a torch operator: schema, implementation, fake implementation, gradient.
 
-Operators are what tracing, simulation on fake tensors and torch.compile see; a bare kernel is invisible to all three.
-They are registered below `torch.library.custom_op` and `register_autograd`, whose generic wrappers cost more than the
-launch itself: 292 µs for forward and backward of an empty operator on a slow core, 176 µs this way, 126 µs for an
-autograd.Function that is no operator at all. A training step makes hundreds of these calls.
+Tracing, simulation on fake tensors and torch.compile see operators; a bare kernel is invisible to all three. They are
+registered through the low-level `torch.library.Library`, as the wrappers of `custom_op` and `register_autograd` cost
+more than the launch itself: 292 µs for forward and backward of an empty operator on a slow core, 176 µs this way, 126
+µs for an autograd.Function that is no operator. A training step makes hundreds of these calls.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from torch import Tensor
 
 LIBRARY = torch.library.Library("tightfit", "FRAGMENT")
 INTERPRETED_MULTIPROCESSORS = 3
-"""What the interpreter pretends to have: few enough that every program of a small test has several rounds to do."""
+"""Pretended under Triton's interpreter: few enough that programs in small tests loop more than once."""
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
-"""Inside `with below_autograd():` an operator's own implementation is called, not its gradient's wrapper again."""
+"""Inside `with below_autograd():` operators skip the autograd key and run their implementation."""
 
 
 SCRATCH: dict[Any, Callable[..., int]] = {}
-"""What an operator holds in memory only while it runs, from its arguments; what tracing cannot see by itself."""
+"""Bytes that an operator allocates only while it runs, as a function of its arguments; tracing cannot see them."""
 
 
 def operator(
@@ -32,7 +32,7 @@ def operator(
     gradient: type[torch.autograd.Function] | None = None,
     scratch_bytes: Callable[..., int] | None = None,
 ) -> Any:
-    """Register `tightfit::schema`, and return what calls it.
+    """Register `tightfit::schema`; returns the callable operator.
 
     `gradient` is an autograd.Function over the operator's own arguments; its forward calls the operator again inside
     `below_autograd()`. Without one the operator is not differentiable. `scratch_bytes` is entered in SCRATCH.
@@ -60,20 +60,20 @@ def _with_gradient(call: Any, gradient: Any) -> Callable[..., Any]:
 
 
 def on_device_of(tensor: Tensor) -> Any:
-    """Launch on the device `tensor` lives on, which need not be the current one."""
+    """A context that makes the device of `tensor` current, for launches."""
     return torch.cuda.device_of(tensor)
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run on the device at once, at one per multiprocessor."""
+    """Streaming multiprocessors of the device."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """New contiguous memory in the shape of x; a third of what `new_empty` costs to call."""
+    """A new contiguous tensor in the shape of x; a third of the call overhead of `new_empty`."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -84,7 +84,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def is_dense_in_rows(x: Tensor) -> bool:
-    """Whether `as_rows` gives a view in which no two elements share memory, so that it can be written to."""
+    """Whether `as_rows` gives a writable view: no two elements share memory."""
     try:
         rows = x.view(-1, x.shape[-1])
     except RuntimeError:  # its rows are not evenly spaced

@@ -1,9 +1,9 @@
-"""Whether anybody wants an operation's result, or only what it keeps for backward.
+"""Lets the last operation of a recomputed layer skip its result.
 
-A checkpointed layer is computed again for the tensors its gradients need. Its own output is not one of them, so the
-last operation of a layer need not finish: `gated_mlp` then leaves out its activation and its down projection, a quarter
-of a layer's products. Whoever recomputes says so, in the thread that does (autograd has one per device); whoever is
-called at the end of a layer may ask, and answer with memory that has no values.
+Recomputation under activation checkpointing needs the tensors saved for backward, not the layer's output. So the last
+operation of a layer may skip computing its result: `gated_mlp` then leaves out the activation and the down projection,
+a quarter of a layer's FLOPs, and returns a placeholder. The flag is thread-local, as autograd recomputes in a thread
+per device.
 """
 
 import threading
@@ -12,25 +12,25 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-_here = threading.local()
+_thread = threading.local()
 
 
 @contextmanager
 def result_unwanted() -> Iterator[None]:
-    """Inside the block, the result of the layer that is computed is used by nobody."""
-    before = getattr(_here, "unwanted", False)
-    _here.unwanted = True
+    """Inside the block, the result of the layer being recomputed is not used."""
+    before = getattr(_thread, "unwanted", False)
+    _thread.unwanted = True
     try:
         yield
     finally:
-        _here.unwanted = before
+        _thread.unwanted = before
 
 
 def is_result_wanted() -> bool:
-    """Whether the layer that is being computed here is wanted for its result."""
-    return not getattr(_here, "unwanted", False)
+    """Whether the result of the layer being computed is used."""
+    return not getattr(_thread, "unwanted", False)
 
 
 def placeholder(like: Tensor, width: int) -> Tensor:
-    """A tensor [..., width] on the device of `like` that takes no memory and has no values worth reading."""
+    """An uninitialised tensor [..., width] on the device of `like` that takes no memory."""
     return like.new_empty(1).expand(*like.shape[:-1], width)

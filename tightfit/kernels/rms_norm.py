@@ -3,8 +3,8 @@
     y = s / √(mean(s²) + ε) · (weight + offset),  s = x + residual
 
 Statistics and the product with the weight are float32 and rounded once. `offset` is Gemma's 1: its weights are stored
-minus one, and adding it in bfloat16, whose steps near one are 1/128, would swallow most of what they say.
-Adding first and norming afterwards costs 11 passes over the activations forward and backward; in one operation it is 8.
+minus one, and adding it in bfloat16, whose steps near one are 1/128, would round most of them away.
+A separate addition and norm make 11 passes over the activations forward and backward; one operation makes 8.
 """
 
 from typing import overload
@@ -49,7 +49,7 @@ def rms_norm(
 
 
 def _plain(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """torch's own operation, which has no offset and wants one dtype."""
+    """torch's own operation, which has no offset and needs one dtype."""
     if not offset and weight.dtype == x.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = torch.promote_types(x.dtype, torch.float32)

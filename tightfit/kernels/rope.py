@@ -1,16 +1,16 @@
 """Rotary positions (Su et al. 2021) applied to queries and keys in one launch.
 
-Each pair (a, b) of a head is turned by the angle of its position:
+Each pair (a, b) of a head is rotated by the angle of its position:
 
     a' = a · cos − b · sin        b' = b · cos + a · sin
 
-Pairs are (i, i + d/2), Hugging Face's and our order, or with `interleaved` (2i, 2i + 1), the paper's; what lies beyond
-the d rotated elements of a head stays as it is. The gradient is the rotation by the opposite angle.
+Pairs are (i, i + d/2), Hugging Face's and our order, or with `interleaved` (2i, 2i + 1), the paper's; elements beyond
+the d rotated ones of a head are unchanged. The gradient is the rotation by the opposite angle.
 
-A program takes all heads of a few tokens, so the tables are read once per token, and follows whatever strides it is
-given: [B, heads, T, D] views of what the projections wrote ([B, T, heads · D]) are turned where they lie, without the
-copies that torch's cat makes. In place or not, each element is read once and written once: in place saves the memory of
-a second q and k for the moment, not time (H200, 16384 tokens of an 8B model: 0.088 ms in place, 0.086 ms not).
+A program takes all heads of a few tokens, so the tables are read once per token, and any strides: [B, heads, T, D]
+views of what the projections wrote ([B, T, heads · D]) need no copy. Each element is read once and written once; in
+place saves the memory of a second q and k, not time (H200, 16384 tokens of an 8B model: 0.088 ms in place, 0.086 ms
+not).
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from tightfit.kernels.operators import below_autograd, on_device_of, operator
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 
 PAIRS = 4096
-"""Pairs of queries a program turns: two tokens of an 8B model. H200: 94.7 % of copy bandwidth; one token 94.2 %."""
+"""Pairs of queries per program: two tokens of an 8B model. H200: 94.7 % of copy bandwidth; one token 94.2 %."""
 PAIRS_PER_THREAD = 8
 
 
@@ -37,10 +37,10 @@ def rope(
     inplace: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """q [B, heads, T, D] and k [B, kv_heads, T, D] turned by cos and sin [B or 1, 1, T, d/2], d ≤ D, of any strides.
+    """q [B, heads, T, D] and k [B, kv_heads, T, D] rotated by cos and sin [B or 1, 1, T, d/2], d ≤ D, of any strides.
 
-    With `inplace` the kernel turns q and k in their own memory and returns them anew. Gradients are right as long as
-    nothing else reads q and k afterwards; what had saved them for its own gradient raises in its backward pass.
+    With `inplace` the kernel writes over q and k and returns aliases of them. Nothing else may read q and k afterwards;
+    an operation that saved them for backward raises there.
     """
     _check(q, k, cos, sin)
     if not use_triton(impl, q) or q.dtype != k.dtype or cos.requires_grad:
@@ -56,7 +56,7 @@ def rope_eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: b
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """x [B, heads, T, D] turned, in plain torch."""
+    """x [B, heads, T, D] rotated, in plain torch."""
     half = cos.shape[-1]
     if interleaved:
         a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -64,8 +64,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     else:
         a, b = x[..., :half], x[..., half : 2 * half]
         parts = [a * cos - b * sin, b * cos + a * sin]
-    made = torch.cat(parts if 2 * half == x.shape[-1] else [*parts, x[..., 2 * half :]], dim=-1)
-    return made if made.dtype == x.dtype else made.to(x.dtype)
+    out = torch.cat(parts if 2 * half == x.shape[-1] else [*parts, x[..., 2 * half :]], dim=-1)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -81,18 +81,33 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _is_writable(x: Tensor) -> bool:
-    """Whether x has its elements side by side, each its own memory, and autograd lets them change."""
+    """Whether x may be written in place: contiguous heads, no broadcast dimension, not a leaf that requires grad."""
     own = all(size == 1 or stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return own and x.stride(-1) == 1 and not (x.is_leaf and x.requires_grad)
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, cos, sin, token, in_table, here_token, head_stride, token_stride, out_head_stride, out_token_stride,
-    HEADS: tl.constexpr, HEADS_2: tl.constexpr, HALF: tl.constexpr, HALF_2: tl.constexpr, REST: tl.constexpr,
-    REST_2: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Turn the heads [HEADS] of the tokens `token` by cos and sin [tokens, 1, HALF]; copy the REST of each head."""
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    x_ptr,
+    out_ptr,
+    cos,
+    sin,
+    token,
+    in_table,
+    here_token,
+    head_stride,
+    token_stride,
+    out_head_stride,
+    out_token_stride,
+    HEADS: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_2: tl.constexpr,
+    REST: tl.constexpr,
+    REST_2: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rotate the heads [HEADS] of the tokens `token` by cos and sin [tokens, 1, HALF]; copy the REST of each head."""
     head = tl.arange(0, HEADS_2)[None, :, None]
     here = here_token & (head < HEADS)
     x_ptr += token * token_stride + head * head_stride
@@ -121,14 +136,40 @@ def _turn(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
 def _kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, tokens, blocks,
-    q_batch, q_head, q_token, k_batch, k_head, k_token,
-    q_out_batch, q_out_head, q_out_token, k_out_batch, k_out_head, k_out_token,
-    table_batch, table_token,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_2: tl.constexpr, KV_HEADS_2: tl.constexpr,
-    HALF: tl.constexpr, HALF_2: tl.constexpr, REST: tl.constexpr, REST_2: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    tokens,
+    blocks,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    q_out_batch,
+    q_out_head,
+    q_out_token,
+    k_out_batch,
+    k_out_head,
+    k_out_token,
+    table_batch,
+    table_token,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    KV_HEADS_2: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_2: tl.constexpr,
+    REST: tl.constexpr,
+    REST_2: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     token = ((tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)[:, None, None]).to(tl.int64)
     here_token = token < tokens
@@ -139,40 +180,94 @@ def _kernel(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + at, mask=in_table, other=0).to(tl.float32)
     if INVERSE:
         sin = -sin
-    _turn(
-        q_ptr + batch * q_batch, q_out_ptr + batch * q_out_batch, cos, sin, token, in_table, here_token,
-        q_head, q_token, q_out_head, q_out_token, HEADS, HEADS_2, HALF, HALF_2, REST, REST_2, INTERLEAVED,
-    )  # fmt: skip
-    _turn(
-        k_ptr + batch * k_batch, k_out_ptr + batch * k_out_batch, cos, sin, token, in_table, here_token,
-        k_head, k_token, k_out_head, k_out_token, KV_HEADS, KV_HEADS_2, HALF, HALF_2, REST, REST_2, INTERLEAVED,
-    )  # fmt: skip
+    _rotate_heads(
+        q_ptr + batch * q_batch,
+        q_out_ptr + batch * q_out_batch,
+        cos,
+        sin,
+        token,
+        in_table,
+        here_token,
+        q_head,
+        q_token,
+        q_out_head,
+        q_out_token,
+        HEADS,
+        HEADS_2,
+        HALF,
+        HALF_2,
+        REST,
+        REST_2,
+        INTERLEAVED,
+    )
+    _rotate_heads(
+        k_ptr + batch * k_batch,
+        k_out_ptr + batch * k_out_batch,
+        cos,
+        sin,
+        token,
+        in_table,
+        here_token,
+        k_head,
+        k_token,
+        k_out_head,
+        k_out_token,
+        KV_HEADS,
+        KV_HEADS_2,
+        HALF,
+        HALF_2,
+        REST,
+        REST_2,
+        INTERLEAVED,
+    )
 
 
 def _launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> None:
-    """Turn q into q_out and k into k_out, which may be q and k themselves."""
+    """Rotate q into q_out and k into k_out, which may be q and k themselves."""
     B, heads, T, D = q.shape
     if not q.numel():
         return
-    half, kv_heads = cos.shape[-1], k.shape[1]
-    rest = 0 if q_out is q else D - 2 * half
+    half = cos.shape[-1]
+    constants = _constants(heads, k.shape[1], T, half, rest=0 if q_out is q else D - 2 * half)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    sizes = [triton.next_power_of_2(max(size, 1)) for size in (heads, kv_heads, half, rest)]
-    tokens = min(max(1, PAIRS // (sizes[0] * sizes[2])), triton.next_power_of_2(T))
-    blocks = triton.cdiv(T, tokens)
-    warps = min(max(1, tokens * sizes[0] * sizes[2] // (32 * PAIRS_PER_THREAD)), 16)
-    table_batch = 0 if cos.shape[0] == 1 else cos.stride(0)
+    blocks = triton.cdiv(T, constants["TOKENS"])
+    tensors = q, k, q_out, k_out
     with on_device_of(q):
         _kernel[(B * blocks,)](
-            q, k, q_out, k_out, cos, sin, T, blocks,
-            *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], table_batch, cos.stride(2),
-            HEADS=heads, KV_HEADS=kv_heads, HEADS_2=sizes[0], KV_HEADS_2=sizes[1], HALF=half, HALF_2=sizes[2],
-            REST=rest, REST_2=sizes[3], INTERLEAVED=interleaved, INVERSE=inverse, TOKENS=tokens, num_warps=warps,
-        )  # fmt: skip
+            *tensors,
+            cos,
+            sin,
+            T,
+            blocks,
+            *(stride for x in tensors for stride in x.stride()[:3]),
+            0 if cos.shape[0] == 1 else cos.stride(0),
+            cos.stride(2),
+            INTERLEAVED=interleaved,
+            INVERSE=inverse,
+            **constants,
+        )
+
+
+def _constants(heads: int, kv_heads: int, length: int, half: int, rest: int) -> dict[str, int]:
+    """Sizes, their next powers of two (`_2`), tokens per program and warps."""
+    heads_2, kv_heads_2, half_2, rest_2 = (triton.next_power_of_2(max(x, 1)) for x in (heads, kv_heads, half, rest))
+    tokens = min(max(1, PAIRS // (heads_2 * half_2)), triton.next_power_of_2(length))
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HEADS_2": heads_2,
+        "KV_HEADS_2": kv_heads_2,
+        "HALF": half,
+        "HALF_2": half_2,
+        "REST": rest,
+        "REST_2": rest_2,
+        "TOKENS": tokens,
+        "num_warps": min(max(1, tokens * heads_2 * half_2 // (32 * PAIRS_PER_THREAD)), 16),
+    }
 
 
 def _out_of_place(
@@ -188,10 +283,9 @@ def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inv
 
 
 def _projected_like(x: Tensor) -> Tensor:
-    """[B, heads, T, D] in the memory order of projections, [B, T, heads, D], whatever the order of x.
+    """An empty [B, heads, T, D] in the memory order of projections, [B, T, heads, D], for any order of x.
 
-    Gradients arrive in the order that attention's backward pass likes; writing them in the projections' order spares
-    autograd a copy on the way back to them.
+    Gradients arrive in the memory order of attention's backward; writing them in the projections' order saves a copy.
     """
     B, heads, T, D = x.shape
     return x.new_empty((B, T, heads, D)).transpose(1, 2)
@@ -213,14 +307,14 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        # Into new memory: a gradient may be in use elsewhere, and writing it in place would be no faster.
+        # Not in place: a gradient may be used elsewhere, and in place would be no faster.
         return *_rope(dq, dk, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), None, None, None, None
 
 
 class _RopeInPlace(torch.autograd.Function):
-    """Returns aliases of q and k rather than marking them as changed: autograd rebases views it sees change by copying.
+    """Returns aliases of q and k instead of `mark_dirty`, for which autograd would copy views to rebase them.
 
-    Counting the change is enough for whatever saved them to find out.
+    Raising their versions is enough for operations that saved them to notice.
     """
 
     @staticmethod

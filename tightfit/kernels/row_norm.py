@@ -7,11 +7,11 @@ With s = x + residual (the residual is optional), w = weight + offset and means 
     dx = r · (g − x̂ · mean(g · x̂) − mean(g) if centred) + ds        with g = dy · w;  also the residual's gradient
     dweight = Σ_rows dy · x̂        dbias = Σ_rows dy
 
-These operations move bytes and compute next to nothing, so the forward pass reads and writes each tensor once and the
-backward pass reads dy, s (and ds) once and writes dx once. Kept for the backward pass: s, and r (and μ) per row.
+These operations are bound by memory, so forward reads and writes each tensor once and backward reads dy, s (and ds)
+once and writes dx once. Saved for backward: s, and r (and μ) per row.
 
-The sums over rows need no atomics: a few programs per multiprocessor walk over all rows, keep their own float32 sums in
-registers and write them once; a second small kernel adds them in a fixed order. Same inputs, same bits.
+The sums over rows need no atomics: a few programs per multiprocessor loop over all rows, keep their own float32 sums in
+registers and write them once; a second small kernel adds them in a fixed order, so results are deterministic.
 """
 
 from functools import lru_cache
@@ -25,11 +25,11 @@ from tightfit.kernels.operators import as_rows, below_autograd, empty_like, mult
 from tightfit.kernels.triton_support import tl, triton
 
 WIDEST = 65_536
-"""The widest row a program holds in registers; wider ones take the plain path. It spills from 16 k on."""
+"""The widest row a program holds in registers (spilling from 16 k on); wider ones use plain torch."""
 
 
 class Tiles(NamedTuple):
-    """Rows and columns of a tile, warps and programs that work on them, and how many tiles a program has loading."""
+    """Rows and columns of a tile, warps, programs, and pipeline stages (tiles a program loads ahead)."""
 
     rows: int
     cols: int
@@ -40,10 +40,25 @@ class Tiles(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, stats_ptr,
-    rows, width, x_stride, residual_stride, eps, offset,
-    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    sum_ptr,
+    stats_ptr,
+    rows,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    CENTRED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, COLS)[None, :]
     in_row = col < width
@@ -68,11 +83,27 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    dy_ptr, ds_ptr, s_ptr, weight_ptr, stats_ptr, dx_ptr, sums_ptr,
-    rows, width, dy_stride, ds_stride, s_stride, offset,
-    CENTRED: tl.constexpr, HAS_DS: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    ds_ptr,
+    s_ptr,
+    weight_ptr,
+    stats_ptr,
+    dx_ptr,
+    sums_ptr,
+    rows,
+    width,
+    dy_stride,
+    ds_stride,
+    s_stride,
+    offset,
+    CENTRED: tl.constexpr,
+    HAS_DS: tl.constexpr,
+    WEIGHT_GRADIENT: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     col = tl.arange(0, COLS)[None, :]
     in_row = col < width
     weight = tl.load(weight_ptr + col, mask=in_row, other=0).to(tl.float32) + offset
@@ -192,11 +223,26 @@ def _forward(
     tiles = _forward_tiles(rows, width)
     with on_device_of(x):
         _forward_kernel[(tiles.programs,)](
-            x, extra, weight, bias, y, s, stats,
-            rows, width, x.stride(0), 0 if extra is None else extra.stride(0), eps, offset,
-            CENTRED=centred, HAS_RESIDUAL=extra is not None, HAS_BIAS=bias is not None,
-            ROWS=tiles.rows, COLS=tiles.cols, num_warps=tiles.warps,
-        )  # fmt: skip
+            x,
+            extra,
+            weight,
+            bias,
+            y,
+            s,
+            stats,
+            rows,
+            width,
+            x.stride(0),
+            0 if extra is None else extra.stride(0),
+            eps,
+            offset,
+            CENTRED=centred,
+            HAS_RESIDUAL=extra is not None,
+            HAS_BIAS=bias is not None,
+            ROWS=tiles.rows,
+            COLS=tiles.cols,
+            num_warps=tiles.warps,
+        )
     return y, s, stats
 
 
@@ -219,11 +265,28 @@ def _backward(
     partial = s.new_empty((sums, tiles.programs, width), dtype=torch.float32)
     with on_device_of(s):
         _backward_kernel[(tiles.programs,)](
-            dy, ds, s, weight, stats, dx, partial,
-            rows, width, dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0), offset,
-            CENTRED=len(stats) == 2, HAS_DS=ds is not None, WEIGHT_GRADIENT=sums > 0, BIAS_GRADIENT=sums > 1,
-            ROWS=tiles.rows, COLS=tiles.cols, STAGES=tiles.stages, num_warps=tiles.warps,
-        )  # fmt: skip
+            dy,
+            ds,
+            s,
+            weight,
+            stats,
+            dx,
+            partial,
+            rows,
+            width,
+            dy.stride(0),
+            0 if ds is None else ds.stride(0),
+            s.stride(0),
+            offset,
+            CENTRED=len(stats) == 2,
+            HAS_DS=ds is not None,
+            WEIGHT_GRADIENT=sums > 0,
+            BIAS_GRADIENT=sums > 1,
+            ROWS=tiles.rows,
+            COLS=tiles.cols,
+            STAGES=tiles.stages,
+            num_warps=tiles.warps,
+        )
         if sums:
             _add_sums_kernel[(-(-width // 32), sums)](
                 partial, d_affine, tiles.programs, width, ROWS=64, COLS=32, num_warps=8
@@ -234,9 +297,15 @@ def _backward(
 class _RowNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-        eps: float, offset: float, centred: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        offset: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with below_autograd():
             y, s, stats = row_norm(x, weight, bias, residual, eps, offset, centred)
         ctx.save_for_backward(x if residual is None else s, weight, stats)

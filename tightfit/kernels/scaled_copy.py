@@ -1,7 +1,7 @@
 """factor · x in another dtype, in one pass over the memory and with one rounding.
 
-Torch multiplies and narrows in two passes, or in one whose loads are not vectorized. `factor` is a tensor: reading it
-would make the host wait for the GPU.
+Torch multiplies and casts in two passes, or in one whose loads are not vectorized. `factor` is a tensor, so that the
+host does not wait for the GPU.
 """
 
 import torch
@@ -36,7 +36,7 @@ _scaled_copy = operator("scaled_copy(Tensor x, Tensor factor, ScalarType dtype) 
 
 @triton.jit
 def scaled_copy_kernel(x, factor, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One block of elements; the input is not needed again, so the cache is told."""
+    """One block of elements; the input is not read again, hence evict_first."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     values = tl.load(x + at, mask=inside, eviction_policy="evict_first").to(tl.float32) * tl.load(factor)

@@ -1,4 +1,4 @@
-"""Output weights that several processes share, as what this process can multiply with.
+"""Sharded output weights, as the local tensors that this process multiplies with.
 
 A DTensor weight split by rows, Shard(0), means one of two things, and the hidden states say which:
 - data parallel (FSDP2): every process has hidden states of its own, plain tensors. The weight is gathered whole; its
@@ -6,10 +6,10 @@ A DTensor weight split by rows, Shard(0), means one of two things, and the hidde
 - vocabulary parallel: all processes have the same hidden states (a replicated DTensor, or plain ones and
   `weight_shards="vocabulary"`). Each keeps its rows of the weight and its columns of the logits; the rows' statistics
   are combined, and the gradients of the hidden states summed, across processes.
-Plain rows with a `VocabularyRows` beside them are the second kind too, except that whoever gives them sums the hidden
-states' gradients (parallel/tensor.py scatters them in the same collective).
-Inside a module that FSDP2 has unsharded the weight is a plain tensor and nothing of this happens. Limits: one mesh
-axis; a weight that FSDP2 and tensor parallelism both split is handled once FSDP2 has unsharded it.
+A plain weight with `VocabularyRows` is vocabulary parallel too, except that the caller sums the hidden states'
+gradients (parallel/tensor.py, in its own collective). Inside a module that FSDP2 has all-gathered the weight is a plain
+tensor and none of this applies. Limits: one mesh axis; a weight that both FSDP2 and tensor parallelism split must be
+all-gathered by FSDP2 first.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.collectives.conjugate import copied
+from tightfit.collectives.conjugate import copy_to_ranks
 from tightfit.errors import UserError
 from tightfit.kernels.logit_rows import ELSEWHERE, IGNORED, LABEL, LARGEST, LOGSUMEXP, SUM, Combine
 from tightfit.kernels.vocab_parallel import VocabularyRows
@@ -30,7 +30,7 @@ WEIGHT_SHARDS = ("auto", "data", "vocabulary")
 
 @dataclass(frozen=True)
 class Projection:
-    """Plain tensors of one process: hidden states, rows of the weight from `first` on, and who shares the rest."""
+    """The local tensors of one process: hidden states, and rows of the weight from `first` on."""
 
     hidden: Tensor
     weight: Tensor
@@ -52,7 +52,7 @@ class Projection:
 def localize(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, shards: WeightShards, rows: VocabularyRows | None = None
 ) -> Projection:
-    """The projection as this process computes it; plain tensors pass through."""
+    """The local projection of this process; plain tensors pass through."""
     if rows is not None:
         return Projection(hidden, weight, bias, rows.vocabulary, rows.first, rows.group)
     if shards not in WEIGHT_SHARDS:
@@ -64,8 +64,10 @@ def localize(
     if not any(isinstance(x, DTensor) for x in (hidden, weight, bias)):
         return Projection(hidden, weight, bias, weight.shape[0])
     if not isinstance(weight, DTensor):
-        raise UserError(f"the weight is a plain tensor but other arguments are DTensors on {_mesh_of(hidden, bias)}; "
-                        "pass them as local tensors")  # fmt: skip
+        raise UserError(
+            f"the weight is a plain tensor but other arguments are DTensors on {_mesh_of(hidden, bias)}; "
+            "pass them as local tensors"
+        )
     if shards == "vocabulary" or (shards == "auto" and isinstance(hidden, DTensor)):
         return _vocabulary_parallel(hidden, weight, bias)
     return _gathered(hidden, weight, bias)
@@ -77,7 +79,7 @@ def _mesh_of(*tensors: Tensor | None) -> str:
 
 
 def _gathered(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Projection:
-    """The whole weight; gradients of all processes are averaged on the way back."""
+    """The all-gathered weight; gradients of all processes are averaged."""
     from torch.distributed.tensor import DTensor, Partial
 
     if isinstance(hidden, DTensor):
@@ -115,7 +117,7 @@ def _vocabulary_parallel(hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         )
     first = mesh.get_local_rank() * rows_each
     group = mesh.get_group()
-    return Projection(copied(hidden, group), local, own_bias, weight.shape[0], first, group.group_name)
+    return Projection(copy_to_ranks(hidden, group), local, own_bias, weight.shape[0], first, group.group_name)
 
 
 def _processes(group: str) -> dist.ProcessGroup:
@@ -124,7 +126,7 @@ def _processes(group: str) -> dist.ProcessGroup:
 
 
 def combiner(group: str) -> Combine | None:
-    """Statistics of all shards from those of this one; None without a group."""
+    """A function from this shard's statistics to those of the whole vocabulary; None without a group."""
     if not group:
         return None
     processes = _processes(group)
@@ -132,11 +134,11 @@ def combiner(group: str) -> Combine | None:
     def combine(own: Tensor) -> Tensor:
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(processes.size())]
         dist.all_gather(parts, own.contiguous(), group=processes)
-        everyone = torch.stack(parts, dim=1)  # [4, processes, rows]
+        gathered = torch.stack(parts, dim=1)  # [4, processes, rows]
         combined = torch.empty_like(parts[0])
-        combined[LOGSUMEXP] = everyone[LOGSUMEXP].logsumexp(0)
-        combined[LABEL], combined[SUM] = everyone[LABEL].sum(0), everyone[SUM].sum(0)
-        combined[LARGEST] = everyone[LARGEST].amax(0)
+        combined[LOGSUMEXP] = gathered[LOGSUMEXP].logsumexp(0)
+        combined[LABEL], combined[SUM] = gathered[LABEL].sum(0), gathered[SUM].sum(0)
+        combined[LARGEST] = gathered[LARGEST].amax(0)
         return combined
 
     return combine

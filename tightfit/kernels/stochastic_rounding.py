@@ -1,4 +1,4 @@
-"""Rounding float32 to bfloat16 up or down at random, so that the mean is the number itself.
+"""Stochastic rounding of float32 to bfloat16: up or down at random, so that the mean is the number itself.
 
     rounded(x) = the next of bf16 away from zero with probability (|x| − below) / (above − below), else that towards it
 
@@ -7,8 +7,8 @@ a weight without a float32 master stops moving. Rounded like this it moves by th
 2015; Zamirai et al. 2020). A bf16 number is the upper half of a float32, so 16 random bits are added to the lower half
 and this is cut off.
 
-The bits are a hash of a key and the number of the element (murmur3's last step, twice), not drawn from a generator:
-they need no memory and no state to save, kernel and plain path make the same, and so does a rank that has some rows.
+The bits are a hash of a key and the element's index (murmur3's finalizer, twice), not drawn from a generator: they need
+no memory and no saved state, and the kernel, plain torch and a rank with a shard of the rows all get the same ones.
 Limits: elements 2³² apart share their bits; float32 beyond the largest bf16 may become infinite.
 """
 
@@ -24,7 +24,7 @@ FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35
 
 
 def key_of(seed: int, name: str, step: int) -> int:
-    """32 bits that differ from one parameter and step to the next, the same whenever they are asked for."""
+    """A 32-bit key of a parameter and step, always the same."""
     return crc32(f"{seed}/{name}/{step}".encode())
 
 

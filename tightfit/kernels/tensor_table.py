@@ -1,8 +1,8 @@
-"""Many tensors in one launch: a table of their addresses, and which part of which tensor a program does.
+"""Multi-tensor launches: a table of addresses, from which a program finds its tensor and its chunk of it.
 
-A weight at a time means hundreds of launches a step, which the host makes more slowly than a GPU updates small weights.
-The table is an int64 tensor of KINDS rows of addresses, then sizes, then the number of each tensor's first program. It
-is made anew for every launch, because gradients lie elsewhere each time; a few kilobytes, which nobody waits for.
+One launch per weight means hundreds a step, which take the host longer than the GPU takes to update small weights. The
+table is an int64 tensor of KINDS rows of addresses, then sizes, then the index of each tensor's first program. It is
+made for every launch, as gradients have other addresses each time; a few kilobytes, copied asynchronously.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from tightfit.kernels.triton_support import tl, triton
 
 CHUNK = 8192
-"""Elements that one program does."""
+"""Elements per program."""
 MOST = 1024
 """Tensors of one table, whose first programs each program reads to find its own tensor."""
 

@@ -1,8 +1,7 @@
-"""Triton where it is installed, stand-ins where it is not, and the one rule that chooses between it and plain torch.
+"""Triton where it is installed, a stand-in where it is not, and the rule that chooses between it and plain torch.
 
-Kernels live in the file of their operation and import `triton` and `tl` from here, so that those files also import on
-machines without Triton (macOS, bare CPU installs), where only the plain implementations run. Importing this never
-touches a GPU.
+Kernels are in the file of their operation and import `triton` and `tl` from here, so that those files can be imported
+without Triton (macOS, CPU-only installs), where only the plain implementations run. Importing this never touches a GPU.
 """
 
 from typing import Any, Literal
@@ -38,7 +37,7 @@ Impl = Literal["auto", "triton", "torch"]
 _INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1, read when kernels are made
 IMPLS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels compute in and out of; sums are float32. Anything else (float64) takes the plain path."""
+"""Dtypes of the kernels' tensors; sums are float32. Others (float64) use plain torch."""
 
 
 def use_triton(impl: Impl, tensor: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""A vocabulary split over ranks: which rows of the embedding and of the output projection are here, and looking up.
+"""Vocabulary parallelism: ranks split the rows of the embedding and of the output projection.
 
-Rank r of t has rows r · ⌈V/t⌉ up to the next rank's. An embedding looks up the tokens it has and gives zeros for the
-others, so that the sum over ranks is the embedding; the fused loss (linear_cross_entropy.py) projects to the columns it
-has and combines four numbers per row with the other ranks (sharded_weight.py), never their logits.
+Rank r of t has rows r · ⌈V/t⌉ up to the next rank's. The embedding returns zeros for tokens of other ranks, so that the
+sum over ranks is the embedding. The fused loss (linear_cross_entropy.py) projects to this rank's columns and combines
+four numbers per row with the other ranks (sharded_weight.py), never the logits.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """Rows `first` to `first + count` of a `vocabulary` are here; the processes of `group` have the others."""
+    """This rank's rows, `first` to `first + count` of `vocabulary`; the ranks of `group` have the others."""
 
     vocabulary: int
     first: int
     count: int
     group: str
-    """The process group's name, which is what an operator can be given."""
+    """The process group's name: custom operators take strings, not groups."""
 
 
-def embedded_here(tokens: Tensor, weight: Tensor, rows: VocabularyRows) -> Tensor:
-    """Embeddings of the tokens whose rows are here, and zeros for the others."""
-    columns = tokens - rows.first
-    held = (columns >= 0) & (columns < rows.count)
-    return F.embedding(torch.where(held, columns, 0), weight).masked_fill(~held[..., None], 0.0)
+def embed_own_rows(tokens: Tensor, weight: Tensor, rows: VocabularyRows) -> Tensor:
+    """Embeddings of the tokens of this rank's rows, and zeros for the others."""
+    local = tokens - rows.first
+    own = (local >= 0) & (local < rows.count)
+    return F.embedding(torch.where(own, local, 0), weight).masked_fill(~own[..., None], 0.0)

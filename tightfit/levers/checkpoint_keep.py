@@ -1,16 +1,16 @@
-"""Selective checkpointing: results of chosen operations are kept until their layer is computed again, and not redone.
+"""Selective activation checkpointing: results of chosen operations are saved in forward and not recomputed.
 
-While a layer runs forward, a dispatch mode takes note of what attention (with its logsumexp and random state) or matrix
-products return; while it is computed again, another hands these out in the same order instead of computing. Autograd
-sits above both: it keeps and finds what it always does, so gradients are to the bit those of computing again.
+In forward a dispatch mode records what attention (with its logsumexp and random state) or matrix products return;
+during recomputation another mode replays these results in the same order instead of computing them. Autograd sits above
+both modes and sees what it always sees, so gradients are bit for bit those of full recomputation.
 
-Torch's own selective contexts work the same way. These differ in one thing: a layer's last product is neither kept nor
-computed again where nothing is derived from it but the layer's output (kernels/recomputation.py), which torch's policy,
-asked about one operation at a time, cannot tell. A mode costs some ten microseconds of host time per operation, which
-long sequences hide; there is none where nothing is kept.
+Torch's selective checkpoint contexts work the same way, except for one thing: a layer's last product is neither saved
+nor recomputed where only the layer's output depends on it (kernels/recomputation.py). Torch's policy decides about one
+operation at a time and cannot tell. A dispatch mode costs about ten microseconds of host time per operation, which long
+sequences hide; where nothing is saved no mode is used.
 
-Limits: attention that is several operations (eager, FlexAttention) is computed again; matrix products are those of
-linear layers. Kept results are handed out once: a second backward pass through the same graph computes them again.
+Limits: attention made of several operations (eager, FlexAttention) is recomputed; matrix products are those of linear
+layers. Results are replayed once: a second backward pass through the same graph recomputes them.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit.kernels.flash_attention  # noqa: F401  registers the operator below
 from tightfit.kernels.recomputation import result_unwanted
-from tightfit.memory.formulas.layer import Level
+from tightfit.levers.policy.recompute import KeepLevel
 
 aten = torch.ops.aten
 ATTENTION_NAMES = (
@@ -37,32 +37,32 @@ ATTENTION_NAMES = (
     "tightfit::simulated_attention",
 )
 PRODUCT_NAMES = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "tightfit::fp8_matmul")
-NAMES: dict[Level, frozenset[str]] = {
+NAMES: dict[KeepLevel, frozenset[str]] = {
     "attention": frozenset(ATTENTION_NAMES),
     "matmuls": frozenset(ATTENTION_NAMES + PRODUCT_NAMES),
 }
-"""Operations whose results are kept, by level; other levels need no modes."""
+"""Operations whose results are saved, by level; other levels need no modes."""
 
 Results = deque[tuple[Any, Any]]
-"""Operations and what they returned, in order."""
+"""(operation, result) pairs in order."""
 
 
-class _Noting(TorchDispatchMode):
-    """Notes what the operations named return."""
+class _RecordResults(TorchDispatchMode):
+    """Records the results of the named operations."""
 
     def __init__(self, names: frozenset[str], results: Results) -> None:
         super().__init__()
         self.names, self.results = names, results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func._schema.name in self.names:
-            self.results.append((func, _detached(made)))
-        return made
+            self.results.append((func, _detached(result)))
+        return result
 
 
-class _Handing(TorchDispatchMode):
-    """Hands out what was noted instead of computing it."""
+class _ReplayResults(TorchDispatchMode):
+    """Returns recorded results instead of computing them."""
 
     def __init__(self, names: frozenset[str], results: Results) -> None:
         super().__init__()
@@ -71,20 +71,20 @@ class _Handing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name not in self.names or not self.results:
             return func(*args, **(kwargs or {}))
-        noted, made = self.results.popleft()
-        assert noted is func, f"{func} is computed again where {noted} was"
-        return made
+        recorded, result = self.results.popleft()
+        assert recorded is func, f"recomputation calls {func} where forward called {recorded}"
+        return result
 
 
-def _detached(made: Any) -> Any:
-    """Aliases that autograd has not seen; it will make the others part of its graph."""
-    if isinstance(made, Tensor):
-        return made.detach()
-    return type(made)(_detached(part) for part in made) if isinstance(made, (tuple, list)) else made
+def _detached(result: Any) -> Any:
+    """Aliases outside autograd's graph."""
+    if isinstance(result, Tensor):
+        return result.detach()
+    return type(result)(_detached(part) for part in result) if isinstance(result, (tuple, list)) else result
 
 
-class _Repeated:
-    """A context that can be entered again, for each backward pass through the same graph."""
+class _Reenterable:
+    """A context that can be entered once per backward pass through the same graph."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self.make, self.entered = make, ExitStack()
@@ -96,31 +96,31 @@ class _Repeated:
         self.entered.__exit__(*error)
 
 
-class Keeper:
-    """The two contexts of one layer's pass: `noting` around its forward, `handing` around computing it again."""
+class SelectiveCheckpoint:
+    """The two contexts of one layer: `recording` around its forward, `replaying` around its recomputation."""
 
-    def __init__(self, level: Level, *, skips_last: bool) -> None:
+    def __init__(self, level: KeepLevel, *, skips_last: bool) -> None:
         self.names, self.skips_last, self.results = NAMES.get(level), skips_last, Results()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For `torch.utils.checkpoint`."""
-        return self.noting() if self.names else nullcontext(), _Repeated(self.handing)
+        """The `context_fn` of `torch.utils.checkpoint`."""
+        return self.recording() if self.names else nullcontext(), _Reenterable(self.replaying)
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Keep results, but that of the last product where nobody will ask for it."""
+    def recording(self) -> Iterator[None]:
+        """Record results, except that of the layer's last product where recomputation skips it."""
         assert self.names is not None
-        with _Noting(self.names, self.results):
+        with _RecordResults(self.names, self.results):
             yield
         if self.skips_last and self.results and self.results[-1][0]._schema.name in PRODUCT_NAMES:
             self.results.pop()
 
     @contextmanager
-    def handing(self) -> Iterator[None]:
-        """Hand them out, and leave the layer's result undone where that is all the last operation is for."""
+    def replaying(self) -> Iterator[None]:
+        """Replay results, and skip the last product where only the layer's output depends on it."""
         with ExitStack() as stack:
             if self.skips_last:
                 stack.enter_context(result_unwanted())
             if self.names:
-                stack.enter_context(_Handing(self.names, self.results))
+                stack.enter_context(_ReplayResults(self.names, self.results))
             yield

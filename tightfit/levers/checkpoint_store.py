@@ -1,15 +1,16 @@
-"""Where the inputs of recomputed layers wait for backward: on the GPU, or in host memory.
+"""Where the inputs of recomputed layers are kept until backward: on the GPU, or offloaded to host memory.
 
-To the host: a layer's input is copied on a side stream while the layer runs. The GPU's copy is held until the next
-layer begins, by when the copy has usually long ended (the compute stream waits for it all the same), so that none but
-the input at work is there. Back: when a layer is computed again, the input of the one before it in the model is on its
-way. It arrives in memory that the compute stream's allocator gives and takes back; the side stream waits for what was
-queued before, so the memory is free by then, and the compute stream for the copy. Every step asks for the same sizes
-and so gets the same blocks: nothing is reserved while forward runs, as a fixed pair of buffers would be.
+To the host: a layer's input is copied on a side stream while the layer runs. The GPU's copy is freed when the next
+layer begins (the compute stream waits for the copy, which has usually long ended), so only one input is on the GPU.
 
-The first layers' inputs go: they wait longest. The last one stays, as backward begins with it. Host buffers are made
-once and handed round; what they need is compared with what the host has free before the first is made.
-On CPUs there are no streams and the order is the same.
+Back: while a layer is recomputed, the input of the layer below is prefetched. Its GPU memory comes from the compute
+stream's allocator: the side stream waits for all work queued before, which makes that memory free, and the compute
+stream waits for the copy. Every step asks for the same sizes and gets the same blocks, so nothing is reserved during
+forward, as a fixed pair of buffers would be.
+
+The first layers' inputs are offloaded, as they are kept longest; the last one stays, as backward begins with it. Host
+buffers are allocated once and reused; before the first, free host memory is compared with what all will need.
+On CPUs there are no streams; the order is the same.
 """
 
 import weakref
@@ -22,140 +23,142 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.errors import UserError
 from tightfit.hardware.host import free_host_bytes
 from tightfit.levers.checkpoint_format import Format, restored, stored
-from tightfit.levers.side_stream import SideStream, current_waits_for
-from tightfit.memory.formulas.keeping import offloaded_count, stored_bytes
+from tightfit.levers.policy.offload import offloaded_count, stored_bytes
+from tightfit.levers.side_stream import SideStream, current_stream_waits_for
 from tightfit.memory.host import claimed, host_empty
 
 Parts = tuple[Tensor, ...]
 GIB = 2**30
 
 
-class Waiting:
-    """A layer's input that waits on the GPU."""
+class KeptInput:
+    """A layer's input, kept on the GPU."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.requires_grad = x.detach(), x.requires_grad
 
     def fetch(self) -> Tensor:
-        """The input, for computing the layer again."""
+        """The input, for recomputing the layer."""
         return self.x.detach().requires_grad_(self.requires_grad)
 
     def prefetch(self) -> None:
-        """It is there."""
+        """Nothing to do: it is on the GPU."""
 
 
-class WaitingNext(Waiting):
-    """One that waits on the GPU while others are on the host: fetching it calls the one before."""
+class InputOnGpu(KeptInput):
+    """An input kept on the GPU while earlier layers' are on the host."""
 
-    def __init__(self, x: Tensor, before: "Waiting | None") -> None:
+    def __init__(self, x: Tensor, previous: "KeptInput | None") -> None:
         super().__init__(x)
-        self.before = before
+        self.previous = previous
 
     def fetch(self) -> Tensor:
-        """The input; the next one to be asked for is on its way from here on."""
-        if self.before is not None:
-            self.before.prefetch()
+        """The input; starts prefetching that of the layer below."""
+        if self.previous is not None:
+            self.previous.prefetch()
         return super().fetch()
 
 
-class WaitingOnHost(Waiting):
-    """A layer's input that waits on the host."""
+class InputOnHost(KeptInput):
+    """A layer's input, offloaded to the host."""
 
-    def __init__(self, store: "HostStore", x: Tensor, parts: Parts, before: Waiting | None) -> None:
-        self.store, self.before = store, before
+    def __init__(self, store: "HostStore", x: Tensor, parts: Parts, previous: KeptInput | None) -> None:
+        self.store, self.previous = store, previous
         self.shape, self.dtype, self.device, self.requires_grad = x.shape, x.dtype, x.device, x.requires_grad
         self.parts = parts
-        self.arriving: Parts | None = None
-        self.mark: Any = None
+        self.on_gpu: Parts | None = None
+        self.copied: Any = None
+        """The event of the copy to the GPU."""
 
     def prefetch(self) -> None:
-        """Let it come to the GPU, beside what is queued there from now on."""
-        if self.arriving is None:
-            self.arriving, self.mark = self.store.bring(self.parts, self.device)
+        """Start copying it to the GPU."""
+        if self.on_gpu is None:
+            self.on_gpu, self.copied = self.store.copy_to_gpu(self.parts, self.device)
 
     def fetch(self) -> Tensor:
-        """The input; the next one to be asked for is on its way from here on."""
+        """The input; starts prefetching that of the layer below."""
         self.prefetch()
-        current_waits_for(self.mark)
-        assert self.arriving is not None
-        x = restored(self.arriving, self.shape, self.dtype)
-        self.arriving = self.mark = None
-        if self.before is not None:
-            self.before.prefetch()
+        current_stream_waits_for(self.copied)
+        assert self.on_gpu is not None
+        x = restored(self.on_gpu, self.shape, self.dtype)
+        self.on_gpu = self.copied = None
+        if self.previous is not None:
+            self.previous.prefetch()
         return x.requires_grad_(self.requires_grad)
 
     def __del__(self) -> None:
-        """Its host buffers serve the next step. What is on its way to the GPU must not land in memory of others."""
-        if getattr(self, "mark", None) is not None:
-            current_waits_for(self.mark)
+        """Recycle the host buffers. A copy in flight must end before its GPU memory is reused."""
+        if getattr(self, "copied", None) is not None:
+            current_stream_waits_for(self.copied)
         if hasattr(self, "parts"):
-            self.store.give_back(self.parts)
+            self.store.recycle(self.parts)
 
 
 class HostStore:
-    """Host buffers and the stream that fills and reads them, for all layers of a model."""
+    """Host buffers, and the stream that copies to and from them, for all layers of a model."""
 
     def __init__(self, host_bytes: int | None, form: Format) -> None:
         self.host_bytes, self.form = host_bytes, form
         self.free: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Parts]] = {}
-        self.made = 0
+        self.allocated = 0
         self._side: SideStream | None = None
-        self._leaving: tuple[Parts, Any] | None = None
-        self._latest: weakref.ref[Waiting] | None = None
+        self._sending: tuple[Parts, Any] | None = None
+        """GPU tensors being copied to the host, and the event of that copy."""
+        self._latest: weakref.ref[KeptInput] | None = None
 
-    def keep(self, x: Tensor, place: int, count: int) -> Waiting:
-        """Keep x, the input of the `place`-th of `count` recomputed layers of a forward pass."""
-        self._let_go()
-        before = self._latest() if self._latest is not None and place else None
+    def keep(self, x: Tensor, index: int, count: int) -> KeptInput:
+        """Keep x, the input of recomputed layer `index` of `count` in a forward pass."""
+        self._free_sent()
+        previous = self._latest() if self._latest is not None and index else None
         rows = x.numel() // x.shape[-1]
         offloaded = offloaded_count(
             count, stored_bytes(rows, x.shape[-1], x.element_size(), self.form), self.host_bytes
         )
-        kept = self._send(x, before, offloaded) if place < offloaded else WaitingNext(x, before)
+        kept = self._offload(x, previous, offloaded) if index < offloaded else InputOnGpu(x, previous)
         self._latest = weakref.ref(kept)
         return kept
 
-    def _send(self, x: Tensor, before: Waiting | None, wanted: int) -> Waiting:
+    def _offload(self, x: Tensor, previous: KeptInput | None, wanted: int) -> KeptInput:
         side = self._stream(x.device)
-        leaving = stored(x.detach(), self.form)
-        parts = self._buffers(leaving, x.device, wanted)
-        side.wait_for_current()
+        encoded = stored(x.detach(), self.form)
+        parts = self._buffers(encoded, x.device, wanted)
+        side.wait_for_current_stream()
         with side:
-            for there, here in zip(parts, leaving, strict=True):
-                there.copy_(here, non_blocking=True)
-        self._leaving = leaving, side.mark()
-        return WaitingOnHost(self, x, parts, before)
+            for host, gpu in zip(parts, encoded, strict=True):
+                host.copy_(gpu, non_blocking=True)
+        self._sending = encoded, side.record_event()
+        return InputOnHost(self, x, parts, previous)
 
-    def bring(self, parts: Parts, device: torch.device) -> tuple[Parts, Any]:
-        """Copies of `parts` that will be on the GPU at the mark returned with them."""
+    def copy_to_gpu(self, parts: Parts, device: torch.device) -> tuple[Parts, Any]:
+        """Start copying `parts` to the GPU; returns the copies and the event after which they are complete."""
         side = self._stream(device)
-        made = tuple(
+        on_gpu = tuple(
             claimed(torch.empty(part.shape, dtype=part.dtype, device=device), "activations", "checkpoints arriving")
             for part in parts
         )
-        side.wait_for_current()
+        side.wait_for_current_stream()
         with side:
-            for here, there in zip(made, parts, strict=True):
-                here.copy_(there, non_blocking=True)
-        return made, side.mark()
+            for gpu, host in zip(on_gpu, parts, strict=True):
+                gpu.copy_(host, non_blocking=True)
+        return on_gpu, side.record_event()
 
-    def give_back(self, parts: Parts) -> None:
-        """Nobody needs what is in these host buffers; the stream reads them before it writes them again."""
+    def recycle(self, parts: Parts) -> None:
+        """Return host buffers for reuse. One stream reads and writes them, so pending reads come first."""
         self.free.setdefault(_kind(parts), []).append(parts)
 
-    def _let_go(self) -> None:
-        """What was copied while the layer before ran may be overwritten after the copy."""
-        if self._leaving is not None:
-            current_waits_for(self._leaving[1])
-            self._leaving = None
+    def _free_sent(self) -> None:
+        """Free the GPU's copy of the previous layer's input, once it is on the host."""
+        if self._sending is not None:
+            current_stream_waits_for(self._sending[1])
+            self._sending = None
 
     def _buffers(self, like: Parts, device: torch.device, wanted: int) -> Parts:
         free = self.free.setdefault(_kind(like), [])
         if free:
             return free.pop()
         if not isinstance(like[0], FakeTensor):
-            self._require_room(sum(part.nbytes for part in like), max(1, wanted - self.made))
-        self.made += 1
+            self._require_room(sum(part.nbytes for part in like), max(1, wanted - self.allocated))
+        self.allocated += 1
         return tuple(
             host_empty(part.shape, part.dtype, device, "activations", "offloaded checkpoints") for part in like
         )

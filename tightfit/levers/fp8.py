@@ -1,8 +1,8 @@
-"""fp8 matmuls: the linear layers inside decoder layers multiply 8-bit codes; lossy, off by default.
+"""fp8 matmuls in the linear layers of decoder layers; lossy, off by default.
 
-Applied from outside by giving projections (and gated MLPs without biases as a whole) a forward of their own; weights,
-gradients and the optimizer's states stay what they are. q, k and v share the codes of their input, as do gate and up.
-Embedding, output projection, norms, attention itself, routers and routed experts compute as before.
+Applied from outside by replacing the `forward` of projections (and of whole gated MLPs without biases); weights,
+gradients and optimizer states keep their formats. q, k and v share one quantized input, as do gate and up.
+Embedding, output projection, norms, attention itself, routers and MoE experts are unchanged.
 
 | levers.matmul | y and dx | dW | kept of a linear layer's input |
 |---|---|---|---|
@@ -10,7 +10,7 @@ Embedding, output projection, norms, attention itself, routers and routed expert
 | fp8-row | 8 bits, a scale per row | bf16 | 2 bytes, as natively |
 
 Source: Micikevicius et al. 2022 for the formats; per-tensor scales are of the tensor at hand, not of earlier steps.
-On CPUs the same codes are multiplied in float32, which shows what fp8 does to a run and takes longer than none.
+On CPUs the same codes are multiplied in float32: the numerics of fp8, slower than without it.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,10 @@ class Fp8Mlp:
 
 
 def use_fp8(model: Decoder, matmul: Literal["native", "fp8-tensor", "fp8-row"], *, keep_codes: bool) -> None:
-    """Make the decoder's layers multiply as `matmul` says; `keep_codes` where weights change by updates alone."""
+    """Make the decoder's layers multiply as `matmul` says.
+
+    `keep_codes` keeps a weight's codes from forward to backward, which is right where only optimizer steps change it.
+    """
     if matmul == "native":
         return
     device = model.embed.weight.device
@@ -74,26 +77,26 @@ def use_fp8(model: Decoder, matmul: Literal["native", "fp8-tensor", "fp8-row"], 
         if mlp.gate is not None and mlp.up.bias is None:
             for linear in (mlp.gate, mlp.up, mlp.down):
                 _refuse_unfit(linear)
-            _give(mlp, Fp8Mlp(mlp, (new(), new(), new())))
+            _set_forward(mlp, Fp8Mlp(mlp, (new(), new(), new())))
         else:
             _replace([linear for linear in (mlp.gate, mlp.up) if linear is not None], scaling, keep_codes)
             _replace([mlp.down], scaling, keep_codes)
 
 
 def _replace(linears: list[nn.Linear], scaling: Scaling, keep_codes: bool) -> None:
-    """Layers that are given the same input."""
+    """Replace the forward of linear layers that have the same input."""
     shared = SharedInput(scaling, len(linears))
     for linear in linears:
         _refuse_unfit(linear)
-        _give(linear, Fp8Linear(linear, WeightCodes(scaling, keep_codes), shared))
+        _set_forward(linear, Fp8Linear(linear, WeightCodes(scaling, keep_codes), shared))
 
 
-def _give(module: Any, forward: Fp8Linear | Fp8Mlp) -> None:
+def _set_forward(module: Any, forward: Fp8Linear | Fp8Mlp) -> None:
     module.forward = forward
 
 
 def _refuse_unfit(linear: nn.Linear) -> None:
-    """What codes cannot be made of, and layers whose products ranks share."""
+    """Refuse sizes that fp8 GEMMs cannot take, and tensor-parallel layers."""
     if tuple(linear.weight.shape) != (linear.out_features, linear.in_features) or "forward" in vars(linear):
         raise UserError("levers.matmul asks for fp8, which layout.tensor does not split yet; set one of the two back")
     if linear.in_features % ALIGNED or linear.out_features % ALIGNED:

@@ -1,11 +1,11 @@
-"""Updates made by the host: gradients go out, torch's fused CPU AdamW runs beside backward, narrow weights come back.
+"""AdamW updates made by the host's cores: gradients out, torch's fused CPU AdamW beside backward, 16-bit weights back.
 
-A weight then costs 4 + 2 bytes of traffic where its states would cost 24, but 28 bytes of the host's memory bandwidth,
-which the link uses too. So it depends on the machine: `faster_route` measures both. Masters and moments must be
-float32, which is what torch's kernel takes; rounding differs from the GPU's kernels in the last bits.
+A weight then costs 4 + 2 bytes of link traffic where its states would cost 24, but 28 bytes of host memory bandwidth,
+which the link uses too. Which is faster depends on the machine: `faster_route` measures both. Masters and moments must
+be float32, as torch's CPU kernel takes nothing else; rounding differs from the GPU kernels in the last bits.
 
-One thread does it all, in order; two pieces take turns, so that one's gradient arrives while the other is updated.
-Where there is no GPU it is done at once, in the caller's thread.
+One thread does all updates in order, with two staging buffers: one receives a gradient while the other is used for an
+update. Without a GPU the update runs at once, in the caller's thread.
 """
 
 import time
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tightfit.kernels.adamw import Numbers
-from tightfit.levers.side_stream import Mark, SideStream
+from tightfit.levers.side_stream import SideStream, StreamEvent
 from tightfit.memory.host import claimed, host_empty
 
-SLOTS = 2
+BUFFERS = 2
 Route = Literal["gpu", "host"]
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 MEASURED_ELEMENTS = 16 * 2**20
@@ -30,7 +30,7 @@ REPEATS = 3
 
 @dataclass
 class HostWork:
-    """One matrix to update: its states on the host, its gradient and its narrow copy on the GPU, all in rows."""
+    """One matrix to update, as rows: states on the host, gradient and 16-bit copy on the GPU."""
 
     states: dict[str, Tensor]
     gradient: Tensor
@@ -40,105 +40,119 @@ class HostWork:
     rows_per_piece: int
 
     def pieces(self) -> Iterator[slice]:
-        """Rows that are updated at a time."""
+        """Rows updated at a time."""
         for begin in range(0, self.gradient.shape[0], self.rows_per_piece):
             yield slice(begin, min(begin + self.rows_per_piece, self.gradient.shape[0]))
 
 
 @dataclass
-class _Slot:
-    wide: Tensor
-    """The gradient in float32, still on the GPU."""
+class _StagingBuffers:
+    gradient_on_gpu: Tensor
+    """The gradient cast to float32, before it is copied."""
     gradient: Tensor
-    narrow: Tensor
-    arrived: Mark = None
-    returned: Mark = None
+    weight: Tensor
+    """The updated weight in the model's dtype, before it is copied."""
+    gradient_arrived: StreamEvent = None
+    weight_returned: StreamEvent = None
 
 
 class HostUpdates:
-    """Takes matrices to update; what `submit` returns is done when the host's part is."""
+    """A queue of matrices that the host updates."""
 
     def __init__(self, device: torch.device, piece_elements: int, dtype: torch.dtype) -> None:
         self.outbound, self.inbound = SideStream(device), SideStream(device)
-        self.slots = [_slot(device, piece_elements, dtype) for _ in range(SLOTS)]
+        self.buffers = [_staging_buffers(device, piece_elements, dtype) for _ in range(BUFFERS)]
         self.thread = ThreadPoolExecutor(1, "host updates") if device.type == "cuda" else None
 
-    def submit(self, work: HostWork) -> "Future[Mark]":
-        """Begins when the current stream has made the gradient. The result marks the narrow weight's return."""
-        self.outbound.wait_for_current()
+    def submit(self, work: HostWork) -> "Future[StreamEvent]":
+        """Starts when the current stream has computed the gradient; results in the event of the weight's return."""
+        self.outbound.wait_for_current_stream()
         if self.thread is not None:
             return self.thread.submit(self._update, work)
-        done: Future[Mark] = Future()
+        done: Future[StreamEvent] = Future()
         done.set_result(self._update(work))
         return done
 
     @torch.no_grad()
-    def _update(self, work: HostWork) -> Mark:
+    def _update(self, work: HostWork) -> StreamEvent:
         pieces = list(work.pieces())
-        self._send(work, pieces[0], self.slots[0])
+        self._send_gradient(work, pieces[0], self.buffers[0])
         for index, rows in enumerate(pieces):
             if index + 1 < len(pieces):
-                self._send(work, pieces[index + 1], self.slots[(index + 1) % SLOTS])
-            self._update_piece(work, rows, self.slots[index % SLOTS])
-        return self.inbound.mark()
+                self._send_gradient(work, pieces[index + 1], self.buffers[(index + 1) % BUFFERS])
+            self._update_piece(work, rows, self.buffers[index % BUFFERS])
+        return self.inbound.record_event()
 
-    def _send(self, work: HostWork, rows: slice, slot: _Slot) -> None:
-        """The gradient sets out, multiplied by what clipping wants."""
+    def _send_gradient(self, work: HostWork, rows: slice, buffers: _StagingBuffers) -> None:
+        """Copy a piece's gradient, times the clipping factor, to the host."""
         part = work.gradient[rows]
         with self.outbound:
-            wide = slot.wide[: part.numel()].view(part.shape)
+            wide = buffers.gradient_on_gpu[: part.numel()].view(part.shape)
             wide.copy_(part) if work.factor is None else torch.mul(part.float(), work.factor, out=wide)
-            slot.gradient[: part.numel()].view(part.shape).copy_(wide, non_blocking=True)
-        slot.arrived = self.outbound.mark()
+            buffers.gradient[: part.numel()].view(part.shape).copy_(wide, non_blocking=True)
+        buffers.gradient_arrived = self.outbound.record_event()
 
-    def _update_piece(self, work: HostWork, rows: slice, slot: _Slot) -> None:
-        _wait(slot.arrived)
+    def _update_piece(self, work: HostWork, rows: slice, buffers: _StagingBuffers) -> None:
+        _block_until(buffers.gradient_arrived)
         weight, m, v = (work.states[kind][rows] for kind in STATES)
-        fused_adamw(weight, slot.gradient[: weight.numel()].view(weight.shape), m, v, work.numbers)
+        fused_adamw(weight, buffers.gradient[: weight.numel()].view(weight.shape), m, v, work.numbers)
         if work.copy is not None:
-            _wait(slot.returned)
-            narrow = slot.narrow[: weight.numel()].view(weight.shape)
+            _block_until(buffers.weight_returned)
+            narrow = buffers.weight[: weight.numel()].view(weight.shape)
             narrow.copy_(weight)
             with self.inbound:
                 work.copy[rows].copy_(narrow, non_blocking=True)
-            slot.returned = self.inbound.mark()
+            buffers.weight_returned = self.inbound.record_event()
 
 
 def fused_adamw(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> None:
-    """Torch's own, on all of the host's threads."""
-    step = torch.tensor(float(numbers.step))
+    """Torch's fused CPU AdamW, on all threads."""
     torch._fused_adamw_(
-        [weight], [gradient], [m], [v], [], [step], amsgrad=False, lr=numbers.lr, beta1=numbers.beta1,
-        beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps, maximize=False,
-    )  # fmt: skip
+        [weight],
+        [gradient],
+        [m],
+        [v],
+        [],
+        [torch.tensor(float(numbers.step))],
+        amsgrad=False,
+        lr=numbers.lr,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        maximize=False,
+    )
 
 
 def faster_route(device: torch.device) -> tuple[Route, dict[Route, float]]:
-    """Which way a weight is updated sooner here, and both rates in weights a second, the host's beside a busy link."""
+    """Whether the GPU or the host updates offloaded states faster on this machine, and both rates in weights a second.
+
+    The host's rate is measured while the link is busy, as both share the host's memory bandwidth.
+    """
     if device.type != "cuda":
         return "host", {}
     host = [host_empty((MEASURED_ELEMENTS,), torch.float32, device).fill_(0.1) for _ in range(4)]
-    there = [torch.empty(MEASURED_ELEMENTS, device=device) for _ in range(2)]
+    gpu = [torch.empty(MEASURED_ELEMENTS, device=device) for _ in range(2)]
     inbound, outbound = SideStream(device), SideStream(device)
 
-    def travel() -> None:
+    def copy_both_ways() -> None:
         with inbound:
-            there[0].copy_(host[0], non_blocking=True)
+            gpu[0].copy_(host[0], non_blocking=True)
         with outbound:
-            host[1].copy_(there[1], non_blocking=True)
-
-    link = _rate(travel) * 4 / 12
-    numbers = Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
+            host[1].copy_(gpu[1], non_blocking=True)
 
     def update() -> None:
-        travel()
+        copy_both_ways()
+        numbers = Numbers(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
         fused_adamw(host[0], host[1], host[2], host[3].abs_(), numbers)
 
+    link = _rate(copy_both_ways) * 4 / 12  # three float32 states a weight, one of which was copied
     rates: dict[Route, float] = {"gpu": link, "host": _rate(update)}
     return max(rates, key=lambda route: rates[route]), rates
 
 
 def _rate(do: Callable[[], None]) -> float:
+    """Elements a second."""
     do()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -148,13 +162,14 @@ def _rate(do: Callable[[], None]) -> float:
     return REPEATS * MEASURED_ELEMENTS / (time.perf_counter() - began)
 
 
-def _slot(device: torch.device, elements: int, dtype: torch.dtype) -> _Slot:
-    wide = claimed(torch.empty(elements, device=device), "workspace", "gradients on their way")
-    gradient = host_empty((elements,), torch.float32, device, "gradients", "on their way")
-    return _Slot(wide, gradient, host_empty((elements,), dtype, device, "weights", "on their way"))
+def _staging_buffers(device: torch.device, elements: int, dtype: torch.dtype) -> _StagingBuffers:
+    return _StagingBuffers(
+        gradient_on_gpu=claimed(torch.empty(elements, device=device), "workspace", "gradients on their way"),
+        gradient=host_empty((elements,), torch.float32, device, "gradients", "on their way"),
+        weight=host_empty((elements,), dtype, device, "weights", "on their way"),
+    )
 
 
-def _wait(mark: Mark) -> None:
-    """On the host."""
-    if mark is not None:
-        mark.synchronize()
+def _block_until(event: StreamEvent) -> None:
+    if event is not None:
+        event.synchronize()

@@ -1,4 +1,4 @@
-"""How the loss is computed: fused with the output projection a chunk at a time, or plainly from all logits."""
+"""Chooses the loss: fused with the output projection, a chunk of logits at a time, or computed from all logits."""
 
 from dataclasses import replace
 

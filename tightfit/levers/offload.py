@@ -1,65 +1,57 @@
-"""What goes to the host: which matrices' states, which weights, and whose updates are put off.
+"""Which states and weights are offloaded to the host, and which updates are deferred until after backward.
 
-States that stay on the GPU (`offload_keep_bytes`) are those whose update is waited for soonest: gradients of the
-embedding and of the first layers come last, and the next forward pass begins with them. Late updates (only inside
-backward) are those of the last layers, for the opposite reason. Vectors always stay; they are a ten-thousandth.
+The states that stay on the GPU (`offload_keep_bytes`) are those whose update is needed soonest: backward produces the
+gradients of the embedding and the first layers last, and the next forward pass starts with them. Deferred updates (only
+with updates inside backward) are those of the last layers, for the opposite reason. Vectors (norms, biases) always
+stay; they are a ten-thousandth of a model.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tightfit.jobs.levers import Levers
-from tightfit.levers.state_link import IN_FLIGHT_BYTES
+from tightfit.levers.policy.offload import put_off_bytes, whole_that_fit
 
 LAYERS = "layers."
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter's belongings are."""
+    """What of one parameter is in host memory, and whether its update is deferred."""
 
-    states_away: bool = False
-    weight_away: bool = False
-    late: bool = False
+    states_offloaded: bool = False
+    weight_offloaded: bool = False
+    deferred: bool = False
 
 
-STAYS = Placement()
+ON_GPU = Placement()
 
 
 def placements(named: Sequence[tuple[str, Tensor]], levers: Levers, state_bytes: float) -> dict[str, Placement]:
-    """By parameter name; `state_bytes` a weight is what its moments take, with its master where there is one."""
+    """The placement of every parameter; `state_bytes` is bytes per weight of moments and master."""
+    found = {name: ON_GPU for name, _ in named}
     if levers.offload == "none":
-        return {name: STAYS for name, _ in named}
-    found, room = {}, float(levers.offload_keep_bytes)
-    for name, parameter in sorted(named, key=_in_layers):
-        size = parameter.numel() * (state_bytes + (parameter.itemsize if levers.offload == "weights" else 0))
-        if parameter.ndim < 2 or size <= room:
-            room -= 0 if parameter.ndim < 2 else size
-            found[name] = STAYS
-        else:
-            room = 0  # what comes after is waited for later
-            away = levers.offload == "weights" and name.startswith(LAYERS)
-            found[name] = Placement(states_away=True, weight_away=away)
-    return found | _late(named, levers, found)
+        return found
+    matrices = sorted(((name, each) for name, each in named if each.ndim >= 2), key=_is_in_layers)
+    streams_weights = levers.offload == "weights"
+    sizes = [each.numel() * (state_bytes + (each.itemsize if streams_weights else 0)) for _, each in matrices]
+    for name, _ in matrices[whole_that_fit(sizes, levers.offload_keep_bytes) :]:
+        with_weight = streams_weights and name.startswith(LAYERS)
+        found[name] = Placement(states_offloaded=True, weight_offloaded=with_weight)
+    return found | _deferred(named, levers, found)
 
 
-def _in_layers(named: tuple[str, Tensor]) -> bool:
-    """Sorts the embedding and the head before the layers."""
+def _is_in_layers(named: tuple[str, Tensor]) -> bool:
+    """Sort key: embedding and head before the layers."""
     return named[0].startswith(LAYERS)
 
 
-def _late(named: Sequence[tuple[str, Tensor]], levers: Levers, found: dict[str, Placement]) -> dict[str, Placement]:
-    """The last layers' matrices, as many as have gradients of so many bytes."""
+def _deferred(named: Sequence[tuple[str, Tensor]], levers: Levers, found: dict[str, Placement]) -> dict[str, Placement]:
+    """The last layers' matrices whose gradients fit in `offload_gradient_bytes` beside those in flight."""
     if not levers.update_in_backward:
         return {}
-    room, late = levers.offload_gradient_bytes - IN_FLIGHT_BYTES, {}
-    for name, parameter in reversed(named):
-        if not name.startswith(LAYERS) or not found[name].states_away:
-            continue
-        room -= parameter.nbytes
-        if room < 0:
-            break
-        late[name] = Placement(True, found[name].weight_away, late=True)
-    return late
+    away = [(name, each) for name, each in reversed(named) if name.startswith(LAYERS) and found[name].states_offloaded]
+    count = whole_that_fit((each.nbytes for _, each in away), put_off_bytes(levers.offload_gradient_bytes))
+    return {name: replace(found[name], deferred=True) for name, _ in away[:count]}

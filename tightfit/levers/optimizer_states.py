@@ -8,14 +8,14 @@
 | factored | bf16 | a float32 mean per row and per column | 2 + 4 (r + c) / (r c), some 2.002 for 4096 × 4096 |
 
 Vectors (norms, biases) have float32 moments in `8bit` and `factored`: they are a ten-thousandth of a model, and their
-few numbers differ most. All but fp32 lose precision; benchmarks/optimizer_states.py shows how little that changes.
+few values differ most. All but fp32 lose precision; benchmarks/optimizer_states.py measures what that changes.
 
 `factored` is Adafactor's second moment (Shazeer and Stern 2018), v ≈ row · column / mean(row), with Adam's first moment
-in bf16, bias corrections and the job's learning rate, as Zhai et al. 2022 train vision models. Without Adafactor's own
-schedule and update clipping it is Adam but for v. Rows of a weight must all be here: it is refused under ZeRO.
+in bf16, bias corrections and the job's learning rate, as Zhai et al. 2022 train vision models; Adafactor's own schedule
+and update clipping are left out. It needs all rows of a weight, so it is refused under ZeRO.
 
-Weights may be float32 (masters, with a narrow copy that the model computes with, or the model's own) or bf16, rounded
-to nearest or stochastically.
+Weights may be float32 (masters with a 16-bit copy that the model computes with, or the model's own) or bf16, rounded to
+nearest or stochastically.
 """
 
 from collections.abc import Callable
@@ -27,36 +27,35 @@ from torch import Tensor
 from tightfit.jobs.state_format import Format
 from tightfit.kernels.adamw import Numbers, adamw, write
 from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
+from tightfit.levers.policy.updates import FACTORED_CHUNK_ELEMENTS
 
-CHUNK_ELEMENTS = 2**22
-"""Of a factored matrix, what is updated at a time: three float32 intermediates of so many numbers, 48 MiB."""
 States = dict[str, Tensor]
 Update = Callable[[Tensor, Tensor | None, Tensor, States, Tensor | None, Numbers], None]
-"""Weight, narrow copy, gradient, states, the factor gradients are multiplied by, numbers."""
+"""(weight, 16-bit copy, gradient, states, factor that gradients are multiplied by, numbers) → None, in place."""
 
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Makes the memory of a state, wherever that is."""
+"""Allocates a zeroed state, on the GPU or the host."""
 
 
 class StateKind(NamedTuple):
-    """How the moments of one weight are made and used."""
+    """How the moments of one weight are allocated and updated."""
 
     zeros: Callable[[Tensor, Zeros], States]
     update: Update
 
 
 def state_kind(form: Format, weight: Tensor) -> StateKind:
-    """What `form` means for `weight`."""
+    """The moments of `weight` in format `form`."""
     if form == "bf16":
-        return NARROW
+        return BF16
     if form == "fp32" or weight.ndim < 2:
-        return WIDE
+        return FP32
     return EIGHT_BIT if form == "8bit" else FACTORED
 
 
-def zeros_beside(weight: Tensor) -> Zeros:
-    """On the device of `weight`."""
+def zeros_on_device_of(weight: Tensor) -> Zeros:
+    """Zeros on the device of `weight`."""
     return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=weight.device)
 
 
@@ -98,10 +97,9 @@ def _factored_zeros(weight: Tensor, make: Zeros) -> States:
 def _factored_update(
     weight: Tensor, copy: Tensor | None, gradient: Tensor, states: States, factor: Tensor | None, numbers: Numbers
 ) -> None:
-    """Stacked matrices (experts) one after another, as each has its own rows and columns."""
+    """One matrix; stacked matrices (experts) one after another, as each has its own rows and columns."""
     if weight.ndim == 2:
-        m, row, column = (states[kind] for kind in ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_column"))
-        _factored_matrix(weight, gradient, m, row, column, copy, factor, numbers)
+        _factored_matrix(weight, copy, gradient, states, factor, numbers)
         return
     for index in range(weight.shape[0]):
         own = numbers._replace(first=numbers.first + index * weight[0].numel())
@@ -110,28 +108,41 @@ def _factored_update(
 
 
 def _factored_matrix(
-    weight: Tensor, gradient: Tensor, m: Tensor, row: Tensor, column: Tensor, copy: Tensor | None,
-    factor: Tensor | None, numbers: Numbers,
-) -> None:  # fmt: skip
+    weight: Tensor, copy: Tensor | None, gradient: Tensor, states: States, factor: Tensor | None, numbers: Numbers
+) -> None:
+    m, row, column = (states[kind] for kind in ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_column"))
     for mean, dim in ((row, 1), (column, 0)):
         norms = torch.linalg.vector_norm(gradient, dim=dim, dtype=torch.float32)  # squares nothing in memory
         norms = norms if factor is None else norms * factor
         mean.lerp_(norms.square() / gradient.shape[dim], 1 - numbers.beta2)
     row_share = (row / row.mean().clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
     width = weight.shape[1]
-    rows = max(1, CHUNK_ELEMENTS // width)
+    rows = max(1, FACTORED_CHUNK_ELEMENTS // width)
     for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
+        chunk = slice(start, start + rows)
         _factored_rows(
-            weight[part], gradient[part], m[part], row_share[part], column.sqrt(),
-            None if copy is None else copy[part], factor, numbers._replace(first=numbers.first + start * width),
-        )  # fmt: skip
+            weight=weight[chunk],
+            copy=None if copy is None else copy[chunk],
+            gradient=gradient[chunk],
+            m=m[chunk],
+            row=row_share[chunk],
+            column=column.sqrt(),
+            factor=factor,
+            numbers=numbers._replace(first=numbers.first + start * width),
+        )
 
 
 def _factored_rows(
-    weight: Tensor, gradient: Tensor, m: Tensor, row: Tensor, column: Tensor, copy: Tensor | None,
-    factor: Tensor | None, numbers: Numbers,
-) -> None:  # fmt: skip
+    *,
+    weight: Tensor,
+    copy: Tensor | None,
+    gradient: Tensor,
+    m: Tensor,
+    row: Tensor,
+    column: Tensor,
+    factor: Tensor | None,
+    numbers: Numbers,
+) -> None:
     """AdamW with √v = row · column."""
     rate, root, kept, beta1, _, eps = numbers.scalars
     wide_m = m.float().mul_(beta1)
@@ -141,7 +152,7 @@ def _factored_rows(
     write((weight.float() * kept).addcdiv_(wide_m, denominator, value=-rate), weight, copy, numbers)
 
 
-WIDE = StateKind(_plain_zeros(torch.float32), _plain_update)
-NARROW = StateKind(_plain_zeros(torch.bfloat16), _plain_update)
-EIGHT_BIT = StateKind(_eight_bit_zeros, _eight_bit_update)
-FACTORED = StateKind(_factored_zeros, _factored_update)
+FP32 = StateKind(zeros=_plain_zeros(torch.float32), update=_plain_update)
+BF16 = StateKind(zeros=_plain_zeros(torch.bfloat16), update=_plain_update)
+EIGHT_BIT = StateKind(zeros=_eight_bit_zeros, update=_eight_bit_update)
+FACTORED = StateKind(zeros=_factored_zeros, update=_factored_update)

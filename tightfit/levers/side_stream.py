@@ -1,21 +1,21 @@
-"""A side stream: copies between host and GPU that run beside the step's own kernels. On CPUs, nothing but the order."""
+"""A CUDA side stream: copies between host and GPU that overlap the step's kernels. On CPUs everything runs in order."""
 
 from types import TracebackType
 from typing import Any
 
 import torch
 
-Mark = torch.cuda.Event | None
-"""A point in a stream; None where there are no streams."""
+StreamEvent = torch.cuda.Event | None
+"""A recorded point of a stream; None on CPUs."""
 
 
 class SideStream:
-    """`with side:` queues what is inside on a stream of its own; the two waits order it against the current one."""
+    """`with side:` queues work on a stream of its own; the waits order it against the current stream."""
 
-    def __init__(self, device: torch.device, *, first: bool = False) -> None:
-        """Kernels of one that goes `first` need not wait until a large kernel of the step has left room for them."""
+    def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
+        """`high_priority` kernels are scheduled before pending thread blocks of the step's kernels."""
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=-1 if first else 0) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0) if device.type == "cuda" else None
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
@@ -29,32 +29,27 @@ class SideStream:
         if self.stream is not None:
             self._entered.pop().__exit__(kind, error, trace)
 
-    def wait_for_current(self) -> None:
-        """What is queued here next begins after all that the current stream has been given so far."""
+    def wait_for_current_stream(self) -> None:
+        """Later work of this stream starts after all work queued on the current stream so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def current_waits(self) -> None:
-        """What the current stream is given next begins after all that has been queued here."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-
-    def mark(self) -> Mark:
-        """A point in this stream that others can wait for."""
+    def record_event(self) -> StreamEvent:
+        """The end of the work queued on this stream so far."""
         return None if self.stream is None else self.stream.record_event()
 
-    def wait_for(self, mark: Mark) -> None:
-        """What is queued here next begins after `mark`."""
-        if self.stream is not None and mark is not None:
-            self.stream.wait_event(mark)
+    def wait_for(self, event: StreamEvent) -> None:
+        """Later work of this stream starts after `event`."""
+        if self.stream is not None and event is not None:
+            self.stream.wait_event(event)
 
 
-def current_waits_for(mark: Mark) -> None:
-    """What the current stream is given next begins after `mark`."""
-    if mark is not None:
-        torch.cuda.current_stream().wait_event(mark)
+def current_stream_waits_for(event: StreamEvent) -> None:
+    """Later work of the current stream starts after `event`."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
 
 
-def current_mark(device: torch.device) -> Mark:
-    """The point that the current stream has been given work up to."""
+def record_current_stream(device: torch.device) -> StreamEvent:
+    """The end of the work queued on the current stream so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -1,19 +1,21 @@
-"""Optimizer states that live on the host and pass through the GPU, a piece at a time, to be updated there.
+"""Optimizer states in host memory, copied to the GPU a piece at a time, updated there and copied back.
 
-Twelve bytes a weight go in and out, both ways at once; the host's cores are left alone, and the arithmetic is the
-GPU's own, so the result is that of states that never left, to the bit. (Where the host is faster than its link it can
-update float32 states itself: host_update.py.) Copies in, updates and copies out each have a stream:
+Twelve bytes a weight travel in each direction at once (float32 master and two moments). The GPU does the arithmetic, so
+results are bit for bit those of states that stay on the GPU, and the host's cores stay free. (Where the host is faster
+than its link, it can update float32 states itself: host_update.py.) Copies in, updates and copies out have a stream
+each and take turns in a ring of GPU staging buffers:
 
-    in      piece 3  piece 4 …         waits for a free slot of the ring
-    update     piece 2  piece 3 …      waits for the piece, and for the gradient
-    out           piece 1  piece 2 …   frees the slot
+    in      piece 3  piece 4 …         waits for a free buffer
+    update     piece 2  piece 3 …      waits for the copy in, and for the gradient
+    out           piece 1  piece 2 …   frees the buffer
 
-Nobody waits on the host. The step's own stream waits for an update where the weight is used next, in the forward pass
-that follows, or earlier where too many bytes of gradients would wait for the link.
-Gradients of the last layers come first and their weights are needed last, so some of these (`late`) are put off until
-backward is over: then the link works through the next forward pass as well. Without updates inside backward all are.
-What is put off goes in the order of the forward pass, a little ahead of it: sending a model's pieces all at once takes
-the host longer than a layer takes the GPU, which would have nothing to do meanwhile.
+The host never blocks. The compute stream waits for an update where the weight is used next, in the following forward
+pass, or earlier where more than `IN_FLIGHT_BYTES` of gradients would wait for the link.
+
+Backward produces the last layers' gradients first, and forward uses their weights last. So some of these updates (all
+of them without updates inside backward) are deferred until backward is over, and the link stays busy through the next
+forward pass. Deferred updates are sent in forward order, a little ahead of need: queueing a whole model's pieces at
+once would take the host longer than a layer takes the GPU, which would idle meanwhile.
 """
 
 from bisect import insort
@@ -26,193 +28,190 @@ import torch
 from torch import Tensor
 
 from tightfit.levers.host_update import HostUpdates, HostWork
-from tightfit.levers.side_stream import Mark, SideStream, current_mark, current_waits_for
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, STATE_SLOTS
+from tightfit.levers.side_stream import SideStream, StreamEvent, current_stream_waits_for, record_current_stream
 from tightfit.memory.host import claimed
 
-PIECE_ELEMENTS = 4 * 2**20
-"""Weights updated at a time: as many rows of a matrix as have so many."""
-SLOTS = 6
 ALIGNMENT = 256
-IN_FLIGHT_BYTES = 512 * 2**20
-"""Gradients that may wait for the link before the step does; of what was put off, as much is sent ahead of need."""
 
 UpdatePiece = Callable[[dict[str, Tensor], slice], None]
-"""Updates some rows of a matrix, with those of its host tensors that are on the GPU now, by kind."""
+"""Updates some rows of a matrix, given the staged rows of its host tensors by kind."""
 
 
 @dataclass
-class Home:
-    """Where the states of one matrix live, each with a row per row of it, and when all will be up to date."""
+class OffloadedMatrix:
+    """One matrix whose states are in host memory, one row of each state per row of the matrix."""
 
     rows: int
     width: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    weight_away: bool = False
-    """Nothing of the weight stays on the GPU."""
-    place: int = 0
-    """When the forward pass needs it, against others."""
-    updates: int = 0
-    """That have been sent."""
-    updated: Mark = None
-    """When the weight on the GPU has been written."""
-    settled: Mark = None
-    """When the host has the states back."""
+    """Host tensors by kind: moments, and the master or the weight itself where that is offloaded too."""
+    weight_offloaded: bool = False
+    """Whether the weight is on the host as well (weight_streaming.py)."""
+    forward_index: int = 0
+    """Position of its module in the forward pass."""
+    update_count: int = 0
+    """Updates sent so far."""
+    weight_ready: StreamEvent = None
+    """When the weight on the GPU is up to date."""
+    states_ready: StreamEvent = None
+    """When the states on the host are up to date."""
 
     def add(self, kind: str, tensor: Tensor) -> None:
-        """`tensor`, on the host, is that kind of its states."""
+        """Register a host tensor."""
         self.tensors[kind] = tensor.view(self.rows, -1)
 
     @property
     def rows_per_piece(self) -> int:
-        """Rows that are updated at a time."""
+        """Rows updated at a time."""
         return max(1, PIECE_ELEMENTS // self.width)
 
     def staging_bytes(self) -> int:
-        """GPU memory that a piece takes."""
-        return sum(_aligned(each[: self.rows_per_piece].nbytes) for each in self.tensors.values())
+        """GPU memory of one piece."""
+        return sum(_aligned(tensor[: self.rows_per_piece].nbytes) for tensor in self.tensors.values())
 
 
 @dataclass
 class Update:
-    """An update on its way: whose, how, and what it reads, which must not be freed before."""
+    """One update of one matrix; holds the tensors it reads alive until it is done."""
 
-    home: Home
+    matrix: OffloadedMatrix
     run: UpdatePiece
     gradient: Tensor
     reads: tuple[Tensor, ...] = ()
     on_host: HostWork | None = None
-    """The same for a host that updates; None where it cannot."""
-    ready: Mark = None
-    """When the gradient is there, and the weight has been used for the last time before."""
-    returned: Future[Mark] | None = None
-    """What the host has made of it."""
+    """The same update made by the host's cores; None where it cannot be."""
+    gradient_ready: StreamEvent = None
+    """When the gradient is complete and backward has used the weight for the last time."""
+    host_result: Future[StreamEvent] | None = None
+    """When the host has updated it and the weight is back on the GPU."""
 
 
 @dataclass
-class _Slot:
+class _StagingBuffer:
     memory: Tensor
-    free: Mark = None
+    free: StreamEvent = None
 
-    def views(self, home: Home, rows: slice) -> dict[str, tuple[Tensor, Tensor]]:
-        """GPU and host memory of each kind for a piece."""
-        found, at = {}, 0
-        for kind, tensor in home.tensors.items():
+    def views(self, matrix: OffloadedMatrix, rows: slice) -> dict[str, tuple[Tensor, Tensor]]:
+        """(staged, host) views of every kind for a piece."""
+        found, offset = {}, 0
+        for kind, tensor in matrix.tensors.items():
             host = tensor[rows]
-            found[kind] = self.memory[at : at + host.nbytes].view(host.dtype).view(host.shape), host
-            at += _aligned(host.nbytes)
+            found[kind] = self.memory[offset : offset + host.nbytes].view(host.dtype).view(host.shape), host
+            offset += _aligned(host.nbytes)
         return found
 
 
 class StateLink:
-    """The link to the host's states: `submit` updates; the current stream waits for them where it `settle`s a home."""
+    """Queues updates of offloaded matrices; `wait_until_updated` makes the compute stream wait for one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.staging_bytes = device, 0
+    def __init__(self, device: torch.device, *, frees_gradients: bool) -> None:
+        """`frees_gradients`: gradients come one by one during backward and are freed once their update is done."""
+        self.device, self.frees_gradients, self.staging_bytes = device, frees_gradients, 0
         self.inbound, self.outbound = SideStream(device), SideStream(device)
-        self.updates = SideStream(device, first=True)
-        self.slots: list[_Slot] = []
-        self.turn = 0
+        self.updates = SideStream(device, high_priority=True)
+        self.ring: list[_StagingBuffer] = []
+        self.pieces_sent = 0
         self.in_flight: deque[Update] = deque()
         self.in_flight_bytes = 0
-        self.limited = False
-        """Gradients come one by one and may be freed; otherwise all are there when the first update is sent."""
-        self.put_off: list[Update] = []
-        """In the order of the forward pass."""
+        self.deferred: list[Update] = []
+        """In forward order."""
         self.host: HostUpdates | None = None
-        """Updates what it can instead of the GPU."""
+        """Makes the updates it can instead of the GPU."""
 
-    def adopt(self, home: Home) -> None:
-        """Make the ring's slots large enough for its pieces. All homes come before the first update."""
-        self.staging_bytes = max(self.staging_bytes, home.staging_bytes())
+    def reserve(self, matrix: OffloadedMatrix) -> None:
+        """Make staging buffers large enough for its pieces; called for all matrices before `allocate`."""
+        self.staging_bytes = max(self.staging_bytes, matrix.staging_bytes())
 
-    def open(self) -> None:
+    def allocate(self) -> None:
         """Allocate the ring."""
-        for _ in range(SLOTS):
+        for _ in range(STATE_SLOTS):
             memory = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self.device)
-            self.slots.append(_Slot(claimed(memory, "workspace", "states on their way")))
+            self.ring.append(_StagingBuffer(claimed(memory, "workspace", "states on their way")))
 
-    def submit(self, update: Update, *, late: bool = False) -> None:
-        """Send it on its way, or put it off until `go_on`."""
-        update.ready = current_mark(self.device)
-        if late or (not self.limited and self.host is None):
-            insort(self.put_off, update, key=lambda each: each.home.place)
+    def submit(self, update: Update, *, deferred: bool = False) -> None:
+        """Send an update, or keep it until `flush_deferred`."""
+        update.gradient_ready = record_current_stream(self.device)
+        if deferred or (not self.frees_gradients and self.host is None):
+            insort(self.deferred, update, key=lambda each: each.matrix.forward_index)
             return
         self._send(update)
-        while self.limited and self.in_flight_bytes > IN_FLIGHT_BYTES and len(self.in_flight) > 1:
-            self._wait_for(self.in_flight[0])
+        while self.frees_gradients and self.in_flight_bytes > IN_FLIGHT_BYTES and len(self.in_flight) > 1:
+            self._finish(self.in_flight[0])
 
-    def go_on(self) -> None:
-        """Backward is over: what was put off follows, as much as may be on its way."""
-        while self.put_off and self.in_flight_bytes < IN_FLIGHT_BYTES:
-            self._send(self.put_off.pop(0))
+    def flush_deferred(self) -> None:
+        """Send deferred updates, up to IN_FLIGHT_BYTES at a time. Called after backward."""
+        while self.deferred and self.in_flight_bytes < IN_FLIGHT_BYTES:
+            self._send(self.deferred.pop(0))
 
-    def hurry(self, home: Home) -> None:
-        """Its update sets out now if it was put off, after those that are needed before."""
-        while any(each.home is home for each in self.put_off):
-            self._send(self.put_off.pop(0))
+    def prioritise(self, matrix: OffloadedMatrix) -> None:
+        """Send a matrix's update now if it is deferred, after those that forward needs before it."""
+        while any(update.matrix is matrix for update in self.deferred):
+            self._send(self.deferred.pop(0))
 
-    def settle(self, home: Home) -> None:
-        """The current stream goes on when the weight of `home` is up to date."""
-        self.hurry(home)
-        for update in [each for each in self.in_flight if each.home is home]:
-            self._wait_for(update)
-        self.go_on()
+    def wait_until_updated(self, matrix: OffloadedMatrix) -> None:
+        """The compute stream waits until the matrix's weight is up to date."""
+        self.prioritise(matrix)
+        for update in [each for each in self.in_flight if each.matrix is matrix]:
+            self._finish(update)
+        self.flush_deferred()
 
-    def wait_for_host(self, home: Home) -> None:
-        """Until the host has updated what it updates itself of `home`; the current stream need not wait."""
+    def wait_for_host(self, matrix: OffloadedMatrix) -> None:
+        """Block until the host's cores have made their updates of a matrix; streams need not wait."""
         for update in self.in_flight:
-            if update.home is home and update.returned is not None:
-                home.updated = update.returned.result()
+            if update.matrix is matrix and update.host_result is not None:
+                matrix.weight_ready = update.host_result.result()
 
     def synchronize(self) -> None:
-        """Wait, on the host, until the states are all back."""
-        while self.put_off:
-            self._send(self.put_off.pop(0))
+        """Block until all states on the host are up to date."""
+        while self.deferred:
+            self._send(self.deferred.pop(0))
         while self.in_flight:
-            self._wait_for(self.in_flight[0])
+            self._finish(self.in_flight[0])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _wait_for(self, update: Update) -> None:
-        """Then its gradient may be freed: whatever takes its memory comes after it in the current stream."""
-        self.wait_for_host(update.home)
-        current_waits_for(update.home.updated)
+    def _finish(self, update: Update) -> None:
+        """Make the compute stream wait for an update. Its gradient may then be freed: whatever reuses that memory is
+        queued later on the same stream."""
+        self.wait_for_host(update.matrix)
+        current_stream_waits_for(update.matrix.weight_ready)
         self.in_flight = deque(each for each in self.in_flight if each is not update)
         self.in_flight_bytes -= update.gradient.nbytes
 
     def _send(self, update: Update) -> None:
         self.in_flight.append(update)
         self.in_flight_bytes += update.gradient.nbytes
-        update.home.updates += 1
+        update.matrix.update_count += 1
         if self.host is not None and update.on_host is not None:
-            update.returned = self.host.submit(update.on_host)
+            update.host_result = self.host.submit(update.on_host)
         else:
             self._send_pieces(update)
 
     def _send_pieces(self, update: Update) -> None:
-        self.updates.wait_for(update.ready)
-        home = update.home
-        self.inbound.wait_for(home.settled)
-        for begin in range(0, home.rows, home.rows_per_piece):
-            self._send_piece(update, slice(begin, min(begin + home.rows_per_piece, home.rows)))
-        home.updated, home.settled = self.updates.mark(), self.outbound.mark()
+        self.updates.wait_for(update.gradient_ready)
+        matrix = update.matrix
+        self.inbound.wait_for(matrix.states_ready)
+        for begin in range(0, matrix.rows, matrix.rows_per_piece):
+            self._send_piece(update, slice(begin, min(begin + matrix.rows_per_piece, matrix.rows)))
+        matrix.weight_ready, matrix.states_ready = self.updates.record_event(), self.outbound.record_event()
 
     def _send_piece(self, update: Update, rows: slice) -> None:
-        slot = self.slots[self.turn % SLOTS]
-        self.turn += 1
-        views = slot.views(update.home, rows)
-        self.inbound.wait_for(slot.free)
+        buffer = self.ring[self.pieces_sent % STATE_SLOTS]
+        self.pieces_sent += 1
+        views = buffer.views(update.matrix, rows)
+        self.inbound.wait_for(buffer.free)
         with self.inbound:
             for staged, host in views.values():
                 staged.copy_(host, non_blocking=True)
-        self.updates.wait_for(self.inbound.mark())
+        self.updates.wait_for(self.inbound.record_event())
         with self.updates:
             update.run({kind: staged for kind, (staged, _) in views.items()}, rows)
-        self.outbound.wait_for(self.updates.mark())
+        self.outbound.wait_for(self.updates.record_event())
         with self.outbound:
             for staged, host in views.values():
                 host.copy_(staged, non_blocking=True)
-        slot.free = self.outbound.mark()
+        buffer.free = self.outbound.record_event()
 
 
 def _aligned(count: int) -> int:

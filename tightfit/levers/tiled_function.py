@@ -1,16 +1,15 @@
-"""A function of a sequence computed tile after tile, keeping its inputs alone.
+"""A token-wise function computed tile by tile along the sequence, saving its inputs only.
 
-For functions that treat every token by itself, f(x)[:, a:b] = f(x[:, a:b]): projections, norms, MLPs. Forward runs the
-tiles one after another and keeps nothing of them. Backward runs each tile again with gradients, takes these, and lets
-go of the tile: what such a function holds inside is a tile's, however long the sequence. (Arctic Long Sequence
-Training, Bekman et al. 2025, tiles MLPs and the loss in this way.)
+For functions with f(x)[:, a:b] = f(x[:, a:b]): projections, norms, MLPs. Forward runs tile after tile and saves
+nothing. Backward recomputes each tile, takes its gradients and frees it, so intermediates take the memory of one tile
+at any sequence length. (Arctic Long Sequence Training, Bekman et al. 2025, tiles MLPs and the loss in this way.)
 
-Weights' gradients are summed over tiles in float32 and narrowed once at the end: a bf16 sum would lose more with every
-tile. That is four bytes a weight of the function while its backward runs.
+Weight gradients are summed over tiles in float32 and cast once at the end, as a bf16 sum would round with every tile.
+That takes four bytes a weight of the function during its backward.
 
-Inputs are saved before the function runs, by a node of their own. Where activation checkpointing recomputes a layer, it
-stops as soon as everything that was saved is there again: a tiled function at the end of a layer is then not computed a
-second time only to be computed a third time, tile by tile. Limits: no second derivatives; no random numbers inside.
+A separate autograd node saves the inputs before the function runs. Checkpointing stops recomputing a layer as soon as
+everything saved is there again, so a tiled function at the end of a layer is not computed a second time before its
+tiles are computed a third time. Limits: no second derivatives; no random numbers inside.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,67 +24,71 @@ from torch.autograd.function import once_differentiable
 from tightfit.kernels.recomputation import result_unwanted
 
 TileFunction = Callable[..., tuple[Tensor, ...]]
-"""Outputs [B, t, ...] of a slice of the sequence and the inputs' [B, t, ...] there."""
+"""(slice of the sequence, the inputs' [B, t, ...] there) → outputs [B, t, ...]."""
 
 
 @dataclass
-class _Work:
-    """What is done to each tile, with the weights of `modules`."""
+class _TiledCall:
+    """The function, and the modules whose weights it uses."""
 
     function: TileFunction
     tiles: int
     modules: Sequence[nn.Module]
     result_matters: bool
-    """Whether gradients depend on what the function's last operation returns."""
-    kept: Any = None
-    """The node that saved the inputs."""
+    """Whether gradients depend on the result of the function's last operation."""
+    saving_node: Any = None
+    """The autograd node that saved the inputs."""
 
     def weights(self) -> list[Tensor]:
-        """Asked for anew in backward: what is gathered from ranks or streamed in may be another tensor by then."""
+        """Looked up again in backward: all-gathered or streamed weights may be other tensors by then."""
         return [p for module in self.modules for p in module.parameters() if p.requires_grad]
 
 
 def in_tiles(
-    function: TileFunction, inputs: Sequence[Tensor], modules: Sequence[nn.Module], tiles: int,
-    *, result_matters: bool = True,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`function` of inputs [B, T, ...], `tiles` pieces of T (the last may be shorter); it may use `modules` only.
+    function: TileFunction,
+    inputs: Sequence[Tensor],
+    modules: Sequence[nn.Module],
+    tiles: int,
+    *,
+    result_matters: bool = True,
+) -> tuple[Tensor, ...]:
+    """`function` of inputs [B, T, ...] in `tiles` tiles of T (the last may be shorter), with weights of `modules`.
 
-    Without `result_matters` its last operation may leave its result undone where only gradients are wanted.
+    Without `result_matters`, recomputation in backward may skip the function's last operation.
     """
-    work = _Work(function, tiles, modules, result_matters)
-    weights = work.weights()
-    wanted = any(tensor.requires_grad for tensor in (*inputs, *weights))
-    if not (torch.is_grad_enabled() and wanted):
-        return _joined(work, inputs)
+    call = _TiledCall(function, tiles, modules, result_matters)
+    weights = call.weights()
+    needs_grad = any(tensor.requires_grad for tensor in (*inputs, *weights))
+    if not (torch.is_grad_enabled() and needs_grad):
+        return _run_tiles(call, inputs)
     first, *others = inputs
     if not first.requires_grad:
-        first = first.detach().requires_grad_()  # else nobody would save it
-    first = _Kept.apply(first, *others)
-    work.kept = first.grad_fn
-    return _InTiles.apply(work, first, *others, *weights)
+        first = first.detach().requires_grad_()  # so that _SaveInputs becomes a node of the graph
+    first = _SaveInputs.apply(first, *others)
+    call.saving_node = first.grad_fn
+    return _InTiles.apply(call, first, *others, *weights)
 
 
 def tile_slices(length: int, tiles: int) -> Iterator[slice]:
-    """At most `tiles` equal pieces of `length`, the last possibly shorter."""
+    """At most `tiles` equal slices of `length`; the last may be shorter."""
     size = max(1, -(-length // tiles))
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _joined(work: _Work, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of all tiles, each written into its place."""
+def _run_tiles(call: _TiledCall, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of all tiles, each copied into the whole."""
     length = inputs[0].shape[1]
     outputs: tuple[Tensor, ...] = ()
-    for part in tile_slices(length, work.tiles):
-        made = work.function(part, *(x[:, part] for x in inputs))
-        outputs = outputs or tuple(y.new_empty(y.shape[0], length, *y.shape[2:]) for y in made)
-        for whole, y in zip(outputs, made, strict=True):
-            whole[:, part].copy_(y)
+    for tile in tile_slices(length, call.tiles):
+        results = call.function(tile, *(x[:, tile] for x in inputs))
+        outputs = outputs or tuple(y.new_empty(y.shape[0], length, *y.shape[2:]) for y in results)
+        for whole, y in zip(outputs, results, strict=True):
+            whole[:, tile].copy_(y)
     return outputs
 
 
-class _Kept(torch.autograd.Function):
-    """Saves all it is given, and hands the first on."""
+class _SaveInputs(torch.autograd.Function):
+    """Saves all its inputs for backward and returns the first."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -100,47 +103,47 @@ class _Kept(torch.autograd.Function):
 
 class _InTiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: _Work, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.work = work
-        return _joined(work, inputs[: len(inputs) - len(work.weights())])
+    def forward(ctx: Any, call: _TiledCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return _run_tiles(call, inputs[: len(inputs) - len(call.weights())])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        work: _Work = ctx.work
-        inputs = work.kept.saved_tensors
-        weights, needed = work.weights(), ctx.needs_input_grad[1 : len(inputs) + 1]
-        made = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
-        sums: list[Tensor | None] = [None] * len(weights)
-        for part in tile_slices(inputs[0].shape[1], work.tiles):
-            leaves = [x[:, part].detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
-            found = _tile_gradients(work, part, leaves, weights, [g[:, part] for g in gradients])
-            _write(made, part, found)
-            sums = [_added(total, gradient) for total, gradient in zip(sums, found[len(leaves) :], strict=True)]
-            del found  # before the next tile's are made
-        return None, *made, *_narrowed(sums, weights)
+        call: _TiledCall = ctx.call
+        inputs = call.saving_node.saved_tensors
+        weights, needed = call.weights(), ctx.needs_input_grad[1 : len(inputs) + 1]
+        d_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
+        d_weights: list[Tensor | None] = [None] * len(weights)
+        for tile in tile_slices(inputs[0].shape[1], call.tiles):
+            leaves = [x[:, tile].detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
+            found = _tile_gradients(call, tile, leaves, weights, [g[:, tile] for g in gradients])
+            _write(d_inputs, tile, found)
+            d_weights = [_accumulate(total, g) for total, g in zip(d_weights, found[len(leaves) :], strict=True)]
+            del found  # before the next tile allocates its own
+        return None, *d_inputs, *_cast_like(d_weights, weights)
 
 
-def _write(made: list[Tensor | None], part: slice, found: list[Tensor | None]) -> None:
-    """The gradients of a tile's inputs into their places."""
-    for whole, gradient in zip(made, found, strict=False):
+def _write(d_inputs: list[Tensor | None], tile: slice, gradients: list[Tensor | None]) -> None:
+    """Copy the gradients of a tile's inputs into the whole."""
+    for whole, gradient in zip(d_inputs, gradients, strict=False):
         if whole is not None:
-            whole[:, part].copy_(gradient) if gradient is not None else whole[:, part].zero_()
+            whole[:, tile].copy_(gradient) if gradient is not None else whole[:, tile].zero_()
 
 
 def _tile_gradients(
-    work: _Work, part: slice, leaves: list[Tensor], weights: list[Tensor], gradients: list[Tensor]
+    call: _TiledCall, tile: slice, leaves: list[Tensor], weights: list[Tensor], gradients: list[Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of a tile's inputs (None where none is wanted) and of the weights from it."""
-    wanted = [x for x in leaves if x.requires_grad]
+    """Gradients of a tile's inputs (None where not required), then of the weights."""
+    needed = [x for x in leaves if x.requires_grad]
     with torch.enable_grad():
-        with nullcontext() if work.result_matters else result_unwanted():
-            made = work.function(part, *leaves)
-        found = iter(torch.autograd.grad(made, [*wanted, *weights], gradients, allow_unused=True))
+        with nullcontext() if call.result_matters else result_unwanted():
+            outputs = call.function(tile, *leaves)
+        found = iter(torch.autograd.grad(outputs, [*needed, *weights], gradients, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in (*leaves, *weights)]
 
 
-def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+def _accumulate(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """The sum over tiles, in float32 or better."""
     if gradient is None:
         return total
@@ -149,8 +152,8 @@ def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return total.add_(gradient)
 
 
-def _narrowed(sums: list[Tensor | None], weights: list[Tensor]) -> Iterator[Tensor | None]:
-    """Each as its weight is; the wide ones are let go of one by one."""
+def _cast_like(sums: list[Tensor | None], weights: list[Tensor]) -> Iterator[Tensor | None]:
+    """Each sum in its weight's dtype; the float32 ones are freed one by one."""
     for index, weight in enumerate(weights):
         total, sums[index] = sums[index], None
         yield None if total is None else total.to(weight.dtype)

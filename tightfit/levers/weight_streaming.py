@@ -1,118 +1,123 @@
-"""Weights that live on the host: a layer's come to the GPU just before it runs, while the layer before it does.
+"""Weight streaming: weights live in host memory, and a layer's are copied to the GPU while the layer before it runs.
 
-Two slots of GPU memory take turns. Parameters of layer i are views of slot i mod 2 for good; only what is in the slot
-changes, so autograd, hooks and the optimizer see parameters as ever. Backward runs each layer again (all must be
-recomputed: nothing may remember weights that have left) and goes through them in the other order; the last two are
-still there. Where the host has float32 masters these are what travels, narrowed on arrival: 4 bytes a weight on the
-link instead of 2, and no second copy on the host.
-The embedding, the head and vectors stay on the GPU.
+Two layer buffers on the GPU take turns. The parameters of layer i are views of buffer i mod 2 for good; only the
+buffer's content changes, so autograd, hooks and the optimizer see ordinary parameters. All layers must be recomputed in
+backward (no saved tensor may refer to weights that have left), which walks them in reverse; the last two are still
+there. Where the host has float32 masters, these are copied and cast on arrival: 4 bytes a weight on the link instead of
+2, and no second copy in host memory. The embedding, the head and vectors stay on the GPU.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tightfit.levers.side_stream import Mark, SideStream, current_waits_for
-from tightfit.levers.state_link import ALIGNMENT, Home, StateLink
+from tightfit.levers.policy.offload import WEIGHT_SLOTS
+from tightfit.levers.side_stream import SideStream, StreamEvent, current_stream_waits_for
+from tightfit.levers.state_link import ALIGNMENT, OffloadedMatrix, StateLink
 from tightfit.memory.host import claimed
 
-SLOTS = 2
 WEIGHT = "weight"
 
 
 @dataclass
-class Streamed:
-    """One parameter, and where its values come from."""
+class StreamedParameter:
+    """A parameter, and the host tensors its values come from."""
 
     parameter: nn.Parameter
-    home: Home
+    matrix: OffloadedMatrix
 
 
 @dataclass
-class _Slot:
+class _LayerBuffer:
     memory: Tensor
     layer: int | None = None
-    updates: tuple[int, ...] = ()
-    """How many updates the weights had had when they were loaded."""
-    loaded: Mark = None
-    parts: list[Tensor] = field(default_factory=list)
+    update_counts: tuple[int, ...] = ()
+    """Updates that the loaded weights include."""
+    loaded: StreamEvent = None
 
 
 class WeightStream:
-    """Brings the weights of layers that are about to run; in backward, those below."""
+    """Prefetches the weights of the next layer; in backward, of the layer below."""
 
-    def __init__(self, streamed: Sequence[Sequence[Streamed]], dtype: torch.dtype, link: StateLink) -> None:
+    def __init__(self, streamed: Sequence[Sequence[StreamedParameter]], dtype: torch.dtype, link: StateLink) -> None:
         self.streamed, self.link, device = streamed, link, link.device
-        self.loader = SideStream(device, first=True)  # its kernels narrow masters, piece by piece
-        size = max(sum(_room(each.parameter.numel() * dtype.itemsize) for each in layer) for layer in streamed)
-        self.slots = [_Slot(self._memory(size, "weights", "of two layers")) for _ in range(SLOTS)]
-        narrowed = any(each.home.tensors[WEIGHT].dtype != dtype for layer in streamed for each in layer)
-        pieces = [each.home.tensors[WEIGHT][: each.home.rows_per_piece] for layer in streamed for each in layer]
-        widest = max(piece.nbytes for piece in pieces) if narrowed else 0
-        self.staging = self._memory(widest, "workspace", "masters on their way")
+        self.loader = SideStream(device, high_priority=True)  # it runs small kernels that cast masters
+        layer_bytes = max(
+            sum(_aligned(each.parameter.numel() * dtype.itemsize) for each in layer) for layer in streamed
+        )
+        self.buffers = [
+            _LayerBuffer(self._memory(layer_bytes, "weights", "of two layers")) for _ in range(WEIGHT_SLOTS)
+        ]
+        sources = [each.matrix.tensors[WEIGHT][: each.matrix.rows_per_piece] for layer in streamed for each in layer]
+        casts = any(source.dtype != dtype for source in sources)
+        staging_bytes = max(source.nbytes for source in sources) if casts else 0
+        self.staging = self._memory(staging_bytes, "workspace", "masters on their way")
         for index in range(len(streamed)):
-            self._settle_in(index, dtype)
+            self._bind_parameters(index, dtype)
 
     def wrap(self, layers: Sequence[nn.Module]) -> None:
-        """Bring weights before each layer's forward as it is now; recomputing must come around that."""
+        """Load weights before each layer's current `forward`; checkpointing must be applied around the result."""
         for index, layer in enumerate(layers):
             layer.forward = partial(self._run, index, layer.forward)
 
     def _memory(self, size: int, component: Any, detail: str) -> Tensor:
         return claimed(torch.empty(size, dtype=torch.uint8, device=self.link.device), component, detail)
 
-    def _settle_in(self, index: int, dtype: torch.dtype) -> None:
-        """Give the layer's parameters their places in its slot."""
-        at, memory = 0, self.slots[index % SLOTS].memory
+    def _bind_parameters(self, index: int, dtype: torch.dtype) -> None:
+        """Make a layer's parameters views of its buffer."""
+        offset, memory = 0, self.buffers[index % WEIGHT_SLOTS].memory
         for each in self.streamed[index]:
             size = each.parameter.numel() * dtype.itemsize
-            each.parameter.data = memory[at : at + size].view(dtype).view(each.parameter.shape)
-            at += _room(size)
+            each.parameter.data = memory[offset : offset + size].view(dtype).view(each.parameter.shape)
+            offset += _aligned(size)
 
     def _run(self, index: int, forward: Any, *arguments: Any, **options: Any) -> Any:
-        self._bring(index)
-        current_waits_for(self.slots[index % SLOTS].loaded)
+        self._load(index)
+        current_stream_waits_for(self.buffers[index % WEIGHT_SLOTS].loaded)
         following = index - 1 if _in_backward() else index + 1
         if 0 <= following < len(self.streamed):
-            self._bring(following)
+            self._load(following)
         return forward(*arguments, **options)
 
-    def _bring(self, index: int) -> None:
-        """Load a layer unless it is there, as it is now on the host, once its slot is not used any more."""
+    def _load(self, index: int) -> None:
+        """Copy a layer's newest weights to its buffer, unless they are there, once the buffer is no longer in use."""
         for each in self.streamed[index]:
-            self.link.hurry(each.home)
-        slot, updates = self.slots[index % SLOTS], tuple(each.home.updates for each in self.streamed[index])
-        if (slot.layer, slot.updates) == (index, updates):
+            self.link.prioritise(each.matrix)
+        buffer, update_counts = (
+            self.buffers[index % WEIGHT_SLOTS],
+            tuple(e.matrix.update_count for e in self.streamed[index]),
+        )
+        if (buffer.layer, buffer.update_counts) == (index, update_counts):
             return
-        slot.layer, slot.updates = index, updates
-        self.loader.wait_for_current()
+        buffer.layer, buffer.update_counts = index, update_counts
+        self.loader.wait_for_current_stream()
         for each in self.streamed[index]:
-            self.link.wait_for_host(each.home)
-            self.loader.wait_for(each.home.settled)
+            self.link.wait_for_host(each.matrix)
+            self.loader.wait_for(each.matrix.states_ready)
             with self.loader, torch.no_grad():
-                self._load(each)
-        slot.loaded = self.loader.mark()
+                self._copy(each)
+        buffer.loaded = self.loader.record_event()
 
-    def _load(self, each: Streamed) -> None:
-        source, home = each.home.tensors[WEIGHT], each.home
-        target = each.parameter.data.view(home.rows, home.width)
+    def _copy(self, each: StreamedParameter) -> None:
+        source, matrix = each.matrix.tensors[WEIGHT], each.matrix
+        target = each.parameter.data.view(matrix.rows, matrix.width)
         if source.dtype == target.dtype:
             target.copy_(source, non_blocking=True)
             return
-        for begin in range(0, home.rows, home.rows_per_piece):
-            piece = source[begin : begin + home.rows_per_piece]
+        for begin in range(0, matrix.rows, matrix.rows_per_piece):
+            piece = source[begin : begin + matrix.rows_per_piece]
             staged = self.staging[: piece.nbytes].view(piece.dtype).view(piece.shape)
             staged.copy_(piece, non_blocking=True)
-            target[begin : begin + home.rows_per_piece].copy_(staged)
+            target[begin : begin + matrix.rows_per_piece].copy_(staged)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _room(count: int) -> int:
+def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT

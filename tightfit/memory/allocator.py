@@ -1,4 +1,4 @@
-"""PyTorch's CUDA caching allocator, modelled: which segments it would take from the device for a row of requests.
+"""A model of PyTorch's CUDA caching allocator: allocated and reserved bytes for a sequence of requests.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp without expandable segments: requests are rounded to 512 bytes;
 those up to 1 MiB come from segments of 2 MiB, others below 10 MiB from segments of 20 MiB, the rest from segments of
@@ -30,47 +30,47 @@ class OutOfMemoryError(Exception):
 
 
 class Allocator(Protocol):
-    """What a trace can be replayed through."""
+    """What a trace is replayed through."""
 
     @property
     def allocated_bytes(self) -> int:
-        """What is handed out."""
+        """Bytes of the blocks in use."""
 
     @property
     def reserved_bytes(self) -> int:
-        """What is held from the device."""
+        """Bytes of the segments taken from the device."""
 
     def allocate(self, wanted_bytes: int, stream: int = 0) -> Any:
         """A block of at least `wanted_bytes`."""
 
     def release(self, block: Any) -> None:
-        """Give a block back."""
+        """Free a block."""
 
 
 class PlainAllocator:
-    """Takes what is asked for and gives it back at once, as the CPU's does as far as tensors can tell."""
+    """Counts exactly what is requested and reserves nothing, like the CPU's allocator."""
 
     def __init__(self) -> None:
         self.allocated_bytes = 0
 
     @property
     def reserved_bytes(self) -> int:
-        """Nothing is kept in reserve."""
+        """The same: nothing is cached."""
         return self.allocated_bytes
 
     def allocate(self, wanted_bytes: int, stream: int = 0) -> int:
-        """The size itself stands for the block."""
+        """Returns the size as the block."""
         self.allocated_bytes += wanted_bytes
         return wanted_bytes
 
     def release(self, block: int) -> None:
-        """Give it back."""
+        """Free a block."""
         self.allocated_bytes -= block
 
 
 @dataclass(eq=False)
 class Block:
-    """A piece of a segment, in use or free, between its neighbours."""
+    """A block of a segment, in use or free, with its neighbours."""
 
     address: int
     size: int
@@ -90,13 +90,13 @@ class Pool:
     blocks: dict[Key, Block] = field(default_factory=dict)
 
     def put(self, block: Block) -> None:
-        """Keep a free block."""
+        """Add a free block."""
         key = (block.size, block.address)
         insort(self.free, key)
         self.blocks[key] = block
 
     def drop(self, block: Block) -> None:
-        """Forget a free block that is taken or joined to another."""
+        """Remove a free block that is taken or merged."""
         key = (block.size, block.address)
         del self.free[bisect_left(self.free, key)]
         del self.blocks[key]
@@ -134,7 +134,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        """Give a block back; it joins its free neighbours."""
+        """Free a block and merge it with its free neighbours."""
         self.allocated_bytes -= block.size
         block.in_use = False
         for neighbour in (block.before, block.after):
@@ -143,8 +143,8 @@ class CachingAllocator:
                 _join(block, neighbour)
         block.pool.put(block)
 
-    def give_back_free_segments(self) -> None:
-        """What `torch.cuda.empty_cache` does."""
+    def empty_cache(self) -> None:
+        """Return wholly free segments to the device, as `torch.cuda.empty_cache` does."""
         for pool in self._pools.values():
             for block in [b for b in pool.blocks.values() if b.size == self._segments[b.segment]]:
                 pool.drop(block)
@@ -153,7 +153,7 @@ class CachingAllocator:
     def _new_segment(self, size: int, pool: Pool) -> Block:
         segment = segment_bytes(size)
         if self.capacity_bytes is not None and self.reserved_bytes + segment > self.capacity_bytes:
-            self.give_back_free_segments()
+            self.empty_cache()
             missing = self.reserved_bytes + segment - self.capacity_bytes
             if missing > 0:
                 raise OutOfMemoryError(size, missing)
@@ -180,7 +180,7 @@ def rounded(wanted_bytes: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """What is taken from the device for a block of `size`."""
+    """The segment taken from the device for a block of `size`."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < OWN_SEGMENT_BYTES:
@@ -189,7 +189,7 @@ def segment_bytes(size: int) -> int:
 
 
 def _join(block: Block, neighbour: Block) -> None:
-    """`block` swallows a free neighbour."""
+    """Merge a free neighbour into `block`."""
     if neighbour is block.before:
         block.address, block.before = neighbour.address, neighbour.before
         if block.before is not None:

@@ -1,10 +1,10 @@
-"""Blocks: how large the pieces are that PyTorch's allocator really hands out, from the addresses in its history.
+"""The real sizes of the blocks in PyTorch's allocator history, from their addresses.
 
-The history says what was asked for and where it was put. A block is often larger: requests are rounded to 512 bytes,
-and what is left of a free block is given along where it is not worth a block of its own (up to 1 MiB in the pools of
-large blocks). Torch counts all of it as allocated. Where a block begins is known, and so is where the next one in use
-or the segment's end is; the allocator's rule for splitting (allocator.py) then says where the block ends.
-Limits: segments from before the history, and expandable ones, are taken to split always.
+The history has requested sizes and addresses. A block is often larger: requests are rounded to 512 bytes, and the rest
+of a free block is not split off where it is small (up to 1 MiB in the pools of large blocks). Torch counts all of it as
+allocated. The start of a block is known, and so is that of the next block in use or the segment's end; the allocator's
+splitting rule (allocator.py) then gives the block's end.
+Limits: segments from before the history, and expandable ones, are assumed to split always.
 """
 
 from bisect import bisect_right, insort
@@ -18,8 +18,8 @@ ALLOCATED, FREED = "alloc", "free_completed"
 TAKEN, GIVEN_BACK = "segment_alloc", "segment_free"
 
 
-class Blocks:
-    """Follows a history event by event."""
+class HistoryBlocks:
+    """The blocks in use, updated event by event."""
 
     def __init__(self) -> None:
         self._segments: dict[int, int] = {}
@@ -28,7 +28,7 @@ class Blocks:
         self._sizes: dict[int, int] = {}
 
     def grown_by(self, event: Event) -> int:
-        """Bytes that `event` adds to what is allocated, negative where it frees."""
+        """Bytes that `event` adds to allocated memory; negative for a free."""
         address, size = event["addr"], event["size"]
         match event["action"]:
             case "alloc":

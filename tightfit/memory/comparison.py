@@ -1,15 +1,15 @@
-"""Two ledgers side by side, line by line: what was said and what happened.
+"""A predicted and a measured ledger, compared line by line.
 
-Lines are compared phase by phase, each at its fullest moment, on the rank that needs most, for every phase that both
-ledgers have. A measurement on the CPU is in host memory, where tensors are all there is: beside it, a prediction for a
-GPU is left without its kernels' workspaces, and neither has reserved memory.
+Lines are compared phase by phase, each at its peak, on the rank that needs most, for every phase that both ledgers
+have. A measurement on the CPU is in host memory and has tensors only: compared with it, a prediction for a GPU is
+stripped of its kernels' workspaces, and reserved memory is not compared.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.errors import UserError
 from tightfit.memory.ledger import NOT_ALLOCATED, PHASES, Component, Ledger, Phase, Place
 
@@ -19,7 +19,7 @@ HOLDERS = ("ledger.json", "plan.json")
 
 @dataclass(frozen=True)
 class Pair:
-    """Bytes of one component at the fullest moment of one phase, predicted and measured; no component is their sum."""
+    """Predicted and measured bytes of one component at the peak of one phase; component None is their sum."""
 
     phase: Phase
     component: Component | None
@@ -28,7 +28,7 @@ class Pair:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction is off, as a share of what was measured; None where nothing was."""
+        """(predicted − measured) / measured; None where nothing was measured."""
         return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else None
 
     def to_json(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Pair:
 class Comparison:
     """Every component of every phase that both ledgers have, and the peaks of the whole run.
 
-    The peaks' phase is the measured one's. `reserved` is None where one of them knows no reserved memory.
+    The peaks' phase is the measured one's. `reserved` is None where one of the two has no reserved memory.
     """
 
     pairs: tuple[Pair, ...]
@@ -59,10 +59,10 @@ class Comparison:
 
 
 def compare(predicted: Ledger, measured: Ledger) -> Comparison:
-    """Lay `predicted` beside `measured`, in the place that was measured, on the rank that needs most."""
+    """Compare the two, each in its own place (GPU or host), on the rank that needs most."""
     place, source = _place(measured), _place(predicted)
     if place != source:
-        predicted, measured = _tensors_alone(predicted), _tensors_alone(measured)
+        predicted, measured = _tensors_only(predicted), _tensors_only(measured)
     common = [phase for phase in PHASES if _ranks(predicted, phase, source) and _ranks(measured, phase, place)]
     pairs = [pair for phase in common for pair in _phase(predicted, measured, phase, source, place)]
     fullest = measured.fullest(place)[0]
@@ -71,8 +71,8 @@ def compare(predicted: Ledger, measured: Ledger) -> Comparison:
     return Comparison(tuple(pairs), allocated, reserved if place == source == "gpu" else None, place)
 
 
-def _tensors_alone(ledger: Ledger) -> Ledger:
-    """What a GPU's ledger and a host's can have in common."""
+def _tensors_only(ledger: Ledger) -> Ledger:
+    """The lines that ledgers of a GPU and of a host have in common."""
     kept = (line for line in ledger.lines if line.component not in (*NOT_ALLOCATED, "workspace"))
     return Ledger(ledger.source, tuple(kept))
 
@@ -82,12 +82,7 @@ def read_ledger(path: Path) -> Ledger:
     file = next((path / name for name in HOLDERS if (path / name).is_file()), None) if path.is_dir() else path
     if file is None:
         raise UserError(f"{path} holds no {' or '.join(HOLDERS)}; make one with `tightfit measure {path}`")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; give a plan, a ledger or a run's directory") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{file} is not JSON; give a plan, a ledger or a run's directory") from None
+    data = read_json(file, LARGEST_RECORD_BYTES, "a ledger", remedy="give a plan, a ledger or a run's directory")
     inner = data.get("ledger") if isinstance(data, dict) else None
     found = Ledger.from_json(inner if isinstance(inner, dict) else data, str(file))
     if not found.lines:

@@ -1,8 +1,8 @@
-"""What CUDA's kernels hold while they run, where it matters and a trace on fake tensors cannot see it.
+"""Workspaces of CUDA kernels that a trace on fake tensors cannot see, and attention as a GPU runs it.
 
-Our own operators declare theirs (kernels/operators.py). Of torch's, attention is replaced by an operation that keeps
-what its fused kernels keep (query, key, value, output and one float32 per query and head), since on the CPU it would
-be another one; sorting kernels keep a second copy of keys and values.
+Our own operators declare their workspaces (kernels/operators.py). Of torch's, sorting kernels hold a second copy of
+keys and values. Attention is replaced by an operation that saves what its fused CUDA kernels save (query, key, value,
+output and logsumexp), as the CPU would run another one.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ INDEX_BYTES = 8
 
 
 def _embedding_scratch(grad: Any, indices: Any, *others: Any) -> int:
-    """Indices are sorted with their positions: both, sorted, and twice in the sort's own buffers."""
+    """Indices and their positions, sorted, and again in the sort's buffers."""
     return 4 * INDEX_BYTES * int(indices.numel())
 
 
@@ -35,13 +35,13 @@ TORCH_SCRATCH: dict[Any, Callable[..., int]] = {
 
 
 def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """Bytes `operation` holds on a GPU only while it runs."""
+    """Workspace bytes of `operation` on a GPU."""
     rule: Callable[..., int] | None = SCRATCH.get(operation) or TORCH_SCRATCH.get(operation)
     return 0 if rule is None else rule(*arguments, **options)
 
 
 def _attention_scratch(d_out: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
-    """cuDNN's and FlashAttention's backward: dQ summed in float32, and dK and dV for every query head of a group."""
+    """Of cuDNN's and FlashAttention's backward: dQ in float32, and dK and dV for every query head of a group."""
     grouped = query.shape[1] != key.shape[1]
     return query.numel() * (4 + 2 * query.element_size() * grouped)
 
@@ -58,18 +58,20 @@ _fused_attention_backward = operator(
 )
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _attention_outputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 _fused_attention = operator(
-    "simulated_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)", _attended, _attended
+    "simulated_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)",
+    _attention_outputs,
+    _attention_outputs,
 )
-"""One operation, as a GPU's is, for levers that go by operations (levers/checkpoint_keep.py)."""
+"""A single operation, as on a GPU: selective checkpointing goes by operations (levers/checkpoint_keep.py)."""
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what torch's fused kernels keep; on fake tensors only, as it computes nothing."""
+    """Saves what torch's fused kernels save; for fake tensors only, as it computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ class _FusedAttention(torch.autograd.Function):
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Inside the block plain causal attention is one operation, as on a GPU, whatever this machine would do."""
+    """Inside the block plain causal attention is one fused operation, as on a GPU."""
     original = F.scaled_dot_product_attention
 
     def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:

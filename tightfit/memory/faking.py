@@ -1,15 +1,15 @@
-"""Faking: torch's fake tensors, answered from memory, and followed by a tracer without a mode of its own.
+"""A FakeTensorMode with a result cache of our own, which also runs the tracer.
 
-A training step repeats the same operations on the same shapes, layer after layer. What an operation makes of fake
-tensors depends on their metadata alone, so the first answer is kept as a recipe (new memory of this shape, a view of
-that argument, the argument itself) and later calls are made from it. Torch keeps such answers too, but not those of our
-own operators, and describes every argument at length to look one up. Reads of a device, which are most of what autograd
-asks of a fake tensor, are answered at once; and one mode does what three would (fake tensors, reads, the tracer).
-Together they leave a third of a rehearsal's time. Recipes are for all simulations of a process.
+A training step repeats the same operations on the same shapes, layer after layer. The result of an operation on fake
+tensors depends on their metadata alone, so it is cached as a description (a new tensor of this shape, a view of that
+argument, the argument itself), from which later results are built. Torch has such a cache too, but not for our own
+operators, and its lookup keys are costly to compute. `prim.device`, most of what autograd asks of a fake tensor, is
+answered at once; and one dispatch mode does the work of three (fake tensors, scalar reads, tracer). Together this cuts
+a rehearsal's time to a third. The cache is shared by all simulations of a process.
 
-Not kept: answers that depend on values or on more than metadata (constants, subclasses, symbolic sizes, operations that
-change an argument's shape or storage) and any whose memory the recipe would not reproduce; torch answers those itself.
-Tensors that a program makes outside fake tensors on purpose, such as a device mesh's table of ranks, are not followed.
+Not cached: results that depend on values or on more than metadata (constants, subclasses, symbolic sizes, operations
+that change an argument's shape or storage), and any whose memory the description would not reproduce; torch computes
+those. Real tensors that a program makes on purpose, such as a device mesh's table of ranks, are not traced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,22 +27,22 @@ aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 READ = aten._local_scalar_dense.default
 ABSOLUTE = (aten.as_strided.default, aten.view.dtype)
-"""Views whose offset is not so many elements from where their argument begins."""
+"""Views whose offset is not relative to their argument's."""
 UNFAKED = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
-"""Marks for profilers, which have no tensors."""
+"""Profiler marks, which have no tensors."""
 META, CPU = torch.device("meta"), torch.device("cpu")
 PLAIN = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 )
-NOT_KEPT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+NOT_CACHED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One result: argument `source` itself where it has no shape, else a view `offset` further, else new memory."""
+class CachedTensor:
+    """One result tensor: argument `source` itself (no shape), a view of it at `offset`, or a new tensor (no source)."""
 
     source: int | None
     shape: tuple[int, ...] | None = None
@@ -52,30 +52,31 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What an operation makes: nothing, one part, or a row of them in `kind`."""
+class CachedResult:
+    """The result of an operation: no tensor, one tensor, or a `container` (tuple or list) of tensors."""
 
-    kind: type | None
-    parts: tuple[Part | None, ...]
+    container: type | None
+    tensors: tuple[CachedTensor | None, ...]
 
 
-_recipes: dict[tuple[Any, ...], tuple[Any, Recipe | None]] = {}
-"""By operation (its id, as its hash is Python's to work out; it is kept alive beside the recipe) and metadata."""
+_cached: dict[tuple[Any, ...], tuple[Any, CachedResult | None]] = {}
+"""By operation and metadata; None for results not to cache. The key has the operation's id, as hashing an OpOverload is
+slow Python; the operation is kept alive beside it."""
 
 
 class Faking(FakeTensorMode):
-    """Inside the block tensors are fake, whatever is read off them is one, and `tracer` follows every operation."""
+    """Inside the block tensors are fake, scalars read from them are 1, and `tracer` sees every operation."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self.cache_enabled = False  # torch's own, which ours is in place of
+        self.cache_enabled = False  # torch's own, which ours replaces
         self._inside = False
         self._state = dict(FakeTensor(self, torch.empty(0, device=META), CPU).__dict__)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and turning the compiler off for every call costs more than the call
+        return False  # nothing is compiled here, and disabling dynamo costs more than a cached call
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -85,38 +86,38 @@ class Faking(FakeTensorMode):
             return args[0].device
         if func is READ:
             return _one(args[0].dtype)
-        if self._inside:  # a part of what an operation is made of
-            return self._answer(func, types, args, kwargs or {})
+        if self._inside:  # an operation that another one is composed of
+            return self._run(func, types, args, kwargs or {})
         self._inside = True
         try:
-            return self.tracer.follow(self._answer, func, types, args, kwargs or {})
+            return self.tracer.follow(self._run, func, types, args, kwargs or {})
         finally:
             self._inside = False
 
-    def _answer(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func in UNFAKED:
             return func(*args, **kwargs)
         key: list[Any] = [id(func), torch.get_default_dtype()]
         tensors: list[FakeTensor] = []
-        if not self._read(args, key, tensors) or (kwargs and not self._read_named(kwargs, key, tensors)):
+        if not self._add_to_key(args, key, tensors) or (kwargs and not self._add_named(kwargs, key, tensors)):
             return self.dispatch(func, types, args, kwargs)
         if func in ABSOLUTE:
             key += (tensor.storage_offset() for tensor in tensors)
-        known = tuple(key)
+        whole_key = tuple(key)
         try:
-            _, recipe = _recipes[known]
+            _, cached = _cached[whole_key]
         except KeyError:
-            made = self.dispatch(func, types, args, kwargs)
-            _recipes[known] = func, _recipe(func, made, tensors)
-            return made
-        return self.dispatch(func, types, args, kwargs) if recipe is None else self._cook(recipe, tensors)
+            result = self.dispatch(func, types, args, kwargs)
+            _cached[whole_key] = func, _describe(func, result, tensors)
+            return result
+        return self.dispatch(func, types, args, kwargs) if cached is None else self._build_from_cached(cached, tensors)
 
-    def _read_named(self, kwargs: Mapping[str, Any], key: list[Any], tensors: list[FakeTensor]) -> bool:
+    def _add_named(self, kwargs: Mapping[str, Any], key: list[Any], tensors: list[FakeTensor]) -> bool:
         key += kwargs
-        return self._read(kwargs.values(), key, tensors)
+        return self._add_to_key(kwargs.values(), key, tensors)
 
-    def _read(self, values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-        """Whether `values` are fully described by what is added to `key`."""
+    def _add_to_key(self, values: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
+        """Add the metadata of arguments to `key`; False where metadata does not describe them fully."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -128,59 +129,60 @@ class Faking(FakeTensorMode):
                 key += (kind, value)
             elif kind is list or kind is tuple:
                 key += (kind, len(value))
-                if not self._read(value, key, tensors):
+                if not self._add_to_key(value, key, tensors):
                     return False
             else:
                 return False
         return True
 
-    def _cook(self, recipe: Recipe, tensors: list[FakeTensor]) -> Any:
-        if recipe.kind is None:
-            return None if not recipe.parts else self._part(recipe.parts[0], tensors)
-        return recipe.kind([self._part(part, tensors) for part in recipe.parts])
+    def _build_from_cached(self, cached: CachedResult, tensors: list[FakeTensor]) -> Any:
+        """The result, for arguments whose tensors are `tensors`."""
+        if cached.container is None:
+            return None if not cached.tensors else self._build_tensor(cached.tensors[0], tensors)
+        return cached.container([self._build_tensor(tensor, tensors) for tensor in cached.tensors])
 
-    def _part(self, part: Part | None, tensors: list[FakeTensor]) -> Any:
-        if part is None:
+    def _build_tensor(self, cached: CachedTensor | None, tensors: list[FakeTensor]) -> Any:
+        if cached is None:
             return None
-        if part.shape is None:
-            return tensors[part.source]  # type: ignore[index]
-        bare = aten.empty_strided.default(part.shape, part.stride, dtype=part.dtype, device=META)
-        if part.source is not None:
-            source = tensors[part.source]
-            offset = source.storage_offset() + part.offset
-            aten.set_.source_Storage_storage_offset(bare, source.untyped_storage(), offset, part.shape, part.stride)
-        made = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=CPU)
-        made.__dict__.update(self._state)
-        return made
+        if cached.shape is None:
+            return tensors[cached.source]  # type: ignore[index]
+        bare = aten.empty_strided.default(cached.shape, cached.stride, dtype=cached.dtype, device=META)
+        if cached.source is not None:
+            source = tensors[cached.source]
+            offset = source.storage_offset() + cached.offset
+            aten.set_.source_Storage_storage_offset(bare, source.untyped_storage(), offset, cached.shape, cached.stride)
+        built = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=CPU)
+        built.__dict__.update(self._state)
+        return built
 
 
 def _one(dtype: torch.dtype) -> bool | int | float:
-    """Whatever a program reads off a fake tensor: counts, norms and flags have no values here."""
+    """The scalar that a program reads from a fake tensor (counts, norms, flags), which has no value."""
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-def _recipe(func: Any, made: Any, tensors: list[FakeTensor]) -> Recipe | None:
-    """How to make `made` again from tensors like these; None where that is not known."""
-    if not isinstance(func, OpOverload) or any(tag in func.tags for tag in NOT_KEPT):
+def _describe(func: Any, result: Any, tensors: list[FakeTensor]) -> CachedResult | None:
+    """How to build `result` again from tensors like these; None where it must not be cached."""
+    if not isinstance(func, OpOverload) or any(tag in func.tags for tag in NOT_CACHED):
         return None
-    if made is None:
-        return Recipe(None, ())
-    several = type(made) in (tuple, list)
-    results = made if several else (made,)
-    parts = [None if result is None else _part_of(func, result, tensors) for result in results]
-    pairs = [(result, part) for result, part in zip(results, parts, strict=True) if result is not None]
-    own = [result.untyped_storage()._cdata for result, part in pairs if part is not None and part.source is None]
-    if any(part is None for _, part in pairs) or len(set(own)) < len(own):  # or results share new memory
+    if result is None:
+        return CachedResult(None, ())
+    several = type(result) in (tuple, list)
+    results = result if several else (result,)
+    described = [None if each is None else _describe_tensor(func, each, tensors) for each in results]
+    pairs = [(each, cached) for each, cached in zip(results, described, strict=True) if each is not None]
+    new = [each.untyped_storage()._cdata for each, cached in pairs if cached is not None and cached.source is None]
+    if any(cached is None for _, cached in pairs) or len(set(new)) < len(new):  # or results share new memory
         return None
-    return Recipe(type(made) if several else None, tuple(parts))
+    return CachedResult(type(result) if several else None, tuple(described))
 
 
-def _part_of(func: Any, result: Any, tensors: list[FakeTensor]) -> Part | None:
+def _describe_tensor(func: Any, result: Any, tensors: list[FakeTensor]) -> CachedTensor | None:
     if type(result) is not FakeTensor or result.constant is not None or result.fake_device != CPU:
         return None
     same = [at for at, tensor in enumerate(tensors) if tensor is result]
     if same:
-        return Part(same[0]) if len(same) == 1 else None
+        return CachedTensor(same[0]) if len(same) == 1 else None
     if result.requires_grad or result.dtype.is_complex:
         return None
     storage = result.untyped_storage()
@@ -189,7 +191,8 @@ def _part_of(func: Any, result: Any, tensors: list[FakeTensor]) -> Part | None:
     if sharing:
         source = tensors[sharing[0]]
         known = len(sharing) == 1 and (func in ABSOLUTE or result.dtype == source.dtype)
-        return Part(sharing[0], shape, stride, int(offset - source.storage_offset()), result.dtype) if known else None
+        relative = int(offset - source.storage_offset())
+        return CachedTensor(sharing[0], shape, stride, relative, result.dtype) if known else None
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if result.numel() else -1
     exact = offset == 0 and storage.nbytes() == (last + 1) * result.element_size()
-    return Part(None, shape, stride, 0, result.dtype) if exact else None
+    return CachedTensor(None, shape, stride, 0, result.dtype) if exact else None

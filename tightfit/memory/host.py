@@ -1,13 +1,13 @@
-"""Host memory that a GPU copies to and from: pinned, so that copies run beside kernels, and seen by simulations.
+"""Pinned host memory for offloading, visible to tracers.
 
-Torch's own pinned allocator rounds every request up to a power of two (a 2.1 GiB tensor takes 4) and keeps what is
-freed, so large pieces are mapped here, in whole pages, and registered with CUDA; small ones are torch's. The pages go
-back when the tensor dies. A mapping asks for huge pages, without which pinning costs more than the copy it is for; and
-it is private: kernels give shared ones huge pages only where an administrator has said so.
+Torch's pinned allocator rounds every request up to a power of two (a 2.1 GiB tensor takes 4) and keeps what is freed.
+So large tensors are mapped here in whole pages and registered with CUDA, and unmapped when the tensor dies; small ones
+come from torch. Mappings ask for huge pages, without which pinning takes longer than the copies it is for, and are
+private: Linux gives shared mappings huge pages only where an administrator has enabled that.
 
-What levers keep on the host is made by `host_empty`, what they stage copies in on the GPU is named by `claimed`; both
-tell tracers (tracing.py), whose ledgers then have it in the right place under the right name. In a simulation all
-tensors are on the CPU, so a copy to the other side must be `buffer.copy_(tensor)`: `tensor.to(device)` makes nothing.
+Levers allocate on the host with `host_empty` and name their GPU staging buffers with `claimed`; both tell tracers
+(tracing.py), whose ledgers then have them in the right place and component. In a simulation all tensors are on the CPU,
+so copies between host and GPU must be `buffer.copy_(tensor)`: `tensor.to(device)` would allocate nothing.
 """
 
 import mmap
@@ -23,11 +23,11 @@ from tightfit.errors import UserError
 from tightfit.memory.ledger import Component
 
 SMALL_BYTES = 2**20
-"""Up to here torch's own pinned memory, whose pieces come from larger blocks."""
+"""Up to this size, torch's own pinned memory."""
 
 
 class Watcher(Protocol):
-    """Is told of tensors as they are made for a purpose."""
+    """Called with each tensor that `host_empty` or `claimed` names."""
 
     def __call__(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
         """`tensor` is `component`."""
@@ -44,33 +44,33 @@ def host_empty(
     component: Component | None = None,
     detail: str = "offloaded",
 ) -> Tensor:
-    """Memory on the host for what lives on `device` otherwise; a ledger has it as `component`."""
+    """An uninitialised tensor in host memory, pinned where `device` is a GPU; ledgers have it as `component`."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cuda" and size > SMALL_BYTES:
-        made = _mapped(size).view(dtype).view(shape)
+        tensor = _mapped(size).view(dtype).view(shape)
     else:
-        made = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     for tell in _watchers:
-        tell(made, component, detail, host=True)
-    return made
+        tell(tensor, component, detail, host=True)
+    return tensor
 
 
 def claimed(tensor: Tensor, component: Component, detail: str = "") -> Tensor:
-    """`tensor`, which ledgers have as `component` from here on."""
+    """`tensor`, which ledgers have as `component` from now on."""
     for tell in _watchers:
         tell(tensor, component, detail, host=False)
     return tensor
 
 
 def pinned_bytes() -> int:
-    """Host memory that is pinned by now, torch's own included."""
+    """Pinned host memory, torch's own included."""
     stats = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else {}
     return _mapped_bytes + int(stats.get("allocated_bytes.current", 0))
 
 
 @contextmanager
 def watched(tell: Watcher) -> Iterator[None]:
-    """Inside the block `tell` hears of everything that is made here."""
+    """Inside the block `tell` is called for every tensor named here."""
     _watchers.append(tell)
     try:
         yield
@@ -81,20 +81,20 @@ def watched(tell: Watcher) -> Iterator[None]:
 def _mapped(size: int) -> Tensor:
     """Pinned bytes of exactly this size, in pages of their own."""
     pages = _pages(size)
-    made = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # all threads touch the pages, which CUDA does with one
-    code = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), size, 0))
+    tensor = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # faults pages in with all threads; CUDA would use one
+    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if code:
         raise UserError(
             f"CUDA cannot pin {size / 2**30:.2f} GiB of host memory (error {code}); raise levers.offload_keep_bytes or "
             "lower levers.checkpoint_host_bytes"
         )
     _count(size)
-    weakref.finalize(made.untyped_storage(), _unpin, pages, made.data_ptr(), size).atexit = False
-    return made
+    weakref.finalize(tensor.untyped_storage(), _unpin, pages, tensor.data_ptr(), size).atexit = False
+    return tensor
 
 
 def _pages(size: int) -> mmap.mmap:
-    """Memory of the process's own that may be made of huge pages; nothing is there before it is touched."""
+    """A private anonymous mapping with huge pages where possible."""
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -108,8 +108,8 @@ def _pages(size: int) -> mmap.mmap:
 
 
 def _unpin(pages: mmap.mmap, address: int, size: int) -> None:
-    """Before the pages are unmapped, which they are when nothing holds `pages` any more."""
-    torch.cuda.synchronize()  # a copy from or to these pages may still be under way
+    """Unregister pages before they are unmapped, which happens with the last reference to `pages`."""
+    torch.cuda.synchronize()  # a copy from or to these pages may still be running
     torch.cuda.cudart().cudaHostUnregister(address)
     _count(-size)
 

@@ -1,11 +1,11 @@
-"""Ledger: what is in memory at the fullest moment of each phase, by component and place.
+"""Ledger: bytes at the peak of each phase, by component and place.
 
-Formulas, simulation and measurement fill the same type, so a prediction and what happened can be laid side by side.
-A line says: at the fullest moment of `phase` on `rank`, `component` held `bytes` in `place`. The lines of one phase,
-rank and place therefore add up to that phase's peak, and the largest phase is the run's peak.
+Formulas, simulation and measurement fill the same type, so a prediction and a measurement can be compared line by line.
+A line says: at the peak of `phase` on `rank`, `component` held `bytes` in `place`. The lines of one phase, rank and
+place therefore add up to that phase's peak, and the largest phase is the run's peak.
 
-Three components are not tensors: `workspace` is what kernels hold for themselves, `allocator slack` is what PyTorch's
-caching allocator has reserved beyond what is allocated, `cuda context` is the driver's. The last two are not allocated.
+Three components are not tensors: `workspace` is kernels' temporary memory, `allocator slack` is what PyTorch's caching
+allocator has reserved beyond what is allocated, `cuda context` is the driver's. The last two are not allocated.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +15,21 @@ from typing import Any, Literal, get_args
 from tightfit.errors import UserError
 
 Component = Literal[
-    "weights", "master weights", "gradients", "optimizer states", "activations", "logits and loss", "inputs",
-    "communication", "workspace", "allocator slack", "cuda context",
-]  # fmt: skip
+    "weights",
+    "master weights",
+    "gradients",
+    "optimizer states",
+    "activations",
+    "logits and loss",
+    "inputs",
+    "communication",
+    "workspace",
+    "allocator slack",
+    "cuda context",
+]
 Phase = Literal[
     "load", "init", "first step", "forward", "loss", "backward", "optimizer", "evaluation", "save", "resume"
-]  # fmt: skip
+]
 Place = Literal["gpu", "host"]
 Source = Literal["formulas", "simulation", "measurement"]
 COMPONENTS: tuple[Component, ...] = get_args(Component)
@@ -30,7 +39,7 @@ NOT_ALLOCATED: tuple[Component, ...] = ("allocator slack", "cuda context")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """`bytes` of `component` at the fullest moment of `phase`; `detail` says of which kind, `why` how it was found."""
+    """`bytes` of `component` at the peak of `phase`; `detail` is the kind, `why` the reason or formula."""
 
     component: Component
     phase: Phase
@@ -58,12 +67,12 @@ class Ledger:
         return sorted(found, key=lambda moment: (PHASES.index(moment[0]), moment[1]))
 
     def at(self, phase: Phase, rank: int = 0, place: Place = "gpu") -> tuple[Line, ...]:
-        """The lines of one moment."""
+        """The lines of one phase, rank and place."""
         wanted = (phase, rank, place)
         return tuple(line for line in self.lines if (line.phase, line.rank, line.place) == wanted)
 
     def allocated_bytes(self, phase: Phase, rank: int = 0, place: Place = "gpu") -> int:
-        """What tensors and workspaces held at the fullest moment of `phase`."""
+        """Bytes of tensors and workspaces at the peak of `phase`."""
         return sum(line.bytes for line in self.at(phase, rank, place) if line.component not in NOT_ALLOCATED)
 
     def fullest(self, place: Place = "gpu") -> tuple[Phase, int]:
@@ -78,18 +87,18 @@ class Ledger:
         return max((self.allocated_bytes(*moment, place) for moment in self.moments(place)), default=0)
 
     def peak_reserved_bytes(self, place: Place = "gpu") -> int:
-        """The most that the allocator held from the device at once, its slack included."""
+        """The most that the allocator had reserved at once."""
         return max((self._held(*moment, place, ("cuda context",)) for moment in self.moments(place)), default=0)
 
     def peak_bytes(self, place: Place = "gpu") -> int:
-        """The most that the card had to have: reserved memory and the CUDA context."""
+        """The most device memory in use: reserved memory and the CUDA context."""
         return max((self._held(*moment, place, ()) for moment in self.moments(place)), default=0)
 
     def _held(self, phase: Phase, rank: int, place: Place, without: tuple[Component, ...]) -> int:
         return sum(line.bytes for line in self.at(phase, rank, place) if line.component not in without)
 
     def by_component(self, phase: Phase, rank: int = 0, place: Place = "gpu") -> dict[Component, int]:
-        """Bytes of each component at one moment, largest kinds of a component added up, in the order of COMPONENTS."""
+        """Bytes of each component at the peak of a phase, in the order of COMPONENTS."""
         found: dict[Component, int] = {}
         for component in COMPONENTS:
             held = sum(line.bytes for line in self.at(phase, rank, place) if line.component == component)

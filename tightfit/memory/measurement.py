@@ -1,11 +1,10 @@
-"""Measurement: what a real run had in memory, as the same ledger that predicted it.
+"""Measurement: the ledger of a real run.
 
-On a GPU the caching allocator itself says what it handed out and took back, and when (its history); the tracer, which
-runs along, says what each piece was for. Blocks the tracer has never seen belong to kernels: cuBLAS's workspaces and
-what operations hold while they run; host memory that levers keep things in (host.py) is what the tracer saw of it.
-On the CPU the tracer follows every tensor, and that is all there is.
-Either way the result is a `Replay`: bytes after each event, and what was alive at the fullest moment of each phase.
-History and tracer see the whole program from before the model is built; they slow it, so steps are not timed here.
+On a GPU the caching allocator's history has every allocation and free with its time; the tracer, which runs alongside,
+says what each block was for. Blocks that the tracer has not seen belong to kernels: cuBLAS's workspaces and temporary
+memory of operations. Host memory of levers (host.py) is as the tracer saw it. On the CPU the tracer's tensors are all
+there is. Either way the result is a `Replay`: bytes after each event, and what was alive at the peak of each phase.
+History and tracer run from before the model is built; they slow the program, so steps are not timed here.
 """
 
 from bisect import bisect_left
@@ -17,39 +16,39 @@ from time import time_ns
 import torch
 
 from tightfit.memory.allocator import PlainAllocator
-from tightfit.memory.blocks import ALLOCATED, FREED, GIVEN_BACK, TAKEN, Blocks, Event
+from tightfit.memory.blocks import ALLOCATED, FREED, GIVEN_BACK, TAKEN, Event, HistoryBlocks
 from tightfit.memory.ledger import Ledger, Phase
 from tightfit.memory.simulation import dtensor_planning_unseen
-from tightfit.memory.trace import Allocation, Moment, Replay, fullest_of_each_phase, ledger_of, ledger_of_replay
+from tightfit.memory.trace import Allocation, PhasePeak, Replay, ledger_of, ledger_of_replay, peak_of_each_phase
 from tightfit.memory.tracing import Tracer
 
 HISTORY_ENTRIES = 4_000_000
 
 
 class Measuring:
-    """A tracer over a real run; afterwards its replay, its ledger, and where in the replay its last step lies."""
+    """A tracer over a real run; afterwards its replay, its ledger, and the last step's range of events."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.tracer = device, _TimedTracer()
         self.replay = Replay([], [], [], [])
         self.times_us: list[float] | None = None
-        """When each event was, where the allocator says so."""
+        """Times of the events, where the allocator's history has them."""
         self.last_step = slice(0, 0)
         self._step: tuple[_Instant, _Instant] | None = None
 
     @property
-    def moments(self) -> list[Moment]:
+    def peaks(self) -> list[PhasePeak]:
         """The fullest moment of each phase."""
-        return self.replay.moments
+        return self.replay.peaks
 
     @property
-    def fullest(self) -> Moment:
+    def fullest(self) -> PhasePeak:
         """The moment of the peak."""
-        return max(self.moments, key=lambda moment: moment.allocated_bytes)
+        return max(self.peaks, key=lambda moment: moment.allocated_bytes)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What runs inside is one training step, which begins with its forward pass."""
+        """Around one training step, which begins with its forward pass."""
         begin = self.tracer.now()
         self.tracer.begin("forward")
         yield
@@ -58,9 +57,9 @@ class Measuring:
         self._step = begin, self.tracer.now()
 
     def ledger(self) -> Ledger:
-        """What was alive at the fullest moment of each phase."""
-        if self.device.type != "cuda":  # where nothing is kept in reserve
-            exact = (replace(moment, reserved_bytes=moment.allocated_bytes) for moment in self.moments)
+        """What was alive at the peak of each phase."""
+        if self.device.type != "cuda":  # where nothing is reserved
+            exact = (replace(moment, reserved_bytes=moment.allocated_bytes) for moment in self.peaks)
             return ledger_of(exact, "measurement", place="host")
         return ledger_of_replay(self.replay, "measurement", context_bytes=context_bytes())
 
@@ -79,7 +78,7 @@ class Measuring:
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[Measuring]:
-    """Everything allocated on `device` inside the block; begin phases and claim tensors through `.tracer`."""
+    """Measures everything allocated on `device` inside the block; begin phases and claim tensors through `.tracer`."""
     measuring = Measuring(device)
     if device.type != "cuda":
         with measuring.tracer, dtensor_planning_unseen(measuring.tracer):
@@ -100,21 +99,21 @@ def measured(device: torch.device) -> Iterator[Measuring]:
 
 
 def context_bytes() -> int:
-    """What this process holds on the GPU outside the allocator: the CUDA context, loaded kernels and libraries."""
+    """GPU memory of this process outside the allocator: the CUDA context, loaded kernels and libraries."""
     free, total = torch.cuda.mem_get_info()
     return max(0, total - free - torch.cuda.memory_reserved())
 
 
 @dataclass(frozen=True)
 class _Instant:
-    """A point of the run: by the clock, and as the number of events the tracer had seen."""
+    """A point of the run: time, and number of events traced so far."""
 
     time_us: float
     event: int
 
 
 class _TimedTracer(Tracer):
-    """Also notes the address and the time of each allocation, by which the allocator's history knows it."""
+    """Also records address and time of each allocation, by which it is found in the allocator's history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,17 +134,17 @@ class _TimedTracer(Tracer):
         self.births.setdefault(storage.data_ptr(), []).append((time_ns() / 1e3, number))
 
     def named(self, block: Event, size: int) -> Allocation:
-        """What the block of `size` bytes that this event of the history handed out is for."""
+        """The traced allocation of a block of `size` bytes in the history; a kernel's workspace if there is none."""
         births = self.births.get(block["addr"], [])
         at = bisect_left(births, (block["time_us"], -1))
-        made = self.trace.allocations[births[at][1]] if at < len(births) else None
-        if made is None or made.bytes != block["size"]:  # a later tensor in the same place is not this one
+        allocation = self.trace.allocations[births[at][1]] if at < len(births) else None
+        if allocation is None or allocation.bytes != block["size"]:  # a later tensor in the same place is not this one
             return Allocation(size, "workspace", "kernels")
-        return replace(made, bytes=size)
+        return replace(allocation, bytes=size)
 
 
 def replay_of_history(history: Sequence[Event], tracer: _TimedTracer) -> Replay:
-    """The allocator's own account of the run; what was alive is listed for the fullest moment of each phase."""
+    """The replay of the allocator's history, with what was alive at the peak of each phase."""
     totals = list(running_totals(history))
     allocated, reserved = [held for held, _ in totals], [taken for _, taken in totals]
     times = [event["time_us"] for event in history]
@@ -155,7 +154,7 @@ def replay_of_history(history: Sequence[Event], tracer: _TimedTracer) -> Replay:
     for (start, phase), end in zip(starts, ends, strict=True):
         if start < end:
             at = max(range(start, end), key=allocated.__getitem__)
-            occurrences.append(Moment(phase, allocated[at], max(reserved[start:end]), at))
+            occurrences.append(PhasePeak(phase, allocated[at], max(reserved[start:end]), at))
     _list_alive(history, occurrences, tracer)
     return Replay(allocated, reserved, starts, occurrences)
 
@@ -164,7 +163,7 @@ def running_totals(
     history: Sequence[Event], allocated_bytes: int = 0, reserved_bytes: int = 0
 ) -> Iterator[tuple[int, int]]:
     """What is allocated and reserved after each event, from what was before the first."""
-    blocks = Blocks()
+    blocks = HistoryBlocks()
     for event in history:
         size = event["size"]
         allocated_bytes += blocks.grown_by(event)
@@ -172,11 +171,11 @@ def running_totals(
         yield allocated_bytes, reserved_bytes
 
 
-def _list_alive(history: Sequence[Event], occurrences: Sequence[Moment], tracer: _TimedTracer) -> None:
-    wanted = {moment.event for moment in fullest_of_each_phase(occurrences)}
+def _list_alive(history: Sequence[Event], occurrences: Sequence[PhasePeak], tracer: _TimedTracer) -> None:
+    wanted = {moment.event for moment in peak_of_each_phase(occurrences)}
     found = {moment.event: moment for moment in occurrences if moment.event in wanted}
     alive: dict[int, tuple[Event, int]] = {}
-    blocks = Blocks()
+    blocks = HistoryBlocks()
     for at, event in enumerate(history):
         grown = blocks.grown_by(event)
         if event["action"] == ALLOCATED:

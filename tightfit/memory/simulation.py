@@ -1,10 +1,9 @@
-"""Simulation: run a program on fake tensors, as one rank of a world that does not exist, on a device this is not.
+"""Simulation: run the training code on fake tensors as one rank of a fake process group.
 
-Fake tensors have shapes and storages but no bytes, and a fake process group answers for all other ranks, so the real
-training code runs as it is, in seconds and in no memory, for any model and world size. They stand on the CPU (torch
-without CUDA cannot hold fake CUDA tensors through autograd); `cuda_rules` replaces what would differ there.
-Limits: ranks of a pipeline stage are alike (the first is traced), and values are unknown, so routed tokens are taken to
-be balanced.
+Fake tensors have shapes and storages but no bytes, and the fake process group answers for all other ranks, so the real
+training code runs unchanged, in seconds and without memory, for any model and world size. The tensors are on the CPU
+(torch without CUDA aborts on fake CUDA tensors in autograd); `cuda_rules` replaces what would differ there. Limits:
+only the first rank of each pipeline stage is traced, and values are unknown, so MoE routing is assumed balanced.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from tightfit.memory.tracing import Tracer
 
 @contextmanager
 def simulated() -> Iterator[Tracer]:
-    """Inside the block tensors are fake, kernels are a GPU's, and the tracer follows what is allocated."""
+    """Inside the block tensors are fake, attention and workspaces are a GPU's, and the tracer records allocations."""
     tracer = Tracer(cuda_scratch)
     with tracer.listening(), fused_attention(), Faking(tracer), dtensor_planning_unseen(tracer):
         yield tracer
@@ -31,7 +30,7 @@ def simulated() -> Iterator[Tracer]:
 
 @contextmanager
 def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
-    """A process group in which this process is rank `rank` of `ranks` and the others always agree."""
+    """A fake process group in which this process is rank `rank` of `ranks`."""
     if dist.is_initialized():
         raise UserError("a simulated world cannot be made inside a running process group; simulate in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -47,7 +46,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def _shapes_known() -> Iterator[None]:
-    """Pipeline stages of torch 2.13 vote on whether all of them know their shapes; nobody here sends a vote."""
+    """Pipeline stages of torch 2.13 exchange whether all of them know their shapes; here nobody would answer."""
     from torch.distributed.pipelining import PipelineStage
 
     stage: Any = PipelineStage
@@ -63,7 +62,7 @@ def _shapes_known() -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers what it planned with the meshes of this world, and takes another stage's for the same."""
+    """DTensor's sharding cache would take the mesh of another simulated stage for the same one."""
     from torch.distributed.tensor import DTensor
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
@@ -72,7 +71,7 @@ def _forget_meshes() -> None:
 
 
 class FirstChunkOnly(TorchFunctionMode):
-    """While a model is sharded, the first rank's chunk stands for everybody's: cutting a thousand takes minutes."""
+    """While a model is sharded, `torch.chunk` returns the first chunk for every rank: a thousand would take minutes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,7 +83,7 @@ class FirstChunkOnly(TorchFunctionMode):
 
 @contextmanager
 def dtensor_planning_unseen(tracer: Tracer) -> Iterator[None]:
-    """DTensor works out shapes with tensors of the whole size that exist nowhere; the tracer must not count them."""
+    """DTensor propagates shapes with fake tensors of the whole size; the tracer must not count them."""
     from torch.distributed.tensor import DTensor
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator

@@ -1,9 +1,8 @@
-"""Trace: every allocation and free of a run in order, each with what it was for; and its replay through an allocator.
+"""Trace: every allocation and free of a run in order, each with its component; and its replay through an allocator.
 
-A trace is made by tracing tensors (tracing.py), real or fake. Replaying it through the model of the caching allocator
-gives allocated and reserved memory over time, and at the fullest moment of each phase the list of what was alive: that
-list, added up by component, is the ledger. What was made by memory/host.py is in host memory: it goes past the GPU's
-allocator, and has fullest moments of its own.
+Traces come from tracing.py, on real or fake tensors. Replaying one through the model of the caching allocator gives
+allocated and reserved memory over time, and what was alive at the peak of each phase: summed by component, that is the
+ledger. Tensors of memory/host.py are in host memory: they bypass the GPU's allocator and have peaks of their own.
 """
 
 from collections import Counter
@@ -17,7 +16,7 @@ from tightfit.memory.ledger import Component, Ledger, Line, Phase, Place, Source
 
 @dataclass(slots=True)
 class Allocation:
-    """One piece of memory: how large, on which stream, what it is, and which module and operation made it."""
+    """One allocation: size, component, the module and operation that made it, stream and place."""
 
     bytes: int
     component: Component
@@ -29,8 +28,8 @@ class Allocation:
 
 
 @dataclass
-class Moment:
-    """The fullest moment of a phase: bytes then, what was alive, and what the allocator held at the phase's end."""
+class PhasePeak:
+    """The peak of a phase: allocated bytes, what was alive, and bytes reserved by the phase's end."""
 
     phase: Phase
     allocated_bytes: int = 0
@@ -39,9 +38,9 @@ class Moment:
     alive: list[Allocation] = field(default_factory=list)
 
 
-def fullest_of_each_phase(moments: Iterable[Moment]) -> list[Moment]:
-    """Of each phase that occurs several times, the fullest occurrence, with all that was ever reserved during it."""
-    best: dict[Phase, Moment] = {}
+def peak_of_each_phase(moments: Iterable[PhasePeak]) -> list[PhasePeak]:
+    """The largest peak of each phase over its occurrences, with the most reserved in any of them."""
+    best: dict[Phase, PhasePeak] = {}
     for moment in moments:
         held = best.setdefault(moment.phase, moment)
         fuller = moment if moment.allocated_bytes > held.allocated_bytes else held
@@ -51,26 +50,26 @@ def fullest_of_each_phase(moments: Iterable[Moment]) -> list[Moment]:
 
 @dataclass
 class Replay:
-    """Allocated and reserved bytes after each event, where the phases began, and every phase's fullest moment.
+    """Allocated and reserved bytes after each event, the events at which phases start, and the peak of each occurrence.
 
-    `host_occurrences` are the fullest moments of host memory; there are none where nothing is kept there.
+    `host_occurrences` are the peaks of host memory; empty where nothing is offloaded.
     """
 
     allocated_bytes: list[int]
     reserved_bytes: list[int]
     starts: list[tuple[int, Phase]]
-    occurrences: list[Moment]
-    host_occurrences: list[Moment] = field(default_factory=list)
+    occurrences: list[PhasePeak]
+    host_occurrences: list[PhasePeak] = field(default_factory=list)
 
     @property
-    def moments(self) -> list[Moment]:
-        """One moment a phase."""
-        return fullest_of_each_phase(self.occurrences)
+    def peaks(self) -> list[PhasePeak]:
+        """One peak per phase."""
+        return peak_of_each_phase(self.occurrences)
 
     @property
-    def host_moments(self) -> list[Moment]:
-        """One moment a phase, of host memory."""
-        return fullest_of_each_phase(self.host_occurrences)
+    def host_peaks(self) -> list[PhasePeak]:
+        """One peak per phase, of host memory."""
+        return peak_of_each_phase(self.host_occurrences)
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -83,14 +82,14 @@ class Replay:
         return max(self.reserved_bytes, default=0)
 
     @property
-    def fullest(self) -> Moment:
-        """The moment of the run's peak."""
+    def fullest(self) -> PhasePeak:
+        """The run's peak."""
         return max(self.occurrences, key=lambda moment: moment.allocated_bytes)
 
 
 @dataclass
 class Trace:
-    """`events` holds i where allocation i is made and ~i where it is freed; `starts` says where each phase begins.
+    """`events` has i where allocation i is made and ~i where it is freed; `starts` has the first event of each phase.
 
     Events from `step_start` on are one training step, which a replay may repeat.
     """
@@ -105,7 +104,7 @@ class Trace:
         self.starts.append((len(self.events), phase))
 
     def allocate(self, allocation: Allocation) -> int:
-        """Record it, and return the number that frees it."""
+        """Record an allocation; returns its number for `free`."""
         self.allocations.append(allocation)
         self.events.append(len(self.allocations) - 1)
         return len(self.allocations) - 1
@@ -115,7 +114,7 @@ class Trace:
         self.events.append(~number)
 
     def replay(self, allocator: Allocator | None = None, *, steps: int = 2, apart: bool = True) -> Replay:
-        """Run the events through `allocator`, the step `steps` times; host memory `apart`, or through the same."""
+        """Replay the events through `allocator`, the step `steps` times; with `apart` host memory has its own."""
         player = _Player(self, CachingAllocator() if allocator is None else allocator, apart=apart)
         player.play(0, len(self.events))
         if self.step_start is not None:
@@ -125,7 +124,7 @@ class Trace:
 
 
 class _Player:
-    """Replays events, repeated stretches included, and can say what was alive after any of them."""
+    """Replays ranges of events, and lists what was alive at the peaks."""
 
     def __init__(self, trace: Trace, allocator: Allocator, *, apart: bool) -> None:
         self.trace, self.apart = trace, apart
@@ -137,7 +136,7 @@ class _Player:
         self.starts: list[tuple[int, Phase]] = []
 
     def replay(self) -> Replay:
-        """What was played."""
+        """The replay of everything played."""
         host = self._occurrences("host") if self.apart and any(self.allocated["host"]) else []
         return Replay(self.allocated["gpu"], self.reserved, self.starts, self._occurrences("gpu"), host)
 
@@ -151,30 +150,30 @@ class _Player:
 
     def _play(self, event: int) -> None:
         number = max(event, ~event)
-        made = self.trace.allocations[number]
-        allocator, survivor = self.allocators[made.place], self.blocks.pop(number, None)
+        allocation = self.trace.allocations[number]
+        allocator, survivor = self.allocators[allocation.place], self.blocks.pop(number, None)
         if survivor is not None:  # freed, or left over from the last repetition and replaced
             allocator.release(survivor)
         if event >= 0:
-            self.blocks[event] = allocator.allocate(made.bytes, made.stream)
+            self.blocks[event] = allocator.allocate(allocation.bytes, allocation.stream)
         self.played.append(event)
         for place, held in self.allocated.items():
             held.append(self.allocators[place].allocated_bytes)
         self.reserved.append(self.allocators["gpu"].reserved_bytes)
 
-    def _occurrences(self, place: Place) -> list[Moment]:
-        """The fullest moment in `place` of every stretch that belongs to one phase."""
+    def _occurrences(self, place: Place) -> list[PhasePeak]:
+        """The peak in `place` of every occurrence of a phase."""
         moments, allocated = [], self.allocated[place]
         ends = [start for start, _ in self.starts[1:]] + [len(self.played)]
         for (start, phase), end in zip(self.starts, ends, strict=True):
             if start < end:
                 at = max(range(start, end), key=allocated.__getitem__)
                 held = self.reserved[end - 1] if place == "gpu" else allocated[at]
-                moments.append(Moment(phase, allocated[at], held, at))
+                moments.append(PhasePeak(phase, allocated[at], held, at))
         self._list_alive(moments, place)
         return moments
 
-    def _list_alive(self, moments: list[Moment], place: Place) -> None:
+    def _list_alive(self, moments: list[PhasePeak], place: Place) -> None:
         wanted, allocations = {moment.event: moment for moment in moments}, self.trace.allocations
         alive: dict[int, None] = {}
         for at, event in enumerate(self.played):
@@ -187,17 +186,17 @@ class _Player:
 
 
 def ledger_of_replay(replay: Replay, source: Source, *, context_bytes: int = 0) -> Ledger:
-    """Both places' moments as lines."""
-    ledger = ledger_of(replay.moments, source, context_bytes=context_bytes)
-    return ledger.with_lines(ledger_of(replay.host_moments, source, place="host").lines)
+    """The ledger of GPU and host peaks."""
+    ledger = ledger_of(replay.peaks, source, context_bytes=context_bytes)
+    return ledger.with_lines(ledger_of(replay.host_peaks, source, place="host").lines)
 
 
-def ledger_of(moments: Iterable[Moment], source: Source, *, context_bytes: int = 0, place: Place = "gpu") -> Ledger:
-    """Moments as lines; what rounding to blocks adds belongs to the largest line of its moment."""
+def ledger_of(moments: Iterable[PhasePeak], source: Source, *, context_bytes: int = 0, place: Place = "gpu") -> Ledger:
+    """The ledger of phase peaks; what rounding to blocks adds is put on the largest line of each."""
     return Ledger(source, tuple(line for moment in moments for line in _lines(moment, context_bytes, place)))
 
 
-def _lines(moment: Moment, context_bytes: int, place: Place) -> Iterator[Line]:
+def _lines(moment: PhasePeak, context_bytes: int, place: Place) -> Iterator[Line]:
     held: Counter[tuple[Component, str]] = Counter()
     for allocation in moment.alive:
         held[allocation.component, allocation.detail] += allocation.bytes
@@ -212,8 +211,8 @@ def _lines(moment: Moment, context_bytes: int, place: Place) -> Iterator[Line]:
         yield Line(component=component, detail=detail, phase=moment.phase, bytes=count, place=place)
 
 
-def largest_alive(moment: Moment, count: int = 20) -> Sequence[tuple[Allocation, int]]:
-    """The largest kinds of tensors alive at `moment`: one of each kind and how many of them there were."""
+def largest_alive(moment: PhasePeak, count: int = 20) -> Sequence[tuple[Allocation, int]]:
+    """The largest kinds of tensors alive at `moment`: one of each kind, and their number."""
     kinds: Counter[tuple[int, Component, str, str, str]] = Counter()
     for a in moment.alive:
         kinds[a.bytes, a.component, a.detail, _without_number(a.module), a.operation] += 1

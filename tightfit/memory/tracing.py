@@ -1,11 +1,11 @@
-"""Tracing: follow every tensor's memory through a program, on fake tensors or real ones.
+"""Tracing: records every tensor's allocation and free in a program, on fake or real tensors.
 
-A dispatch mode sees each operation's results; a weak reference on each new storage tells when it dies. FSDP2 empties
-and refills storages without an operation, so `UntypedStorage.resize_` is followed too (as torch's own MemTracker does).
-What an operation holds only while it runs is invisible to any dispatch mode; `scratch` says it (cuda_rules.py).
+A dispatch mode sees each operation's results; a weak reference on each new storage tells when it dies. FSDP2 frees and
+reallocates storages without an operation, so `UntypedStorage.resize_` is patched too (as in torch's MemTracker).
+Workspaces are invisible to a dispatch mode; `scratch` computes them (cuda_rules.py).
 
-Who a piece of memory belongs to: parameters, master weights, states and gradients are claimed by whoever knows them;
-the rest follows from when it was made and inside which module.
+Components: parameters, master weights, states and gradients are claimed by the code that knows them; the rest follows
+from the phase and the module in which it was allocated.
 """
 
 import sys
@@ -35,16 +35,16 @@ BACKWARD = ("backward", "first step")
 ENGINE = "_engine_run_backward"
 DISPATCHERS = ("follow", "__torch_dispatch__", "_fn", "inner")
 OWN_REFERENCES = 2
-"""References to a storage that nobody else has: its tensor's, and that of the object we hold to look at it."""
+"""References to a storage that only one tensor uses: the tensor's, and that of the object used to look at it."""
 
 
 def no_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """For devices on which operations are taken to need nothing beside their results."""
+    """The default `Scratch`: no workspaces."""
     return 0
 
 
 class Tracer(TorchDispatchMode):
-    """Fills `trace` while active. `scratch` says what an operation holds while it runs."""
+    """Fills `trace` while active. `scratch` gives the workspace bytes of an operation."""
 
     def __init__(self, scratch: Scratch = no_scratch) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def listening(self) -> Iterator["Tracer"]:
-        """Inside the block all is followed but operations, which whoever runs them gives to `follow`."""
+        """Inside the block resizes and claims are traced; operations must be passed to `follow` by the caller."""
         with _followed_resizes(self), watched(self.told), self._stack:
             try:
                 yield self
             finally:
-                self._known.clear()  # what dies from here on is the end of the program, not part of it
+                self._known.clear()  # storages that die later are not frees of the traced program
 
     def begin(self, phase: Phase) -> None:
         """The program enters `phase`."""
@@ -82,7 +82,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What is made inside is not seen, unless it is claimed later."""
+        """Allocations inside the block are not traced, unless claimed later."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -90,11 +90,11 @@ class Tracer(TorchDispatchMode):
             self.paused = before
 
     def begin_step(self) -> None:
-        """From here on the events are those of one training step."""
+        """Later events are those of one training step."""
         self.trace.step_start = len(self.trace.events)
 
     def claim(self, tensors: Iterable[Tensor], component: Component, detail: str = "") -> None:
-        """These tensors' memory, already seen or not, is `component`."""
+        """Assign these tensors' memory, traced already or not, to `component`."""
         for tensor in tensors:
             for part in _parts(tensor):
                 self._see(part, "")
@@ -105,7 +105,7 @@ class Tracer(TorchDispatchMode):
                     allocation.detail = detail or ("offloaded" if allocation.place == "host" else "")
 
     def told(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
-        """Whoever made `tensor` says what it is for, and whether it is in host memory (memory/host.py)."""
+        """The Watcher of memory/host.py: component and place of a tensor."""
         if component is not None:
             self.claim([tensor], component, detail)
         number, _ = self._known.get(tensor.untyped_storage()._cdata, (None, None))
@@ -113,7 +113,7 @@ class Tracer(TorchDispatchMode):
             self.trace.allocations[number].place = "host"
 
     def claim_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The memory of these parameters' gradients is `gradients`, from the moment backward has made them."""
+        """Assign these parameters' gradients to `gradients` as soon as backward has accumulated them."""
         for parameter in parameters:
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(self._claim_gradient)
@@ -125,10 +125,10 @@ class Tracer(TorchDispatchMode):
             self.claim([parameter.grad], "gradients")
 
     def name_modules(self, model: nn.Module) -> None:
-        """Know inside which module memory is made (linear layers count with the module they are part of)."""
+        """Record in which module memory is allocated (linear layers count as their parent module)."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):  # hooks on them would keep them out of fused operations
+            if isinstance(module, nn.Linear):  # hooks would keep it out of fused operations (`can_fuse`)
                 continue
             handles.append(module.register_forward_pre_hook(_entering(self.modules, name)))
             handles.append(module.register_forward_hook(_leaving(self.modules), always_call=True))
@@ -136,15 +136,15 @@ class Tracer(TorchDispatchMode):
             self._stack.callback(handle.remove)
 
     def loss_follows(self, module: nn.Module) -> None:
-        """The loss begins where a forward pass leaves `module`, the last before the output projection."""
+        """Begin the phase `loss` after the forward of `module`, the last before the output projection."""
         hook = module.register_forward_hook(lambda *_: self.begin("loss") if self.phase == "forward" else None)
         self._stack.callback(hook.remove)
 
     def cut_backward(self, module: nn.Module) -> None:
-        """Begin another stretch of backward where it enters `module`."""
+        """Begin another section of backward where it enters `module`."""
 
-        def watch(layer: nn.Module, arguments: Any, made: Any) -> None:
-            first = made[0] if isinstance(made, tuple) else made
+        def watch(layer: nn.Module, arguments: Any, result: Any) -> None:
+            first = result[0] if isinstance(result, tuple) else result
             if self.phase == "forward" and first.requires_grad:
                 first.register_hook(lambda gradient: self.begin("backward"))
 
@@ -154,30 +154,30 @@ class Tracer(TorchDispatchMode):
         return self.follow(_call, func, types, args, kwargs or {})
 
     def follow(self, run: Run, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The operation's results, by `run`; their memory is followed from here on."""
+        """Run an operation by `run`, tracing its workspace and its results."""
         if func is SKIPPED or self.paused:
             return run(func, types, args, kwargs)
         for kind in types:
             if kind is not FakeTensor and issubclass(kind, _dtensor()):
-                return NotImplemented  # its own local operations come back here
+                return NotImplemented  # DTensor's local operations are traced
         held = self.scratch(func, args, kwargs)
         number = self.trace.allocate(self._scratch(held, func)) if held else None
         summed = self._summed_in_place(args) if func is SUM and self.phase in BACKWARD else None
-        made = run(func, types, args, kwargs)
+        result = run(func, types, args, kwargs)
         if summed is not None:
-            self._take_over(summed, made)
-        elif isinstance(made, Tensor):
-            self._see(made, func)
-        elif isinstance(made, (tuple, list)):
-            for part in made:
+            self._take_over(summed, result)
+        elif isinstance(result, Tensor):
+            self._see(result, func)
+        elif isinstance(result, (tuple, list)):
+            for part in result:
                 if isinstance(part, Tensor):
                     self._see(part, func)
         if number is not None:
             self.trace.free(number)
-        return made
+        return result
 
     def _summed_in_place(self, operands: tuple[Any, ...]) -> int | None:
-        """The storage that autograd would add a second gradient into, which it does not do with fake tensors."""
+        """The storage into which autograd adds a second gradient in place; with fake tensors it allocates a sum."""
         first = operands[0]
         if not isinstance(first, FakeTensor) or not first.is_contiguous() or not _called_by_engine():
             return None
@@ -210,7 +210,7 @@ class Tracer(TorchDispatchMode):
         return weakref.ref(storage, lambda _: self._forget(key))
 
     def remember(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Allocation `number` is this storage; for those who need to know where it is."""
+        """For subclasses: allocation `number` is this storage."""
 
     def _forget(self, key: int) -> None:
         number, _ = self._known.pop(key, (None, None))
@@ -218,7 +218,7 @@ class Tracer(TorchDispatchMode):
             self.trace.free(number)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has been emptied or refilled in place."""
+        """A storage has been freed or reallocated in place."""
         self._forget(storage._cdata)
         if storage.nbytes() and not self.paused:
             owner = _resizing_owner()
@@ -235,7 +235,7 @@ class Tracer(TorchDispatchMode):
         return Allocation(size, *(owner or _belongs(self.phase, module)), module, operation, stream)
 
     def _stream(self) -> int:
-        """Which of the CPU's pretended streams is current; FSDP2 enters those of its collectives there too."""
+        """Index of the current (pretended) CPU stream; FSDP2 uses one for its collectives."""
         stream = torch.cpu.current_stream()
         if stream not in self._streams:
             self._streams.append(stream)
@@ -243,7 +243,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
-    """What memory made in `phase` inside `module` is, unless somebody claims it."""
+    """The component of unclaimed memory allocated in `phase` inside `module`."""
     kind = next((kind for part, kind in KINDS if part in module), "residual stream and tables")
     match phase:
         case "forward" | "evaluation" | "first step":
@@ -258,20 +258,20 @@ def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
 
 
 def _called_by_engine() -> bool:
-    """Whether autograd itself, and no formula or function of somebody's, made this call."""
+    """Whether the autograd engine itself made this call, not a backward formula or function."""
     frame = _caller(sys._getframe(2))
     return frame is not None and frame.f_code.co_name == ENGINE
 
 
 def _caller(frame: Any) -> Any:
-    """The frame that asked for the operation which `frame` is part of following."""
+    """The frame that called the operation, below the dispatch machinery."""
     while frame is not None and frame.f_code.co_name in DISPATCHERS:
         frame = frame.f_back
     return frame
 
 
 def _sharding_owner() -> tuple[Component, str] | None:
-    """What FSDP2 makes empty memory for, by the file that asks for it: gathered weights, or a collective's buffer."""
+    """The component of memory that FSDP2 allocates, by the calling file: gathered weights or a collective's buffer."""
     frame = _caller(sys._getframe(3))
     for _ in range(OWNER_DEPTH):
         if frame is None:
@@ -286,7 +286,7 @@ def _sharding_owner() -> tuple[Component, str] | None:
 
 
 def _to_front(hooks: Any, number: int) -> None:
-    """Call this hook before one that updates the parameter and drops the gradient; autograd goes by insertion."""
+    """Make a hook run before one that updates the parameter and frees the gradient; order is by insertion."""
     others = [(key, hook) for key, hook in hooks.items() if key != number]
     own = hooks[number]
     hooks.clear()
@@ -294,7 +294,7 @@ def _to_front(hooks: Any, number: int) -> None:
 
 
 def _resizing_owner() -> tuple[Component, str]:
-    """Whose memory is refilled in place, by the file that does it: FSDP2's weights, or tensor ranks' streams."""
+    """The component of memory reallocated in place, by the calling file: FSDP2's weights or a block's input."""
     file = sys._getframe(3).f_code.co_filename
     return ("activations", "gathered again") if file.endswith("conjugate.py") else ("weights", "gathered")
 
@@ -322,19 +322,19 @@ def _dtensor() -> Any:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors whose storages a tensor stands for."""
+    """The local tensor of a DTensor; the tensor itself otherwise."""
     yield tensor.to_local() if isinstance(tensor, _dtensor()) else tensor
 
 
 @contextmanager
 def _followed_resizes(tracer: Tracer) -> Iterator[None]:
-    """Tell `tracer` of every storage that is resized in place while it is active."""
+    """Patch `UntypedStorage.resize_` to tell `tracer` of every resize."""
     original: Any = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        made = original(storage, size)
+        result = original(storage, size)
         tracer.resized(storage)
-        return made
+        return result
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
     try:

@@ -1,4 +1,7 @@
-"""A decoder with memory but without values: random numbers that weights overwrite at once cost seconds per billion."""
+"""Decoders with uninitialised weights, and the parameters of a decoder of which this rank has some layers only.
+
+Weights that are loaded right after construction need no random initialisation, which takes seconds per billion.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,8 +16,8 @@ from tightfit.models.spec import ModelSpec
 RANDOM_FILLS = ("normal_", "uniform_", "kaiming_uniform_")
 
 
-class _Uninitialised(TorchFunctionMode):
-    """Skips random fills. Even on the meta device the first one costs 1.5 s, for importing torch's decompositions."""
+class _SkipInit(TorchFunctionMode):
+    """Skips random fills; on the meta device too, where the first one would import torch's decompositions (1.5 s)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -27,35 +30,37 @@ class _Uninitialised(TorchFunctionMode):
 def blank_decoder(
     spec: ModelSpec, device: str | torch.device, dtype: torch.dtype, impl: Implementations | None = None
 ) -> Decoder:
-    """A decoder on `device` whose parameters, of type `dtype`, still have to be filled."""
-    with torch.device("meta"), _Uninitialised():
+    """A decoder on `device` with uninitialised parameters of `dtype`."""
+    with torch.device("meta"), _SkipInit():
         model = Decoder(spec, impl)
     model = model.to(dtype).to_empty(device=device)
     if spec.tied:
-        model.head.weight = model.embed.weight  # to_empty gave each its own memory
+        model.head.weight = model.embed.weight  # to_empty untied them
     return model
 
 
 def whole_state(model: Decoder) -> dict[str, Tensor]:
-    """The state dict of the whole model: what other ranks of a pipeline hold of it is on the meta device."""
+    """The state dict of the whole model; tensors of other pipeline ranks are on the meta device."""
     own: dict[str, Tensor] = model.state_dict()
-    return own if is_complete(model) else {name: own.get(name, t) for name, t in _shape(model).state_dict().items()}
+    if is_complete(model):
+        return own
+    return {name: own.get(name, tensor) for name, tensor in _on_meta(model).state_dict().items()}
 
 
 def whole_parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the whole model, likewise."""
+    """The parameters of the whole model; those of other pipeline ranks are on the meta device."""
     if is_complete(model):
         yield from model.named_parameters()
         return
     own = dict(model.named_parameters())
-    yield from ((name, own.get(name, parameter)) for name, parameter in _shape(model).named_parameters())
+    yield from ((name, own.get(name, parameter)) for name, parameter in _on_meta(model).named_parameters())
 
 
 def is_complete(model: Decoder) -> bool:
-    """Whether no other rank of a pipeline has layers of it."""
+    """Whether all layers are on this rank (no pipeline parallelism)."""
     return len(model.layers) == model.spec.layers
 
 
-def _shape(model: Decoder) -> Decoder:
-    with torch.device("meta"), _Uninitialised():
+def _on_meta(model: Decoder) -> Decoder:
+    with torch.device("meta"), _SkipInit():
         return Decoder(model.spec)

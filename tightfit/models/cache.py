@@ -1,6 +1,6 @@
-"""The key/value cache of one generation: preallocated, filled left to right.
+"""The key/value cache of one generation: allocated once, filled left to right.
 
-Every layer keeps all positions, windowed layers too (their mask hides the rest): simple, and right for any pattern.
+Sliding-window layers keep all positions too; their mask hides those outside the window.
 """
 
 import torch
@@ -18,14 +18,14 @@ class KeyValueCache:
         self.capacity, self.length = capacity, 0
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions of `layer` and return all of them so far."""
+        """Append keys and values [B, kv_heads, T, D] of `layer`; returns those of all positions so far."""
         end = self.length + key.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} positions asked to hold {end}"
-        slots = self.storage[layer, :, :, :, :end]
-        slots[0, :, :, self.length :] = key
-        slots[1, :, :, self.length :] = value
-        return slots[0], slots[1]
+        stored = self.storage[layer, :, :, :, :end]
+        stored[0, :, :, self.length :] = key
+        stored[1, :, :, self.length :] = value
+        return stored[0], stored[1]
 
     def advance(self, count: int) -> None:
-        """Called once every layer has stored `count` new positions."""
+        """Count `count` new positions; called after every layer has stored them."""
         self.length += count

@@ -1,11 +1,10 @@
-"""Which characters of a rendered conversation the assistant says, and from these which tokens.
+"""The loss mask of a conversation: which characters are the assistant's, and so which tokens.
 
-Training on answers only needs to know where they are. Tokenizing the pieces of a conversation one by one gives other
-ids than tokenizing the whole, as inference does; searching for the header's tokens breaks with every new template. So
-the template itself is asked: an answer lies between the conversation before it rendered with the generation prompt,
-and the conversation up to and including it. Both must be beginnings of the whole text, or the answer is elsewhere
-than where it was generated: templates that rewrite history (dropping earlier reasoning, say) fail that, and are refused
-unless they mark answers themselves with `{% generation %}`.
+Tokenizing messages one by one gives other ids than tokenizing the whole text, as inference does; searching for header
+tokens breaks with every new template. So the template tells: an answer starts where the conversation before it,
+rendered with the generation prompt, ends, and it ends where the conversation including it does. Both renderings must
+be prefixes of the whole text. Templates that rewrite history (such as dropping earlier reasoning) fail that and are
+refused, unless they mark answers with `{% generation %}`.
 """
 
 import re
@@ -25,7 +24,7 @@ class Render(Protocol):
 
 
 def has_generation_marks(template: str) -> bool:
-    """Whether the template marks the assistant's words itself."""
+    """Whether the template marks the assistant's text with `{% generation %}`."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
@@ -50,7 +49,7 @@ def answer_spans(messages: Sequence[dict[str, Any]], text: str, render: Render, 
 
 
 def _spoken_length(answer: str, special: frozenset[str]) -> int:
-    """Length of `answer` up to its end-of-turn token: the line break many templates put after it is not spoken."""
+    """Length of `answer` up to and including its end-of-turn token, without the line break templates put after it."""
     stripped = answer.rstrip()
     return len(stripped) if stripped.endswith(tuple(special)) else len(answer)
 

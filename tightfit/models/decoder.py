@@ -1,19 +1,20 @@
 """ONE decoder for every supported family, in plain PyTorch, built from a ModelSpec.
 
-It is a single-device program: parallelism, checkpointing, offload and kernel choices are applied from outside.
-Parameters have our own names (`layers.3.attention.q.weight`); `models/weights.py` maps them to Hugging Face's.
+A single-device model: parallelism, checkpointing and offload are applied from outside, and kernels are chosen by
+`Implementations`. Parameters have our own names (`layers.3.attention.q.weight`); `huggingface/weights.py` maps them.
 Shapes: B batch, T tokens, H hidden size, D head size, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.attention import AttentionImpl, Visibility, attention
-from tightfit.kernels.cross_entropy import capped
-from tightfit.kernels.gated_mlp import can_be_one
+from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
+from tightfit.kernels.cross_entropy import softcapped
+from tightfit.kernels.gated_mlp import can_fuse
 from tightfit.kernels.joint_linear import joint_linear
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
 from tightfit.kernels.rope import rope
@@ -30,28 +31,49 @@ from tightfit.models.spec import ModelSpec, Rope
 class Implementations:
     """Which implementation of each operation the decoder calls."""
 
-    attention: AttentionImpl = "rule"
+    attention: AttentionImpl = "auto"
+    fused_qkv: bool = True
+    """Compute q, k and v in one autograd function where possible (kernels/joint_linear.py)."""
     linear_cross_entropy: LinearCrossEntropyImpl = "auto"
     loss_chunk_bytes: int = CHUNK_BYTES
     norm: Impl = "auto"
     rope: Impl = "auto"
     glu: Impl = "auto"
     vocabulary: VocabularyRows | None = None
-    """The rows of the vocabulary that are here, where other ranks have the rest."""
+    """This rank's rows of the embedding and output projection, where tensor parallelism splits the vocabulary."""
+
+
+class Attend(Protocol):
+    """Attention of one layer, given by whoever keeps keys and values elsewhere."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Of query [B, heads, T, D] and the new key, value [B, kv_heads, T, D]; made is [B, heads, T, D]."""
 
 
 @dataclass
-class Surroundings:
-    """What all layers of one forward share: who sees whom, rope tables, and the cache if there is one."""
+class ForwardContext:
+    """What all layers of one forward pass share: attention mask, cos and sin tables per rope, key/value cache."""
 
-    visible: Visibility
-    ropes: dict[Rope, tuple[Tensor, Tensor]]
+    mask: AttentionMask
+    rope_tables: dict[Rope, tuple[Tensor, Tensor]]
     cache: KeyValueCache | None
+    attend: Attend | None = None
+    """Takes the place of cache and attention."""
 
 
 @dataclass
 class DecoderOutput:
-    """`logits` without labels, the summed `loss` with them; `balance` is routed layers' mean load-balancing loss."""
+    """`logits` without labels, summed `loss` with labels; `balance` is the mean load-balancing loss of MoE layers."""
 
     logits: Tensor | None
     loss: Tensor | None
@@ -70,35 +92,46 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.o = nn.Linear(spec.query_size, spec.hidden_size, bias=spec.output_bias)
-        self.joint = True  # whether queries, keys and values may be one function (parallel/pipeline.py says why not)
+
         self.q_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
         self.k_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, around: Surroundings) -> Tensor:
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self._projected(x))
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        query, key, value = (heads.unflatten(-1, (-1, self.head_dim)) for heads in self._project_qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, heads, T, D]
         if self.rope is not None:
-            cos, sin = around.ropes[self.rope]
+            cos, sin = ctx.rope_tables[self.rope]
             query, key = rope(query, key, cos, sin, impl=self.impl.rope)
-        if around.cache is not None:
-            key, value = around.cache.extend(self.layer, key, value)
-        mixed = attention(
-            query, key, value, around.visible,
-            scale=self.scale, window=self.window, softcap=self.softcap, impl=self.impl.attention,
-        )  # fmt: skip
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        if ctx.attend is not None:
+            attended = ctx.attend(
+                self.layer, query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
+            )
+            return self.o(attended.transpose(1, 2).flatten(2))
+        if ctx.cache is not None:
+            key, value = ctx.cache.extend(self.layer, key, value)
+        attended = attention(
+            query,
+            key,
+            value,
+            ctx.mask,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            impl=self.impl.attention,
+        )
+        return self.o(attended.transpose(1, 2).flatten(2))
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, [B, T, heads · D]."""
-        if self.joint and can_be_one(x, self.q, self.k, self.v):
+        if self.impl.fused_qkv and can_fuse(x, self.q, self.k, self.v):
             return joint_linear(x, self.q.weight, self.k.weight, self.v.weight)
         return self.q(x), self.k(x), self.v(x)
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each on a normed input and added to the residual stream; Gemma norms the outputs too."""
+    """Pre-norm attention and MLP on the residual stream; Gemma-2 and 3 norm their outputs as well."""
 
     def __init__(self, spec: ModelSpec, layer: int, impl: Implementations) -> None:
         super().__init__()
@@ -109,14 +142,14 @@ class Layer(nn.Module):
         self.mlp = RoutedMlp(spec, impl.glu) if spec.is_routed(layer) else Mlp(spec, spec.mlp_size, impl.glu)
         self.mlp_post_norm = make_norm(spec, impl.norm) if spec.sandwich_norms else None
 
-    def forward(self, x: Tensor, around: Surroundings) -> tuple[Tensor, Tensor | None]:
-        """The new residual stream, and the load-balancing loss of a routed layer."""
-        mixed = self.attention(self.attention_norm(x), around)
+    def forward(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """The new residual stream, and the load-balancing loss of an MoE layer."""
+        attended = self.attention(self.attention_norm(x), ctx)
         if self.attention_post_norm is not None:
-            mixed = self.attention_post_norm(mixed)
-        normed, x = self.mlp_norm(mixed, residual=x)
-        made, balance = self.mlp(normed)
-        return x + (made if self.mlp_post_norm is None else self.mlp_post_norm(made)), balance
+            attended = self.attention_post_norm(attended)
+        normed, x = self.mlp_norm(attended, residual=x)
+        out, balance = self.mlp(normed)
+        return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out)), balance
 
 
 class Decoder(nn.Module):
@@ -145,18 +178,18 @@ class Decoder(nn.Module):
     ) -> DecoderOutput:
         """Logits of tokens [B, T] (of the last one with `last_only`), or with `labels` [B, T] their summed loss.
 
-        `divisor` divides the sum, such as by the labels of all micro-batches of a step; dividing the result instead
-        rounds the gradient of the hidden states once more.
-
         `labels[b, t]` is the token that should follow `tokens[b, t]`, −100 where it does not count. `documents[b, t]`
-        numbers the packed document a token belongs to: attention stays inside it and positions restart with it.
+        is the id of the packed document of a token: attention stays inside it and positions restart with it.
+
+        `divisor` divides the summed loss, such as by the number of labels of all micro-batches of a step. Dividing
+        here rather than afterwards rounds the gradient of the hidden states once less.
         """
         positions = self.token_positions(tokens, documents, cache)
-        x = self.embedded(tokens, positions)
-        around = self.surroundings(x, positions, documents, cache)
+        x = self.embed_tokens(tokens, positions)
+        ctx = self.forward_context(x, positions, documents, cache)
         balances: list[Tensor] = []
         for layer in self.layers:
-            x, balance = layer(x, around)
+            x, balance = layer(x, ctx)
             if balance is not None:
                 balances.append(balance)
         if cache is not None:
@@ -164,16 +197,22 @@ class Decoder(nn.Module):
         x = self.norm(x[:, -1:] if last_only else x)
         balance = torch.stack(balances).mean() if balances else None
         if labels is None:
-            return DecoderOutput(capped(self.head(x), self.spec.logit_softcap), None, balance)
-        return DecoderOutput(None, self.loss(x, labels, divisor), balance)
+            logits = softcapped(self.head(x), self.spec.logit_softcap)
+            return DecoderOutput(logits=logits, loss=None, balance=balance)
+        return DecoderOutput(logits=None, loss=self.loss(x, labels, divisor), balance=balance)
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
-        """The summed loss of normed hidden states [B, T, H]."""
+        """Summed cross entropy of normed hidden states [B, T, H]."""
         return linear_cross_entropy(
-            x, self.head.weight, labels,
-            softcap=self.spec.logit_softcap, divisor=divisor,
-            chunk_bytes=self.impl.loss_chunk_bytes, impl=self.impl.linear_cross_entropy, rows=self.impl.vocabulary,
-        )  # fmt: skip
+            x,
+            self.head.weight,
+            labels,
+            softcap=self.spec.logit_softcap,
+            divisor=divisor,
+            chunk_bytes=self.impl.loss_chunk_bytes,
+            impl=self.impl.linear_cross_entropy,
+            rows=self.impl.vocabulary,
+        )
 
     def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """Position of each token in its own document, [B or 1, T]."""
@@ -181,22 +220,26 @@ class Decoder(nn.Module):
         index = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         if documents is None:
             return index
-        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        return index - torch.where(begins, index, 0).cummax(dim=1).values
+        starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        return index - torch.where(starts, index, 0).cummax(dim=1).values
 
-    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The residual stream before the first layer, [B, T, H]."""
         x = self.embed(tokens)
         if self.spec.embedding_scale != 1.0:
             x = x * x.new_full((), self.spec.embedding_scale)  # rounded to the model's dtype, as it was in training
         return x if self.positions is None else x + self.positions(positions)
 
-    def surroundings(
+    def forward_context(
         self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
-    ) -> Surroundings:
-        """What all layers need to know of the tokens."""
-        spec, tokens = self.spec, positions.shape[1]  # of x a rank may have some tokens only
-        length = tokens + (cache.length if cache is not None else 0)
+    ) -> ForwardContext:
+        """Mask and rope tables for tokens at `positions`."""
+        spec = self.spec
+        queries = positions.shape[1]  # not x.shape[1]: under sequence parallelism x has this rank's tokens only
+        keys = queries + (cache.length if cache is not None else 0)
         ropes = {rope for i in range(spec.layers) if (rope := spec.rope_of(i)) is not None}
-        made = {rope: tables(rope, spec.head_dim, spec.max_positions, positions, x.dtype) for rope in ropes}
-        return Surroundings(Visibility(tokens, length, x.device, documents), made, cache)
+        return ForwardContext(
+            mask=AttentionMask(queries, keys, x.device, documents),
+            rope_tables={r: tables(r, spec.head_dim, spec.max_positions, positions, x.dtype) for r in ropes},
+            cache=cache,
+        )

@@ -1,8 +1,8 @@
-"""Continuing a prompt: one prefill, then a token per sequence and step through the key/value cache.
+"""Generation: one prefill of the prompt, then one decoded token per sequence and step through the key/value cache.
 
-The prompt is computed once however many continuations are asked for. Chances come from a generator of our own, so a
-seed gives the same tokens every time and the caller's random state stays as it was. Prompt and continuation together
-never exceed the model's positions: a prompt that leaves no room is an error, a continuation that reaches them ends.
+The prompt is prefilled once for any number of continuations. Sampling uses a torch.Generator of its own: a seed gives
+the same tokens every time, and the global random state is untouched. Prompt and continuation fit the model's positions:
+a prompt that fills them is refused, a continuation that reaches them ends.
 """
 
 from collections import deque
@@ -18,12 +18,13 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 
+NOT_FINITE = "its weights are damaged, or too large for the number format; load another checkpoint, or in float32"
 LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 takes the likeliest; `top_k` 0 and `top_p` 1 leave all of them in play."""
+    """How tokens are sampled. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
 
     max_tokens: int = 128
     temperature: float = 0.8
@@ -45,27 +46,24 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What `sampling` draws from, given logits [..., V]: softened, then cut to the top k, then to the top p of those.
-
-    The top p are the fewest likeliest tokens that together reach p.
-    """
+    """The distribution sampled from, given logits [..., V]: temperature, then top-k, then top-p (nucleus) of those."""
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         best, index = scores.topk(sampling.top_k)
         scores = torch.full_like(scores, -torch.inf).scatter(-1, index, best)
-    chances = scores.softmax(-1)
+    probs = scores.softmax(-1)
     if sampling.top_p < 1:
-        ordered, index = chances.sort(descending=True)
+        ordered, index = probs.sort(descending=True)
         before = ordered.cumsum(-1) - ordered
-        kept = torch.zeros_like(chances).scatter(-1, index, ordered.masked_fill(before >= sampling.top_p, 0))
-        chances = kept / kept.sum(-1, keepdim=True)
-    return chances
+        kept = torch.zeros_like(probs).scatter(-1, index, ordered.masked_fill(before >= sampling.top_p, 0))
+        probs = kept / kept.sum(-1, keepdim=True)
+    return probs
 
 
 def generate(
     model: Decoder, prompt_ids: list[int], sampling: Sampling, *, stop_ids: frozenset[int], count: int = 1
 ) -> Iterator[list[int | None]]:
-    """Step by step the next token of each of `count` continuations; None for those that have come to a stop id."""
+    """Yields, per step, the next token of each of `count` continuations; None for those that reached a stop id."""
     spec = model.spec
     if count < 1:
         raise UserError(f"count is {count}; it must be at least 1")
@@ -77,31 +75,31 @@ def generate(
         raise UserError(
             f"the prompt is {len(prompt_ids)} tokens long and the model has {spec.max_positions} positions; shorten it"
         )
-    return _steps(model, prompt_ids, sampling, stop_ids, count)
+    return _decode(model, prompt_ids, sampling, stop_ids, count)
 
 
-def _steps(
+def _decode(
     model: Decoder, prompt_ids: list[int], sampling: Sampling, stop_ids: frozenset[int], count: int
 ) -> Iterator[list[int | None]]:
     device = model.embed.weight.device
-    random = torch.Generator(device).manual_seed(sampling.seed)
+    generator = torch.Generator(device).manual_seed(sampling.seed)
     steps = min(sampling.max_tokens, model.spec.max_positions - len(prompt_ids))
     logits, cache = _prefill(model, prompt_ids, count, len(prompt_ids) + steps)
-    over = [False] * count
+    finished = [False] * count
     for step in range(steps):
-        chosen = _choose(logits, sampling, random)
-        tokens = chosen.flatten().tolist()
-        over = [ended or token in stop_ids for ended, token in zip(over, tokens, strict=True)]
-        if all(over):
+        sampled = _sample(logits, sampling, generator)
+        tokens = sampled.flatten().tolist()
+        finished = [done or token in stop_ids for done, token in zip(finished, tokens, strict=True)]
+        if all(finished):
             return
-        yield [None if ended else token for ended, token in zip(over, tokens, strict=True)]
+        yield [None if done else token for done, token in zip(finished, tokens, strict=True)]
         if step + 1 < steps:
-            logits = _next_logits(model, chosen, cache)
+            logits = _next_logits(model, sampled, cache)
 
 
 @torch.inference_mode()
 def _prefill(model: Decoder, prompt_ids: list[int], count: int, capacity: int) -> tuple[Tensor, KeyValueCache]:
-    """Logits after the prompt [count, V], and a cache that holds the prompt once per continuation."""
+    """Logits after the prompt [count, V], and a cache with the prompt's keys and values in every row."""
     weight = model.embed.weight
     prompt = KeyValueCache(model.spec, 1, len(prompt_ids) if count > 1 else capacity, weight.device, weight.dtype)
     logits = _next_logits(model, torch.tensor([prompt_ids], device=weight.device), prompt)
@@ -115,25 +113,27 @@ def _prefill(model: Decoder, prompt_ids: list[int], count: int, capacity: int) -
 
 @torch.inference_mode()
 def _next_logits(model: Decoder, tokens: Tensor, cache: KeyValueCache) -> Tensor:
-    """Logits [B, V] of what follows `tokens` [B, T]."""
+    """Logits [B, V] of the token after `tokens` [B, T]."""
     logits = model(tokens, cache=cache, last_only=True).logits
     return logits[:, -1]
 
 
 @torch.inference_mode()
-def _choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> Tensor:
+def _sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """One token per row of `logits`, [B, 1]."""
+    if bool(logits.isnan().any()):
+        raise UserError(f"the model computes values that are no numbers: {NOT_FINITE}")
     if sampling.temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    return torch.multinomial(probabilities(logits, sampling), 1, generator=random)
+    return torch.multinomial(probabilities(logits, sampling), 1, generator=generator)
 
 
 def continue_text(
     loaded: LoadedModel, text: str, sampling: Sampling, *, count: int = 1, chat: bool = False
 ) -> list[Iterator[str]]:
-    """`count` continuations of `text` as streams of pieces; with `chat`, answers to it as a user's message.
+    """`count` continuations of `text` as streams of text; with `chat`, replies to it as a user's message.
 
-    All of them advance together: while one stream is read, the others' pieces wait.
+    All of them advance together: reading one stream buffers the tokens of the others.
     """
     tokenizer = loaded.tokenizer
     if tokenizer is None:
@@ -141,11 +141,11 @@ def continue_text(
     steps = generate(
         loaded.model, prompt_tokens(tokenizer, text, chat=chat), sampling, stop_ids=tokenizer.stop_ids, count=count
     )
-    return [_pieces(tokenizer, column) for column in _columns(steps, count)]
+    return [_detokenized(tokenizer, tokens) for tokens in _per_sequence(steps, count)]
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str, *, chat: bool) -> list[int]:
-    """Token ids of `text` as the model expects a prompt: in its chat template, or after the token that begins texts."""
+    """Token ids of a prompt: in the chat template, or after the beginning-of-text token."""
     if chat:
         rendered = tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
         return tokenizer.encode(rendered, parse_special=True)
@@ -154,11 +154,11 @@ def prompt_tokens(tokenizer: Tokenizer, text: str, *, chat: bool) -> list[int]:
     return ids if first is None or (ids and not tokenizer.adds_bos) else [first, *ids]
 
 
-def _columns(steps: Iterator[list[int | None]], count: int) -> list[Iterator[int]]:
-    """The tokens of each sequence as an iterator of its own, over steps that are taken once."""
-    waiting: list[deque[int]] = [deque() for _ in range(count)]
+def _per_sequence(steps: Iterator[list[int | None]], count: int) -> list[Iterator[int]]:
+    """One iterator per sequence over shared `steps`; tokens of sequences that are not being read are buffered."""
+    buffers: list[deque[int]] = [deque() for _ in range(count)]
 
-    def column(own: deque[int]) -> Iterator[int]:
+    def tokens_of(own: deque[int]) -> Iterator[int]:
         while True:
             while own:
                 yield own.popleft()
@@ -166,15 +166,15 @@ def _columns(steps: Iterator[list[int | None]], count: int) -> list[Iterator[int
                 step = next(steps)
             except StopIteration:
                 return
-            for queue, token in zip(waiting, step, strict=True):
+            for buffer, token in zip(buffers, step, strict=True):
                 if token is not None:
-                    queue.append(token)
+                    buffer.append(token)
 
-    return [column(own) for own in waiting]
+    return [tokens_of(own) for own in buffers]
 
 
-def _pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of `tokens` as it grows, held back while its last character is incomplete."""
+def _detokenized(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Streams the text of `tokens`; bytes of an incomplete UTF-8 character are held back."""
     ids: list[int] = []
     shown = ""
     for token in tokens:

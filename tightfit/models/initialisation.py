@@ -1,15 +1,15 @@
-"""Random weights to start from.
+"""Random initialisation.
 
-Every matrix is normal(0, 1/√fan-in), which keeps activations at size one whatever the width; at 2 500 it is GPT-2's
-0.02. (At width 128, 600 steps of 256 tokens reached a training loss of 5.02 this way, with embeddings at 0.05, and 5.48
-from 0.02.) The two projections of a layer that write into the residual stream are shrunk by √(2 · layers) (GPT-2),
-norms are the identity, biases zero.
+Matrices are normal(0, 1/√fan-in), which keeps activations of size one at any width; at width 2 500 this is GPT-2's std
+of 0.02. (At width 128, 600 steps of 256 tokens reached a training loss of 5.02 this way and 5.48 with std 0.02.)
+The projections into the residual stream (o, down) are divided by √(2 · layers) as in GPT-2; norms start as the
+identity, biases at zero.
 """
 
 import torch
 from torch import Tensor
 
-from tightfit.collectives.shards import copy_whole, described, is_shard, local, splits_of
+from tightfit.collectives.shards import as_dtensor, copy_whole, is_shard, local, splits_of
 from tightfit.models.blank import whole_parameters
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
@@ -21,16 +21,16 @@ INTO_RESIDUAL = ("attention.o.weight", "down.weight", "experts.down")
 def init_weights(model: Decoder, gain: float = 1.0, device: torch.device | None = None) -> None:
     """Draw all weights from torch's global generator; `gain` multiplies every standard deviation.
 
-    The same seed gives the same weights however they are split: a rank draws every parameter whole and keeps its part.
-    And wherever they are: `device` is where they are drawn, theirs unless given.
+    The same seed gives the same weights under every layout: a rank draws each parameter whole and keeps its shard.
+    Values are drawn on `device`, or where each parameter is; the CPU and the GPU draw different numbers.
     """
     splits = splits_of(model)
-    here = device or next(model.parameters()).device
-    for name, held in whole_parameters(model):
-        parameter = described(held, splits.get(name))
-        there = device or (here if held.is_meta else local(parameter).device)
-        if is_shard(parameter) or parameter.device != there:
-            whole = torch.empty(parameter.shape, device=there)
+    default = device or next(model.parameters()).device
+    for name, own in whole_parameters(model):
+        parameter = as_dtensor(own, splits.get(name))
+        target = device or (default if own.is_meta else local(parameter).device)
+        if is_shard(parameter) or parameter.device != target:
+            whole = torch.empty(parameter.shape, device=target)
             _draw(name, whole, model.spec, gain)
             copy_whole(parameter, whole)
         else:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
+from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
 from tightfit.models.blank import blank_decoder
+from tightfit.models.checksums import verify
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
@@ -24,6 +26,8 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
+SMALLEST_DTYPE_BYTES = 2
+"""Of what weights are read from."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -36,18 +40,36 @@ class LoadedModel:
     source: str
 
 
-def load_model(source: str, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """The model at `source` with its weights cast to `dtype`."""
+def load_model(
+    source: str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    verified: bool = True,
+) -> LoadedModel:
+    """The model at `source` with its weights cast to `dtype`, `verified` where they came with checksums."""
     path = _weights_path(source)
     if path.is_file():
         file = GgufFile(path)
         tokenizer = load_gguf_tokenizer(file)
         return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
     spec = resolve_spec(str(path / "config.json"))
+    _require_room_for(spec, path)
     tokenizer = _directory_tokenizer(path)
     model = blank_decoder(spec, device, dtype)
-    _load_directory(model, path)
+    _load_directory(model, path, verified=verified)
     return LoadedModel(model, tokenizer, source)
+
+
+def _require_room_for(spec: ModelSpec, path: Path) -> None:
+    """Refuse a shape whose weights the files cannot hold before memory is taken for it."""
+    files = [file for pattern in ("*.safetensors", "sharded/*") for file in path.glob(pattern) if file.is_file()]
+    held = sum(file.stat().st_size for file in files)
+    if files and spec.params() * SMALLEST_DTYPE_BYTES > held:
+        raise UserError(
+            f"config.json in {path} describes {spec.params():,} parameters, but its weight files have only {held:,} "
+            "bytes; config.json and weights must belong to the same model"
+        )
 
 
 def load_into(model: Decoder, source: str) -> None:
@@ -59,12 +81,20 @@ def load_into(model: Decoder, source: str) -> None:
         _load_directory(model, path)
 
 
-def _load_directory(model: Decoder, path: Path) -> None:
+def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> None:
+    if verified:
+        verify_weights(path)
     if not has_sharded(path):
         return load_weights(model, path)
     from tightfit.models.sharded_weights import load_sharded_weights
 
     load_sharded_weights(model, path)
+
+
+def verify_weights(path: Path) -> None:
+    """Compare the weight files of a directory with its checksums, where it has some."""
+    patterns = ("model*.safetensors", "sharded/*.distcp")
+    verify(path, (file.relative_to(path).as_posix() for pattern in patterns for file in sorted(path.glob(pattern))))
 
 
 def has_sharded(checkpoint: Path) -> bool:
@@ -113,12 +143,8 @@ def _located(source: str) -> Path:
     """The file or directory that `source` means, whether or not it exists."""
     if source == SMOLLM2:
         return smollm2_path()
-    path = Path(source)
-    try:
-        is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
-        path.exists()
-    except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
-        raise UserError(f"{source[:100]!r} is not a name that a file can have") from None
+    path = user_path(source, "model")
+    is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
     if not is_run:
         return path
     found = checkpoints_of(path)

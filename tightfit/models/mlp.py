@@ -1,18 +1,18 @@
-"""The feed-forward half of a layer: dense (gated or plain) or routed to experts.
+"""The MLP of a layer: dense (gated or plain) or a mixture of experts (MoE).
 
-Routing: softmax over all experts in float32, the top k kept, their weights renormalised where the family does so.
-The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4) per layer: E · Σ_e f_e · P_e, where f_e
-is the share of tokens sent to expert e (summing to k) and P_e its mean router probability; k when perfectly balanced.
-Hugging Face multiplies means taken over all layers together instead, where one layer's imbalance can hide another's.
+Routing: softmax over all experts in float32, top k, weights renormalised where the family does so.
+The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4), per layer: E · Σ_e f_e · P_e, where f_e
+is the share of tokens routed to expert e (summing to k) and P_e its mean router probability; it is k when balanced.
+Hugging Face averages f and P over all layers first, where one layer's imbalance can hide another's.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.kernels.gated_mlp import can_be_one, gated_mlp
+from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
 from tightfit.kernels.glu import ACTIVATIONS, glu, relu2
+from tightfit.kernels.routed_mlp import route, routed_mlp
 from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.models.spec import ModelSpec
 
@@ -29,19 +29,19 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         if self.gate is None:
-            return self.down(self._activated(self.up(x))), None
-        if use_triton(self.impl, x) and can_be_one(x, self.gate, self.up, self.down):
+            return self.down(self._activation(self.up(x))), None
+        if use_triton(self.impl, x) and can_fuse(x, self.gate, self.up, self.down):
             weights = self.gate.weight, self.up.weight, self.down.weight
             return gated_mlp(x, *weights, self.activation, impl=self.impl), None
-        # Nobody else keeps what the projections return, so their gradients may take its place.
+        # `overwrite`: the outputs of gate and up are used here only, so backward may write gradients over them.
         return self.down(glu(self.gate(x), self.up(x), self.activation, overwrite=True, impl=self.impl)), None
 
-    def _activated(self, x: Tensor) -> Tensor:
+    def _activation(self, x: Tensor) -> Tensor:
         return relu2(x, impl=self.impl) if self.activation == "relu2" else ACTIVATIONS[self.activation](x)
 
 
 class ExpertWeights(nn.Module):
-    """The weights of all experts of a layer, stacked: [E, F, H], [E, F, H], [E, H, F]."""
+    """The stacked weights of a layer's experts: gate and up [E, F, H], down [E, H, F]."""
 
     def __init__(self, count: int, hidden_size: int, width: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ExpertWeights(nn.Module):
 
 
 class RoutedMlp(nn.Module):
-    """Each token goes through its top-k experts, and through the shared one where the family has it."""
+    """A mixture of experts: every token through its top-k experts, and the shared expert where the family has one."""
 
     def __init__(self, spec: ModelSpec, impl: Impl = "auto") -> None:
         super().__init__()
@@ -72,41 +72,15 @@ class RoutedMlp(nn.Module):
         weights, chosen = probabilities.topk(self.experts_spec.per_token, dim=-1)
         if self.experts_spec.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        rows = self._rows_per_expert(chosen)
-        made = self._through_experts(tokens, weights.to(x.dtype), chosen, rows)
+        routing = route(chosen, self.experts_spec.count)
+        experts = self.experts.gate, self.experts.up, self.experts.down
+        out = routed_mlp(tokens, weights.to(x.dtype), routing, *experts, self.activation, impl=self.impl)
         if self.shared is not None and self.shared_gate is not None:
-            made = made + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)[0]
-        return made.view_as(x), self._balance(probabilities, rows)
+            out = out + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)[0]
+        return out.view_as(x), self._balance_loss(probabilities, routing.offsets)
 
-    def _rows_per_expert(self, chosen: Tensor) -> Tensor:
-        """How many tokens go to each expert, [E]."""
-        flat = chosen.flatten()
-        return flat.new_zeros(self.experts_spec.count).index_add_(0, flat, torch.ones_like(flat))
-
-    def _through_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
-        """Σ_k weight · expert(token): token copies sorted by expert, one contiguous product per expert."""
-        k = self.experts_spec.per_token
-        order = chosen.flatten().argsort(stable=True)
-        source = order // k
-        counts = _evenly(order.numel(), len(rows)) if isinstance(rows, FakeTensor) else rows.tolist()
-        pieces = [
-            F.linear(self._gated(F.linear(part, gate), F.linear(part, up)), down)
-            for part, gate, up, down in zip(
-                tokens[source].split(counts), self.experts.gate, self.experts.up, self.experts.down, strict=True
-            )
-        ]
-        scaled = torch.cat(pieces) * weights.flatten()[order, None]
-        return torch.zeros_like(tokens).index_add(0, source, scaled)
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return glu(gate, up, self.activation, overwrite=True, impl=self.impl)
-
-    def _balance(self, probabilities: Tensor, rows: Tensor) -> Tensor:
-        """E · Σ_e f_e · P_e."""
-        share = rows.to(probabilities.dtype) / len(probabilities)
-        return len(rows) * (share * probabilities.mean(0)).sum()
-
-
-def _evenly(total: int, parts: int) -> list[int]:
-    """As equal whole numbers as there are: where tokens have no values, nobody can say which expert they go to."""
-    return [total // parts + (part < total % parts) for part in range(parts)]
+    def _balance_loss(self, probabilities: Tensor, offsets: Tensor) -> Tensor:
+        """E · Σ_e f_e · P_e; offsets[e] is the number of rows routed to the experts up to e."""
+        load = offsets.diff(prepend=offsets.new_zeros(1))
+        share = load.to(probabilities.dtype) / len(probabilities)
+        return len(load) * (share * probabilities.mean(0)).sum()

@@ -1,6 +1,6 @@
-"""The norms of the supported families: RMSNorm, Gemma's RMSNorm with weights stored minus one, LayerNorm.
+"""The norms of the supported families: RMSNorm, Gemma's RMSNorm (weights stored minus one), LayerNorm.
 
-Called with a `residual` they add it first and return the sum as well: the addition then costs no pass of its own.
+With `residual` the kernel adds it first and returns (norm(x + residual), x + residual): no separate pass for the sum.
 """
 
 import torch
@@ -38,7 +38,7 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(spec: ModelSpec, impl: Impl, size: int | None = None) -> nn.Module:
-    """The norm `spec` asks for, over the hidden size unless `size` is given."""
+    """The norm of `spec`'s family, over the hidden size unless `size` is given."""
     size = spec.hidden_size if size is None else size
     if spec.norm == "layer":
         return LayerNorm(size, spec.norm_eps, impl)

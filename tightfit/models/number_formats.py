@@ -1,4 +1,4 @@
-"""Number formats by the names that jobs give them: what a model computes in, and whether float32 stands behind it."""
+"""The torch dtype of each precision name of a job, and which of them keep float32 master weights."""
 
 import torch
 
@@ -13,5 +13,5 @@ COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {
 
 
 def keeps_master_weights(precision: PrecisionName) -> bool:
-    """Whether float32 copies of the weights are what the optimizer updates."""
+    """Whether the optimizer updates float32 master weights (mixed precision)."""
     return precision in ("bf16", "fp16")

@@ -31,31 +31,45 @@ def _llama3_scaling(factor: float) -> Row:
     return {"rope_type": "llama3", "factor": factor, **bands}
 
 
+def _divisors(numbers: str) -> list[float]:
+    """LongRoPE's divisors, one per rotated pair, from a block of text."""
+    return [float(number) for number in numbers.split()]
+
+
 # LongRoPE divisors as published with microsoft/Phi-3-mini-128k-instruct and microsoft/Phi-4-mini-instruct.
-_PHI3_MINI_LONG = [
-    1.0700000524520874, 1.1200000047683716, 1.149999976158142, 1.4199999570846558, 1.5699999332427979,
-    1.7999999523162842, 2.129999876022339, 2.129999876022339, 3.009999990463257, 5.910000324249268, 6.950000286102295,
-    9.070000648498535, 9.930000305175781, 10.710000038146973, 11.130000114440918, 14.609999656677246,
-    15.409998893737793, 19.809999465942383, 37.279998779296875, 38.279998779296875, 38.599998474121094,
-    40.12000274658203, 46.20000457763672, 50.940006256103516, 53.66000747680664, 54.9373893737793, 56.89738845825195,
-    57.28738784790039, 59.98738479614258, 60.86738586425781, 60.887386322021484, 61.71739196777344, 62.91739273071289,
-    62.957393646240234, 63.41739273071289, 63.8173942565918, 63.83739471435547, 63.897396087646484, 63.93739700317383,
-    64.06739807128906, 64.11434936523438, 64.12435150146484, 64.15435028076172, 64.19435119628906, 64.24435424804688,
-    64.57435607910156, 64.69000244140625, 64.76000213623047,
-]  # fmt: skip
-_PHI3_MINI_SHORT = [
-    1.1, 1.1, 1.1, 1.3000000000000003, 1.3500000000000003, 1.3500000000000003, 1.4000000000000004, 1.5500000000000005,
-    *[2.000000000000001] * 17, *[2.0500000000000007] * 6, 2.1000000000000005, 2.1000000000000005, 2.1500000000000004,
-    *[2.25] * 5, 2.3999999999999995, 2.4499999999999993, 2.499999999999999, 2.6999999999999984, 2.6999999999999984,
-    2.7499999999999982, 2.799999999999998, 2.8999999999999977, 3.049999999999997,
-]  # fmt: skip
-_PHI4_MINI_LONG = [
-    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
-    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
-    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215,
-    18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64,
-    32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
-]  # fmt: skip
+_PHI3_MINI_LONG = _divisors(
+    """
+    1.0700000524520874 1.1200000047683716 1.149999976158142 1.4199999570846558 1.5699999332427979 1.7999999523162842
+    2.129999876022339 2.129999876022339 3.009999990463257 5.910000324249268 6.950000286102295 9.070000648498535
+    9.930000305175781 10.710000038146973 11.130000114440918 14.609999656677246 15.409998893737793 19.809999465942383
+    37.279998779296875 38.279998779296875 38.599998474121094 40.12000274658203 46.20000457763672 50.940006256103516
+    53.66000747680664 54.9373893737793 56.89738845825195 57.28738784790039 59.98738479614258 60.86738586425781
+    60.887386322021484 61.71739196777344 62.91739273071289 62.957393646240234 63.41739273071289 63.8173942565918
+    63.83739471435547 63.897396087646484 63.93739700317383 64.06739807128906 64.11434936523438 64.12435150146484
+    64.15435028076172 64.19435119628906 64.24435424804688 64.57435607910156 64.69000244140625 64.76000213623047
+    """
+)
+_PHI3_MINI_SHORT = _divisors(
+    """
+    1.1 1.1 1.1 1.3000000000000003 1.3500000000000003 1.3500000000000003 1.4000000000000004 1.5500000000000005
+    2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001
+    2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001
+    2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001 2.000000000000001 2.0500000000000007
+    2.0500000000000007 2.0500000000000007 2.0500000000000007 2.0500000000000007 2.0500000000000007
+    2.1000000000000005 2.1000000000000005 2.1500000000000004 2.25 2.25 2.25 2.25 2.25 2.3999999999999995
+    2.4499999999999993 2.499999999999999 2.6999999999999984 2.6999999999999984 2.7499999999999982 2.799999999999998
+    2.8999999999999977 3.049999999999997
+    """
+)
+_PHI4_MINI_LONG = _divisors(
+    """
+    1 1.118320672 1.250641126 1.398617824 1.564103225 1.74916897 1.956131817 2.187582649 2.446418898 2.735880826
+    3.059592084 3.421605075 3.826451687 4.279200023 4.785517845 5.351743533 5.984965424 6.693110555 7.485043894
+    8.370679318 9.36110372 10.4687158 11.70738129 13.09260651 14.64173252 16.37415215 18.31155283 20.47818807
+    22.90118105 25.61086418 28.64115884 32.03 32.1 32.13 32.23 32.6 32.61 32.64 32.66 32.7 32.71 32.93 32.97 33.28
+    33.49 33.5 44.16 47.77
+    """
+)
 
 
 def _longrope(short: list[float], long: list[float]) -> Row:
@@ -64,22 +78,31 @@ def _longrope(short: list[float], long: list[float]) -> Row:
 
 _LLAMA2: Row = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 _LLAMA31 = _LLAMA2 | {
-    "vocab_size": 128_256, "max_position_embeddings": 131_072, "rope_theta": 500_000.0,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
     "rope_scaling": _llama3_scaling(8.0),
-}  # fmt: skip
+}
 _LLAMA32 = _LLAMA31 | {"tie_word_embeddings": True, "rope_scaling": _llama3_scaling(32.0)}
 _SMOLLM2: Row = {
-    "model_type": "llama", "vocab_size": 49_152, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True, "rope_theta": 100_000.0,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 49_152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 100_000.0,
+}
 _MISTRAL: Row = {"model_type": "mistral", "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5}
 _MIXTRAL: Row = {"model_type": "mixtral", "max_position_embeddings": 32_768}
 _QWEN25: Row = {"model_type": "qwen2", "rope_theta": 1_000_000.0, "max_position_embeddings": 131_072}
 _QWEN25_SMALL = _QWEN25 | {"tie_word_embeddings": True, "max_position_embeddings": 32_768}
 _QWEN25_LARGE = _QWEN25 | {"vocab_size": 152_064, "rms_norm_eps": 1e-5}
 _QWEN3: Row = {
-    "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40_960, "rope_theta": 1_000_000.0,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000.0,
+}
 _QWEN3_SMALL = _QWEN3 | {"tie_word_embeddings": True}
 _QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 _GEMMA2: Row = {"model_type": "gemma2"}
@@ -89,11 +112,61 @@ _GEMMA3: Row = {
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
 _GEMMA3_SMALL: Row = {
-    "model_type": "gemma3_text", "vocab_size": 262_144, "max_position_embeddings": 32_768, "sliding_window": 512,
-}  # fmt: skip
+    "model_type": "gemma3_text",
+    "vocab_size": 262_144,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+}
 _PHI3: Row = {"model_type": "phi3"}
 _TINY: Row = {"vocab_size": 512, "max_position_embeddings": 256}
 _TINY_EXPERTS: Row = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_PHI_3_MINI_128K = _PHI3 | {
+    "sliding_window": 262_144,
+    "max_position_embeddings": 131_072,
+    "rope_scaling": _longrope(_PHI3_MINI_SHORT, _PHI3_MINI_LONG),
+}
+_PHI_4 = _PHI3 | {
+    "vocab_size": 100_352,
+    "max_position_embeddings": 16_384,
+    "rope_theta": 250_000.0,
+    "original_max_position_embeddings": 16_384,
+}
+_PHI_4_MINI = _PHI3 | {
+    "vocab_size": 200_064,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "sliding_window": 262_144,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": _longrope([1.0] * 48, _PHI4_MINI_LONG),
+}
+_NANO_LLAMA = _TINY | {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+_TINY_QWEN2_MOE = (
+    _TINY
+    | _TINY_EXPERTS
+    | {
+        "model_type": "qwen2_moe",
+        "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 64,
+    }
+)
+_TINY_GEMMA2 = _TINY | {
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 16,
+}
+_TINY_GEMMA3 = _TINY | {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+}
 
 PRESETS: dict[str, Row] = {
     "llama-2-7b": _row(_LLAMA2, 4096, 11_008, 32, 32, 32),
@@ -131,19 +204,10 @@ PRESETS: dict[str, Row] = {
     "gemma-3-12b": _row(_GEMMA3, 3840, 15_360, 48, 16, 8),
     "gemma-3-27b": _row(_GEMMA3, 5376, 21_504, 62, 32, 16, head_dim=128, query_pre_attn_scalar=168),
     "phi-3-mini-4k": _row(_PHI3, 3072, 8192, 32, 32, 32, sliding_window=2047),
-    "phi-3-mini-128k": _row(
-        _PHI3, 3072, 8192, 32, 32, 32, sliding_window=262_144, max_position_embeddings=131_072,
-        rope_scaling=_longrope(_PHI3_MINI_SHORT, _PHI3_MINI_LONG),
-    ),
+    "phi-3-mini-128k": _row(_PHI_3_MINI_128K, 3072, 8192, 32, 32, 32),
     "phi-3-medium-4k": _row(_PHI3, 5120, 17_920, 40, 40, 10, sliding_window=2047),
-    "phi-4": _row(
-        _PHI3, 5120, 17_920, 40, 40, 10, vocab_size=100_352, max_position_embeddings=16_384, rope_theta=250_000.0,
-        original_max_position_embeddings=16_384,
-    ),
-    "phi-4-mini": _row(
-        _PHI3, 3072, 8192, 32, 24, 8, vocab_size=200_064, max_position_embeddings=131_072, tie_word_embeddings=True,
-        sliding_window=262_144, partial_rotary_factor=0.75, rope_scaling=_longrope([1.0] * 48, _PHI4_MINI_LONG),
-    ),
+    "phi-4": _row(_PHI_4, 5120, 17_920, 40, 40, 10),
+    "phi-4-mini": _row(_PHI_4_MINI, 3072, 8192, 32, 24, 8),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
@@ -151,31 +215,20 @@ PRESETS: dict[str, Row] = {
     "smollm2-135m": _row(_SMOLLM2, 576, 1536, 30, 9, 3),
     "smollm2-360m": _row(_SMOLLM2, 960, 2560, 32, 15, 5),
     "smollm2-1.7b": _row(_SMOLLM2, 2048, 8192, 24, 32, 32, rope_theta=130_000.0),
-    "nano-llama": _row(
-        _TINY, 96, 288, 3, 3, 3, model_type="llama", vocab_size=4096, max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    ),
+    "nano-llama": _row(_NANO_LLAMA, 96, 288, 3, 3, 3),
     "tiny-llama": _row(_TINY, 64, 128, 3, 4, 2, model_type="llama"),
     "tiny-mistral": _row(_TINY, 64, 128, 3, 4, 2, model_type="mistral", sliding_window=16),
     "tiny-mixtral": _row(_TINY, 64, 96, 2, 4, 2, model_type="mixtral", num_local_experts=4),
     "tiny-qwen2": _row(_TINY, 64, 128, 3, 4, 2, model_type="qwen2", tie_word_embeddings=True),
-    "tiny-qwen2-moe": _row(
-        _TINY | _TINY_EXPERTS, 64, 128, 3, 4, 2, model_type="qwen2_moe", mlp_only_layers=[0],
-        shared_expert_intermediate_size=64,
-    ),
+    "tiny-qwen2-moe": _row(_TINY_QWEN2_MOE, 64, 128, 3, 4, 2),
     "tiny-qwen3": _row(_TINY, 64, 128, 3, 4, 2, model_type="qwen3", head_dim=24, tie_word_embeddings=True),
     "tiny-qwen3-moe": _row(_TINY | _TINY_EXPERTS, 64, 128, 2, 4, 2, model_type="qwen3_moe", norm_topk_prob=True),
     "tiny-gemma": _row(_TINY, 64, 128, 3, 4, 1, model_type="gemma", head_dim=16),
-    "tiny-gemma2": _row(
-        _TINY, 64, 128, 4, 4, 2, model_type="gemma2", head_dim=16, query_pre_attn_scalar=24, sliding_window=16,
-    ),
-    "tiny-gemma3": _row(
-        _TINY, 64, 128, 4, 4, 2, model_type="gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=16,
-        sliding_window_pattern=2,
-    ),
+    "tiny-gemma2": _row(_TINY_GEMMA2, 64, 128, 4, 4, 2),
+    "tiny-gemma3": _row(_TINY_GEMMA3, 64, 128, 4, 4, 2),
     "tiny-phi3": _row(_TINY, 64, 128, 3, 4, 2, model_type="phi3", partial_rotary_factor=0.5),
     "tiny-gpt2": _gpt2(64, 3, 4) | {"vocab_size": 512, "n_positions": 256},
-}  # fmt: skip
+}
 
 
 def preset_names() -> tuple[str, ...]:

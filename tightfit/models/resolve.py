@@ -1,11 +1,11 @@
 """From what a user typed to a ModelSpec: a preset's name, a directory with a config.json, or that file itself."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.bounded_files import read_json
 from tightfit.errors import UserError
 from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.presets import PRESETS, preset, suggestion
@@ -15,15 +15,15 @@ LARGEST_CONFIG_BYTES = 16 * 2**20
 
 
 def resolve_spec(source: str) -> ModelSpec:
-    """The shape of the model `source` names; a preset wins over a directory of that name, which `./name` still is."""
+    """The ModelSpec of `source`; a preset wins over a directory of the same name (write `./name` for the directory)."""
     if source in PRESETS:
         return preset(source)
-    path = Path(source)
     try:
+        path = Path(source).expanduser()
         if path.is_dir():
             path = path / "config.json"
         found = path.is_file()
-    except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
+    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, nobody's home
         found = False
     if not found:
         raise UserError(
@@ -33,31 +33,21 @@ def resolve_spec(source: str) -> ModelSpec:
 
 
 def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelSpec:
-    """`spec`, which `source` names, with some of its sizes (or what it either has or has not) changed."""
-    made: dict[str, Any] = {}
+    """`spec`, which `source` names, with some of its sizes or flags changed."""
+    changed: dict[str, Any] = {}
     for name, value in changes.items():
         old = getattr(spec, name, None) if name in ModelSpec.__dataclass_fields__ else None
         if not isinstance(old, int):
             raise UserError(f"model.shape.{name} is not a size of a model; see `tightfit models {source}`")
         if isinstance(old, bool) and value not in (0, 1):
             raise UserError(f"model.shape.{name} is {value}, but a model has that or not; say true or false")
-        made[name] = type(old)(value)
-    return replace(spec, **made)
+        changed[name] = type(old)(value)
+    return replace(spec, **changed)
 
 
 def read_config(path: Path) -> Any:
     """The JSON value in the file `path`."""
-    try:
-        if path.stat().st_size > LARGEST_CONFIG_BYTES:
-            raise UserError(f"{path} is larger than {LARGEST_CONFIG_BYTES >> 20} MiB; that is no model config")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).split("\n", 1)[0]
-        raise UserError(f"{path} is not JSON ({reason}); download or write it again") from None
+    return read_json(path, LARGEST_CONFIG_BYTES, "a model config", remedy="download or write it again")
 
 
 def _shown(source: str) -> str:

@@ -3,8 +3,8 @@
 RoPE (Su et al. 2021) turns pair (i, i + d/2) of each head by position × θ^(−2i/d). Longer contexts stretch the
 frequencies: linear interpolation; dynamic NTK; YaRN (Peng et al. 2023); Llama-3's smoothed band; LongRoPE (Ding et al.
 2024). Angles are computed in float32 whatever the model's dtype: in bf16 positions above 256 are no longer distinct.
-Dynamic NTK and LongRoPE depend on the longest sequence present, as in transformers; it stays a tensor, so that no GPU
-has to be waited for. Keys already in a cache keep the frequencies they were turned by when that length grows.
+Dynamic NTK and LongRoPE depend on the longest sequence in the batch, as in transformers; it stays a tensor, to avoid a
+GPU synchronisation. Keys already in a cache keep the frequencies they were rotated by when that length grows.
 """
 
 import math

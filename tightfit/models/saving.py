@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from tightfit.durable import durable_directory
 from tightfit.errors import UserError
+from tightfit.models.checksums import write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import save_weights
@@ -47,17 +48,20 @@ def write_config(folder: Path, spec: ModelSpec, tokenizer: Tokenizer | None, dty
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def export_model(source: str, target: Path, *, form: Literal["hf", "gguf"], dtype: ExportDtype) -> Export:
+def export_model(
+    source: str, target: Path, *, form: Literal["hf", "gguf"], dtype: ExportDtype, verified: bool = True
+) -> Export:
     """Load the model at `source` and write it to `target`, which must not exist."""
     if target.exists():
         raise UserError(f"{target} exists already; name a new place or remove it first")
     if form == "hf" and dtype == "q8_0":
         raise UserError("dtype q8_0 is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
-    loaded = load_model(source)
+    loaded = load_model(source, verified=verified)
     with _writing(target):
         if form == "hf":
             with durable_directory(target) as folder:
                 write_model(folder, loaded.model, loaded.tokenizer, TORCH_DTYPES[dtype])
+                write_checksums(folder)
         else:
             from tightfit.models.gguf.model import write_gguf
 

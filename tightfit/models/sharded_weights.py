@@ -1,10 +1,11 @@
-"""Weights in the pieces in which ranks held them: the `sharded` folder of a checkpoint (torch.distributed.checkpoint).
+"""Sharded weights: the `sharded` folder of a checkpoint (torch.distributed.checkpoint), one shard per rank.
 
-Every piece says which part of which tensor it is, so any layout, and a single process, can read what it needs: no rank
-talks to another, and none holds more than its own part. Tensors are called as ours are, behind a prefix.
-The index is read so that it cannot run code (piece_reader.py).
+The index says which region of which tensor a shard is, so any layout, and a single process, can load it: without
+communication, and without holding more than its own shards. Tensor names are ours behind a prefix.
+The index is a pickle; piece_reader.py reads it without running code.
 """
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,31 +24,31 @@ PREFIX = "weights/"
 
 
 def weights_of(model: Decoder) -> dict[str, Tensor]:
-    """The weights that are here, by the names they are stored under; a tied output projection is the embedding."""
+    """This rank's weights by stored name; a tied output projection is stored as the embedding only."""
     own = model.state_dict()
     tied = model.spec.tied
     return {f"{PREFIX}{name}": tensor for name, tensor in own.items() if not (tied and name == "head.weight")}
 
 
 def load_sharded_weights(model: Decoder, checkpoint: Path) -> None:
-    """Fill what is here of `model`, cast to its dtype."""
+    """Load this rank's weights of `model`, cast to its dtype."""
     read_pieces(weights_of(model), checkpoint)
 
 
 def read_pieces(wanted: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Fill these tensors, or the parts of them that are here, in place."""
+    """Load these tensors (of DTensors, this rank's shards) in place."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
             reader = PieceReader(checkpoint / FOLDER)
             reader.read_metadata()  # torch 2.11 would not say what is wrong with it
             load(dict(wanted), storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise _damaged(checkpoint, error) from None
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """What the pieces are of: dtype and shape of every whole tensor, by the name it is stored under."""
+    """Dtype and shape of every whole tensor, by stored name."""
     try:
         index = PieceReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
 """ModelSpec: the shapes of a decoder, and nothing else.
 
-One frozen type covers every family we support, dense or mixture-of-experts. It is what the planner counts
-with and what the decoder is built from, so it imports neither torch nor transformers. Sizes follow the names
-of the papers; anything that can be derived (parameter counts, which layers look through a window) is a method.
+One frozen type covers every supported family, dense or mixture of experts. The planner counts with it and the decoder
+is built from it, so it imports neither torch nor transformers. Whatever can be derived (parameter counts, which layers
+have a sliding window) is a method.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from tightfit.errors import UserError
 Norm = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 RopeScaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"]
+SIZES = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "mlp_size", "max_positions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +91,7 @@ class ModelSpec:
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "mlp_size",
-            "max_positions",
-        ):
+        for name in SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"model {name} is {value!r}; it must be a whole number of at least 1")
@@ -118,7 +110,7 @@ class ModelSpec:
             )
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens back layer `layer` sees, itself included; None means all of them."""
+        """The attention window of layer `layer` in tokens, the query included; None means unlimited."""
         return self.window if layer in self.window_layers else None
 
     def rope_of(self, layer: int) -> Rope | None:

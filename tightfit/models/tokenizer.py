@@ -11,13 +11,16 @@ Not for tokenizers that exist only as Python code: nothing from a model's direct
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import UserError
 from tightfit.models.chat_spans import Span, answer_spans, has_generation_marks, token_mask
+from tightfit.models.template_limits import limited
+from tightfit.models.tokenizer_file import check_tokenizer_files
 
 if TYPE_CHECKING:
     import tokenizers
@@ -109,27 +112,35 @@ class Tokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
-        try:
-            found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-        except TypeError:
-            found = self._plain.encode_batch_fast([_mended(text) for text in texts], add_special_tokens=False)
+        with _panics_told():
+            try:
+                found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+            except TypeError:
+                found = self._plain.encode_batch_fast([_mended(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 (half a character) show as U+FFFD."""
-        return self._plain.decode(list(ids), skip_special_tokens=skip_special)
+        with _panics_told():
+            return self._plain.decode(list(ids), skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins."""
-        return self._render(messages, add_generation_prompt)[0]
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins.
+
+        `tools` are functions the model may call, in OpenAI's words; templates that know none pass over them.
+        """
+        return self._render(messages, add_generation_prompt, tools)[0]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Token ids of the whole conversation, and for each whether the assistant says it.
 
         An answer is its text and the token that ends the turn, without the header before it.
         """
-        text, marked = self._render(messages, False)
-        spans = marked if has_generation_marks(self.chat_template or "") else self._answer_spans(messages, text)
+        with limited(sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))):
+            text, marked = self._render(messages, False)
+            spans = marked if has_generation_marks(self.chat_template or "") else self._answer_spans(messages, text)
         encoding = self._encoding(text, True)
         return list(encoding.ids), token_mask(encoding.offsets, spans, len(text))
 
@@ -162,36 +173,27 @@ class Tokenizer:
         return backend
 
     def _encoding(self, text: str, parse_special: bool) -> "tokenizers.Encoding":
-        backend = self._parsing if parse_special else self._plain
-        try:
-            return backend.encode(text, add_special_tokens=False)
-        except TypeError:
-            return backend.encode(_mended(text), add_special_tokens=False)
+        with _panics_told():
+            backend = self._parsing if parse_special else self._plain
+            try:
+                return backend.encode(text, add_special_tokens=False)
+            except TypeError:
+                return backend.encode(_mended(text), add_special_tokens=False)
 
     def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
         return answer_spans(messages, text, self.render_chat, frozenset(self.special_tokens.values()))
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
         """The rendered conversation and what `{% generation %}` marks in it, if the template has such marks."""
-        from transformers.utils import chat_template_utils
+        from tightfit.models.chat_template import chat_template
 
         template = self.chat_template
         if template is None:
             raise UserError("the tokenizer has no chat template, so it cannot lay out a conversation; use plain text")
-        conversation = _checked(messages)
-        render: Any = chat_template_utils.render_jinja_template  # its declared return type is not what it returns
-        try:
-            texts, spans = render(
-                [conversation],
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                return_assistant_tokens_mask=has_generation_marks(template),
-                **self._wrapped.special_tokens_map,
-            )
-        except Exception as error:  # a template is its author's program and fails in its own ways
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"the model's chat template rejects a conversation of {roles}: {error}") from error
-        return texts[0], [(start, end) for start, end in spans[0]] if spans else []
+        values = {**self._wrapped.special_tokens_map, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        return chat_template(template).render(_checked(messages), **values)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -201,13 +203,14 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory; give one that holds tokenizer.json")
+    check_tokenizer_files(directory)
     found = (directory / "tokenizer.json").is_file()
     try:
         reader: Any = PreTrainedTokenizerFast if found else AutoTokenizer
         wrapped = reader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         made = Tokenizer(wrapped)
         made.encode("Aé 1")
-    except (KeyboardInterrupt, SystemExit):
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the Rust side panics on some broken files, and a panic is no Exception
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -248,6 +251,18 @@ def digits_apart() -> "tokenizers.pre_tokenizers.PreTokenizer":
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+
+
+@contextmanager
+def _panics_told() -> Iterator[None]:
+    """What the Rust library fails with (an expression that gives up, a token that is not there) as a sentence."""
+    try:
+        yield
+    except (TypeError, UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is no Exception
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"the tokenizer fails on a text ({why}); its tokenizer.json may be damaged") from error
 
 
 def _mended(text: str) -> str:

@@ -1,10 +1,9 @@
-"""Levers and splits put on a decoder, in one order: tensor split, loss, fp8, tiling, checkpointing, data parallelism.
+"""Applies levers and parallelism to a decoder in one order: tensor, loss, fp8, tiling, checkpointing, data or pipeline.
 
-Tiling and checkpointing change what a layer's forward is, and data parallelism hooks itself around that forward:
-recomputing inside the hooks finds the weights that backward has gathered anyway. Tensor parallelism cuts weights before
-they have memory (`cut`) and puts its collectives around a layer's blocks, inside all others. Weights of a model that is
-sharded are given values afterwards (each rank fills its rows); a model that is replicated must have its values and its
-dtype before. `train/assembly.py` does both, with the optimizer.
+Tensor parallelism comes first (`cut`): it cuts weights on the meta device and puts collectives around attention and
+MLP, inside everything else. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
+that recomputation uses the weights all-gathered for backward. Sharded weights are filled afterwards (each rank its
+shards); a replicated model must have its values and dtype before. `train/assembly.py` does both, with the optimizer.
 """
 
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tightfit.collectives.shards import splits_of
-from tightfit.errors import UserError
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refuse_untrainable
+from tightfit.jobs.rules.rule import Run
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.fp8 import use_fp8
 from tightfit.levers.loss import choose_loss
@@ -25,29 +25,28 @@ from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
-from tightfit.parallel.tensor import refusal, tensor_parallel
-from tightfit.plan.runnable import not_yet
+from tightfit.parallel.tensor import tensor_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
-    """Leave of the weights what this rank has of each, before they have values. Comes before `apply`, and once."""
-    refuse_what_cannot_run(layout, levers)
-    if sentence := refusal(model.spec, layout, levers):
-        raise UserError(sentence)
+    """Cut weights to this rank's tensor-parallel shards, before they have values. Once, before `apply`."""
+    refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
 
 
 def apply(
-    model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName,
+    model: Decoder,
+    mesh: DeviceMesh | None,
+    layout: Layout,
+    levers: Levers,
+    precision: PrecisionName,
     inside_checkpoints: Callable[[Decoder], None] | None = None,
-) -> nn.Module:  # fmt: skip
-    """What to call for forward and backward: the decoder itself, sharded in place or not, or DDP around it.
+) -> nn.Module:
+    """The module to call for forward and backward: the decoder (FSDP2 shards it in place), DDP or a pipeline around it.
 
-    `inside_checkpoints` changes layers' forward once more before they are checkpointed: what it adds is done again
-    when they are computed again.
+    `inside_checkpoints` wraps the layers' forward before checkpointing does, so that recomputation runs it again.
     """
-    refuse_what_cannot_run(layout, levers)
     choose_loss(model, levers)
     use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and levers.offload != "weights")
     tile_layers(model, levers.tiles)
@@ -61,9 +60,3 @@ def apply(
     if layout.zero == 0:
         return replicate(model, mesh["data"])
     return shard(model, sharding_axes(mesh), layout.zero, precision)
-
-
-def refuse_what_cannot_run(layout: Layout, levers: Levers) -> None:
-    """A sentence for what can be planned but not yet trained."""
-    if sentence := not_yet(layout, levers):
-        raise UserError(sentence)

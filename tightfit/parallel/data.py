@@ -1,23 +1,23 @@
 """Data parallelism: every rank trains on its own rows, and gradients are summed over ranks.
 
-Summed, not averaged: the loss is already divided by the counted tokens of the whole step, over all ranks. The engines
-are torch's, DDP for `zero: 0` and FSDP2 for the others, with one group per layer, one for an untied embedding, and the
-root, which has the final norm, the head and a tied embedding (whose fused loss reads the head's weight: it is whole
-there, because the root is gathered for all of forward and backward).
+Summed, not averaged: the loss is already divided by the counted tokens of the whole step, over all ranks. `zero: 0` is
+torch's DDP, the others FSDP2 with one group per layer, one for an untied embedding, and the root, which has the final
+norm, the head and a tied embedding. (The fused loss reads the head's weight directly: it is whole there, because the
+root stays all-gathered through forward and backward.)
 
 What a rank of N holds per parameter in mixed precision (bf16 or fp16 with float32 masters), M micro-batches a step:
 
-| zero | weights | gradients | masters and moments | gathered meanwhile |
+| zero | weights | gradients | masters and moments | all-gathered weights |
 |---|---|---|---|---|
 | 0 | 2 | 2, in DDP's buckets, which stay between steps | 12 | – |
 | 1 | – | 4/N; with M > 1 also 4 from the first micro-batch to the last | 12/N | 2, forward to the end of the step |
 | 2 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, forward to the end of the step |
 | 3 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, root and about two layers at a time |
 
-DDP's buckets are where its gradients lie; they are zeroed after a step, not freed. (The first step, before they lie
-there, and the second, when DDP puts its buckets in the order of backward, hold them twice where M > 1.)
-FSDP2's float32 shards are the master weights; a 16-bit copy exists only while gathered. It reduces in float32, so what
-is kept of gradients is float32 as well. With fp32 nothing is narrowed, and with pure-bf16 all of it is bf16.
+DDP's gradients are views of its buckets; they are zeroed after a step, not freed. (The first step, before they are
+views, and the second, when DDP reorders its buckets as backward ran, hold them twice where M > 1.)
+FSDP2's float32 shards are the master weights; a 16-bit copy exists only while all-gathered. It reduces in float32, so
+sharded gradients are float32 as well. With fp32 nothing is cast, and with pure-bf16 everything is bf16.
 
 What a rank sends per parameter and step, in elements (all-reduce is reduce-scatter and all-gather):
 
@@ -31,8 +31,8 @@ What a rank sends per parameter and step, in elements (all-reduce is reduce-scat
 Hybrid sharding (`layout.shard_inside`) puts the number of ranks in a group in place of N, and adds one all-reduce of a
 rank's float32 shard of gradients over the groups, at the last micro-batch.
 
-Zero 1 and 2 keep weights gathered until the step's last backward: gathering them again for each micro-batch would free
-nothing at the peak. Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP).
+Zero 1 and 2 keep weights all-gathered until the step's last backward: resharding between micro-batches would not lower
+the peak. Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP).
 """
 
 from collections.abc import Iterator
@@ -55,17 +55,17 @@ from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
 
 
 def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
-    """Zero 0. `model` must already have the dtype it trains in; every rank gets the first rank's weights."""
-    fake = isinstance(model.embed.weight, FakeTensor)  # without values there is nothing to send or to compare
+    """Zero 0: DDP. `model` must already have the dtype it trains in; every rank gets the first rank's weights."""
+    fake = isinstance(model.embed.weight, FakeTensor)  # fake tensors have no values to broadcast
     replica = DistributedDataParallel(
         model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True, init_sync=not fake
     )
-    replica.register_comm_hook(mesh.get_group("data"), _summed)
+    replica.register_comm_hook(mesh.get_group("data"), _sum_hook)
     return replica
 
 
-def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """DDP's own reduction divides by the number of ranks, and multiplying it back would round."""
+def _sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """All-reduce by sum. DDP's own reduction divides by the number of ranks; multiplying that back would round."""
     gradients: Tensor = bucket.buffer()
     work = dist.all_reduce(gradients, group=group, async_op=True)
     assert work is not None
@@ -73,50 +73,52 @@ def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]
 
 
 def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName) -> Decoder:
-    """Zero 1, 2 or 3, in place. `model` may be on the meta device; `materialise` gives it memory afterwards."""
-    _show_outputs_to_hooks()
-    policy = _policy(precision)
-    parts: list[nn.Module | None] = [*model.layers, None if model.spec.tied else model.embed]
-    for part in filter(None, parts):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    """Zero 1, 2 or 3: FSDP2, in place. `model` may be on the meta device; `materialise` allocates it afterwards."""
+    _register_output_type()
+    policy = _mixed_precision(precision)
+    modules: list[nn.Module | None] = [*model.layers, None if model.spec.tied else model.embed]
+    for module in filter(None, modules):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)  # its gradient does not depend on its weight
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in _sharded(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # else the factor becomes an operation that gloo lacks
-    vars(model)["zero"] = zero  # what `micro_batch` goes by
+    for group in _fsdp_modules(model):
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)  # else it uses PREMUL_SUM, which gloo lacks
+    vars(model)["zero"] = zero  # read by `micro_batch`
     return model
 
 
-def _policy(precision: PrecisionName) -> MixedPrecisionPolicy:
-    """Masters are gathered narrowed, everything else as it is. Inputs are not cast: tokens are integers, and layers
-    are given what the embedding made."""
+def _mixed_precision(precision: PrecisionName) -> MixedPrecisionPolicy:
+    """Float32 masters are all-gathered in 16 bits and gradients reduced in float32; other precisions as they are.
+
+    Inputs are not cast: tokens are integers, and layers get what the embedding returned.
+    """
     if not keeps_master_weights(precision):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(COMPUTE_DTYPES[precision], torch.float32, cast_forward_inputs=False)
 
 
-def _show_outputs_to_hooks() -> None:
-    """FSDP2 finds tensors to hook backward to by flattening outputs; before torch 2.13 not inside dataclasses."""
+def _register_output_type() -> None:
+    """Before torch 2.13, FSDP2 finds output tensors (for its backward hooks) in dataclasses only if registered."""
     if DecoderOutput not in _pytree.SUPPORTED_NODES:
         _pytree.register_dataclass(DecoderOutput)
 
 
 def materialise(model: Decoder, device: torch.device) -> None:
-    """Memory for the shards of a model made on the meta device; values are still to come."""
+    """Allocate, uninitialised, the shards of a model made on the meta device."""
     model.to_empty(device=device)
-    if model.spec.tied and model.head is not None:  # which a middle stage of a pipeline has not
+    if model.spec.tied and model.head is not None:  # middle pipeline stages have no head
         model.head.weight = model.embed.weight
 
 
-def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 @contextmanager
 def micro_batch(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around forward and backward of a micro-batch: when ranks meet over gradients, and let go of gathered weights."""
+    """Around forward and backward of a micro-batch: whether it reduces gradients and reshards weights."""
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
             yield
@@ -124,12 +126,12 @@ def micro_batch(model: nn.Module, *, last: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         root: Any = model
         root.set_requires_gradient_sync(last or root.zero > 1)
-        root.set_requires_all_reduce(last)  # between groups that each hold a copy, where there are several
+        root.set_requires_all_reduce(last)  # over the replicas of hybrid sharding
         root.set_reshard_after_backward(last or root.zero == 3)
     yield
 
 
-def rest(model: nn.Module) -> None:
-    """Let go of weights that a forward without backward has left gathered."""
-    for module in _sharded(model):
+def reshard_all(model: nn.Module) -> None:
+    """Reshard weights that a forward without backward has left all-gathered."""
+    for module in _fsdp_modules(model):
         module.reshard()

@@ -1,9 +1,9 @@
-"""Named tensors of which every rank holds parts, whole on the first process and nowhere else.
+"""Gathers sharded tensors whole onto the first process only.
 
-A collective for each tensor, as DTensor makes them, costs more time than a small model's step does, and gives every
-rank all of it. Here ranks tell each other what they hold and where it belongs; then each sends the first process, many
-parts in one message, what no rank before it holds. So many bytes are on their way at a time: `BATCH_BYTES`, or one
-tensor if that is larger. Messages go through host memory.
+DTensor's `full_tensor` is a collective per tensor, which takes longer than a small model's step, and gives every rank
+the whole. Here ranks exchange descriptions of their shards; then each sends the first process, many shards per message,
+those that no earlier rank holds. At most `BATCH_BYTES` are in flight (or one tensor, if larger). Messages go through
+host memory.
 """
 
 import math
@@ -14,59 +14,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.collectives.shards import local, place
+from tightfit.collectives.shards import local, local_region
 from tightfit.parallel.ranks import Ranks
 
 BATCH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Part:
-    """Where a process's part of a tensor lies in the whole."""
+class Shard:
+    """Which region of the tensor `name` a process holds."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the whole tensor."""
     dtype: torch.dtype
-    place: tuple[tuple[int, int], ...]
+    region: tuple[tuple[int, int], ...]
+    """Start and length along each dimension."""
 
     @property
-    def counts(self) -> list[int]:
-        """Elements along each dimension."""
-        return [count for _, count in self.place]
+    def lengths(self) -> list[int]:
+        """The shape of the shard."""
+        return [length for _, length in self.region]
 
     @property
-    def part_bytes(self) -> int:
-        """Of this part."""
-        return math.prod(self.counts) * self.dtype.itemsize
+    def shard_bytes(self) -> int:
+        """Bytes of the shard."""
+        return math.prod(self.lengths) * self.dtype.itemsize
 
     @property
     def whole_bytes(self) -> int:
-        """Of the tensor it is a part of."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def gathered_here(parts: Mapping[str, Tensor], ranks: Ranks) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor of the model, whole, on the first process (None on others), whoever holds its parts."""
-    own = [Part(name, tuple(t.shape), t.dtype, place(t)) for name, t in parts.items()]
-    everyones = [own]
+def gather_to_first(tensors: Mapping[str, Tensor], ranks: Ranks) -> Iterator[tuple[str, Tensor | None]]:
+    """Every tensor that any process holds shards of: whole on the first process, None on the others."""
+    own = [Shard(name, tuple(t.shape), t.dtype, local_region(t)) for name, t in tensors.items()]
+    by_process = [own]
     if ranks.processes > 1:
-        everyones = [[] for _ in range(ranks.processes)]
-        dist.all_gather_object(everyones, own)
-    for batch in _batches(everyones):
-        needed = _needed(everyones, batch)
+        by_process = [[] for _ in range(ranks.processes)]
+        dist.all_gather_object(by_process, own)
+    for batch in _batches(by_process):
+        needed = _without_copies(by_process, batch)
         if ranks.first:
-            yield from _assembled(parts, batch, needed)
+            yield from _assemble(tensors, batch, needed)
             continue
         if needed[ranks.process]:
-            dist.send(_message(parts, needed[ranks.process]), dst=0)
+            dist.send(_message(tensors, needed[ranks.process]), dst=0)
         yield from ((name, None) for name in batch)
 
 
-def _batches(everyones: Sequence[Sequence[Part]]) -> Iterator[list[str]]:
-    """Names, by the first process that holds a part; as many at a time as may be on their way."""
+def _batches(by_process: Sequence[Sequence[Shard]]) -> Iterator[list[str]]:
+    """Tensor names in batches of at most BATCH_BYTES, ordered by the first process that holds a shard."""
     sizes: dict[str, int] = {}
-    for held in everyones:
-        sizes |= {part.name: part.whole_bytes for part in sorted(held, key=lambda p: p.name) if part.name not in sizes}
+    for shards in by_process:
+        sizes |= {s.name: s.whole_bytes for s in sorted(shards, key=lambda s: s.name) if s.name not in sizes}
     batch: list[str] = []
     for name, size in sizes.items():
         if batch and sum(sizes[other] for other in batch) + size > BATCH_BYTES:
@@ -76,37 +78,37 @@ def _batches(everyones: Sequence[Sequence[Part]]) -> Iterator[list[str]]:
     yield batch
 
 
-def _needed(everyones: Sequence[Sequence[Part]], names: Sequence[str]) -> list[list[Part]]:
-    """Of every process, the parts that no process before it holds."""
-    wanted, known = set(names), set[Part]()
+def _without_copies(by_process: Sequence[Sequence[Shard]], names: Sequence[str]) -> list[list[Shard]]:
+    """For every process, the shards of tensors `names` that no earlier process holds."""
+    wanted, known = set(names), set[Shard]()
     found = []
-    for held in everyones:
-        found.append([part for part in held if part.name in wanted and part not in known and part.part_bytes])
+    for shards in by_process:
+        found.append([s for s in shards if s.name in wanted and s not in known and s.shard_bytes])
         known.update(found[-1])
     return found
 
 
-def _message(parts: Mapping[str, Tensor], wanted: Sequence[Part]) -> Tensor:
-    """The bytes of `wanted`, one after another."""
-    return torch.cat([local(parts[part.name]).detach().reshape(-1).view(torch.uint8).cpu() for part in wanted])
+def _message(tensors: Mapping[str, Tensor], shards: Sequence[Shard]) -> Tensor:
+    """The bytes of `shards`, concatenated."""
+    return torch.cat([local(tensors[s.name]).detach().reshape(-1).view(torch.uint8).cpu() for s in shards])
 
 
-def _assembled(
-    parts: Mapping[str, Tensor], names: Sequence[str], needed: Sequence[Sequence[Part]]
+def _assemble(
+    tensors: Mapping[str, Tensor], names: Sequence[str], needed: Sequence[Sequence[Shard]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """The whole tensors, from what is here and what the other processes send; None where parts are missing."""
+    """The whole tensors, from local shards and what the other processes send; None where shards are missing."""
     found: dict[str, Tensor] = {}
     filled = dict.fromkeys(names, 0)
-    for process, wanted in enumerate(needed):
-        received = torch.empty(sum(part.part_bytes for part in wanted), dtype=torch.uint8)
-        if process and wanted:
+    for process, shards in enumerate(needed):
+        received = torch.empty(sum(s.shard_bytes for s in shards), dtype=torch.uint8)
+        if process and shards:
             dist.recv(received, src=process)
-        first = 0
-        for part in wanted:
-            target = found.setdefault(part.name, torch.empty(part.shape, dtype=part.dtype))
-            region = tuple(slice(start, start + count) for start, count in part.place)
-            sent = received[first : first + part.part_bytes].clone().view(part.dtype).view(part.counts)
-            target[region] = sent if process else local(parts[part.name]).detach()
-            filled[part.name] += math.prod(part.counts)
-            first += part.part_bytes
+        offset = 0
+        for s in shards:
+            target = found.setdefault(s.name, torch.empty(s.shape, dtype=s.dtype))
+            region = tuple(slice(start, start + length) for start, length in s.region)
+            sent = received[offset : offset + s.shard_bytes].clone().view(s.dtype).view(s.lengths)
+            target[region] = sent if process else local(tensors[s.name]).detach()
+            filled[s.name] += math.prod(s.lengths)
+            offset += s.shard_bytes
     yield from ((name, found[name] if filled[name] == found[name].numel() else None) for name in names)

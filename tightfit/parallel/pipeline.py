@@ -1,19 +1,19 @@
 """Pipeline parallelism: ranks hold consecutive layers, and micro-batches go through them one after another.
 
-A step's micro-batches are those that one process would accumulate. Every rank of a pipeline has all of their tokens,
-labels and documents (pipeline ranks take the same rows); hidden states go forward from stage to stage and their
-gradients back. The loss is summed over tokens and divided by the step's, so what a pipeline computes is what one
-process does, whatever the schedule.
+A step's micro-batches are those that one process would accumulate. Every pipeline rank has the tokens, labels and
+documents of all of them; hidden states are sent forward from stage to stage and their gradients backward. The loss is
+summed over tokens and divided by the step's token count, so every schedule computes what one process would.
 
-With data ranks beside it, gradients are summed over them once a step, after the last micro-batch: by us for `zero: 0`,
-by FSDP2 for `zero: 1`, which gathers weights at the first forward and keeps them to the end of the step. ZeRO-2 and 3
-would reduce gradients, and ZeRO-3 gather weights, at every micro-batch of every stage; they are refused
-(jobs/agreement.py). The first and the last stage of a model with tied embeddings hold a copy of the weight each and
-exchange its gradients before the update.
+With data parallelism, gradients are summed over data ranks once a step, after the last micro-batch: here for `zero: 0`,
+by FSDP2 for `zero: 1`, which all-gathers weights at the first forward and keeps them to the end of the step. ZeRO-2 and
+3 would reduce gradients, and ZeRO-3 all-gather weights, at every micro-batch of every stage; they are refused
+(jobs/agreement.py). With tied embeddings the first and the last stage hold a copy of the weight each and exchange its
+gradients before the update; the gradient norm counts one of them (`counted_elsewhere`).
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2023 (zero-bubble).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,72 +30,79 @@ from tightfit.models.decoder import Attention, Decoder, DecoderOutput
 from tightfit.models.number_formats import COMPUTE_DTYPES
 from tightfit.parallel.data import shard
 from tightfit.parallel.mesh import sharding_axes
-from tightfit.parallel.pipeline_engine import LeanStage, Slot, make_schedule
-from tightfit.parallel.pipeline_stage import Inputs, Piece, Stage, carried, keep_only, pieces_of
+from tightfit.parallel.pipeline_engine import BufferedStage, TimedWork, make_schedule
+from tightfit.parallel.pipeline_stage import Inputs, Stage, StageSpan, drop_other_stages, spans_of, stage_outputs
 from tightfit.parallel.tensor import sum_partial_gradients
 
 BUCKET_BYTES = 64 * 2**20
-PIECES = "pieces"
+SPANS = "stage_spans"
+"""Attribute of a decoder with the spans of this rank's stages."""
+TIED_WEIGHT = "embed.weight"
 OnPhase = Callable[[Phase], None]
 
 
 def take_stages(model: Decoder, mesh: DeviceMesh, layout: Layout, length: int) -> None:
-    """Leave of `model` what this rank's stages have, cut for rows of `length` tokens. Before it has memory."""
-    pieces = pieces_of(model.spec, layout, mesh.get_local_rank("pipeline"), length)
-    keep_only(model, pieces)
-    vars(model)[PIECES] = pieces
+    """Drop the layers of other ranks from `model`, with stages balanced for `length` tokens; on the meta device."""
+    spans = spans_of(model.spec, layout, mesh.get_local_rank("pipeline"), length)
+    drop_other_stages(model, spans)
+    vars(model)[SPANS] = spans
+
+
+def counted_elsewhere(model: Decoder) -> frozenset[str]:
+    """Parameters of this rank that are copies of another pipeline rank's: the last stage's tied embedding."""
+    spans: Sequence[StageSpan] = vars(model).get(SPANS, ())
+    is_copy = model.spec.tied and bool(spans) and spans[-1].is_last and not spans[0].is_first
+    return frozenset({TIED_WEIGHT}) if is_copy else frozenset()
 
 
 def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: PrecisionName) -> "Pipeline":
-    """The engine around a decoder that `take_stages` has cut, sharded over data ranks for `zero: 1`."""
+    """The pipeline of a decoder that `take_stages` has cut, sharded over data ranks for `zero: 1`."""
     if layout.schedule == "zero-bubble":
-        _keep_projections_apart(model)
-    made = Pipeline(model, vars(model)[PIECES], mesh, layout, COMPUTE_DTYPES[precision])
+        _unfuse_qkv(model)
+    pipeline = Pipeline(model, vars(model)[SPANS], mesh, layout, COMPUTE_DTYPES[precision])
     if layout.zero:
-        stages: list[Any] = made.stages  # which have what `shard` looks at in a decoder
+        stages: list[Any] = pipeline.stages  # `shard` takes a decoder; a stage has the attributes it reads
         for stage in stages:
             shard(stage, sharding_axes(mesh), layout.zero, precision)
-    return made
+    return pipeline
 
 
-def _keep_projections_apart(model: Decoder) -> None:
-    """Let every function with weights have one output: where backward goes twice, for inputs and then for weights,
-    torch 2.11 adds up the gradients of all outputs of a function and starts the second time from the first of them."""
+def _unfuse_qkv(model: Decoder) -> None:
+    """Give every autograd function with weights a single output.
+
+    The zero-bubble schedule runs backward twice, for inputs and then for weights. For a function with several outputs
+    torch 2.11 sums all their gradients and starts the second pass from the first of them.
+    """
     for module in model.modules():
         if isinstance(module, Attention):
-            module.joint = False
+            module.impl = replace(module.impl, fused_qkv=False)
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of a cut decoder, and the engine that runs them."""
+    """This rank's stages of a decoder, and the schedule that runs them."""
 
     def __init__(
-        self, model: Decoder, pieces: Sequence[Piece], mesh: DeviceMesh, layout: Layout, dtype: torch.dtype
+        self, model: Decoder, spans: Sequence[StageSpan], mesh: DeviceMesh, layout: Layout, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.decoder, self.layout, self.mesh, self.dtype = model, layout, mesh, dtype
-        self.stages = [Stage(model, piece) for piece in pieces]
+        self.stages = [Stage(model, span) for span in spans]
         self.modules_of_stages = nn.ModuleList(self.stages)
         self.group, self.rank = mesh.get_group("pipeline"), mesh.get_local_rank("pipeline")
         self.scale = 1.0
-        self._engines: dict[tuple[int, int, int], tuple[Any, list[LeanStage]]] = {}
-        self.recorded: list[Slot] | None = None
-        """What this rank did when in the last step, where somebody put a list here."""
+        self._engines: dict[tuple[int, int, int], tuple[Any, list[BufferedStage]]] = {}
+        self.recorded: list[TimedWork] | None = None
+        """Set to a list to record what this rank does when."""
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.decoder.parameters()).device
 
     @property
     def has_loss(self) -> bool:
-        """Whether the last stage is here."""
-        return self.stages[-1].piece.is_last
-
-    @property
-    def holds_a_copy(self) -> bool:
-        """Whether this is the second copy of a tied embedding."""
-        return self.decoder.spec.tied and self.has_loss and not self.stages[0].piece.is_first
+        """Whether this rank has the last stage."""
+        return self.stages[-1].span.is_last
 
     def run(
         self,
@@ -105,7 +112,7 @@ class Pipeline(nn.Module):
         scale: float,
         on_phase: OnPhase,
     ) -> Tensor:
-        """Forward and backward of a step; this rank's part of its mean loss, which is all of it on the last stage."""
+        """Forward and backward of a step; returns its mean loss on the rank of the last stage, 0 on the others."""
         schedule, stages = self._engine(batches)
         self.scale = scale
         for stage, engine in zip(self.stages, stages, strict=True):
@@ -113,7 +120,7 @@ class Pipeline(nn.Module):
             engine.on_phase, engine.record = on_phase, self.recorded
         try:
             schedule.step(target=torch.zeros(len(batches)), return_outputs=False)
-        except RuntimeError as error:  # the engine wraps what a stage raises
+        except RuntimeError as error:  # torch's schedule wraps what a stage raises
             raise error.__cause__ or error from None
         sum_partial_gradients(self.decoder)
         self._sum_over_data_ranks()
@@ -121,13 +128,13 @@ class Pipeline(nn.Module):
         mean = self.stages[-1].mean
         return torch.zeros((), device=self.device) if mean is None else mean.float()
 
-    def _engine(self, batches: Sequence[Inputs]) -> tuple[Any, list[LeanStage]]:
+    def _engine(self, batches: Sequence[Inputs]) -> tuple[Any, list[BufferedStage]]:
         rows, length = _shape(batches[0])
         key = (len(batches), rows, length)
         if key not in self._engines:
             self._engines.clear()
-            streams = carried(self.decoder.spec, self.layout, rows, length, self.dtype)
-            stages = [LeanStage(stage, streams, self.device, self.group) for stage in self.stages]
+            outputs = stage_outputs(self.decoder.spec, self.layout, rows, length, self.dtype)
+            stages = [BufferedStage(stage, outputs, self.device, self.group) for stage in self.stages]
             self._engines[key] = make_schedule(self.layout, stages, len(batches), self._scaled), stages
         return self._engines[key]
 
@@ -135,7 +142,7 @@ class Pipeline(nn.Module):
         return loss * self.scale
 
     def _sum_over_data_ranks(self) -> None:
-        """Once a step; FSDP2 has done it where it shards."""
+        """All-reduce gradients over the data axis, unless FSDP2 has reduced them."""
         if self.layout.zero or self.mesh["data"].size() == 1:
             return
         group = self.mesh["data"].get_group()
@@ -146,8 +153,8 @@ class Pipeline(nn.Module):
                 gradient.copy_(summed)
 
     def _exchange_tied(self) -> None:
-        """Both copies of a tied embedding get the sum of their gradients, bit for bit the same."""
-        first, last = self.stages[0].piece.is_first, self.has_loss
+        """Give both copies of a tied embedding the sum of their gradients, bit for bit the same."""
+        first, last = self.stages[0].span.is_first, self.has_loss
         if not self.decoder.spec.tied or first == last:
             return
         other = self.layout.pipeline - 1 if first else 0
@@ -167,25 +174,25 @@ class Pipeline(nn.Module):
     def forward(
         self, tokens: Tensor, labels: Tensor, *, documents: Tensor | None = None, divisor: float | Tensor | None = None
     ) -> DecoderOutput:
-        """The loss of one batch, on all ranks, without backward."""
+        """The loss of one batch, on all ranks, without gradients."""
         batch = {"tokens": tokens, "labels": labels, "documents": documents}
         loss = torch.zeros((), device=self.device)
         for stage in self.stages:
             stage.feed([batch], [0], divisor)
-            made = stage(*self._received(stage.piece, tokens), number=0)
-            if stage.piece.is_last:
-                loss += made.float()
+            out = stage(*self._receive(stage.span, tokens), number=0)
+            if stage.span.is_last:
+                loss += out.float()
             else:
-                for tensor in made if isinstance(made, tuple) else (made,):
+                for tensor in out if isinstance(out, tuple) else (out,):
                     dist.send(tensor.contiguous(), group=self.group, group_dst=(self.rank + 1) % self.layout.pipeline)
         dist.all_reduce(loss, group=self.group)
         return DecoderOutput(None, loss, None)
 
-    def _received(self, piece: Piece, tokens: Tensor) -> list[Tensor]:
-        if piece.is_first:
+    def _receive(self, span: StageSpan, tokens: Tensor) -> list[Tensor]:
+        if span.is_first:
             return []
         found = []
-        for like in carried(self.decoder.spec, self.layout, *_shape({"tokens": tokens}), self.dtype):
+        for like in stage_outputs(self.decoder.spec, self.layout, *_shape({"tokens": tokens}), self.dtype):
             found.append(torch.empty(like.shape, dtype=like.dtype, device=self.device))
             dist.recv(found[-1], group=self.group, group_src=(self.rank - 1) % self.layout.pipeline)
         return found
@@ -198,15 +205,15 @@ def _shape(batch: Inputs) -> tuple[int, int]:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of about BUCKET_BYTES and of one dtype."""
-    run: list[Tensor] = []
-    held = 0
+    """Buckets of about BUCKET_BYTES, each of one dtype."""
+    bucket: list[Tensor] = []
+    bucket_bytes = 0
     for gradient in gradients:
         size = gradient.numel() * gradient.element_size()
-        if run and (held + size > BUCKET_BYTES or gradient.dtype != run[0].dtype):
-            yield run
-            run, held = [], 0
-        run.append(gradient)
-        held += size
-    if run:
-        yield run
+        if bucket and (bucket_bytes + size > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, bucket_bytes = [], 0
+        bucket.append(gradient)
+        bucket_bytes += size
+    if bucket:
+        yield bucket

@@ -1,12 +1,12 @@
-"""Torch's pipeline engine, with receive buffers that live only as long as they are needed, and a record of who works.
+"""torch.distributed.pipelining with receive buffers that are freed after use, and an optional record of the timeline.
 
-`torch.distributed.pipelining` runs the schedules and orders sends so that NCCL cannot deadlock. As it comes, a stage
-allocates a buffer for every micro-batch of a step, twice, and keeps them for good: with 64 micro-batches more than the
-activations in flight. `LeanStage` allocates one when it is received and lets go after its backward.
-Names that begin with an underscore are torch's own insides; torch 2.11 to 2.13 have been looked at.
+Torch runs the schedules and orders sends so that NCCL cannot deadlock. Its own stage allocates two buffers for every
+micro-batch of a step and keeps them: with 64 micro-batches more than the activations in flight. `BufferedStage`
+allocates a buffer when it is received into and frees it after its backward. It overrides private methods (leading
+underscore), checked against torch 2.11 to 2.13.
 
-Schedules, for K ranks and M micro-batches: `gpipe` (with M = 1 the naive pipeline), `1f1b` (which with M < K is gpipe),
-`interleaved`, and `zero-bubble` (ZB-H1: backward for inputs first, for weights where a rank would wait).
+Schedules, for K ranks and M micro-batches: `gpipe` (with M = 1 the naive pipeline), `1f1b` (gpipe where M < K),
+`interleaved`, and `zero-bubble` (ZB-H1: backward for inputs first, backward for weights where a rank would idle).
 """
 
 import copy
@@ -35,8 +35,8 @@ Work = Literal["forward", "backward", "input", "weights"]
 Infos = dict[int, tuple[Any, ...]]
 
 
-class Slot(NamedTuple):
-    """One piece of work of this rank, in seconds of the machine's clock."""
+class TimedWork(NamedTuple):
+    """One forward or backward of one micro-batch on this rank, in seconds of the machine's clock."""
 
     work: Work
     batch: int
@@ -45,33 +45,34 @@ class Slot(NamedTuple):
     end_s: float
 
 
-class LeanStage(PipelineStage):
-    """A stage as torch's schedules drive it."""
+class BufferedStage(PipelineStage):
+    """A `Stage` for torch's schedules."""
 
     def __init__(
-        self, stage: Stage, carried: tuple[Tensor, ...], device: torch.device, group: dist.ProcessGroup
+        self, stage: Stage, boundary: tuple[Tensor, ...], device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        piece = stage.piece
-        given = () if piece.is_first else carried  # torch 2.11 looks whether the first is called with what it was told
-        made = (torch.empty((), device="meta"),) if piece.is_last else carried
-        super().__init__(stage, piece.index, piece.stages, device, input_args=given, output_args=made, group=group)
-        self.carried, self.number = carried, 0
-        self.owners: dict[int, list[Any]] = {}
-        """By micro-batch whose backward for weights is still to come, what keeps its graph."""
+        """`boundary` are meta tensors like those sent between stages."""
+        span = stage.span
+        inputs = () if span.is_first else boundary  # torch 2.11 checks the first stage's call against `input_args`
+        outputs = (torch.empty((), device="meta"),) if span.is_last else boundary
+        super().__init__(stage, span.index, span.stages, device, input_args=inputs, output_args=outputs, group=group)
+        self.boundary, self.number = boundary, 0
+        self.graph_owners: dict[int, list[Any]] = {}
+        """Keeps the autograd graph alive, by micro-batch, between backward for inputs and backward for weights."""
         self.on_phase: Callable[[Phase], None] = lambda phase: None
-        self.record: list[Slot] | None = None
-        """Filled while there is one."""
+        self.record: list[TimedWork] | None = None
+        """Appended to where set."""
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_forward_infra(1, *args, **kwargs)
-        _for_all(self.args_recv_info, num_microbatches)
-        return made
+        result = super()._prepare_forward_infra(1, *args, **kwargs)
+        _copy_to_all(self.args_recv_info, num_microbatches)
+        return result
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        made = super()._prepare_backward_infra(1, *args, **kwargs)
+        result = super()._prepare_backward_infra(1, *args, **kwargs)
         self.chunks = num_microbatches
-        _for_all(self.grad_recv_info, num_microbatches)
-        return made
+        _copy_to_all(self.grad_recv_info, num_microbatches)
+        return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -84,10 +85,10 @@ class LeanStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _allocate(self, infos: tuple[Any, ...], *, leaf: bool) -> None:
-        for info, like in zip(infos, self.carried, strict=True):
+        for info, like in zip(infos, self.boundary, strict=True):
             if getattr(info, "buffer", None) is not None:
-                made = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-                info.buffer = made.requires_grad_() if leaf else made
+                buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+                info.buffer = buffer.requires_grad_() if leaf else buffer
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.number = fwd_chunk_id
@@ -103,21 +104,21 @@ class LeanStage(PipelineStage):
     ) -> None:
         self.on_phase("backward")
         if not (full_backward or self.is_first):
-            made = (loss,) if self.is_last else self.fwd_cache[bwd_chunk_id][0]
-            self.owners[bwd_chunk_id] = [_owner(tensor) for tensor in made if tensor is not None]
+            outputs = (loss,) if self.is_last else self.fwd_cache[bwd_chunk_id][0]
+            self.graph_owners[bwd_chunk_id] = [_graph_owner(tensor) for tensor in outputs if tensor is not None]
         with self._timed("backward" if full_backward else "input", bwd_chunk_id):
             super().backward_one_chunk(
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
             )
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos.get(bwd_chunk_id, ()):
-                _let_go(info)
+                _free_buffer(info)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self.on_phase("backward")
         with self._timed("weights", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        self.owners.pop(bwd_chunk_id, None)
+        self.graph_owners.pop(bwd_chunk_id, None)
 
     @contextmanager
     def _timed(self, work: Work, batch: int) -> Iterator[None]:
@@ -126,40 +127,43 @@ class LeanStage(PipelineStage):
             return
         start = self._now()
         yield
-        self.record.append(Slot(work, batch, self.stage_index, start, self._now()))
+        self.record.append(TimedWork(work, batch, self.stage_index, start, self._now()))
 
     def _now(self) -> float:
-        """The same clock in all processes of a machine; a GPU is waited for, which a record costs."""
+        """A clock shared by all processes of a machine; synchronises the GPU, so recording slows the step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
-def _owner(tensor: Tensor) -> Any:
-    """A node that keeps all nodes behind `tensor`: those of functions written in Python are not kept by themselves, and
-    torch 2.11 lets go of what keeps them between backward for inputs and backward for weights."""
+def _graph_owner(tensor: Tensor) -> Any:
+    """A node that keeps the graph behind `tensor` alive.
+
+    Nodes of Python autograd functions do not keep themselves alive, and torch 2.11 drops what does between backward for
+    inputs and backward for weights.
+    """
     with torch.enable_grad():
         return tensor.view_as(tensor).grad_fn
 
 
-def _for_all(infos: Infos, micro_batches: int) -> None:
-    """What torch set up for the first micro-batch, for all of them, without memory."""
+def _copy_to_all(infos: Infos, micro_batches: int) -> None:
+    """Copy the receive info torch set up for the first micro-batch to all of them, without buffers."""
     for info in infos[0]:
-        _let_go(info)
+        _free_buffer(info)
     for number in range(1, micro_batches):
         infos[number] = tuple(copy.copy(info) for info in infos[0])
 
 
-def _let_go(info: Any) -> None:
-    """Free a buffer; an empty one stays in its place, as torch looks at it between steps."""
+def _free_buffer(info: Any) -> None:
+    """Free a receive buffer; an empty tensor takes its place, as torch reads the attribute between steps."""
     if getattr(info, "buffer", None) is not None:
         info.buffer = torch.empty(0)
 
 
 def make_schedule(
-    layout: Layout, stages: list[LeanStage], micro_batches: int, loss: Callable[..., Tensor]
+    layout: Layout, stages: list[BufferedStage], micro_batches: int, loss: Callable[..., Tensor]
 ) -> _PipelineSchedule:
-    """The engine for `micro_batches` micro-batches a step; gradients are not divided by anything."""
+    """Torch's schedule for `micro_batches` micro-batches a step; `scale_grads=False` leaves gradients as sums."""
     options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     match layout.schedule:
         case "interleaved":

@@ -1,10 +1,10 @@
-"""The decoder cut by layers: a rank keeps its own and lets the others go; a stage runs one consecutive piece.
+"""Pipeline stages: a decoder with this rank's layers only, and modules that run one consecutive span of layers each.
 
-A cut decoder is a Decoder still, with the names it had (`layers.7.…` is layer 7 on whatever rank has it), so levers,
-optimizers and checkpoints work on it as on a whole one. The first stage has the embedding, the last one the final norm,
-the output projection and the loss. Where the embedding is tied to the projection, first and last stage hold a copy each
-of the one weight, and pipeline.py adds their gradients up. Rope tables and masks are made anew by every stage: tokens
-and documents are on all ranks anyway, and smaller than what would be sent.
+A decoder with some of its layers is still a Decoder with the same names (`layers.7.…` is layer 7 on every rank), so
+levers, optimizers and checkpoints work on it as on a whole one. The first stage has the embedding, the last one the
+final norm, the output projection and the loss. With tied embeddings both hold a copy of the weight, and pipeline.py
+sums their gradients. Every stage builds rope tables and masks itself: all ranks have tokens and documents anyway, which
+are smaller than what would be sent.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from tightfit.jobs.layout import Layout
 from tightfit.memory.formulas.cut import cut
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
-from tightfit.parallel.tensor import even_share
+from tightfit.parallel.tensor import tokens_per_rank
 
 Inputs = dict[str, Tensor | None]
 """A decoder's arguments for one micro-batch: tokens, labels and documents."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The layers [first, last) of the model as stage `index` of `stages`."""
+class StageSpan:
+    """Stage `index` of `stages`: the layers [first, last) of the model."""
 
     index: int
     stages: int
@@ -34,90 +34,85 @@ class Piece:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embedding is here."""
+        """Whether this stage has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether norm, projection and loss are here."""
+        """Whether this stage has final norm, output projection and loss."""
         return self.index == self.stages - 1
 
 
-def pieces_of(spec: ModelSpec, layout: Layout, rank: int, length: int) -> list[Piece]:
-    """What pipeline rank `rank` runs: every `pipeline`-th stage."""
+def spans_of(spec: ModelSpec, layout: Layout, rank: int, length: int) -> list[StageSpan]:
+    """The stages of pipeline rank `rank`: every `pipeline`-th one."""
     stages = layout.pipeline * layout.stages_per_rank
-    spans = cut(spec, length, stages)
-    return [Piece(index, stages, *spans[index]) for index in range(rank, stages, layout.pipeline)]
+    bounds = cut(spec, length, stages)
+    return [StageSpan(index, stages, *bounds[index]) for index in range(rank, stages, layout.pipeline)]
 
 
-def keep_only(model: Decoder, pieces: Sequence[Piece]) -> None:
-    """Drop what other ranks have."""
-    kept = {str(layer) for piece in pieces for layer in range(piece.first, piece.last)}
+def drop_other_stages(model: Decoder, spans: Sequence[StageSpan]) -> None:
+    """Remove from `model` the modules of other pipeline ranks."""
+    kept = {str(layer) for span in spans for layer in range(span.first, span.last)}
     for name in [name for name in model.layers._modules if name not in kept]:
-        del model.layers._modules[name]  # not `del layers[i]`, which would renumber those after it
-    first, last = (any(getattr(piece, end) for piece in pieces) for end in ("is_first", "is_last"))
+        del model.layers._modules[name]  # not `del layers[i]`, which would renumber the layers after it
+    first, last = any(span.is_first for span in spans), any(span.is_last for span in spans)
     tied = model.spec.tied and (first or last)
-    for name, here in (("embed", first or tied), ("positions", first), ("norm", last), ("head", last or tied)):
-        if not here:
+    for name, keep in (("embed", first or tied), ("positions", first), ("norm", last), ("head", last or tied)):
+        if not keep:
             setattr(model, name, None)
 
 
-def is_cut(model: Decoder) -> bool:
-    """Whether other ranks have some of its layers."""
-    return len(model.layers) < model.spec.layers
-
-
 class Stage(nn.Module):
-    """One piece of a cut decoder, called once per micro-batch with what the stage before it made."""
+    """A span of a decoder's layers, called once per micro-batch with the output of the stage before it."""
 
-    def __init__(self, model: Decoder, piece: Piece) -> None:
+    def __init__(self, model: Decoder, span: StageSpan) -> None:
         super().__init__()
-        self.piece, self.spec = piece, model.spec
-        self._model = [model]  # in a list, so that its other pieces are not this module's
+        self.span, self.spec = span, model.spec
+        self._model = [model]  # in a list, so that the decoder does not become a submodule
         self.layers = nn.ModuleList()
-        for layer in range(piece.first, piece.last):
+        for layer in range(span.first, span.last):
             self.layers._modules[str(layer)] = model.layers._modules[str(layer)]
-        both = model.spec.tied and (piece.is_first or piece.is_last)  # so that FSDP2 sees both users of the one weight
-        self.embed = model.embed if piece.is_first or both else None
-        self.positions = model.positions if piece.is_first else None
-        self.norm = model.norm if piece.is_last else None
-        self.head = model.head if piece.is_last or both else None
+        tied = model.spec.tied and (span.is_first or span.is_last)  # FSDP2 must see both users of the tied weight
+        self.embed = model.embed if span.is_first or tied else None
+        self.positions = model.positions if span.is_first else None
+        self.norm = model.norm if span.is_last else None
+        self.head = model.head if span.is_last or tied else None
         self.batches: Sequence[Inputs] = ()
         self.counted: Sequence[int] = ()
         self.divisor: float | Tensor | None = None
         self.mean: Tensor | None = None
-        """The loss so far, on the last stage."""
+        """The step's loss so far, on the last stage."""
 
     def feed(self, batches: Sequence[Inputs], counted: Sequence[int], divisor: float | Tensor | None) -> None:
-        """The micro-batches to come, how many labels of each count, and what the sum of losses is divided by."""
+        """Set the micro-batches of the next step, the counted labels of each, and the divisor of the summed loss."""
         self.batches, self.counted, self.divisor, self.mean = batches, counted, divisor, None
 
     def forward(
         self, x: Tensor | None = None, balance: Tensor | None = None, *, number: int
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The residual stream (with the routed layers' summed balance, where there are any), or the loss.
+        """The residual stream (for MoE also the load-balancing losses summed so far), or on the last stage the loss.
 
-        `number` is the micro-batch's. (On GPUs, FSDP2 cannot hook itself before a call without any argument.)
+        `number` is the micro-batch's. (Given as a keyword: on GPUs FSDP2's pre-hook fails on a call without arguments.)
         """
         model, batch = self._model[0], self.batches[number]
         tokens, labels, documents = batch["tokens"], batch["labels"], batch["documents"]
         assert tokens is not None
         positions = model.token_positions(tokens, documents, None)
         if x is None:
-            x = model.embedded(tokens, positions)
-        around = model.surroundings(x, positions, documents, None)
+            x = model.embed_tokens(tokens, positions)
+        ctx = model.forward_context(x, positions, documents, None)
         for layer in self.layers:
-            x, own = layer(x, around)
+            x, own = layer(x, ctx)
             if own is not None:
-                balance = own.view(1).clone() if balance is None else balance + own  # FSDP2 wants no view from a stage
+                balance = own.view(1).clone() if balance is None else balance + own  # FSDP2 takes no views as outputs
         assert x is not None
-        if not self.piece.is_last:
+        if not self.span.is_last:
             return x if self.spec.experts is None else (x, x.new_zeros(1).float() if balance is None else balance)
         assert labels is not None
         return self._with_balance(model.loss(model.norm(x), labels, self.divisor), balance, self.counted[number])
 
     def _with_balance(self, loss: Tensor, balance: Tensor | None, counted: int) -> Tensor:
-        """What is differentiated; what is reported leaves the balance out."""
+        """The loss to differentiate, with the load-balancing loss; `mean`, which is reported, leaves that out."""
         self.mean = loss.detach() if self.mean is None else self.mean + loss.detach()
         experts = self.spec.experts
         if experts is None or balance is None or self.divisor is None:
@@ -127,10 +122,10 @@ class Stage(nn.Module):
         return loss + experts.balance_weight * balance.squeeze() / routed * share
 
 
-def carried(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What goes from stage to stage for one micro-batch, without memory: of tokens that tensor ranks split, a part."""
+def stage_outputs(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What a stage sends on for one micro-batch, as meta tensors; under sequence parallelism, this rank's shard."""
     split = layout.tensor > 1 and layout.sequence_parallel
-    tokens = (1, even_share(rows, length, layout.tensor)) if split else (rows, length)
+    tokens = (1, tokens_per_rank(rows, length, layout.tensor)) if split else (rows, length)
     stream = torch.empty(*tokens, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
     if spec.experts is None:
         return (stream,)

@@ -1,10 +1,10 @@
-"""Ranks: who a process is on the data axis and among all, and what it says apart from weights and gradients.
+"""Ranks: this process's rank on the data axis and among all processes, and small collectives of the training loop.
 
-The data axis says which rows a process takes, and sums over them (`rank`, `world`, `sum`). All processes of a run,
-those of other axes too, agree on things together (`first`, `total`, `largest`, `share`, `wait`).
+On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). Over all processes of a run,
+of every axis: `first`, `sum_over_all`, `max`, `broadcast`, `barrier`.
 
-Alone (`ALONE`, the default everywhere) nothing is said and nothing is copied, so a single process pays nothing.
-Every method that talks must be called by all ranks.
+`ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
+by all ranks.
 """
 
 from collections.abc import Iterator
@@ -17,27 +17,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.parallel.mesh import patient_group
+from tightfit.parallel.mesh import long_wait_group
 
 Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This is rank `rank` of the `world` data ranks of `group`, and process `process` of `processes`."""
+    """Rank `rank` of the `world` data ranks in `group`, and process `process` of `processes`."""
 
     rank: int = 0
     world: int = 1
     group: dist.ProcessGroup | None = None
     device_type: str = "cpu"
-    """Where messages are: on the GPUs where the group talks between GPUs."""
+    """Where tensors of collectives must be: "cuda" for NCCL."""
     process: int = 0
     processes: int = 1
     stages: int = 1
-    """Pipeline ranks, each of which holds other weights; theirs is the outermost axis."""
+    """Pipeline ranks (the outermost axis), each with its own layers."""
     stage_group: dist.ProcessGroup | None = None
-    patient: dist.ProcessGroup | None = None
-    """All processes, where they may wait for long."""
+    long_wait_group: dist.ProcessGroup | None = None
+    """All processes, with a timeout of hours."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
@@ -46,44 +46,49 @@ class Ranks:
             return ALONE
         data = mesh["data"]
         found = cls(
-            data.get_local_rank(), data.size(), data.get_group(), mesh.device_type, dist.get_rank(), mesh.size(),
-            patient=patient_group(mesh),
-        )  # fmt: skip
+            rank=data.get_local_rank(),
+            world=data.size(),
+            group=data.get_group(),
+            device_type=mesh.device_type,
+            process=dist.get_rank(),
+            processes=mesh.size(),
+            long_wait_group=long_wait_group(mesh),
+        )
         if "pipeline" not in (mesh.mesh_dim_names or ()):
             return found
         return replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this is the process that prints and writes files."""
         return self.process == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Added up over the data axis; alone, the tensor itself."""
+        """The sum over the data axis; alone, the tensor itself."""
         if self.world == 1:
             return tensor
         total = tensor.clone()
         dist.all_reduce(total, group=self.group)
         return total
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """Added up over all processes; alone, the tensor itself."""
+    def sum_over_all(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes; alone, the tensor itself."""
         if self.processes == 1:
             return tensor
         found = tensor.clone()
         dist.all_reduce(found)
         return found
 
-    def largest(self, value: int) -> int:
-        """The largest of all processes' values: how they agree."""
+    def max(self, value: int) -> int:
+        """The maximum over all processes."""
         if self.processes == 1:
             return value
         found = torch.tensor(value, device=self.device_type)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
-    def share(self, thing: Thing) -> Thing:
-        """The first process's `thing`, on every one."""
+    def broadcast(self, thing: Thing) -> Thing:
+        """The first process's `thing`, on every process."""
         if self.processes == 1:
             return thing
         box = [thing]
@@ -91,43 +96,46 @@ class Ranks:
         return box[0]
 
     @property
-    def speaks_for_stage(self) -> bool:
-        """Whether this process is in the pipeline of the first one, and hands it what its stage has."""
+    def is_stage_leader(self) -> bool:
+        """Whether this process sends its stage's tensors to the first process: one per pipeline rank does."""
         return self.process % (self.processes // self.stages) == 0
 
-    def united(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What all stages have, on the first process; nothing on the others. `own` is whole and in host memory."""
+    def gather_stages(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all pipeline stages on the first process, nothing on the others.
+
+        `own` are this stage's: whole, and in host memory.
+        """
         if self.stages == 1:
             return own if self.first else {}
-        if not self.speaks_for_stage:
+        if not self.is_stage_leader:
             return {}
-        described: list[Any] | None = [None] * self.stages if self.first else None
+        by_stage: list[Any] | None = [None] * self.stages if self.first else None
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in own.items()]
-        dist.gather_object(shapes, described, group=self.stage_group, group_dst=0)
-        if described is None:
+        dist.gather_object(shapes, by_stage, group=self.stage_group, group_dst=0)
+        if by_stage is None:
             for tensor in own.values():
                 dist.send(tensor.contiguous(), group=self.stage_group, group_dst=0)
             return {}
         found = dict(own)
-        for stage, theirs in enumerate(described[1:], 1):
+        for stage, theirs in enumerate(by_stage[1:], 1):
             for name, shape, dtype in theirs:
                 dist.recv(tensor := torch.empty(shape, dtype=dtype), group=self.stage_group, group_src=stage)
                 found.setdefault(name, tensor)
         return found
 
-    def wait(self) -> None:
-        """Until all processes are here, however long one of them works alone."""
+    def barrier(self) -> None:
+        """Wait for all processes, with a timeout of hours."""
         if self.processes > 1:
-            dist.barrier(self.patient) if self.patient is not None else self.largest(0)
+            dist.barrier(self.long_wait_group) if self.long_wait_group is not None else self.max(0)
 
     @contextmanager
-    def first_goes_first(self) -> Iterator[None]:
-        """The first process runs the block, then the others do, finding in the cache what it made."""
+    def main_process_first(self) -> Iterator[None]:
+        """The first process runs the block before the others do, which then find its results in a cache on disk."""
         if not self.first:
-            self.wait()
+            self.barrier()
         yield
         if self.first:
-            self.wait()
+            self.barrier()
 
 
 ALONE = Ranks()

@@ -12,16 +12,17 @@ from typing import Any
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.changes import Change, changes
+from tightfit.plan.fill import fill_card
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
-from tightfit.plan.runnable import not_yet
 from tightfit.plan.search import COMFORT, Candidate, search
-from tightfit.plan.space import Space
-from tightfit.plan.spending import spend
+from tightfit.plan.space import SearchSpace
 
 DEFAULT_LENGTH = 4096
 DEFAULT_STEP_TOKENS = 2**22
@@ -42,9 +43,9 @@ class Question:
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def space(self) -> Space:
+    def space(self) -> SearchSpace:
         """Where to look for plans."""
-        return Space(self.workload, self.machine, self.pins, self.lossy)
+        return SearchSpace(self.workload, self.machine, self.pins, self.lossy)
 
     def plan(self, candidate: Candidate) -> Plan:
         """`candidate` as a plan for this question."""
@@ -95,7 +96,7 @@ def answer(question: Question) -> Answer:
     """Search, and say what there is to say about the result."""
     found = search(question.space)
     best = found.best or found.nearest
-    plan = question.plan(spend(question.space, best) if found.best else best)
+    plan = question.plan(fill_card(question.space, best) if found.best else best)
     others = tuple(each for each in found.plans if each is not best)[:MOST_ALTERNATIVES]
     needed = () if plan.fits else tuple(changes(question.space))
     return Answer(
@@ -137,12 +138,26 @@ def steps_of(workload: Workload, steps: int | None, tokens: int | None) -> int |
     return found
 
 
+def _refused(plan: Plan) -> str | None:
+    """What the trainer has against the plan."""
+    workload = plan.workload
+    run = Run(
+        layout=plan.layout,
+        levers=plan.levers,
+        precision=workload.precision,
+        accumulation=batch_of(workload, plan.layout).accumulation,
+        spec=workload.spec,
+        sequence_length=workload.sequence_length,
+    )
+    return refused_by_trainer(run)
+
+
 def _notes(question: Question, plan: Plan) -> list[str]:
     machine, workload = question.machine, question.workload
     room = machine.accelerator.memory_bytes
     said = [
         warning(workload.tokens, machine.ranks),
-        f"{missing} (--runnable plans with those alone)" if (missing := not_yet(plan.layout, plan.levers)) else None,
+        f"{refused} (--runnable plans only what is trained)" if (refused := _refused(plan)) else None,
         None
         if workload.global_batch % machine.ranks == 0
         else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so not all of "

@@ -15,9 +15,9 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
-from tightfit.plan.layer_time import NUMBERS
-from tightfit.plan.space import Space
-from tightfit.plan.strength import ceilings
+from tightfit.plan.lever_choices import strongest_of_groups
+from tightfit.plan.seconds.rates import NUMBERS
+from tightfit.plan.space import SearchSpace
 
 MOST_RANKS = 16_384
 LEAST_TOKENS = 128
@@ -34,12 +34,12 @@ class Change:
         return f"{self.what}: {self.to}"
 
 
-def changes(space: Space) -> list[Change]:
+def changes(space: SearchSpace) -> list[Change]:
     """The smallest change of each kind after which something fits."""
     return list(_changes(space))
 
 
-def _changes(space: Space) -> Iterator[Change]:
+def _changes(space: SearchSpace) -> Iterator[Change]:
     for section in ("levers", "layout"):
         for name in getattr(space.pins, section):
             if (need := least_host(replace(space, pins=space.pins.without(section, name)))) is not None:
@@ -53,25 +53,25 @@ def _changes(space: Space) -> Iterator[Change]:
             yield Change(what, change[0] + _with_host(space, change[1]))
 
 
-def _with_host(space: Space, need_bytes: int) -> str:
+def _with_host(space: SearchSpace, need_bytes: int) -> str:
     if space.machine.host_bytes is not None or need_bytes < 2**30:
         return ""
     return f" (and {need_bytes / 2**30:.0f} GiB of host memory a node)"
 
 
-def least_host(space: Space) -> int | None:
+def least_host(space: SearchSpace) -> int | None:
     """Host bytes of a node with which some layout fits, the fewest that were found; None where nothing fits.
 
     Levers that leave the host alone are tried first.
     """
-    for levers in ceilings(space.levers()).values():
+    for levers in strongest_of_groups(space.levers()).values():
         needs = (_host_need(space, layout, levers) for family in space.families() for layout in space.leanest(family))
         if (least := min((need for need in needs if need is not None), default=None)) is not None:
             return least
     return None
 
 
-def _host_need(space: Space, layout: Layout, levers: Levers) -> int | None:
+def _host_need(space: SearchSpace, layout: Layout, levers: Levers) -> int | None:
     """Host bytes of a node if this fits, else None."""
     gpu, host = peak(space.workload, layout, levers)
     node_host = host * min(space.machine.per_node, layout.ranks)
@@ -84,7 +84,7 @@ def _any_host(machine: Machine) -> Machine:
     return replace(machine, host_bytes=None)
 
 
-def _fewer_tokens(space: Space) -> tuple[str, int] | None:
+def _fewer_tokens(space: SearchSpace) -> tuple[str, int] | None:
     length = space.workload.sequence_length // 2
     while length >= LEAST_TOKENS:
         if (need := least_host(replace(space, workload=_shorter(space.workload, length)))) is not None:
@@ -97,7 +97,7 @@ def _shorter(workload: Workload, length: int) -> Workload:
     return replace(workload, sequence_length=length)
 
 
-def _more_cards(space: Space) -> tuple[str, int] | None:
+def _more_cards(space: SearchSpace) -> tuple[str, int] | None:
     """Twice the cards, again and again: inside the node up to eight, then more nodes."""
     machine = space.machine
     while machine.ranks * 2 <= MOST_RANKS:
@@ -109,11 +109,12 @@ def _more_cards(space: Space) -> tuple[str, int] | None:
     return None
 
 
-def _other_card(space: Space) -> tuple[str, int] | None:
-    """The smallest card that would do in the same number."""
-    machine, here = space.machine, space.machine.accelerator.memory_bytes
-    for card in sorted(CATALOG, key=lambda row: row.memory_bytes):
-        if card.memory_bytes <= here or card.rates.of(NUMBERS[space.workload.precision]) is None:
+def _other_card(space: SearchSpace) -> tuple[str, int] | None:
+    """The smallest card of the same vendor that would do in the same number; no chips that are whole computers."""
+    machine, mine = space.machine, space.machine.accelerator
+    same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in ("superchip", "soc"))
+    for card in sorted(same, key=lambda row: row.memory_bytes):
+        if card.memory_bytes <= mine.memory_bytes or card.rates.of(NUMBERS[space.workload.precision]) is None:
             continue
         counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
         other = replace(

@@ -3,44 +3,45 @@
     step = M × (forward + backward + recompute + launches and traffic that compute does not hide)
            + bubble + gradients + optimizer
 
-M micro-batches run through the slowest pipeline rank. Compute is matrix products, attention and memory-bound kernels
-at the measured shares of the card's rates (layer_time.py); where the host needs longer to launch it, the card waits
-(launch_time.py). Tensor and expert collectives wait in line; what context ranks hand on hides behind attention
-(ring.py), gathered weights and reduced gradients behind the layers (all but one layer's), copies to the host behind
-both (offload_time.py). What ZeRO stages send is parallel/data.py's table. Not modelled: stragglers, data loading.
+M micro-batches run through the slowest pipeline rank. Each cause has its file in plan/seconds; here they are added up:
 
-`Costs` belongs to one workload and machine and does what depends on the layout once (`frame`), so that a search can
-try many levers on it (`Frame.step`).
+| what | hides behind |
+|---|---|
+| products, attention, elementwise kernels, recompute | nothing: they are the card's own work |
+| launches | the card's work, but for what the host is behind with |
+| tensor and expert collectives, sends of a pipeline | nothing: they wait in line |
+| gathering a block's input again for backward | backward, but for one block's |
+| keys and values of context ranks | attention (seconds/context.py) |
+| gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
+| copies to and from the host | forward and backward (seconds/offload.py) |
+
+Not modelled: stragglers, data loading. `Costs` belongs to one workload and machine and does what depends on the layout
+once (`of`), so that a search can try many levers on it (`LayoutCost.step`).
 """
-
-import math
-from dataclasses import dataclass
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.keeping import Level, is_checkpointed, layer_levels
 from tightfit.memory.formulas.pipeline import layer_counts
-from tightfit.memory.formulas.share import share_of
-from tightfit.plan.bubble import bubble_s
-from tightfit.plan.communication import Group, make_group
-from tightfit.plan.fp8_time import fp8_s
-from tightfit.plan.launch_time import LaunchTime
-from tightfit.plan.layer_time import LayerTime, card_rates, layer_time
-from tightfit.plan.offload_time import OffloadTime
-from tightfit.plan.ring import Ring
+from tightfit.plan.seconds.context import Ring
+from tightfit.plan.seconds.data import data_traffic
+from tightfit.plan.seconds.expert import expert_one_way_s
+from tightfit.plan.seconds.fp8 import fp8_more_s
+from tightfit.plan.seconds.groups import Group, make_group
+from tightfit.plan.seconds.launches import launch_s, update_launch_s
+from tightfit.plan.seconds.layer import LayerTime, layer_time
+from tightfit.plan.seconds.offload import OffloadTime
+from tightfit.plan.seconds.optimizer import update_s
+from tightfit.plan.seconds.overlap import exposed_s
+from tightfit.plan.seconds.parameters import model_params, rank_params
+from tightfit.plan.seconds.pipeline import bubble_s
+from tightfit.plan.seconds.rates import card_rates
+from tightfit.plan.seconds.recompute import Recompute, recompute
+from tightfit.plan.seconds.tensor import tensor_traffic
+from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
-from tightfit.plan.tile_time import tiled_s
-from tightfit.plan.traffic import TensorCalls, again_calls, forward_calls, regather_calls
-from tightfit.plan.update_time import added_bytes, moved_bytes, update_share
-from tightfit.plan.work import layer_work, sharded_params
-
-Shares = tuple[tuple[Level, float], ...]
-"""What some layers keep, and the share that does."""
-CONTENTION = 16 / 132
-"""Of an H100's multiprocessors, those that NCCL's kernels take (one per channel) from the compute they hide behind."""
 
 
 class Costs:
@@ -53,7 +54,7 @@ class Costs:
         self._layers: dict[tuple[int, int, int, bool], LayerTime] = {}
 
     def group(self, stride: int, size: int) -> Group:
-        """The ranks `stride` apart."""
+        """`size` ranks that lie `stride` apart."""
         key = (stride, size)
         if key not in self._groups:
             self._groups[key] = make_group(self.machine, stride, size)
@@ -63,275 +64,164 @@ class Costs:
         """One layer under `layout`."""
         key = (layout.micro_batch, layout.tensor, layout.context, layout.sequence_parallel)
         if key not in self._layers:
-            self._layers[key] = layer_time(self.workload, self.rates, *key)
+            self._layers[key] = layer_time(self.workload, self.rates, layout)
         return self._layers[key]
 
     def step(self, layout: Layout, levers: Levers) -> StepTime:
         """One optimizer step."""
-        return self.frame(layout).step(levers)
+        return self.of(layout).step(levers)
 
-    def frame(self, layout: Layout) -> "Frame":
+    def of(self, layout: Layout) -> "LayoutCost":
         """What a step of `layout` costs before levers."""
-        return Frame(self, layout)
+        return LayoutCost(self, layout)
 
 
-@dataclass(frozen=True)
-class _Sync:
-    """Data ranks' traffic of one whole pass over a rank's parameters, and the share that nothing can hide."""
-
-    gather_s: float
-    reduce_s: float
-    all_reduce_s: float
-    unpack_s: float
-    """FSDP2 copies what it has gathered into weights, on the stream that computes."""
-    pack_s: float
-    """And gradients, widened, into what it reduces, on the stream that does."""
-
-
-class Frame:
-    """The parts of a step that depend on the layout alone; `step` adds what levers change."""
+class LayoutCost:
+    """What of a step depends on the layout alone; `step` adds what levers change."""
 
     def __init__(self, costs: Costs, layout: Layout) -> None:
+        workload, spec, tensor = costs.workload, costs.workload.spec, layout.tensor
         self.costs, self.layout = costs, layout
-        workload, spec = costs.workload, costs.workload.spec
         self.micro_batches = workload.global_batch // (layout.micro_batch * layout.data)
-        self.counts = layer_counts(spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank)
-        self.layers = max(self.counts)
-        self.wide = workload.updates_wide
-        self.tokens = layout.micro_batch * workload.sequence_length / layout.context
-        self.time = costs.layer(layout)
-        self._count_params()
-        self._count_compute()
-        self._count_collectives()
-        self.sync = self._sync()
-        ends = sharded_params(spec)[2] / layout.tensor
-        self.launches = LaunchTime(self.layers, sum(sharded_params(spec)[:2]), ends)
+        counts = layer_counts(spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank)
+        self.layers = max(counts)
+        self.layer = layer = costs.layer(layout)
+        self.params = rank_params(spec, layout, self.layers)
+
+        # The slowest pipeline rank has most layers, or the last ones and the head.
+        self.forward_s = max(self.layers * layer.forward_s, counts[-1] * layer.forward_s + layer.head_forward_s)
+        self.backward_s = max(self.layers * layer.backward_s, counts[-1] * layer.backward_s + layer.head_backward_s)
+
+        hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
+        self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
+        self.tensor = tensor_traffic(costs.group(1, tensor), layout, counts, hidden_bytes)
+        ring = self._ring()
+        self.context_forward_s = self.layers * ring.forward_s(layer.attention.forward_s)
+        self.context_backward_s = self.layers * ring.backward_s(layer.attention.backward_s)
+        experts = costs.group(tensor, layout.expert)
+        self.expert_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
+        stages = costs.group(tensor * layout.context * layout.data, layout.pipeline)
+        self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
+        self.data = data_traffic(
+            costs.group, workload, layout, self.params, layers=self.layers, bytes_s=costs.rates.bytes_s
+        )
         self.offload = OffloadTime(
-            workload, costs.machine, layout, costs.efficiency, self.own_params,
-            ends / (1 if spec.tied else 2) * self.own_params / (self.dense + self.experts),
-            ends * self.own_params / (self.dense + self.experts), self.micro_batches,
-        )  # fmt: skip
+            workload=workload,
+            machine=costs.machine,
+            layout=layout,
+            efficiency=costs.efficiency,
+            params=self.params,
+            micro_batches=self.micro_batches,
+        )
 
-    def _count_params(self) -> None:
-        """Parameters of the fullest rank, dense ones and experts, and what is left of them after sharding."""
-        layout, spec = self.layout, self.costs.workload.spec
-        dense, experts, ends = sharded_params(spec)
-        if layout.pipeline > 1:
-            ends = max(spec.embedding_params, spec.vocab_size * spec.hidden_size)
-        self.dense = (dense * self.layers + ends) / layout.tensor
-        self.experts = experts * self.layers / layout.tensor / layout.expert
-        shards = layout.data * layout.context // layout.copies if layout.zero else 1
-        self.root_share = ends / layout.tensor / (self.dense + self.experts)
-        self.own_params = self.dense / shards + self.experts / (max(1, shards // layout.expert) if layout.zero else 1)
-
-    def _count_compute(self) -> None:
-        """Forward and backward of one micro-batch on the slowest pipeline rank."""
-        time, last = self.time, self.counts[-1]
-        self.forward_s = max(self.layers * time.forward_s, last * time.forward_s + time.head_forward_s)
-        self.backward_s = max(self.layers * time.backward_s, last * time.backward_s + time.head_backward_s)
-
-    def _count_collectives(self) -> None:
-        """What tensor, context, expert and pipeline ranks exchange for one micro-batch, one way."""
-        layout, workload, costs = self.layout, self.costs.workload, self.costs
-        spec, width = workload.spec, workload.weight_bytes
-        tokens = self.tokens
-        hidden_bytes = tokens * spec.hidden_size * width
-        outer = layout.tensor if layout.sequence_parallel else 1
-        self._count_tensor(hidden_bytes)
-        ring = self._ring(tokens)
-        self.context_forward_s = self.layers * ring.forward_s(self.time.attention_forward_s)
-        self.context_backward_s = self.layers * ring.backward_s(self.time.attention_backward_s)
-        self.expert_s = 0.0
-        if spec.experts is not None and layout.expert > 1:
-            away = costs.group(layout.tensor, layout.expert).all_to_all_s(hidden_bytes / outer * spec.experts.per_token)
-            self.expert_s = 2 * self.layers * layer_work(spec).routed_share * away
-        stages = costs.group(layout.tensor * layout.context * layout.data, layout.pipeline)
-        self.send_s = layout.stages_per_rank * stages.send_s(hidden_bytes / outer)
-        self.checkpoint_bytes = hidden_bytes / outer
-
-    def _ring(self, tokens: float) -> Ring:
+    def _ring(self) -> Ring:
         """The ring of context ranks, for one layer."""
         layout, spec, costs = self.layout, self.costs.workload.spec, self.costs
-        queries, keys = (tokens * size / layout.tensor for size in (spec.query_size, 2 * spec.kv_size))
-        hand_on_s = costs.group(layout.tensor, layout.context).send_s(keys * costs.workload.weight_bytes)
-        return Ring(layout.context, hand_on_s, queries, keys, costs.rates.bytes_s, CONTENTION)
-
-    def _count_tensor(self, hidden_bytes: float) -> None:
-        """What tensor ranks exchange: one way, to recompute all layers, and behind backward."""
-        group, split = self.costs.group(1, self.layout.tensor), self.layout.sequence_parallel
-        reduce_s, gather_s = group.all_reduce_s(hidden_bytes), group.all_gather_s(hidden_bytes)
-
-        def seconds(calls: TensorCalls) -> float:
-            return calls.all_reduces * reduce_s + (calls.all_gathers + calls.reduce_scatters) * gather_s
-
-        self.tensor_s = seconds(forward_calls(self.layers, sequence_parallel=split, ends=0))
-        self.tensor_s += self._ends() * seconds(forward_calls(0, sequence_parallel=split))
-        self.tensor_again_s = seconds(again_calls(self.layers, sequence_parallel=split))
-        self.tensor_hidden_s = seconds(regather_calls(self.layers, sequence_parallel=split))
-
-    def _ends(self) -> float:
-        """Of the embedding and the loss, what the slowest pipeline rank has: balanced cuts may leave it neither."""
-        if self.layout.pipeline == 1:
-            return 1.0
-        return 0.5 if self.layers in (self.counts[0], self.counts[-1]) else 0.0
-
-    def _sync(self) -> _Sync:
-        """Weights and gradients over data and context ranks, in one collective per layer."""
-        layout, workload = self.layout, self.costs.workload
-        ranks = layout.data * layout.context // layout.copies
-        group = self.costs.group(layout.tensor, ranks)
-        expert_group = self.costs.group(layout.tensor * layout.expert, max(1, ranks // layout.expert))
-        calls = self.layers + 1
-        width = workload.weight_bytes
-        reduced = 4 if workload.has_masters else width
-
-        def all_layers(bytes_each: int) -> float:
-            dense = group.all_gather_s(self.dense * bytes_each / calls)
-            routed = expert_group.all_gather_s(self.experts * bytes_each / calls) if self.experts else 0.0
-            return calls * (dense + routed)
-
-        summed = group.all_reduce_s(self.dense * width / calls)
-        summed += expert_group.all_reduce_s(self.experts * width / calls) if self.experts else 0.0
-        held_s = (self.dense + self.experts) / self.costs.rates.bytes_s
-        return _Sync(
-            all_layers(width), all_layers(reduced), calls * summed, 2 * width * held_s, (width + reduced) * held_s
+        query_numbers = self.layer.tokens * spec.query_size / layout.tensor
+        key_numbers = self.layer.tokens * 2 * spec.kv_size / layout.tensor
+        group = costs.group(layout.tensor, layout.context)
+        return Ring(
+            ranks=layout.context,
+            send_s=group.send_s(key_numbers * costs.workload.weight_bytes),
+            query_numbers=query_numbers,
+            key_numbers=key_numbers,
+            bytes_s=costs.rates.bytes_s,
         )
 
     def step(self, levers: Levers) -> StepTime:
         """One optimizer step with `levers`."""
-        layout, micro = self.layout, self.micro_batches
-        recompute, levels = self._recompute(levers)
-        again = sum(share for _, share in levels)
-        forward, backward = self._compute(levers)
-        update = self._optimizer_s(levers)
-        launched = 0.0 if levers.update_in_backward else self.launches.update_s(levers, wide=self.wide)
-        waits = self._waits_s(levers, levels, forward, backward, recompute, update)
-        whole_forward = forward + self.tensor_s + self.expert_s + self.context_forward_s
-        regathered = _exposed((1 - again) * self.tensor_hidden_s, backward, 2 * self.layers)
-        whole_backward = backward + self.tensor_s + regathered + self.expert_s + self.context_backward_s
-        sends = 2 * self.send_s
-        idle = bubble_s(
-            layout.schedule, layout.pipeline, layout.stages_per_rank, whole_forward + sends, whole_backward,
-            recompute + waits,
-        )  # fmt: skip
-        hides = whole_backward + recompute + waits
+        layout, micro, costs = self.layout, self.micro_batches, self.costs
+
+        # One micro-batch: the card's own work, and what it waits for the host to launch.
+        forward_s, backward_s = self._compute_s(levers)
+        again = recompute(costs.workload, layout, levers, self.layer, self.layers)
+        update = self._update_s(levers)
+        waits_s = self._waits_s(levers, again, forward_s=forward_s, backward_s=backward_s, update_s=update)
+
+        # And its traffic that waits in line.
+        kept_share = 1 - again.share
+        regather_s = exposed_s(kept_share * self.tensor.regather_s, backward_s, 2 * self.layers)
+        whole_forward_s = forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
+        whole_backward_s = backward_s + self.tensor.one_way_s + regather_s + self.expert_s + self.context_backward_s
+        sends_s = 2 * self.send_s
+
+        # Of the step, what hides behind these.
+        hiding_s = whole_backward_s + again.seconds + waits_s
         return StepTime(
-            compute_s=micro * (forward + backward),
-            recompute_s=micro * recompute,
-            launch_s=micro * waits,
-            tensor_s=micro * (2 * self.tensor_s + regathered + again * self.tensor_again_s),
-            context_s=micro * ((1 + again) * self.context_forward_s + self.context_backward_s),
-            expert_s=micro * (2 + again) * self.expert_s,
-            data_s=self._data_s(levers, whole_forward, hides),
-            pipeline_s=micro * sends,
-            bubble_s=idle,
-            offload_s=self._offload_s(levers, again, whole_forward, hides),
-            optimizer_s=max(update, launched),
+            compute_s=micro * (forward_s + backward_s),
+            recompute_s=micro * again.seconds,
+            launch_s=micro * waits_s,
+            tensor_s=micro * (2 * self.tensor.one_way_s + regather_s + again.share * self.tensor.recompute_s),
+            context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
+            expert_s=micro * (2 + again.share) * self.expert_s,
+            data_s=self.data.step_s(layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_s),
+            pipeline_s=micro * sends_s,
+            bubble_s=bubble_s(
+                layout,
+                forward_s=whole_forward_s + sends_s,
+                backward_s=whole_backward_s,
+                recompute_s=again.seconds + waits_s,
+            ),
+            offload_s=self._offload_s(levers, again, forward_s=whole_forward_s, backward_s=hiding_s),
+            optimizer_s=max(update, self._update_launch_s(levers)),
         )
 
-    def _compute(self, levers: Levers) -> tuple[float, float]:
+    def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
-        costs = self.costs
-        narrow_forward, narrow_backward = fp8_s(
-            costs.machine, costs.efficiency, costs.workload.spec, levers, self.time, self.tokens
-        )
-        tiled_forward, tiled_backward = tiled_s(self.time, levers.tiles, costs.rates.product_s)
-        forward = self.forward_s + self.layers * (narrow_forward + tiled_forward)
-        backward = self.backward_s + self.layers * (narrow_backward + tiled_backward)
-        return forward, backward + (self.time.plain_loss_s if levers.loss == "plain" else 0.0)
+        costs, tensor = self.costs, self.layout.tensor
+        fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor)
+        tiled = tiled_more_s(costs.workload, costs.rates, self.layer, tiles=levers.tiles, tensor=tensor)
+        plain_loss_s = self.layer.elementwise.plain_loss_more_s if levers.loss == "plain" else 0.0
+        forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
+        return forward_s, self.backward_s + self.layers * (fp8[1] + tiled[1]) + plain_loss_s
 
     def _waits_s(
-        self, levers: Levers, levels: Shares, forward: float, backward: float, again: float, update: float
+        self, levers: Levers, again: Recompute, *, forward_s: float, backward_s: float, update_s: float
     ) -> float:
         """What a micro-batch waits for the host, which is ahead of the card or behind it.
 
-        It waits itself where forward is over, if backward is to update weights: the card then waits for a layer.
+        Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
+        launches of one layer at least.
         """
-        host_forward, host_backward = self.launches.pass_s(levers, levels)
-        late = max(0.0, host_forward - forward)
+        host_forward_s, host_backward_s = launch_s(levers, again, self.layers)
+        forward_late_s = max(0.0, host_forward_s - forward_s)
+        card_backward_s = backward_s + again.seconds
         if levers.update_in_backward:
-            return late + max(host_backward / self.layers, host_backward - backward - again - update)
-        return max(late, host_forward + host_backward - forward - backward - again)
+            one_layer_s = host_backward_s / self.layers
+            return forward_late_s + max(one_layer_s, host_backward_s - card_backward_s - update_s)
+        return max(forward_late_s, host_forward_s + host_backward_s - forward_s - card_backward_s)
 
-    def _recompute(self, levers: Levers) -> tuple[float, Shares]:
-        """Seconds of forward computed again per micro-batch, and what share of the layers keeps how little for it."""
-        if not is_checkpointed(levers):
-            return 0.0, ()
-        shares: Shares
-        if levers.checkpoint_budget_bytes is None and not levers.num_checkpoints:
-            recomputed = math.ceil(self.layers / levers.checkpoint_every) / self.layers
-            shares = ((levers.checkpoint_keep, recomputed),)
-        else:
-            workload = self.costs.workload
-            levels = layer_levels(workload.spec, levers, share_of(workload, self.layout, levers), 0, self.layers)
-            shares = tuple((level, levels.count(level) / len(levels)) for level in set(levels) - {"everything"})
-        tiled = levers.tiles > 1
-        return self.layers * sum(share * self._again_s(level, tiled) for level, share in shares), shares
+    def _update_s(self, levers: Levers) -> float:
+        """The card's seconds of AdamW and of adding up gradients."""
+        costs = self.costs
+        return update_s(
+            costs.workload,
+            self.layout,
+            levers,
+            self.params,
+            costs.efficiency,
+            micro_batches=self.micro_batches,
+            bytes_s=costs.rates.bytes_s,
+        )
 
-    def _again_s(self, level: Level, tiled: bool) -> float:
-        """Of one layer that keeps so much: all but its last product (kernels/recomputation.py); in tiles, no more than
-        what comes before attention, as the rest is computed again by tiles anyway."""
-        time, spec = self.time, self.costs.workload.spec
-        if level == "everything":
+    def _update_launch_s(self, levers: Levers) -> float:
+        """The host's seconds of launching the update; inside backward, launches.py counts it with the layers."""
+        if levers.update_in_backward:
             return 0.0
-        skips = tiled or (spec.gated and not spec.sandwich_norms and spec.experts is None and self.layout.tensor == 1)
-        passes = time.norms_s + time.rope_s + (0.0 if skips else time.gate_s)
-        if level == "matmuls":
-            return passes
-        products = time.projections_s
-        if not tiled:
-            products += time.output_s + time.inner_s + (0.0 if skips else time.down_s)
-        return products + passes + (time.attention_forward_s if level == "nothing" else 0.0)
+        workload, model = self.costs.workload, model_params(self.costs.workload.spec)
+        return update_launch_s(
+            levers,
+            wide=workload.updates_wide,
+            layers=self.layers,
+            layer_params=model.layer + model.layer_experts,
+            ends=model.ends / self.layout.tensor,
+        )
 
-    def _data_s(self, levers: Levers, forward_s: float, backward_s: float) -> float:
-        """Exposed traffic of a step; parallel/data.py says what each stage gathers and reduces, and when."""
-        layout, sync, calls = self.layout, self.sync, self.layers + 1
-        if layout.data * layout.context == 1:
-            return 0.0
-        gathered = _exposed(sync.gather_s, forward_s, calls)
-        reduced = sync.pack_s + _exposed(sync.reduce_s, backward_s, calls)
-        between = self._between_s()
-        match layout.zero:
-            case 0:  # pipelines add gradients up after their last micro-batch (parallel/pipeline.py)
-                return sync.all_reduce_s if layout.pipeline > 1 else _exposed(sync.all_reduce_s, backward_s, calls)
-            case 1:
-                return gathered + sync.unpack_s + reduced + between
-            case 2:
-                return gathered + sync.unpack_s + self.micro_batches * reduced + between
-        again = 1 - self.root_share  # the root's stay gathered
-        both = _exposed(again * sync.gather_s + sync.reduce_s, backward_s, calls)
-        return self.micro_batches * (gathered + both + (1 + again) * sync.unpack_s + sync.pack_s) + between
-
-    def _between_s(self) -> float:
-        """Once a step, groups that each hold a copy add up their shards of the gradients; taken to be in nobody's
-        shadow."""
-        layout, workload = self.layout, self.costs.workload
-        group = self.costs.group(layout.tensor * layout.context * max(1, layout.shard_inside), layout.copies)
-        return group.all_reduce_s(self.own_params * (4 if workload.has_masters else workload.weight_bytes))
-
-    def _offload_s(self, levers: Levers, again: float, forward_s: float, backward_s: float) -> float:
-        """Copies over the host link that compute does not hide."""
+    def _offload_s(self, levers: Levers, again: Recompute, *, forward_s: float, backward_s: float) -> float:
+        """Copies over the host link that compute does not hide; a checkpoint is a layer's input."""
         if levers.offload == "none" and not levers.offload_checkpoints:
             return 0.0
-        checkpoints = again * self.layers * self.checkpoint_bytes
-        if levers.checkpoint_host_bytes is not None:
-            checkpoints = min(checkpoints, levers.checkpoint_host_bytes)
-        return self.offload.exposed_s(levers, checkpoints, forward_s, backward_s)
-
-    def _optimizer_s(self, levers: Levers) -> float:
-        """The card's seconds of AdamW and of adding up gradients (update_time.py)."""
-        workload, layout = self.costs.workload, self.layout
-        summed = self.own_params if layout.zero >= 2 else self.dense + self.experts
-        added = (self.micro_batches - 1) * summed * added_bytes(workload, layout)
-        moved = self.own_params * moved_bytes(workload, layout, levers)
-        reached = update_share(levers, self.costs.efficiency, wide=self.wide)
-        return (added + moved / reached) / self.costs.rates.bytes_s
-
-
-def _exposed(traffic_s: float, compute_s: float, calls: int) -> float:
-    """What compute does not hide, never less than one of the `calls`: nothing runs beside the first or the last.
-
-    What it does hide slows it: NCCL's kernels take their share of the card.
-    """
-    exposed = max(traffic_s - compute_s, traffic_s / calls)
-    return exposed + CONTENTION * (traffic_s - exposed)
+        checkpoint_bytes = again.share * self.layers * self.stream_bytes
+        return self.offload.step_s(
+            levers, checkpoint_bytes=checkpoint_bytes, forward_s=forward_s, backward_s=backward_s
+        )

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from tightfit.errors import UserError
+from tightfit.jobs.bounded_yaml import read_yaml
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.trainer import NOT_TRAINED
 from tightfit.jobs.section import Section
-from tightfit.plan.runnable import runnable_only
 
 SECTIONS: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
 
@@ -42,7 +42,9 @@ def parse_pins(texts: Sequence[str], *, runnable: bool = False) -> Pins:
 
     `runnable` also pins what the trainer cannot run yet to its default, unless a text says otherwise.
     """
-    found: dict[str, dict[str, Any]] = runnable_only() if runnable else {section: {} for section in SECTIONS}
+    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    if runnable:
+        found["layout"] = dict.fromkeys(NOT_TRAINED, 1)
     for text in texts:
         path, equals, value = text.partition("=")
         section, dot, name = path.strip().partition(".")
@@ -61,9 +63,9 @@ def _value(section: str, name: str, text: str) -> Any:
         raise UserError(f"there is no field {section}.{name} to pin; {hint}")
     try:
         schema_of_field: Any = Annotated[info.annotation, info]
-        return TypeAdapter(schema_of_field).validate_python(yaml.safe_load(text))
-    except (ValidationError, yaml.YAMLError) as error:
-        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "not a value"
+        return TypeAdapter(schema_of_field).validate_python(read_yaml(text, f"pin {section}.{name}={text!r}"))
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
         meaning = " ".join((info.description or "").split())
         raise UserError(
             f"pin {section}.{name} is {text!r}, but {problem[0].lower() + problem[1:]}; it means: {meaning}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine
@@ -135,13 +136,8 @@ class Plan:
     @classmethod
     def load(cls, path: Path) -> "Plan":
         """What `save` wrote; anything else is one sentence."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"cannot read plan {path}: {error.strerror}; make it with `tightfit plan --save`") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"{path} is not JSON; make a plan with `tightfit plan --save`") from None
-        return cls.from_json(data, str(path))
+        remedy = "make a plan with `tightfit plan --save`"
+        return cls.from_json(read_json(path, LARGEST_RECORD_BYTES, "a plan", remedy=remedy), str(path))
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> "Plan":

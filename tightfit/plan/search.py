@@ -11,16 +11,15 @@ then those that just fit. Where nobody said how much memory the host has, offloa
 of the plans within 2 % of the fastest: the model of time is not better than that.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.training import peak
-from tightfit.plan.cost import Costs, Frame
-from tightfit.plan.space import Space
+from tightfit.plan.cost import Costs, LayoutCost
+from tightfit.plan.lever_choices import host_group, strongest_of_groups, weaker
+from tightfit.plan.space import SearchSpace
 from tightfit.plan.steptime import StepTime
-from tightfit.plan.strength import Group, ceilings, group_of, weaker
 
 COMFORT = 0.95
 SAME = 1.02
@@ -30,9 +29,9 @@ DEFAULT = Levers()
 Kind = tuple[bool, bool, bool, bool, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout with levers, its time and its memory; `host_bytes` is one node's."""
+    """A layout with levers, priced: its time and its memory; `host_bytes` is one node's."""
 
     layout: Layout
     levers: Levers
@@ -54,7 +53,7 @@ class Candidate:
         return degrees, pulled, layout.zero
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """What the search came back with: plans that fit, best first, and the one that is nearest to fitting."""
 
@@ -68,129 +67,170 @@ class Found:
         return self.plans[0] if self.plans else None
 
 
-def search(space: Space) -> Found:
+def search(space: SearchSpace) -> Found:
     """The best plan of each kind."""
     space.check()
-    costs = Costs(space.workload, space.machine)
-    unsure = space.machine.host_bytes is None and "offload" not in space.pins.levers
-    for levers in ([space.levers(offload=False)] if unsure else []) + [space.levers()]:
+    pricing = _Pricing(space)
+    families = list(space.families())
+    host_is_last = space.machine.host_bytes is None and "offload" not in space.pins.levers
+    for levers in ([space.levers(host=False)] if host_is_last else []) + [space.levers()]:
         for share in (COMFORT, 1.0):
-            found = _Search(space, costs, levers, share).run()
+            found = _Search(pricing, families, levers, share).run()
             if found.plans:
                 return found
     return found
 
 
+def measured(space: SearchSpace, cost: LayoutCost, levers: Levers) -> Candidate:
+    """Memory and time of one choice."""
+    gpu_bytes, rank_host_bytes = peak(space.workload, cost.layout, levers)
+    ranks_on_host = min(space.machine.per_node, cost.layout.ranks)
+    return Candidate(
+        layout=cost.layout,
+        levers=levers,
+        time=cost.step(levers),
+        gpu_bytes=gpu_bytes,
+        host_bytes=rank_host_bytes * ranks_on_host,
+    )
+
+
+def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_bytes: int) -> Candidate | None:
+    """The levers that cost least time beside `wanted` and make `layout` fit in `room_bytes`; None where none does."""
+    cost = Costs(space.workload, space.machine).of(layout)
+    choices = space.levers_of(layout, space.levers())
+    for levers in sorted((_joined(wanted, each) for each in choices), key=lambda each: cost.step(each).step_s):
+        tried = measured(space, cost, levers)
+        host_room = space.machine.host_bytes
+        if tried.gpu_bytes <= room_bytes and (host_room is None or tried.host_bytes <= host_room):
+            return tried
+    return None
+
+
+def _joined(wanted: Levers, more: Levers) -> Levers:
+    """`more`, with what of `wanted` the search does not decide."""
+    decided = {name: getattr(more, name) for name in more.model_fields_set}
+    return Levers(**(wanted.model_dump() | decided))
+
+
+class _Pricing:
+    """Costs and candidates of one search, each worked out once."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space, self.costs = space, Costs(space.workload, space.machine)
+        self._of_layouts: dict[Layout, LayoutCost] = {}
+        self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
+
+    def cost(self, layout: Layout) -> LayoutCost:
+        """Of a layout."""
+        if layout not in self._of_layouts:
+            self._of_layouts[layout] = self.costs.of(layout)
+        return self._of_layouts[layout]
+
+    def candidate(self, layout: Layout, levers: Levers) -> Candidate:
+        """A layout with levers."""
+        key = (layout, levers)
+        if key not in self._candidates:
+            self._candidates[key] = measured(self.space, self.cost(layout), levers)
+        return self._candidates[key]
+
+
 class _Choices:
     """Sets of levers, the strongest of each group, and those that show whether anything fits."""
 
-    def __init__(self, levers: list[Levers], any_host: bool) -> None:
-        self.levers, self.ceilings = levers, ceilings(levers)
-        self.strongest = [levers[-1]] if any_host else list(self.ceilings.values())[::-1]
+    def __init__(self, levers: list[Levers], *, any_host: bool) -> None:
+        self.levers, self.of_groups = levers, strongest_of_groups(levers)
+        self.strongest = [levers[-1]] if any_host else list(self.of_groups.values())[::-1]
 
 
 class _Search:
-    """One pass over a space with given levers and a given share of the card."""
+    """One pass over all layouts with given levers and a given share of the card."""
 
-    def __init__(self, space: Space, costs: Costs, levers: Sequence[Levers], share: float) -> None:
-        self.space, self.costs, self.levers = space, costs, list(levers)
-        self.room_bytes = int(share * space.machine.accelerator.memory_bytes)
-        self.layouts = 0
+    def __init__(self, pricing: _Pricing, families: list[list[Layout]], levers: list[Levers], share: float) -> None:
+        self.pricing, self.space, self.families, self.levers = pricing, pricing.space, families, levers
+        self.room_bytes = int(share * self.space.machine.accelerator.memory_bytes)
         self.nearest: Candidate | None = None
         self.best: dict[Kind, Candidate] = {}
         self.too_large: dict[tuple[int | str, ...], int] = {}
         self.choices: dict[bool, _Choices] = {}
 
     def run(self) -> Found:
-        frames = [self.costs.frame(layout) for layout in self._feasible()]
-        for bound_s, frame in sorted(((f.step(self.levers[0]).step_s, f) for f in frames), key=lambda pair: pair[0]):
+        bounds = [(self._bound_s(layout), layout) for layout in self._feasible()]
+        for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
             if self.best and bound_s > HOPELESS * min(each.step_s for each in self.best.values()):
                 break
-            self._try(frame, bound_s)
+            self._try(layout, bound_s)
         plans = _ranked(list(self.best.values()))
-        nearest = self.nearest or plans[0]
-        return Found(tuple(plans), nearest, self.layouts)
+        layouts = sum(len(family) for family in self.families)
+        return Found(plans=tuple(plans), nearest=self.nearest or plans[0], layouts=layouts)
+
+    def _bound_s(self, layout: Layout) -> float:
+        """No levers take less."""
+        return self.pricing.cost(layout).step(self.levers[0]).step_s
 
     def _feasible(self) -> list[Layout]:
         """The layouts of families whose leanest member fits with all levers pulled."""
         kept: list[Layout] = []
-        for family in self.space.families():
-            self.layouts += len(family)
-            frames = [self.costs.frame(layout) for layout in self.space.leanest(family)]
-            best = self._leanest(frames)
+        for family in self.families:
+            best = self._leanest(self.space.leanest(family))
             if self._fits(best):
                 kept += family
             elif self.nearest is None or self._excess(best) < self._excess(self.nearest):
                 self.nearest = best
         return kept
 
-    def _leanest(self, frames: list[Frame]) -> Candidate:
+    def _leanest(self, layouts: list[Layout]) -> Candidate:
         """The first that fits, else the one nearest to that."""
         found: list[Candidate] = []
-        for frame, levers in ((one, each) for one in frames for each in self._choices(one).strongest):
-            found.append(self._measure(frame, levers))
+        for layout, levers in ((one, each) for one in layouts for each in self._choices(one).strongest):
+            found.append(self.pricing.candidate(layout, levers))
             if self._fits(found[-1]):
                 return found[-1]
         return min(found, key=self._excess)
 
-    def _try(self, frame: Frame, bound_s: float) -> None:
+    def _try(self, layout: Layout, bound_s: float) -> None:
         """Keep the cheapest levers of this layout that fit, if that is better than what its kind has."""
-        kind = kind_of(frame.layout)
-        limit = self.best[kind].step_s if kind in self.best else float("inf")
-        if bound_s >= limit or self._is_too_large(frame):
+        kind = kind_of(layout)
+        limit_s = self.best[kind].step_s if kind in self.best else float("inf")
+        if bound_s >= limit_s or self._is_too_large(layout):
             return
         failed: list[Levers] = []
-        open_groups: dict[Group, bool] = {}
-        costs = ((frame.step(each).step_s, each) for each in self._choices(frame).levers)
-        for step_s, levers in sorted(costs, key=lambda pair: pair[0]):
-            if step_s >= limit:
+        cost, choices = self.pricing.cost(layout), self._choices(layout)
+        steps = ((cost.step(each).step_s, each) for each in choices.levers)
+        for step_s, levers in sorted(steps, key=lambda pair: pair[0]):
+            if step_s >= limit_s:
                 return
-            if any(weaker(levers, other) for other in failed) or not self._may_fit(frame, levers, open_groups):
+            strongest = self.pricing.candidate(layout, choices.of_groups[host_group(levers)])
+            if any(weaker(levers, other) for other in failed) or not self._fits(strongest):
                 continue
-            candidate = self._measure(frame, levers)
+            candidate = self.pricing.candidate(layout, levers)
             if self._fits(candidate):
                 self.best[kind] = candidate
                 return
             failed.append(levers)
 
-    def _choices(self, frame: Frame) -> _Choices:
+    def _choices(self, layout: Layout) -> _Choices:
         """What levers this layout can have."""
-        accumulates = self.space.accumulates(frame.layout)
+        accumulates = self.space.accumulates(layout)
         if accumulates not in self.choices:
-            levers = self.space.levers_of(frame.layout, self.levers)
-            self.choices[accumulates] = _Choices(levers, self.space.machine.host_bytes is None)
+            levers = self.space.levers_of(layout, self.levers)
+            self.choices[accumulates] = _Choices(levers, any_host=self.space.machine.host_bytes is None)
         return self.choices[accumulates]
 
-    def _may_fit(self, frame: Frame, levers: Levers, known: dict[Group, bool]) -> bool:
-        """Whether the strongest levers of the same group fit; `known` remembers that of one layout."""
-        group = group_of(levers)
-        if group not in known:
-            known[group] = self._fits(self._measure(frame, self._choices(frame).ceilings[group]))
-        return known[group]
-
-    def _is_too_large(self, frame: Frame) -> bool:
+    def _is_too_large(self, layout: Layout) -> bool:
         """Whether even the strongest levers do not make this layout fit; larger micro-batches then need no look.
 
         Those with which a pipeline is not full are looked at each: they keep as many rows in flight as smaller ones.
         """
-        layout, full = frame.layout, self.space.fills_pipeline(frame.layout)
-        siblings = (
-            layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert, layout.zero, layout.schedule,
-            layout.stages_per_rank, self.space.accumulates(layout),
-        )  # fmt: skip
+        full = self.space.fills_pipeline(layout)
+        degrees = (layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert, layout.zero)
+        siblings = (*degrees, layout.schedule, layout.stages_per_rank, self.space.accumulates(layout))
         if full and layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
             return True
-        if any(self._fits(self._measure(frame, each)) for each in self._choices(frame).strongest):
+        if any(self._fits(self.pricing.candidate(layout, each)) for each in self._choices(layout).strongest):
             return False
         if full:
             self.too_large[siblings] = layout.micro_batch
         return True
-
-    def _measure(self, frame: Frame, levers: Levers) -> Candidate:
-        """Memory and time of one choice."""
-        gpu, host = peak(self.space.workload, frame.layout, levers)
-        ranks = min(self.space.machine.per_node, frame.layout.ranks)
-        return Candidate(frame.layout, levers, frame.step(levers), gpu, host * ranks)
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether card and host hold it; a host of unknown size holds anything."""

@@ -1,12 +1,12 @@
-"""The space of plans: every layout of a machine's ranks, and every set of levers worth trying.
+"""The search space: every layout of a machine's ranks, and every set of levers worth trying.
 
 A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide
 heads and MLPs, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each, expert ranks divide
 the experts, and data ranks divide the batch. Micro-batches are divisors up to 64 rows.
 
-Left out because something else is never worse: gpipe (1f1b takes as long and less memory), the plain loss (slower and
-larger), and context ranks with a micro-batch that shares a factor with them (more data ranks with smaller micro-batches
-are the same, without the ring). A pin brings them back.
+Left out because something else is never worse: gpipe (1f1b takes as long and less memory), and context ranks with a
+micro-batch that shares a factor with them (more data ranks with smaller micro-batches are the same, without the ring).
+A pin brings them back.
 """
 
 import math
@@ -18,23 +18,23 @@ from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refused_by_planner
+from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.rules.shapes import indivisible
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
-from tightfit.plan.dividing import indivisible
+from tightfit.plan.lever_choices import TILED_LENGTH, Wanted, lever_sets
 from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64
-TILES = (1, 8)
-TILED_LENGTH = 16384
-"""From this length on tiles save more of activations than their float32 sums of weights' gradients take."""
-PIECES = (2, 4)
+STAGES_PER_RANK = (2, 4)
+"""Of interleaved schedules."""
 NO_PINS = Pins()
-PARTICULAR = ("optimizer_states", "rounding", "update_in_backward")
-"""Levers that jobs/agreement.py refuses in some layouts. Of these only formats that run everywhere are searched."""
+REFUSED_BY_SOME_LAYOUTS = ("optimizer_states", "rounding", "update_in_backward")
+"""Pinned levers for which each layout is asked."""
 
 
 def divisors(number: int) -> list[int]:
@@ -44,7 +44,7 @@ def divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Where to look: a workload on a machine, with pins; `lossy` lets optimizer states be narrowed."""
 
     workload: Workload
@@ -70,16 +70,16 @@ class Space:
 
     def _agrees(self, layout: Layout) -> bool:
         """Whether pinned levers can be had in `layout`."""
-        levers = self._pinned_levers
-        if levers is None:
+        if self._pinned_levers is None:
             return True
-        accumulation = self.workload.global_batch // (layout.micro_batch * layout.data)
-        return disagreement(levers, layout, self.workload.precision, accumulation) is None
+        precision, accumulation = self.workload.precision, self.micro_batches(layout)
+        run = Run(layout=layout, levers=self._pinned_levers, precision=precision, accumulation=accumulation)
+        return refused_by_planner(run) is None
 
     @cached_property
     def _pinned_levers(self) -> Levers | None:
         """Those pins that not every layout agrees with."""
-        given = {name: value for name, value in self.pins.levers.items() if name in PARTICULAR}
+        given = {name: value for name, value in self.pins.levers.items() if name in REFUSED_BY_SOME_LAYOUTS}
         return Levers(**given) if given else None
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
@@ -94,13 +94,17 @@ class Space:
 
     def fills_pipeline(self, layout: Layout) -> bool:
         """Whether as many micro-batches are in flight as ever are, so that larger ones can only need more memory."""
-        count = self.workload.global_batch // (layout.micro_batch * layout.data)
+        count = self.micro_batches(layout)
         many = count + layout.pipeline * (layout.stages_per_rank + 1)
         return pieces_in_flight(layout, 0, count) == pieces_in_flight(layout, 0, many)
 
     def accumulates(self, layout: Layout) -> bool:
         """Whether a step has several micro-batches, so that gradients wait between them."""
-        return self.workload.global_batch > layout.micro_batch * layout.data
+        return self.micro_batches(layout) > 1
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Of a data rank per step."""
+        return self.workload.global_batch // (layout.micro_batch * layout.data)
 
     def _allows(self, name: str, value: Any) -> bool:
         return bool(self.pins.layout.get(name, value) == value)
@@ -141,44 +145,27 @@ class Space:
         elif not {"data", "context"} & set(self.pins.layout):
             micros = [m for m in micros if math.gcd(m, degrees["context"]) == 1]
         sequence_parallel = self.pins.layout.get("sequence_parallel", True)
-        for micro, (schedule, pieces) in product(micros, self._orders(degrees["pipeline"])):
-            if pieces > 1 and rows // micro % degrees["pipeline"]:
+        for micro, (schedule, stages) in product(micros, self._orders(degrees["pipeline"])):
+            if stages > 1 and rows // micro % degrees["pipeline"]:
                 continue
-            yield Layout(
-                **degrees, micro_batch=micro, schedule=schedule, stages_per_rank=pieces,
-                sequence_parallel=sequence_parallel,
-            )  # fmt: skip
+            order = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
+            yield Layout(**(degrees | order), sequence_parallel=sequence_parallel)
 
     def _orders(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
-        """Schedules and pieces per rank of a pipeline."""
+        """Schedules of a pipeline, with the stages that each rank has."""
         orders: list[tuple[PipelineSchedule, int]] = [("1f1b", 1)]
         if pipeline > 1:
-            fit = [v for v in PIECES if self.workload.spec.layers >= pipeline * v]
-            orders += [("zero-bubble", 1), ("gpipe", 1), *(("interleaved", v) for v in fit)]
+            fit = [stages for stages in STAGES_PER_RANK if self.workload.spec.layers >= pipeline * stages]
+            orders += [("zero-bubble", 1), ("gpipe", 1), *(("interleaved", stages) for stages in fit)]
         wanted = self.pins.layout.get("schedule", None if pipeline > 1 else "1f1b")
         orders = [order for order in orders if (order[0] == wanted if wanted else order[0] != "gpipe")]
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
 
-    def levers(self, *, offload: bool = True) -> list[Levers]:
-        """Every set of levers, the simplest first and the strongest last; without offload where that is not wanted."""
-        choices: dict[str, tuple[Any, ...]] = {
-            "offload": ("none", "optimizer", "weights") if offload else ("none",),
-            "optimizer_states": ("auto", "bf16", "8bit") if self.lossy else ("auto",),
-            "checkpoint_every": (0, 4, 2, 1),
-            "offload_checkpoints": (False, True) if offload else (False,),
-            "tiles": TILES if self.workload.sequence_length >= TILED_LENGTH else (1,),
-            "loss_chunk_bytes": (Levers().loss_chunk_bytes, 0),
-            "loss": ("fused",),
-            "update_in_backward": (False, True) if self._may_update_in_backward else (False,),
-        }
-        choices |= {name: (value,) for name, value in self.pins.levers.items()}
-        sets = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-        sparsest = math.inf if "offload_checkpoints" in self.pins.levers else 1
-        return [
-            Levers(**each)
-            for each in sets
-            if (not each["offload_checkpoints"] or _recomputes(each, sparsest)) and _lets_weights_go(each)
-        ]
+    def levers(self, *, host: bool = True) -> list[Levers]:
+        """Every set of levers, the simplest first and the strongest last; without `host` memory where that is asked."""
+        long_rows = self.workload.sequence_length >= TILED_LENGTH
+        wanted = Wanted(host=host, lossy=self.lossy, long_rows=long_rows, whole_batch=self._may_update_in_backward)
+        return lever_sets(wanted, self.pins.levers)
 
     def levers_of(self, layout: Layout, levers: list[Levers]) -> list[Levers]:
         """Those of `levers` that `layout` can have: an update inside backward needs the whole batch in one."""
@@ -220,17 +207,6 @@ class Space:
             f"global batch {self.workload.global_batch} cannot be split over the {ranks} GPUs of {self.machine.text}; "
             f"take a multiple of {ranks} rows"
         )
-
-
-def _recomputes(chosen: dict[str, Any], sparsest: float) -> bool:
-    """Whether there are checkpoints to offload."""
-    others = chosen.get("num_checkpoints") or chosen.get("checkpoint_budget_bytes") is not None
-    return bool(others) or 0 < chosen["checkpoint_every"] <= sparsest
-
-
-def _lets_weights_go(chosen: dict[str, Any]) -> bool:
-    """Weights on the host must not be remembered by autograd: every layer is computed again."""
-    return bool(chosen["offload"] != "weights" or chosen["checkpoint_every"] == 1)
 
 
 def _splits_rows(context: int, length: int) -> bool:

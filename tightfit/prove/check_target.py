@@ -1,8 +1,8 @@
-"""What is checked: a model's shape with a layout and levers, from a plan or a job, whole or as a miniature.
+"""What the equivalence check trains: a model shape with a layout and levers, whole or as a miniature.
 
-A miniature keeps what a split could get wrong (how many heads share a key head, ties, norms, biases, windows, experts,
-odd vocabularies, a layer per stage) and shrinks every size to the least that the layout can split, so that it trains
-in milliseconds on a CPU. Tokens are drawn at random: rows with several documents each, whose labels count unevenly.
+A miniature keeps what parallelism could get wrong (grouped heads, tied embeddings, norms, biases, windows, experts, odd
+vocabularies, a layer per stage) and shrinks every size to the least that the layout can split, so that it trains in
+milliseconds on a CPU. Tokens are random: rows of several documents, with different numbers of counted labels.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ MOST_MICRO_BATCHES = 3
 NO_LEVERS = Levers()
 ROUNDING = ("optimizer_states", "rounding", "matmul", "checkpoint_format")
 NOTHING_TRAINED = ("data.train=nothing", "output=nowhere")
-"""What a job must say and a check does not read."""
+"""Required fields of a job that a check does not read."""
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4)
-"""With its usual eps Adam makes whole updates of gradients that are all rounding error; weights then tell nothing."""
+"""With its usual eps Adam makes full updates from gradients that are pure rounding error, which would differ."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model's shape, how it is spread, and the rows of a step: `passes` micro-batches for each data rank."""
+class CheckTarget:
+    """A model shape, its layout, and `passes` micro-batches per step for each data rank."""
 
     spec: ModelSpec
     layout: Layout
@@ -47,7 +47,7 @@ class Subject:
     seed: int = 0
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Those of all data ranks, in the loader's order: pass 0 of rank 0, of rank 1, …"""
+        """Those of all data ranks in the loader's order: the first of rank 0, of rank 1, …"""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         return [self._batch(generator) for _ in range(self.passes * self.layout.data)]
 
@@ -60,28 +60,30 @@ class Subject:
         return {"tokens": tokens, "labels": labels, "documents": (torch.arange(self.length)[None] >= ends).int()}
 
 
-def read_subject(path: Path, overrides: Sequence[str] = ()) -> Subject:
-    """What the plan or job at `path` trains, in float32, whatever its precision."""
+def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
+    """What the plan or job at `path` trains, in float32 whatever its precision."""
     if path.suffix.lower() != PLAN_SUFFIX or path.is_dir():
-        return subject_of(load_job(path / "job.yaml" if path.is_dir() else path, overrides))
+        return target_of(load_job(path / "job.yaml" if path.is_dir() else path, overrides))
     plan = Plan.load(path)
     if overrides:
-        return subject_of(job_of_plan(plan, str(path), [*NOTHING_TRAINED, *overrides], steps=1))
+        return target_of(job_of_plan(plan, str(path), [*NOTHING_TRAINED, *overrides], steps=1))
     rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
-    return Subject(plan.workload.spec, plan.layout, plan.levers, _few(passes // rows), plan.workload.sequence_length)
+    return CheckTarget(
+        plan.workload.spec, plan.layout, plan.levers, _few(passes // rows), plan.workload.sequence_length
+    )
 
 
-def subject_of(job: Job) -> Subject:
+def target_of(job: Job) -> CheckTarget:
     """What `job` trains."""
     spec = reshaped(source_spec(job.model.source), job.model.shape, job.model.source)
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
-    return Subject(
+    return CheckTarget(
         spec, job.layout, job.levers, _few(job.accumulation), job.data.sequence_length, settings=settings, seed=job.seed
     )
 
 
 def without_rounding(levers: Levers) -> Levers:
-    """The same without what rounds: it would differ from one process by more than a wrong sum does."""
+    """The levers without lossy ones, whose rounding differs by more than a wrong sum would."""
     return Levers.model_validate(levers.model_dump(exclude=set(ROUNDING)))
 
 
@@ -89,12 +91,12 @@ def _few(passes: int) -> int:
     return max(1, min(passes, MOST_MICRO_BATCHES))
 
 
-def miniature(subject: Subject) -> Subject:
-    """The same structure, as small as the layout allows."""
-    layout = subject.layout.model_copy(update={"micro_batch": min(ROWS, subject.layout.micro_batch)})
-    passes = max(subject.passes, min(MOST_MICRO_BATCHES, layout.pipeline))
+def miniature(target: CheckTarget) -> CheckTarget:
+    """The same structure at the smallest sizes that the layout allows."""
+    layout = target.layout.model_copy(update={"micro_batch": min(ROWS, target.layout.micro_batch)})
+    passes = max(target.passes, min(MOST_MICRO_BATCHES, layout.pipeline))
     length = LENGTH * layout.context
-    return replace(subject, spec=_small(subject.spec, layout, length), layout=layout, passes=passes, length=length)
+    return replace(target, spec=_small(target.spec, layout, length), layout=layout, passes=passes, length=length)
 
 
 def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
@@ -106,16 +108,28 @@ def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
     rope = spec.rope if spec.rope is None or spec.rope.scaling != "longrope" else replace(spec.rope, scaling="none")
     window = None if spec.window is None else length // 4
     return replace(
-        spec, vocab_size=96 + spec.vocab_size % 2, hidden_size=2 * WIDTH, layers=layers, heads=heads,
-        kv_heads=kv_heads, head_dim=head_dim, mlp_size=WIDTH * t, max_positions=2 * length, rope=rope, window=window,
+        spec,
+        vocab_size=96 + spec.vocab_size % 2,
+        hidden_size=2 * WIDTH,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_size=WIDTH * t,
+        max_positions=2 * length,
+        rope=rope,
+        window=window,
         window_layers=tuple(layer for layer in spec.window_layers if layer < layers),
         experts=None if spec.experts is None else _few_experts(spec.experts, layers, layout),
-    )  # fmt: skip
+    )
 
 
 def _few_experts(experts: Experts, layers: int, layout: Layout) -> Experts:
     return replace(
-        experts, count=max(4, layout.expert), per_token=min(2, experts.per_token), mlp_size=WIDTH * layout.tensor,
+        experts,
+        count=max(4, layout.expert),
+        per_token=min(2, experts.per_token),
+        mlp_size=WIDTH * layout.tensor,
         shared_size=WIDTH * layout.tensor if experts.shared_size else 0,
         dense_layers=tuple(layer for layer in experts.dense_layers if layer < layers - 1),
-    )  # fmt: skip
+    )

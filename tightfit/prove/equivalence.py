@@ -1,17 +1,17 @@
-"""The equivalence gate: N ranks against one, on the same rows, step by step, and where they first differ.
+"""The equivalence check: N ranks against one process on the same rows, step by step, and where they first differ.
 
-All ranks train as the layout says. Beside them the first rank trains the whole model alone, without levers, on the same
-micro-batches one after another. Before the first step their weights are compared; in every step the loss, the norm of
-all gradients, every gradient and every updated weight. Each is put together on the first rank. What several ranks
-hold of it alike (replicas, norms of tensor ranks, a tied embedding's two ends) must be the same to the bit.
+All ranks train as the layout says. The first rank also trains the whole model alone, without levers, on the same
+micro-batches one after another. Compared are the initial weights and, in every step, the loss, the gradient norm, every
+gradient and every updated weight, gathered to the first rank. Copies on several ranks (replicas, replicated norms, both
+copies of a tied embedding) must be equal to the bit.
 
-The error of a tensor is ‖found − truth‖ / ‖truth‖ in float64; of gradients, the truth's norm is taken to be at least a
-thousandth of all gradients', as some are nothing but rounding (keys' biases, without rope). In float32 another order of
-additions makes some 1e-6 of it; a missing or doubled term of a weight is a share of its gradient. What differs first is
-found in the order things are computed: loss, then gradients from the output back to the embedding, then weights. So a
-gradient that is named is the one nearest to the fault, and what comes after it in backward may be wrong because of it.
-Limits: the first rank must hold the whole model in float32 beside its share (take a miniature of a large one), and
-lossy levers differ, as they should.
+The error of a tensor is ‖found − truth‖ / ‖truth‖ in float64. For gradients the denominator is at least a thousandth of
+the norm of all gradients, as some are pure rounding error (biases of keys, without rope). In float32 another order of
+summation makes errors around 1e-6; a missing or doubled term is a share of the gradient. Differences are sorted in the
+order of computation: loss, gradients from the output back to the embedding, weights. So the first gradient named is the
+one nearest to the fault; those after it in backward may be wrong because of it.
+Limits: the first rank must hold the whole model in float32 beside its shards (use a miniature of a large one); lossy
+levers differ, as they should.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.collectives.shards import described, local, place, splits_of
+from tightfit.collectives.shards import as_dtensor, local, local_region, splits_of
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.parallel.gathering import gathered_here
+from tightfit.parallel.gathering import gather_to_first
 from tightfit.parallel.ranks import Ranks
-from tightfit.prove.check_target import Subject
+from tightfit.prove.check_target import CheckTarget
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
@@ -39,18 +39,18 @@ from tightfit.train.step import StepResult, train_step
 
 TOLERANCE = 1e-4
 LEAST_SHARE = 1e-3
-"""Of the norm of all gradients: errors of smaller ones are measured against this."""
+"""Of the norm of all gradients: the least denominator of a gradient's error."""
 LEAST_WEIGHT = 1e-2
-"""Ten updates of the gate's learning rate: errors of smaller weights, such as new biases, are measured against this."""
+"""Ten updates at the check's learning rate: the least size of a weight in its error, such as of new biases."""
 LEAST_NUMBER = 1e-6
 Look = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one thing is from the truth: `kind` is start, loss, norm, gradient, weight or copy; `step` counts from 1.
+    """The error of one value: `kind` is start, loss, norm, gradient, weight or copy; `step` counts from 1.
 
-    A copy is the same or not (an error of 1), and `rank` is who holds it.
+    A copy, held by `rank`, is equal (0) or not (1).
     """
 
     step: int
@@ -61,7 +61,7 @@ class Difference:
     rank: int = 0
 
     def sentence(self) -> str:
-        """In words."""
+        """For people."""
         where = f"{self.kind} of {self.name}" if self.name else f"the {self.kind}"
         inside = f" (layer {self.layer})" if self.layer is not None else ""
         if self.kind == "copy":
@@ -71,7 +71,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared, what differs first (None: nothing does), how many things do, and the largest error found."""
+    """Numbers of comparisons and differences, the first difference (None: equal), and the largest error."""
 
     ranks: int
     steps: int
@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def same(self) -> bool:
-        """Whether ranks train as one process does."""
+        """Whether the ranks train as one process does."""
         return self.first is None
 
     def to_json(self) -> dict[str, Any]:
@@ -92,8 +92,8 @@ class Verdict:
 
 
 @dataclass
-class Trainee:
-    """A model in training: of all ranks, or of one alone."""
+class TrainedModel:
+    """A model with its optimizer: of all ranks, or of one process alone."""
 
     decoder: Decoder
     module: nn.Module
@@ -101,47 +101,49 @@ class Trainee:
     ranks: Ranks
     device: torch.device
 
-    def step(self, subject: Subject, number: int, look: Look) -> StepResult:
+    def step(self, target: CheckTarget, number: int, look: Look) -> StepResult:
         """One step on this rank's rows."""
-        batches = subject.micro_batches(number)[self.ranks.rank :: self.ranks.world]
-        lr = subject.settings.lr
+        batches = target.micro_batches(number)[self.ranks.rank :: self.ranks.world]
+        lr = target.settings.lr
         return train_step(self.module, self.optimizer, batches, self.device, lr, LossScale(), look, self.ranks)
 
 
-def trainee(subject: Subject, mesh: DeviceMesh | None, device: torch.device) -> Trainee:
-    """The subject's model with weights from its seed, split over `mesh`."""
+def build_trained(target: CheckTarget, mesh: DeviceMesh | None, device: torch.device) -> TrainedModel:
+    """The target's model with weights from its seed, parallelised over `mesh`."""
 
     def fill(model: Decoder) -> None:
-        torch.manual_seed(subject.seed)
+        torch.manual_seed(target.seed)
         init_weights(model)
 
-    decoder = unfilled(subject.spec, subject.layout, subject.precision, device, subject.levers)
+    decoder = unfilled(target.spec, target.layout, target.precision, device, target.levers)
     module, optimizer = assemble(
-        decoder, mesh, subject.layout, subject.levers, subject.precision, subject.settings, device, fill, subject.seed
+        decoder, mesh, target.layout, target.levers, target.precision, target.settings, device, fill, target.seed
     )
-    return Trainee(decoder, module, optimizer, Ranks.of(mesh), device)
+    return TrainedModel(decoder, module, optimizer, Ranks.of(mesh), device)
 
 
 def compare(
-    subject: Subject, mesh: DeviceMesh, device: torch.device, *, steps: int = 2, tolerance: float = TOLERANCE
+    target: CheckTarget, mesh: DeviceMesh, device: torch.device, *, steps: int = 2, tolerance: float = TOLERANCE
 ) -> Verdict:
     """Train `steps` steps both ways and compare. All ranks call this, and all get the verdict."""
-    many = trainee(subject, mesh, device)
-    one = trainee(_alone(subject), None, device) if many.ranks.first else None
+    many = build_trained(target, mesh, device)
+    one = build_trained(_alone(target), None, device) if many.ranks.first else None
     found = _Comparison(many.ranks, tolerance)
     found.tensors(0, "start", _weights(many), None if one is None else _weights(one))
-    losses = [_compare_step(subject, number, many, one, found) for number in range(1, steps + 1)]
-    return many.ranks.share(found.verdict(steps, losses))
+    losses = [_compare_step(target, number, many, one, found) for number in range(1, steps + 1)]
+    return many.ranks.broadcast(found.verdict(steps, losses))
 
 
-def _alone(subject: Subject) -> Subject:
-    return replace(subject, layout=Layout(micro_batch=subject.layout.micro_batch), levers=Levers())
+def _alone(target: CheckTarget) -> CheckTarget:
+    return replace(target, layout=Layout(micro_batch=target.layout.micro_batch), levers=Levers())
 
 
-def _compare_step(subject: Subject, number: int, many: Trainee, one: Trainee | None, found: "_Comparison") -> float:
-    """One step of both; the gradients are looked at just before the optimizer takes them."""
+def _compare_step(
+    target: CheckTarget, number: int, many: TrainedModel, one: TrainedModel | None, found: "_Comparison"
+) -> float:
+    """One step of both; gradients are compared just before the optimizer uses them."""
     truth: dict[str, Tensor] = {}
-    whole_batch = replace(_alone(subject), passes=subject.passes * subject.layout.data)
+    whole_batch = replace(_alone(target), passes=target.passes * target.layout.data)
 
     def keep(phase: str) -> None:
         if phase == "optimizer" and one is not None:
@@ -152,7 +154,7 @@ def _compare_step(subject: Subject, number: int, many: Trainee, one: Trainee | N
             found.tensors(number, "gradient", _gradients(many), truth if one is not None else None)
 
     expected = one.step(whole_batch, number, keep) if one is not None else None
-    result = many.step(subject, number, look)
+    result = many.step(target, number, look)
     if expected is not None:
         found.number(number, "loss", result.loss, expected.loss)
         found.number(number, "norm", result.gradient_norm, expected.gradient_norm)
@@ -161,15 +163,15 @@ def _compare_step(subject: Subject, number: int, many: Trainee, one: Trainee | N
     return result.loss
 
 
-def _weights(of: Trainee) -> dict[str, Tensor]:
+def _weights(of: TrainedModel) -> dict[str, Tensor]:
     splits = splits_of(of.decoder)
-    return {name: described(p.detach(), splits.get(name)) for name, p in of.decoder.named_parameters()}
+    return {name: as_dtensor(p.detach(), splits.get(name)) for name, p in of.decoder.named_parameters()}
 
 
-def _gradients(of: Trainee) -> dict[str, Tensor]:
+def _gradients(of: TrainedModel) -> dict[str, Tensor]:
     splits = splits_of(of.decoder)
     named = ((name, p.grad) for name, p in of.decoder.named_parameters())
-    return {name: described(grad, splits.get(name)) for name, grad in named if grad is not None}
+    return {name: as_dtensor(grad, splits.get(name)) for name, grad in named if grad is not None}
 
 
 class _Comparison:
@@ -180,15 +182,15 @@ class _Comparison:
         self.found: list[Difference] = []
 
     def number(self, step: int, kind: str, ours: float, theirs: float) -> None:
-        """One that all ranks know."""
+        """Compare one number that all ranks have."""
         self.found.append(Difference(step, kind, "", None, abs(ours - theirs) / max(abs(theirs), LEAST_NUMBER)))
 
     def tensors(self, step: int, kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor] | None) -> None:
-        """Of all ranks' parts, put together, and the truth where it is known."""
+        """Compare tensors, gathered from all ranks, with the truth on the first process."""
         everything = 0.0
         if theirs is not None and kind == "gradient":
             everything = sum(float(t.double().square().sum()) for t in theirs.values()) ** 0.5
-        for name, tensor in gathered_here(ours, self.ranks):
+        for name, tensor in gather_to_first(ours, self.ranks):
             if theirs is None:
                 continue
             error = float("inf")
@@ -199,14 +201,14 @@ class _Comparison:
             self.found.append(Difference(step, kind, name, _layer(name), error))
 
     def copies(self, step: int, parts: dict[str, Tensor]) -> None:
-        """Of the parts that several ranks hold: each against the first rank's that has it."""
-        own = {(name, place(tensor)): _digest(tensor) for name, tensor in parts.items()}
-        everyones: list[Any] = [own]
+        """Compare shards that several ranks hold with those of the first rank that has them."""
+        own = {(name, local_region(tensor)): _digest(tensor) for name, tensor in parts.items()}
+        by_rank: list[Any] = [own]
         if self.ranks.processes > 1:
-            everyones = [None] * self.ranks.processes
-            dist.all_gather_object(everyones, own)
+            by_rank = [None] * self.ranks.processes
+            dist.all_gather_object(by_rank, own)
         known: dict[Any, bytes] = {}
-        for rank, held in enumerate(everyones):
+        for rank, held in enumerate(by_rank):
             for (name, part), digest in held.items():
                 if (name, part) in known:
                     error = float(digest != known[name, part])
@@ -214,7 +216,7 @@ class _Comparison:
                 known.setdefault((name, part), digest)
 
     def verdict(self, steps: int, losses: Sequence[float]) -> Verdict:
-        """In the order of computation."""
+        """The verdict, with differences in the order of computation."""
         found = sorted(self.found, key=_order)
         wrong = [d for d in found if not d.error <= self.tolerance]
         nothing = Difference(0, "start", "", None, 0.0)
@@ -224,20 +226,20 @@ class _Comparison:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    """Different for parts that differ in a bit."""
+    """A hash of the local tensor's bytes."""
     return hashlib.blake2b(local(tensor).contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).digest()
 
 
-PLACES = {"start": 0, "loss": 1, "gradient": 2, "norm": 3, "weight": 4, "copy": 5}
-"""The norm is made of gradients, and follows them."""
+KIND_ORDER = {"start": 0, "loss": 1, "gradient": 2, "norm": 3, "weight": 4, "copy": 5}
+"""The norm is computed from gradients, so it comes after them."""
 
 
 def _order(found: Difference) -> tuple[int, int, float]:
-    """By step; the loss, then what backward meets first."""
-    place = PLACES[found.kind]
+    """Sort key: step, kind, then the order of backward."""
+    order = KIND_ORDER[found.kind]
     if found.name.startswith(("embed.", "positions.")):
-        return found.step, place, float("inf")
-    return found.step, place, -float("inf") if found.layer is None else -float(found.layer)
+        return found.step, order, float("inf")
+    return found.step, order, -float("inf") if found.layer is None else -float(found.layer)
 
 
 def _layer(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Running the equivalence gate: on the processes torchrun has started, or on processes of its own."""
+"""Runs the equivalence check on the processes torchrun has started, or on processes of its own."""
 
 import os
 from collections.abc import Sequence
@@ -8,50 +8,52 @@ from pathlib import Path
 import torch
 
 from tightfit.errors import UserError
+from tightfit.jobs.rules.refusals import refuse_untrainable
+from tightfit.jobs.rules.rule import Run
 from tightfit.launch.together import run_together
-from tightfit.parallel.apply import refuse_what_cannot_run
-from tightfit.parallel.mesh import joined, make_mesh
-from tightfit.parallel.tensor import refusal
-from tightfit.prove.check_target import Subject, miniature, read_subject, without_rounding
+from tightfit.parallel.mesh import init_distributed, make_mesh
+from tightfit.prove.check_target import CheckTarget, miniature, read_target, without_rounding
 from tightfit.prove.equivalence import Verdict, compare
 from tightfit.train.precision import choose_device
 
 SMALL_PARAMS = 5_000_000
-"""Models of up to so many weights are checked whole unless a miniature is asked for."""
+"""Models of up to this many weights are checked whole unless a miniature is asked for."""
 MOST_RANKS = 16
-"""Processes that are started here at most; more are torchrun's to start."""
+"""Most processes started here; for more, use torchrun."""
 
 
 def run_check(
     path: Path, overrides: Sequence[str] = (), *, steps: int = 2, tiny: bool | None = None
-) -> tuple[Verdict | None, Subject]:
+) -> tuple[Verdict | None, CheckTarget]:
     """The verdict on the plan or job at `path`, on the first rank (None on others), and what was checked."""
-    return check(read_subject(path, overrides), str(path), steps=steps, tiny=tiny)
+    return check(read_target(path, overrides), str(path), steps=steps, tiny=tiny)
 
 
-def check(subject: Subject, source: str, *, steps: int = 2, tiny: bool | None = None) -> tuple[Verdict | None, Subject]:
-    """The verdict on `subject`, which was read from `source`."""
-    if subject.layout.ranks == 1:
+def check(
+    target: CheckTarget, source: str, *, steps: int = 2, tiny: bool | None = None
+) -> tuple[Verdict | None, CheckTarget]:
+    """The verdict on `target`, which was read from `source`."""
+    if target.layout.ranks == 1:
         raise UserError(f"{source} has one rank, which has nothing to differ from; set layout.data or another degree")
-    refuse_what_cannot_run(subject.layout, subject.levers)
-    if sentence := refusal(subject.spec, subject.layout, subject.levers):
-        raise UserError(sentence)  # before a miniature, which could be split
-    subject = replace(subject, levers=without_rounding(subject.levers))
-    if tiny or (tiny is None and subject.spec.params() > SMALL_PARAMS):
-        subject = miniature(subject)
+    refuse_untrainable(  # before a miniature, which could be split
+        Run(layout=target.layout, levers=target.levers, spec=target.spec)
+    )
+    target = replace(target, levers=without_rounding(target.levers))
+    if tiny or (tiny is None and target.spec.params() > SMALL_PARAMS):
+        target = miniature(target)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with joined(subject.layout, choose_device("auto")) as (mesh, device):
+        with init_distributed(target.layout, choose_device("auto")) as (mesh, device):
             assert mesh is not None
-            verdict = compare(subject, mesh, device, steps=steps)
-            return verdict if mesh.get_rank() == 0 else None, subject
-    if subject.layout.ranks > MOST_RANKS:
+            verdict = compare(target, mesh, device, steps=steps)
+            return verdict if mesh.get_rank() == 0 else None, target
+    if target.layout.ranks > MOST_RANKS:
         raise UserError(
-            f"the layout has {subject.layout.ranks} ranks, more than the {MOST_RANKS} processes started here; use "
-            f"torchrun --nproc-per-node={subject.layout.ranks} -m tightfit check {source}"
+            f"the layout has {target.layout.ranks} ranks, more than the {MOST_RANKS} processes started here; use "
+            f"torchrun --nproc-per-node={target.layout.ranks} -m tightfit check {source}"
         )
-    return run_together(subject.layout.ranks, checked, subject, steps), subject
+    return run_together(target.layout.ranks, checked, target, steps), target
 
 
-def checked(device: torch.device, subject: Subject, steps: int) -> Verdict:
+def checked(device: torch.device, target: CheckTarget, steps: int) -> Verdict:
     """The verdict, as one of the ranks of a running group."""
-    return compare(subject, make_mesh(subject.layout, device.type), device, steps=steps)
+    return compare(target, make_mesh(target.layout, device.type), device, steps=steps)

@@ -1,9 +1,8 @@
-"""A measured run: a few real steps of a job with its memory watched, and the ledger they leave.
+"""A measured run: a few real steps of a job with memory measurement, and their ledger.
 
-Everything is as in training (data, model, levers, split) up to the step itself; then nothing is saved, so a run's
-directory gets a `ledger.json` and no checkpoint. One evaluation follows the steps where there is held-out data. The
-tokenizing and batching that the training process does beside the model is not counted. Of several ranks each watches
-itself and the first one's account is kept: data ranks are alike.
+Data, model, levers and parallelism are as in training; nothing is saved, so a run's directory gets a `ledger.json` and
+no checkpoint. One evaluation follows the steps where there is held-out data. Tokenizing and batching are not counted.
+Of several ranks each measures itself and the first one's ledger is kept: data ranks are alike.
 """
 
 import json
@@ -23,10 +22,9 @@ from tightfit.jobs.job import Job
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.measurement import Measuring, measured
 from tightfit.memory.trace import Allocation, largest_alive
-from tightfit.parallel.apply import refuse_what_cannot_run
-from tightfit.parallel.mesh import joined
+from tightfit.parallel.mesh import init_distributed
 from tightfit.parallel.ranks import Ranks
-from tightfit.prove.rehearsal import introduce
+from tightfit.prove.rehearsal import claim_tensors
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.evaluation import evaluate
 from tightfit.train.loop import device_name
@@ -42,7 +40,7 @@ LARGEST_KINDS = 12
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What was found. `largest` are the largest kinds of tensors at the peak, each with how many there were."""
+    """The result. `largest` are the largest kinds of tensors at the peak, each with their number."""
 
     run: Path
     device: str
@@ -81,12 +79,13 @@ class MeasuredRun:
 
 
 def measure_job(job: Job, steps: int, *, quiet: bool = False) -> MeasuredRun:
-    """Run `steps` steps of `job`, as one of its ranks, and say what was in memory."""
-    refuse_what_cannot_run(job.layout, job.levers)
+    """Run `steps` steps of `job` as one of its ranks, and measure memory."""
+    if sentence := job.refusal():
+        raise UserError(sentence)
     _refuse_unwritable(job.output)
     if job.engine != "tightfit":
         raise UserError(f"engine is {job.engine}, whose tensors cannot be told apart; measure with -o engine=tightfit")
-    with joined(job.layout, choose_device(job.device)) as (mesh, device):
+    with init_distributed(job.layout, choose_device(job.device)) as (mesh, device):
         try:
             return _measured(job, steps, device, mesh, quiet=quiet or not Ranks.of(mesh).first)
         except torch.OutOfMemoryError:
@@ -101,26 +100,32 @@ def _measured(job: Job, steps: int, device: torch.device, mesh: DeviceMesh | Non
         measuring.tracer.begin("init")
         with RunProgress(0, 0, quiet) as notes:
             prepared = prepare(job, None, notes.say, show_bars=False, device=device, mesh=mesh)
-        _introduce(measuring, prepared)
+        _claim_tensors(measuring, prepared)
         losses = _steps(measuring, prepared, steps)
         _evaluate(measuring, prepared)
     return MeasuredRun(
-        run=job.output, device=device_name(device), precision=prepared.precision,
-        params=prepared.model.spec.params(), losses=losses, ledger=measuring.ledger(),
-        largest=list(largest_alive(measuring.fullest, LARGEST_KINDS)), measuring=measuring, rank=prepared.ranks.process,
-    )  # fmt: skip
+        run=job.output,
+        device=device_name(device),
+        precision=prepared.precision,
+        params=prepared.model.spec.params(),
+        losses=losses,
+        ledger=measuring.ledger(),
+        largest=list(largest_alive(measuring.fullest, LARGEST_KINDS)),
+        measuring=measuring,
+        rank=prepared.ranks.process,
+    )
 
 
 def _refuse_unwritable(output: Path) -> None:
-    """Before anything slow: a place that is not a directory will not take a ledger."""
+    """Checked before anything slow: the output must be a directory."""
     if output.exists() and not output.is_dir():
         raise UserError(f"cannot write output {output}: it is not a directory; choose another with -o output=DIRECTORY")
 
 
-def _introduce(measuring: Measuring, prepared: Prepared) -> None:
-    """What the tracer cannot tell by itself: whose tensors are whose, and what a batch is."""
+def _claim_tensors(measuring: Measuring, prepared: Prepared) -> None:
+    """Tell the tracer which tensors are weights, states, gradients and inputs."""
     tracer, optimizer = measuring.tracer, prepared.optimizer
-    introduce(tracer, prepared.model, optimizer, period=max(1, prepared.job.levers.checkpoint_every))
+    claim_tensors(tracer, prepared.model, optimizer, period=max(1, prepared.job.levers.checkpoint_every))
     counters = (count for bucket in optimizer.buckets for count in bucket.updater.counters())
     tracer.claim(counters, "optimizer states", "step counters")
 
@@ -147,7 +152,7 @@ def _steps(measuring: Measuring, p: Prepared, steps: int) -> list[float]:
 
 
 def _fetched(measuring: Measuring, batches: Iterable[Batch]) -> list[Batch]:
-    """Batches as the loader gives them; only what it hands over is counted."""
+    """Batches from the loader, whose own memory is not counted."""
     with measuring.tracer.pause():
         found = list(batches)
     if measuring.device.type != "cuda":
@@ -157,7 +162,7 @@ def _fetched(measuring: Measuring, batches: Iterable[Batch]) -> list[Batch]:
 
 
 def _evaluate(measuring: Measuring, p: Prepared) -> None:
-    """One micro-batch of held-out data: all of them take as much."""
+    """Evaluate one micro-batch of held-out data; more would take the same memory."""
     if p.held_out is None:
         return
     batches = evaluation_batches(p.held_out, p.job.layout.micro_batch, rank=p.ranks.rank, world=p.ranks.world)

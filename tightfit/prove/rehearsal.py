@@ -1,8 +1,8 @@
-"""Rehearsal: the real training step on fake tensors, traced. What it would allocate is known before anything is.
+"""Rehearsal: the real training step, traced on fake tensors, gives the ledger before anything is allocated.
 
-The decoder, the loss, the optimizer and the wrappers are those that train; only the tensors have no bytes and the
-other ranks are not there. See memory/simulation.py for how, and for the limits. The same step can be built on a real
-device, which is how predictions are compared with what happens.
+Decoder, loss, optimizer and parallelism are those of training; only the tensors and the other ranks are fake. See
+memory/simulation.py for how, and for the limits. The same step can be built on a real device, which is how predictions
+are compared with measurements.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.step import Batch, OnPhase, StepResult, ignore, train_step
 
 DIRECT_LAYERS = 48
-"""Models of up to so many layers are traced whole, in seconds; what the allocator reserves is then replayed exactly."""
+"""Models of up to this many layers are traced whole, in seconds; reserved memory is then replayed exactly."""
 GPU_KERNELS = Implementations(norm="triton", rope="triton", glu="triton", linear_cross_entropy="triton")
 CPU = torch.device("cpu")
 LR = 1e-5
@@ -45,7 +45,7 @@ LR = 1e-5
 
 @dataclass
 class Program:
-    """A training step, built and ready: what is trained, by what, on which batches."""
+    """A training step, ready to run."""
 
     module: nn.Module
     decoder: Decoder
@@ -67,9 +67,9 @@ MakeStep = Callable[[DeviceMesh | None, Tracer], Step]
 
 
 def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
-    """The ledger of a training step that is never run: of the first rank of each pipeline stage that may be fullest."""
+    """The ledger of a training step: of the first rank of each pipeline stage that may have the highest peak."""
     lines: list[Line] = []
-    for stage in telling_stages(layout):
+    for stage in stages_to_trace(layout):
         ledger = rehearse_stage(workload, layout, levers, overheads, stage)
         lines += [replace(line, rank=stage) for line in ledger.lines]
     return Ledger("simulation", tuple(lines))
@@ -78,35 +78,38 @@ def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Over
 def rehearse_stage(
     workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, stage: int = 0
 ) -> Ledger:
-    """The same of the first rank of pipeline stage `stage` alone, as rank 0."""
+    """The ledger of the first rank of pipeline stage `stage` alone, as rank 0."""
     replay = _replay(workload, layout, levers, overheads, stage)
     return ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
 
 
-def telling_stages(layout: Layout) -> list[int]:
-    """The first stage has most in flight, the last the loss; those between them hold ever less."""
+def stages_to_trace(layout: Layout) -> list[int]:
+    """The first two stages, which have most micro-batches in flight, and the last, which has the loss."""
     return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
 
 
 def _replay(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads, stage: int = 0) -> Replay:
-    """The whole model where that is quick, else the moments that follow from two shallow ones; a stage as it is."""
+    """The replay of the whole model or stage where that is quick, else extrapolated from two shallow models."""
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
     direct = layout.pipeline > 1 or layers <= DIRECT_LAYERS or more >= layers
     if direct or _differs_by_layer(workload.spec, levers):
-        return rehearsed_step(workload, layout, levers, overheads, stage).replay()
+        return trace_training_step(workload, layout, levers, overheads, stage).replay()
     shallow, deeper = (
-        rehearsed_step(_of_depth(workload, depth), layout, levers, overheads).replay() for depth in (few, more)
+        trace_training_step(_of_depth(workload, depth), layout, levers, overheads).replay() for depth in (few, more)
     )
     periods = (layers - more) // period
     return Replay(
-        [], [], [], extrapolated(shallow.occurrences, deeper.occurrences, periods),
+        [],
+        [],
+        [],
+        extrapolated(shallow.occurrences, deeper.occurrences, periods),
         extrapolated(shallow.host_occurrences, deeper.host_occurrences, periods),
-    )  # fmt: skip
+    )
 
 
 def _differs_by_layer(spec: ModelSpec, levers: Levers) -> bool:
-    """Whether layers are not all alike, or alike by periods: budgets and counts single some of them out."""
+    """Whether some lever or spec treats layers differently, so that depth cannot be extrapolated."""
     single = levers.checkpoint_budget_bytes is not None or levers.checkpoint_host_bytes or levers.offload_keep_bytes
     return bool(single or levers.num_checkpoints) or (spec.experts is not None and bool(spec.experts.dense_layers))
 
@@ -116,35 +119,40 @@ def _of_depth(workload: Workload, layers: int) -> Workload:
     return replace(workload, spec=replace(workload.spec, layers=layers, window_layers=windowed))
 
 
-def rehearsed_step(
+def trace_training_step(
     workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, stage: int = 0
 ) -> Trace:
-    """The trace behind that ledger, of the first rank of pipeline stage `stage`."""
+    """The trace of one training step on the first rank of pipeline stage `stage`."""
 
     def make(mesh: DeviceMesh | None, tracer: Tracer) -> Step:
         program = build(workload, layout, levers, CPU, _gpu_kernels(workload), mesh, tracer)
-        introduce(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
+        claim_tensors(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
         return program.step
 
-    return rehearsed(make, layout, overheads, carries_over=levers.offload != "none", stage=stage)
+    return trace_step(make, layout, overheads, carries_over=levers.offload != "none", stage=stage)
 
 
 def _gpu_kernels(workload: Workload) -> Implementations:
-    """What the decoder takes on a GPU, which it does not see here: our attention where torch has no fused one."""
+    """The implementations that the decoder would choose on a GPU (the rule in kernels/attention.py)."""
     spec = workload.spec
     plain = spec.attention_softcap is None and not spec.window_layers
     fused = workload.precision != "fp32" or spec.heads == spec.kv_heads
     return GPU_KERNELS if plain and fused else replace(GPU_KERNELS, attention="triton")
 
 
-def rehearsed(
-    make: MakeStep, layout: Layout, overheads: Overheads = DEFAULT, *, warm_up: bool = False,
-    carries_over: bool = False, stage: int = 0,
-) -> Trace:  # fmt: skip
-    """Everything allocated and freed from building the model to the end of one step, on the first rank of a stage.
+def trace_step(
+    make: MakeStep,
+    layout: Layout,
+    overheads: Overheads = DEFAULT,
+    *,
+    warm_up: bool = False,
+    carries_over: bool = False,
+    stage: int = 0,
+) -> Trace:
+    """The trace from building the model to the end of one step, on the first rank of a stage.
 
-    `warm_up` goes before with a step that differs, such as the first of an optimizer that makes its states in it.
-    Where a step `carries_over` what the next one frees, a step goes before as well, and the trace has no repetition.
+    `warm_up` runs a step before, for optimizers that allocate their states in the first one. `carries_over` does too,
+    where a step leaves tensors that the next one frees; such a step is not repeated in replays.
     """
     with ExitStack() as stack:
         mesh = None
@@ -173,11 +181,11 @@ def build(
     tracer: Tracer | None = None,
     fill: Fill = lambda decoder: None,
 ) -> Program:
-    """A training step on tokens of no meaning, on a real device or on fake tensors."""
+    """A training step on random tokens, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, levers, device, impl, tracer)
     if tracer is not None:
         if layout.zero:
-            with tracer.pause():  # what FSDP2 then takes its shards from has no memory either
+            with tracer.pause():  # in training this model is on the meta device
                 if mesh is not None and layout.pipeline > 1:
                     take_stages(decoder, mesh, layout, workload.sequence_length)
                 cut(decoder, mesh, layout, levers)
@@ -190,13 +198,17 @@ def build(
 
 
 def _unfilled(
-    workload: Workload, layout: Layout, levers: Levers, device: torch.device, impl: Implementations,
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+    device: torch.device,
+    impl: Implementations,
     tracer: Tracer | None,
-) -> Decoder:  # fmt: skip
-    """A decoder of the dtype it is built in; converting it afterwards is what fake tensors cannot do.
+) -> Decoder:
+    """A decoder built in its final dtype, as fake tensors cannot be converted with `.to(dtype)`.
 
-    One that will be sharded has no memory before: it is made on the meta device, or where that is fake too, unseen.
-    So is one that will be offloaded: it is made on the host.
+    One to be sharded is built on the meta device; with fake tensors, while the tracer is paused. One to be offloaded is
+    built on the host.
     """
     faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
     shared = layout.zero > 0 or layout.tensor * layout.pipeline > 1
@@ -215,10 +227,10 @@ def _unfilled(
         torch.set_default_dtype(before)
 
 
-def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: int = 1) -> None:
+def claim_tensors(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: int = 1) -> None:
     """Tell the tracer which tensors are weights, masters, states and gradients, and where the loss begins.
 
-    Backward is cut where it enters each `period` of layers.
+    Backward is divided into sections of `period` layers.
     """
     tracer.name_modules(model)
     tracer.claim(model.parameters(), "weights")
@@ -237,13 +249,13 @@ def introduce(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period: in
 
 
 def _batches(workload: Workload, layout: Layout) -> list[Batch]:
-    """One micro-batch, or two where gradients are accumulated: more would repeat the second.
+    """One micro-batch, or two with gradient accumulation: more would repeat the second.
 
-    A pipeline has several in flight: all that gpipe has, of others two rounds.
+    Of a pipeline: all of them for gpipe, two per rank for other schedules.
     """
     shape = (layout.micro_batch, workload.sequence_length)
     most = {1: 2}.get(layout.pipeline, 2 * layout.pipeline)
     passes = workload.global_batch // (layout.micro_batch * layout.data)
     passes = passes if layout.pipeline > 1 and layout.schedule == "gpipe" else min(most, passes)
-    made = torch.randint(workload.spec.vocab_size, shape)
-    return [{"tokens": made, "labels": made}] * max(1, passes)
+    tokens = torch.randint(workload.spec.vocab_size, shape)
+    return [{"tokens": tokens, "labels": tokens}] * max(1, passes)

@@ -1,26 +1,26 @@
-"""The equivalence gate's verdict on the screen, or as JSON."""
+"""Prints the verdict of the equivalence check."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from tightfit.report.tables import print_json
+
 if TYPE_CHECKING:
-    from tightfit.prove.check_target import Subject
+    from tightfit.prove.check_target import CheckTarget
     from tightfit.prove.equivalence import Verdict
 
 
-def print_verdict(verdict: "Verdict", subject: "Subject", *, as_json: bool) -> None:
+def print_verdict(verdict: "Verdict", target: "CheckTarget", *, as_json: bool) -> None:
     """One screen, or one JSON object."""
     if as_json:
-        shape = {"spec": asdict(subject.spec), "layout": subject.layout.model_dump(), "passes": subject.passes}
-        print(json.dumps({**verdict.to_json(), **shape}, indent=1))
-        return
+        shape = {"spec": asdict(target.spec), "layout": target.layout.model_dump(), "passes": target.passes}
+        return print_json({**verdict.to_json(), **shape})
     console = Console(highlight=False)
-    spread = ", ".join(f"{name} {value}" for name, value in subject.layout.model_dump(exclude_defaults=True).items())
+    spread = ", ".join(f"{name} {value}" for name, value in target.layout.model_dump(exclude_defaults=True).items())
     console.print(f"{verdict.ranks} ranks ({spread}) against one, {verdict.steps} steps")
-    console.print(f"a {subject.spec.family} of {subject.spec.params():,} weights, {verdict.compared} comparisons")
+    console.print(f"a {target.spec.family} of {target.spec.params():,} weights, {verdict.compared} comparisons")
     if verdict.first is None:
         console.print(f"[green]the same[/]: the largest error is {verdict.largest.error:.1e}")
         return

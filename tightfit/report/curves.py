@@ -1,20 +1,25 @@
 """The loss curve of a run as a picture, from its metrics file."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tightfit.durable import durable_file
 from tightfit.train.metrics import read_metrics
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 SMOOTHING = 0.9
+Rows = list[dict[str, Any]]
 
 
 def smoothed(values: list[float]) -> list[float]:
     """Exponential moving average with bias correction, so that the curve starts where the data does."""
-    average, made = 0.0, []
+    average, averages = 0.0, []
     for count, value in enumerate(values, 1):
         average = SMOOTHING * average + (1 - SMOOTHING) * value
-        made.append(average / (1 - SMOOTHING**count))
-    return made
+        averages.append(average / (1 - SMOOTHING**count))
+    return averages
 
 
 def draw_loss_curve(run: Path) -> Path | None:
@@ -29,21 +34,13 @@ def draw_loss_curve(run: Path) -> Path | None:
     held_out = [row for row in rows if "held_out_loss" in row]
     if not trained:
         return None
-    steps, losses = [row["step"] for row in trained], [row["loss"] for row in trained]
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), constrained_layout=True
     )
-    top.plot(steps, losses, color="#9db8d9", linewidth=0.8, label="training loss")
-    top.plot(steps, smoothed(losses), color="#1f5fa8", linewidth=1.6, label="its moving average")
-    if held_out:
-        x, y = [row["step"] for row in held_out], [row["held_out_loss"] for row in held_out]
-        top.plot(x, y, color="#d1495b", marker="o", markersize=4, linewidth=1.4, label="held-out loss")
-        top.annotate(
-            f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(-8, 8), ha="right", color="#d1495b"
-        )
-    top.set(ylabel="loss (nats per token)", title=f"{run.name}: {len(steps)} logged steps")
+    _draw_losses(top, trained, held_out)
+    top.set(ylabel="loss (nats per token)", title=f"{run.name}: {len(trained)} logged steps")
     top.legend(frameon=False)
-    bottom.plot(steps, [row["lr"] for row in trained], color="#555555", linewidth=1.2)
+    bottom.plot([row["step"] for row in trained], [row["lr"] for row in trained], color="#555555", linewidth=1.2)
     bottom.set(xlabel="step", ylabel="learning rate")
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
@@ -52,3 +49,16 @@ def draw_loss_curve(run: Path) -> Path | None:
         figure.savefig(file, format="png", dpi=130)
     pyplot.close(figure)
     return run / "loss.png"
+
+
+def _draw_losses(axes: "Axes", trained: Rows, held_out: Rows) -> None:
+    steps, losses = [row["step"] for row in trained], [row["loss"] for row in trained]
+    axes.plot(steps, losses, color="#9db8d9", linewidth=0.8, label="training loss")
+    axes.plot(steps, smoothed(losses), color="#1f5fa8", linewidth=1.6, label="its moving average")
+    if not held_out:
+        return
+    x, y = [row["step"] for row in held_out], [row["held_out_loss"] for row in held_out]
+    axes.plot(x, y, color="#d1495b", marker="o", markersize=4, linewidth=1.4, label="held-out loss")
+    axes.annotate(
+        f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(-8, 8), ha="right", color="#d1495b"
+    )

@@ -1,8 +1,8 @@
-"""Other programs' answers to the same question, beside ours.
+"""The memory estimates of DeepSpeed and accelerate, beside ours.
 
-DeepSpeed's estimator counts model states (weights, gradients, optimizer) and one layer's gathered parameters, with no
+DeepSpeed's estimator counts model states (weights, gradients, optimizer) and one layer's gathered parameters, without
 activations, logits or buffers. accelerate's counts one process's weights, gradients and Adam states for a whole model,
-without sharding. Both are asked through their own functions; where one is not installed, the sentence says so.
+without sharding. Both are computed by their own functions; where one is not installed, the note says so.
 """
 
 import os
@@ -14,7 +14,7 @@ from tightfit.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `who` says the plan needs on one GPU and on one node's host; None where it says nothing."""
+    """What `who` estimates for one GPU and one node's host; None where it gives no number."""
 
     who: str
     gpu_bytes: int | None

@@ -1,4 +1,4 @@
-"""Figure: an empty picture in the house style, and a place for it on disk (PNG or SVG, by its name)."""
+"""An empty matplotlib figure in our style, saved as PNG or SVG by its suffix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ CARD_COLOR = "#d1495b"
 
 
 def check_picture_path(path: Path) -> None:
-    """Refuse what no picture can be written to, before anything is drawn."""
+    """Refuse a path that no picture can be written to, before anything is drawn."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"picture {path} ends in {path.suffix or 'nothing'!r}; name it .png or .svg")
     if path.is_dir():

@@ -1,14 +1,14 @@
-"""What `tightfit measure` and `tightfit compare` print: a ledger by phase and component, and two ledgers' errors."""
+"""Tables of `tightfit measure` and `tightfit compare`: a ledger by phase and component, and two ledgers compared."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tightfit.memory.comparison import Comparison, Pair
 from tightfit.memory.ledger import COMPONENTS, Ledger, Place
+from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def print_measured(found: "MeasuredRun", file: Path, picture: Path, *, as_json: 
 
 
 def _console() -> Console:
-    """Wide enough for a column a phase where the terminal does not say how wide it is."""
+    """A console wide enough for one column per phase where the output is no terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=max(console.width, WIDTH))
 
 
 def size(count: float) -> str:
-    """Bytes for tables that also hold small things."""
+    """Bytes in GiB, MiB, KiB or B."""
     if not count:
         return "–"
     return gib(count) if count >= 10 * 2**20 else f"{count / 2**20:.2f} MiB" if count >= 0.1 * 2**20 else _small(count)
@@ -57,7 +57,7 @@ def _small(count: float) -> str:
 
 
 def ledger_table(ledger: Ledger) -> Table:
-    """A row a component and a column a phase; the fullest phase is marked."""
+    """One row per component and one column per phase; the phase of the peak is marked."""
     place: Place = "gpu" if ledger.moments("gpu") else "host"
     fullest = ledger.fullest(place)
     columns = [(moment, ledger.by_component(*moment, place)) for moment in ledger.moments(place)]
@@ -86,16 +86,20 @@ def largest_table(largest: "Sequence[tuple[Allocation, int]]") -> Table:
     for kind, count in largest:
         name = f"{kind.component}: {kind.detail}" if kind.detail else kind.component
         table.add_row(
-            size(kind.bytes * count), f"{count:,}", size(kind.bytes), name, escape(kind.module),
+            size(kind.bytes * count),
+            f"{count:,}",
+            size(kind.bytes),
+            name,
+            escape(kind.module),
             escape(kind.operation.removeprefix("aten.").removesuffix(".default")),
-        )  # fmt: skip
+        )
     return table
 
 
 def print_comparison(
     comparison: Comparison, predicted: tuple[str, Ledger], measured: tuple[str, Ledger], *, as_json: bool
 ) -> None:
-    """Both ledgers with the error of each line; names are where they came from."""
+    """Both ledgers, each with the name of its file, and the error of each line."""
     if as_json:
         names = {"predicted": predicted[0], "measured": measured[0]}
         sources = {"predicted_source": predicted[1].source, "measured_source": measured[1].source}
@@ -109,8 +113,13 @@ def print_comparison(
     table.add_column("error", justify="right", no_wrap=True)
     phase = ""
     for pair in comparison.pairs:
-        table.add_row(pair.phase if pair.phase != phase else "", pair.component or "all of it", *_cells(pair),
-                      style="bold" if pair.component is None else "", end_section=pair.component is None)  # fmt: skip
+        table.add_row(
+            pair.phase if pair.phase != phase else "",
+            pair.component or "all of it",
+            *_cells(pair),
+            style="bold" if pair.component is None else "",
+            end_section=pair.component is None,
+        )
         phase = pair.phase
     table.add_row("peak", "allocated", *_cells(comparison.allocated), style="bold")
     if comparison.reserved is not None:

@@ -1,9 +1,9 @@
-"""Pictures of memory: stacked bars of parameters, gradients, optimizer states and activations, with the card's line.
+"""Pictures of memory: stacked bars of parameters, gradients, optimizer states and activations against a card's memory.
 
-A bar is the fullest moment of a training step (formulas/training.py) and adds up to what must be allocated. Steps are
-taken to have several micro-batches, so that gradients are there from one to the next, as people expect to see them.
-Optimizer states include the master weights; activations include logits and everything else that is not a state.
-The `classic` layer keeps what GPT did (formulas/gpt.py), scores and all, instead of what ours keeps.
+A bar is the peak of a training step (formulas/training.py), allocated bytes. Steps have several micro-batches, so that
+gradients are held throughout. Optimizer states include the master weights; activations include logits and everything
+else that is not a state. The `classic` layer saves what the original GPT layer did (formulas/gpt.py), attention scores
+included, instead of what ours saves.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ ZERO_NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 @dataclass(frozen=True)
 class Card:
-    """A line across the bars."""
+    """A card's memory: a line across the bars."""
 
     name: str
     bytes: int
@@ -64,7 +64,7 @@ class Bar:
 def bar(
     spec: ModelSpec, length: int, levers: Levers, *, data: int = 1, zero: int = 0, layer: LayerKind = "ours"
 ) -> Bar:
-    """The fullest moment of a step of one row per micro-batch, on one of `data` GPUs."""
+    """The peak of a step with micro-batches of one row, on one of `data` GPUs."""
     layout = Layout.model_validate({"micro_batch": 1, "data": data, "zero": zero})
     workload = Workload(spec=spec, sequence_length=length, global_batch=MICRO_BATCHES * data)
     parts = grouped(training_ledger(workload, layout, levers, Overheads(0, 0, 0)))
@@ -75,7 +75,7 @@ def bar(
 
 
 def grouped(ledger: Ledger) -> dict[str, int]:
-    """The four groups at the fullest moment."""
+    """Bytes of the four groups at the peak."""
     found = ledger.by_component(*ledger.fullest())
     return {name: sum(found.get(component, 0) for component in components) for name, components in GROUPS.items()}
 
@@ -92,13 +92,13 @@ def draw_memory(
     """A panel per model, a bar per sequence length; returns what was drawn."""
     if not models:
         raise UserError("no model to draw; give at least one --model")
-    made = {
+    bars_by_panel = {
         name: [bar(spec, length, levers or Levers(), layer=layer) for length in lengths]
         for name, spec in models.items()
     }
     title = f"One GPU, micro-batches of one row, bf16 with float32 masters: {_layer_text(levers or Levers(), layer)}"
-    _draw(made, cards, title, path, share_scale=False)
-    return made
+    _draw(bars_by_panel, cards, title, path, share_scale=False)
+    return bars_by_panel
 
 
 def draw_zero(
@@ -115,13 +115,13 @@ def draw_zero(
     if ranks < 2:
         raise UserError(f"{ranks} GPU(s) have nobody to split with; give --gpus 2 or more")
     used = levers or Levers()
-    made = {
+    bars_by_panel = {
         stage: [bar(spec, length, used, data=ranks, zero=zero) for length in lengths]
         for zero, stage in enumerate(ZERO_NAMES)
     }
     title = f"{name} on {ranks} GPUs, micro-batches of one row on each: {_layer_text(used, 'ours')}"
-    _draw(made, cards, title, path, share_scale=True)
-    return made
+    _draw(bars_by_panel, cards, title, path, share_scale=True)
+    return bars_by_panel
 
 
 def _layer_text(levers: Levers, layer: LayerKind) -> str:
@@ -133,11 +133,16 @@ def _layer_text(levers: Levers, layer: LayerKind) -> str:
     return f"{which} recomputed"
 
 
-def _draw(made: dict[str, list[Bar]], cards: Sequence[Card], title: str, path: Path, *, share_scale: bool) -> None:
+def _draw(
+    bars_by_panel: dict[str, list[Bar]], cards: Sequence[Card], title: str, path: Path, *, share_scale: bool
+) -> None:
     lines = [card.bytes for card in cards]
-    highest = max(one.bytes for bars in made.values() for one in bars)
-    with panels(path, 1, len(made), width=3.2 * len(made) + 1.2, height=4.4, sharey=share_scale) as (figure, axes):
-        for at, (name, bars) in zip(axes[0], made.items(), strict=True):
+    highest = max(one.bytes for bars in bars_by_panel.values() for one in bars)
+    with panels(path, 1, len(bars_by_panel), width=3.2 * len(bars_by_panel) + 1.2, height=4.4, sharey=share_scale) as (
+        figure,
+        axes,
+    ):
+        for at, (name, bars) in zip(axes[0], bars_by_panel.items(), strict=True):
             _draw_bars(at, name, bars, cards)
             top = highest if share_scale else max(one.bytes for one in bars)
             at.set_ylim(0, 1.1 * max(top, *lines, 1) / GIB)
@@ -171,7 +176,7 @@ def _times(row: gpt.Row) -> str:
 
 
 def layer_rows(spec: ModelSpec, length: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of what one layer of `spec` keeps of one row of `length` tokens, in 16 bits."""
+    """Header and rows of what one layer of `spec` saves for one row of `length` tokens, in 16 bits."""
     kept = layer_kept(spec, 0, Share(1, length, 2))
     rows = [(one.kind, one.name, f"{one.bytes / 2**20:.2f}", one.why) for one in kept]
     total = ("", "all of it", f"{sum(one.bytes for one in kept) / 2**20:.2f}", "")

@@ -1,10 +1,10 @@
-"""The screen of a run that ran out of GPU memory: what wanted it, what held it, what would have made room."""
+"""The screen of a run that ran out of GPU memory: the failed allocation, what held the memory, and what to change."""
 
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from tightfit.report.escaping import escape
 from tightfit.report.tables import gib
 from tightfit.train.out_of_memory import Advice, Shortage
 

@@ -1,10 +1,9 @@
-"""What `tightfit plan` prints: the verdict, where memory and time go, what else would do, or what has to change."""
+"""What `tightfit plan` prints: the verdict, memory and time by component, alternatives, or what has to change."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,14 +14,23 @@ from tightfit.plan.batch import Batch, batch_of, warning
 from tightfit.plan.describe import describe_layout, describe_levers
 from tightfit.plan.plan import Plan
 from tightfit.plan.serving import Serving
+from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
 BAR_CELLS = 60
 COLOURS: dict[Component, str] = {
-    "weights": "blue", "master weights": "cyan", "gradients": "magenta", "optimizer states": "yellow",
-    "activations": "green", "logits and loss": "red", "inputs": "white", "communication": "bright_blue",
-    "workspace": "bright_magenta", "allocator slack": "bright_black", "cuda context": "bright_red",
-}  # fmt: skip
+    "weights": "blue",
+    "master weights": "cyan",
+    "gradients": "magenta",
+    "optimizer states": "yellow",
+    "activations": "green",
+    "logits and loss": "red",
+    "inputs": "white",
+    "communication": "bright_blue",
+    "workspace": "bright_magenta",
+    "allocator slack": "bright_black",
+    "cuda context": "bright_red",
+}
 
 
 def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], said: list[str]) -> None:
@@ -90,7 +98,7 @@ def _gpu_hours(plan: Plan, seconds: float) -> str:
 
 
 def _memory(ledger: Ledger, room_bytes: int) -> Group:
-    """One bar of the fullest moment against the card, and a line per component."""
+    """One bar of the peak against the card's memory, and a line per component."""
     phase, rank = ledger.fullest()
     parts = ledger.by_component(phase, rank)
     scale = max(room_bytes, sum(parts.values()))
@@ -125,9 +133,12 @@ def _alternatives(answer: Answer) -> Table:
         against = "as fast" if abs(slower) <= 0.02 else f"{slower:+.0%}"
         host = f" + {gib(each.host_bytes)} host" if each.host_bytes else ""
         table.add_row(
-            describe_layout(each.layout), describe_levers(each.levers), gib(each.gpu_bytes) + host,
-            _seconds(each.step_s), against,
-        )  # fmt: skip
+            describe_layout(each.layout),
+            describe_levers(each.levers),
+            gib(each.gpu_bytes) + host,
+            _seconds(each.step_s),
+            against,
+        )
     return table
 
 
@@ -201,12 +212,19 @@ def print_catalog(*, as_json: bool) -> None:
     for column in ("name", "form", "usable", "GB/s", "fp32", "fp16", "bf16", "fp8", "between", "host", "source"):
         table.add_column(column, overflow="fold")
     for card in CATALOG:
-        rates = [f"{rate:g}" if rate else "–" for rate in (card.rates.fp32, card.rates.fp16, card.rates.bf16,
-                                                            card.rates.fp8)]  # fmt: skip
+        rates = [
+            f"{rate:g}" if rate else "–" for rate in (card.rates.fp32, card.rates.fp16, card.rates.bf16, card.rates.fp8)
+        ]
         table.add_row(
-            card.name, card.form, gib(card.memory_bytes), f"{card.bandwidth_gb_s:g}", *rates,
-            f"{card.peer.name} {card.peer.gb_s:g}", f"{card.host.name} {card.host.gb_s:g}", card.source,
-        )  # fmt: skip
+            card.name,
+            card.form,
+            gib(card.memory_bytes),
+            f"{card.bandwidth_gb_s:g}",
+            *rates,
+            f"{card.peer.name} {card.peer.gb_s:g}",
+            f"{card.host.name} {card.host.gb_s:g}",
+            card.source,
+        )
     Console(width=150).print(table)
 
 

@@ -1,22 +1,22 @@
-"""A run beside the plan it was made from: peak memory and speed, predicted and measured."""
+"""A run compared with its plan: peak memory and speed, predicted and measured."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tightfit.jobs.job import Job
 from tightfit.plan.job import overridden
 from tightfit.plan.plan import Plan
+from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib
 from tightfit.train.loop import RunResult
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan said of a run, what the run took, and a word where the two are not about the same thing."""
+    """Predicted and measured figures of a run, with notes where the two are not comparable."""
 
     machine: str
     device: str
@@ -39,7 +39,7 @@ class Prediction:
 
 
 def prediction(plan: Plan, job: Job, result: RunResult) -> Prediction:
-    """The plan's figures beside the run's. On a GPU both count what is allocated."""
+    """The plan's figures and the run's. On a GPU both are allocated bytes."""
     return Prediction(
         machine=plan.machine.text,
         device=result.device,
@@ -69,18 +69,13 @@ def _notes(plan: Plan, job: Job, result: RunResult) -> list[str]:
 
 
 def print_prediction(found: Prediction) -> None:
-    """Two lines and what to know about them."""
+    """A table of two lines, and the notes."""
     console = Console(highlight=False)
     table = Table(title="The plan beside the run", title_justify="left", box=None, padding=(0, 1))
     for column in ("", f"predicted, {found.machine}", f"measured, {found.device}", "error"):
         table.add_column(escape(column), justify="right" if column else "left")
-    memory, speed = (
-        (found.predicted_bytes, found.measured_bytes),
-        (
-            found.predicted_tokens_per_second,
-            found.measured_tokens_per_second,
-        ),
-    )
+    memory = found.predicted_bytes, found.measured_bytes
+    speed = found.predicted_tokens_per_second, found.measured_tokens_per_second
     table.add_row("peak memory", *map(gib, memory), _shown(*memory))
     table.add_row("tokens/s", *map(count_name, speed), _shown(*speed))
     console.print(table)

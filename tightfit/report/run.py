@@ -1,4 +1,4 @@
-"""The end of a run: what was reached, at what speed and price, a sample of it, and what to try next."""
+"""What a finished run prints: steps, loss, speed, memory, a sample, and the next commands."""
 
 import shlex
 import sys
@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.panel import Panel
 
 from tightfit.report.curves import draw_loss_curve
+from tightfit.report.escaping import escape
 from tightfit.report.prediction import Prediction, print_prediction
 from tightfit.report.tables import count_name, gib, print_json
 from tightfit.train.loop import RunResult
@@ -30,7 +30,7 @@ def print_result(result: RunResult, *, as_json: bool, prediction: Prediction | N
     for prompt, continuation in result.samples:
         text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
         console.print(Panel(text, title="a sample", title_align="left", border_style="dim"), highlight=False)
-    console.print("Next:", *_next_commands(result), sep="\n  ", highlight=False, soft_wrap=True)
+    console.print("Next:", *map(escape, _next_commands(result)), sep="\n  ", highlight=False, soft_wrap=True)
 
 
 def _loss_curve(run: Path) -> Path | None:

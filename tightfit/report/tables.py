@@ -1,16 +1,18 @@
-"""What the verbs print: rich tables for people, one JSON object for programs, from the same values."""
+"""Tables that the CLI prints, and the same values as JSON."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from tightfit.jobs.fields import FieldRow
 from tightfit.models.spec import ModelSpec
+from tightfit.printable import printable, printable_json
+from tightfit.report.escaping import escape
 
 if TYPE_CHECKING:
     from tightfit.models.saving import Export
@@ -18,8 +20,16 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+    """One JSON document on standard output; what is not finite, which JSON has no number for, is null."""
+    print(printable_json(json.dumps(_finite(value), indent=2, default=str, ensure_ascii=False, allow_nan=False)))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def gib(count: float) -> str:
@@ -74,9 +84,15 @@ def print_models(specs: Mapping[str, ModelSpec], *, as_json: bool) -> None:
     for name, spec in specs.items():
         experts = f"{spec.experts.per_token} of {spec.experts.count}" if spec.experts else ""
         table.add_row(
-            name, f"{spec.params():,}", str(spec.layers), str(spec.hidden_size), f"{spec.heads}/{spec.kv_heads}",
-            experts, f"{spec.max_positions:,}", gib(2 * spec.params()),
-        )  # fmt: skip
+            name,
+            f"{spec.params():,}",
+            str(spec.layers),
+            str(spec.hidden_size),
+            f"{spec.heads}/{spec.kv_heads}",
+            experts,
+            f"{spec.max_positions:,}",
+            gib(2 * spec.params()),
+        )
     Console(width=100).print(table)
 
 
@@ -103,7 +119,8 @@ def print_export(result: "Export", *, as_json: bool) -> None:
     if as_json:
         return print_json(asdict(result))
     Console().print(
-        f"wrote {result.path} ({count_name(result.params)} parameters, {gib(result.bytes)})", highlight=False
+        f"wrote {escape(str(result.path))} ({count_name(result.params)} parameters, {gib(result.bytes)})",
+        highlight=False,
     )
 
 
@@ -114,7 +131,7 @@ def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: boo
     for number, stream in enumerate(streams):
         print("\n---\n" * (number > 0), end="")
         for piece in stream:
-            print(piece, end="", flush=True)
+            print(printable(piece), end="", flush=True)
     print()
 
 

@@ -1,7 +1,7 @@
 """Timeline: allocated and reserved memory over a step with its phases, measured or simulated.
 
-A GPU's allocator notes the time of every allocation and free (`recorded` for a block of code, or a measurement). A
-simulation and a measurement on the CPU have only their order: there the axis counts allocations and frees.
+A GPU's allocator history has the time of every allocation and free (`recorded` for a block of code, or a measurement).
+Simulations and measurements on the CPU only have their order: there the axis counts allocations and frees.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,17 +24,21 @@ if TYPE_CHECKING:
 Unit = Literal["milliseconds", "allocations and frees"]
 MOST_POINTS = 4000
 NARROWEST_LABEL = 0.035
-"""Share of the axis below which a phase is shaded but not named, unless its name stands nowhere yet."""
+"""Share of the axis below which a phase is shaded but not labelled, unless it has no label elsewhere."""
 BANDS = {
-    "forward": "#e8f1e4", "loss": "#fbe6e3", "backward": "#e9e6f5", "optimizer": "#fdf3d8", "evaluation": "#e5f2f5",
-}  # fmt: skip
+    "forward": "#e8f1e4",
+    "loss": "#fbe6e3",
+    "backward": "#e9e6f5",
+    "optimizer": "#fdf3d8",
+    "evaluation": "#e5f2f5",
+}
 OTHER_BAND = "#f2f2f2"
 ALLOCATED_COLOR, RESERVED_COLOR, PEAK_COLOR = "#1f5fa8", "#777777", "#d1495b"
 
 
 @dataclass
 class Timeline:
-    """Bytes after each event and where the event stands on the axis; `starts` are where each phase begins."""
+    """Bytes after each event and the event's position on the axis; `starts` are the positions where phases begin."""
 
     positions: list[float] = field(default_factory=list)
     allocated_bytes: list[int] = field(default_factory=list)
@@ -53,7 +57,7 @@ class Timeline:
         return max(self.reserved_bytes, default=0)
 
     def phases(self) -> list[tuple[str, float, float]]:
-        """Each stretch of one phase with where it begins and ends; a phase that goes on is one stretch."""
+        """(phase, start, end) of each uninterrupted section of a phase."""
         end = self.positions[-1] if self.positions else 0.0
         changes: list[tuple[float, str]] = []
         for start, phase in self.starts:
@@ -65,7 +69,7 @@ class Timeline:
         return [(phase, start, after) for (start, phase), (after, _) in pairwise(ended) if start < after]
 
     def thinned(self, points: int = MOST_POINTS) -> "Timeline":
-        """The same curve with fewer points; each stretch keeps its highest."""
+        """The same curve with fewer points: the maximum of each interval."""
         size = max(1, len(self.positions) // points)
         starts = range(0, len(self.positions), size)
         best = [max(range(i, min(i + size, len(self.positions))), key=self.allocated_bytes.__getitem__) for i in starts]
@@ -90,7 +94,7 @@ def of_replay(replay: "Replay", part: slice, times_us: Sequence[float] | None = 
 
 
 def _starts_within(replay: "Replay", first: int, last: int, positions: Sequence[float]) -> list[tuple[float, str]]:
-    """The phase that is under way at `first`, then those that begin before `last`."""
+    """The phase running at `first`, then those that begin before `last`."""
     before = [phase for at, phase in replay.starts if at <= first]
     inside = [(positions[at - first], str(phase)) for at, phase in replay.starts if first < at < last]
     return [*((0.0, str(phase)) for phase in before[-1:]), *inside]
@@ -128,7 +132,7 @@ class Recorder:
 
 @contextmanager
 def recorded() -> Iterator[Recorder]:
-    """Everything the caching allocator hands out or takes back inside the block, as `recorder.timeline` afterwards."""
+    """Records all allocations and frees of the caching allocator inside the block, as `recorder.timeline`."""
     import torch
 
     torch.cuda.synchronize()
@@ -144,7 +148,7 @@ def recorded() -> Iterator[Recorder]:
 
 
 def of_history(history: "Sequence[Event]", recorder: Recorder) -> Timeline:
-    """What the allocator's history adds to and takes from what was there when recording began."""
+    """The timeline of an allocator history, starting from the bytes at the start of recording."""
     from tightfit.memory.measurement import running_totals
 
     totals = list(running_totals(history, recorder.allocated_bytes, recorder.reserved_bytes))
@@ -153,7 +157,7 @@ def of_history(history: "Sequence[Event]", recorder: Recorder) -> Timeline:
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
-    """One panel per timeline, on common axes, with the phases named and the peaks told."""
+    """One panel per timeline, on common axes, with phases and peaks labelled."""
     count = len(timelines)
     with panels(path, count, 1, width=9, height=0.8 + 2.9 * count, sharex=True, sharey=True) as (figure, axes):
         for axis, (name, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
@@ -184,7 +188,7 @@ def _draw(axis: "Axes", name: str, full: Timeline) -> None:
 
 
 def _name_phases(axis: "Axes", timeline: Timeline) -> None:
-    """A band per phase; one too narrow for its name goes without, if another band of the phase has it."""
+    """A band per phase; one too narrow for its label has none if another band of the phase does."""
     stretches = timeline.phases()
     whole = timeline.positions[-1] - timeline.positions[0] if timeline.positions else 0.0
     widest = {phase: max(end - start for name, start, end in stretches if name == phase) for phase, *_ in stretches}
@@ -194,6 +198,13 @@ def _name_phases(axis: "Axes", timeline: Timeline) -> None:
         if end - start >= NARROWEST_LABEL * whole or (end - start == widest[phase] and phase in BANDS):
             narrow = end - start < 1.7 * NARROWEST_LABEL * whole
             axis.text(
-                (start + end) / 2, 0.985, phase, transform=axis.get_xaxis_transform(), ha="center", va="top",
-                fontsize=8, color="#333333", rotation=90 if narrow else 0,
-            )  # fmt: skip
+                (start + end) / 2,
+                0.985,
+                phase,
+                transform=axis.get_xaxis_transform(),
+                ha="center",
+                va="top",
+                fontsize=8,
+                color="#333333",
+                rotation=90 if narrow else 0,
+            )

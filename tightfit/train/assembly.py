@@ -1,41 +1,41 @@
-"""A decoder with its levers, its split and its optimizer, put together in the order that each way of splitting needs.
+"""Assembles decoder, levers, parallelism and optimizer in the order that DDP and FSDP2 need.
 
-Replicas need their values and 16-bit weights first: DDP lays its buckets out for the gradients it will find, and the
-float32 masters are what the weights were before. Shards come first themselves, so that no rank ever holds the whole
-model in float32: values are then filled in row by row, and the optimizer works on what is there.
+Replicas (`zero: 0`) need values and 16-bit weights first: DDP lays out its buckets for the gradients' dtype, and the
+float32 masters are the weights before the cast. FSDP2 shards the model on the meta device first, so that no rank ever
+holds all of it in float32; then each rank fills its shards, and the optimizer works on those.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.errors import UserError
-from tightfit.jobs.agreement import disagreement
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refuse_untrainable
+from tightfit.jobs.rules.rule import Run
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.data import materialise
-from tightfit.parallel.pipeline import take_stages
+from tightfit.parallel.pipeline import counted_elsewhere, take_stages
 from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
-from tightfit.train.pipeline_step import counting
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 
 Fill = Callable[[Decoder], None]
-"""Gives a decoder, or a rank's shards of it, their values."""
+"""Loads or initialises the weights of a decoder, or a rank's shards of them."""
 
 
 def unfilled(
     spec: ModelSpec, layout: Layout, precision: PrecisionName, device: torch.device, levers: Levers = NO_LEVERS
 ) -> Decoder:
-    """A decoder for `assemble` to fill: without memory where it will be sharded, float32 where it is not.
+    """A decoder for `assemble` to fill: on the meta device where it will be sharded, else float32.
 
-    What will be offloaded is made on the host, where there is room for it.
+    A model to be offloaded is made on the host.
     """
     if layout.zero == 0 and layout.tensor * layout.pipeline > 1:
         return blank_decoder(spec, "meta", torch.float32)
@@ -45,16 +45,31 @@ def unfilled(
 
 
 def assemble(
-    model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers, precision: PrecisionName,
-    settings: Optimizer, device: torch.device, fill: Fill, seed: int = 0, length: int | None = None,
-) -> tuple[nn.Module, MasterAdamW]:  # fmt: skip
-    """What to call for forward and backward, and the optimizer of its parameters (which are those of `model`).
+    model: Decoder,
+    mesh: DeviceMesh | None,
+    layout: Layout,
+    levers: Levers,
+    precision: PrecisionName,
+    settings: Optimizer,
+    device: torch.device,
+    fill: Fill,
+    seed: int = 0,
+    length: int | None = None,
+) -> tuple[nn.Module, MasterAdamW]:
+    """The module to call for forward and backward, and the optimizer of its parameters (which are those of `model`).
 
-    `seed` is that of weights rounded stochastically; a pipeline's stages are cut for rows of `length` tokens.
+    `seed` is of stochastic rounding; pipeline stages are balanced for sequences of `length` tokens.
     """
-    if sentence := disagreement(levers, layout, precision, accumulation=1):
-        raise UserError(sentence)
+    refuse_untrainable(Run(layout=layout, levers=levers, precision=precision, spec=model.spec, sequence_length=length))
     dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)
+    make_optimizer = partial(
+        MasterAdamW,
+        settings=settings,
+        compute_dtype=dtype if masters else None,
+        levers=levers,
+        seed=seed,
+        pipeline_ranks=layout.pipeline,
+    )
     if mesh is not None and layout.pipeline > 1:
         take_stages(model, mesh, layout, length or model.spec.max_positions)
     cut(model, mesh, layout, levers)
@@ -63,13 +78,16 @@ def assemble(
         if next(model.parameters()).is_meta:
             materialise(model, device)
         fill(model)
-        return module, counting(MasterAdamW(model, settings, dtype if masters else None, levers, seed), module)
+        return module, make_optimizer(model, counted_elsewhere=counted_elsewhere(model))
     if next(model.parameters()).is_meta:
         materialise(model, device)
     fill(model)
     if not masters and next(model.parameters()).dtype != dtype:
         model = model.to(dtype)
-    optimizer = MasterAdamW(model, settings, dtype if masters else None, levers, seed, device)
-    optimizer.gradients_stay = layout.data > 1 and layout.pipeline == 1
-    module = apply(model, mesh, layout, levers, precision, optimizer.stream_weights)
-    return module, counting(optimizer, module)
+    optimizer = make_optimizer(
+        model,
+        device=device,
+        keep_gradient_memory=layout.data > 1 and layout.pipeline == 1,
+        counted_elsewhere=counted_elsewhere(model),
+    )
+    return apply(model, mesh, layout, levers, precision, optimizer.stream_weights), optimizer

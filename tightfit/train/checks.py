@@ -21,7 +21,7 @@ from tightfit.models.loading import has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
-from tightfit.parallel.apply import cut, refuse_what_cannot_run
+from tightfit.parallel.apply import cut
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.checkpoints.directory import Position, read_position
@@ -82,9 +82,10 @@ def check_run(
 
     `saves` says that checkpoints will be written, `replaces` that an older run gives way after the first of them.
     """
-    refuse_what_cannot_run(job.layout, job.levers)
+    if sentence := job.refusal():
+        raise UserError(sentence)
     position = None if checkpoint is None else read_position(checkpoint)
-    precision = ranks.share(_precision(job, position, device))
+    precision = ranks.broadcast(_precision(job, position, device))
     if checkpoint is not None and position is not None:
         _refuse_contradictions(job, precision, position, checkpoint)
     _refuse_missing_packages(job, checkpoint, device, saves=saves)
@@ -122,7 +123,7 @@ def _found(
 ) -> tuple[ModelSpec, Tokenizer, RunData]:
     """The model's shape, the tokenizer and the data, which fit each other, the layout and the checkpoint."""
     spec = _spec(job, checkpoint)
-    with ranks.first_goes_first():  # the others then find tokenizer and tokens in the cache
+    with ranks.main_process_first():  # the others then find tokenizer and tokens in the cache
         tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else find_tokenizer(job, say, show_bars)
         spec = _with_vocabulary(job, spec, tokenizer)
         data = find_data(job, spec, tokenizer, show_bars)
@@ -198,15 +199,15 @@ def _refuse_other_facts(
 ) -> None:
     """All ranks must have the same job and data, and a resumed run those of its checkpoint."""
     own = job.model_dump(mode="json"), facts
-    if ranks.largest(int(ranks.share(own) != own)):
+    if ranks.max(int(ranks.broadcast(own) != own)):
         raise UserError(
             "the processes of this run do not agree on the job or its data; start all of them with the same job file, "
             "overrides and data"
         )
     if position is not None and position.facts != facts:
-        name = next(key for key in facts if position.facts.get(key) != facts[key])
+        name = next(key for key in {**facts, **position.facts} if position.facts.get(key) != facts.get(key))
         raise UserError(
-            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts[name]}; "
+            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts.get(name)}; "
             "resume with the data it was started with"
         )
 
@@ -283,5 +284,5 @@ def _refuse_contradictions(job: Job, precision: str, position: Position, checkpo
 
 def _look_up(fields: dict[str, Any], path: str) -> Any:
     for part in path.split("."):
-        fields = fields.get(part, {})
+        fields = fields.get(part, {}) if isinstance(fields, dict) else {}
     return fields

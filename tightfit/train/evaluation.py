@@ -11,8 +11,9 @@ from torch import nn
 
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.models.generate import NOT_FINITE
 from tightfit.models.loading import load_model
-from tightfit.parallel.data import rest
+from tightfit.parallel.data import reshard_all
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import evaluation_batches
@@ -47,7 +48,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, r
         assert output.loss is not None
         total += output.loss
         tokens += int((batch["labels"] != IGNORE).sum())
-    rest(model)
+    reshard_all(model)
     loss, counted = ranks.sum(torch.stack([total, torch.full_like(total, tokens)])).tolist()
     return Evaluation(loss / max(counted, 1), int(counted))
 
@@ -63,10 +64,12 @@ def evaluate_source(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     precision: InferencePrecision = "auto",
     progress: bool = False,
+    verified: bool = True,
 ) -> Evaluation:
     """The loss of the model at `source` over the text of `data`."""
     target = choose_device(device)
-    loaded = load_model(source, device=target, dtype=inference_dtype(source, precision, target))
+    dtype = inference_dtype(source, precision, target)
+    loaded = load_model(source, device=target, dtype=dtype, verified=verified)
     positions = loaded.model.spec.max_positions
     length = sequence_length or min(positions, DEFAULT_LENGTH)
     if length > positions:
@@ -75,4 +78,7 @@ def evaluate_source(
         raise UserError(f"{source} has no tokenizer, so text cannot be turned into its tokens")
     vocab_size = loaded.model.spec.vocab_size
     store = prepare_text(data, loaded.tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
-    return evaluate(loaded.model, evaluation_batches(PackedText(store, length), batch), target)
+    found = evaluate(loaded.model, evaluation_batches(PackedText(store, length), batch), target)
+    if not math.isfinite(found.loss):
+        raise UserError(f"the loss of {source} is {found.loss}: {NOT_FINITE}")
+    return found

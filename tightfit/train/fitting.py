@@ -25,7 +25,6 @@ from tightfit.plan.describe import describe_levers
 from tightfit.plan.host_room import usable_host_bytes
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
-from tightfit.plan.runnable import runnable_only
 from tightfit.train.precision import choose_device, choose_precision
 
 GIB = 2**30
@@ -103,7 +102,7 @@ def _pins(job: Job) -> Pins:
     if "micro_batch" in job.layout.model_fields_set:
         layout["micro_batch"] = job.layout.micro_batch
     given = {name: getattr(job.levers, name) for name in job.levers.model_fields_set}
-    return Pins(layout, {**runnable_only()["levers"], **given})
+    return Pins(layout, given)
 
 
 def _refusal(found: Answer) -> str:

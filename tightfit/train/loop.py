@@ -26,8 +26,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.ledger import Phase
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel, load_model
-from tightfit.parallel.apply import refuse_what_cannot_run
-from tightfit.parallel.mesh import joined
+from tightfit.parallel.mesh import init_distributed
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.checkpoints.directory import Position, checkpoint_path, gathered, save_checkpoint, what_is_safe
 from tightfit.train.checkpoints.sharded import ShardedSaver
@@ -90,8 +89,9 @@ def run_job(
     `resume` goes on from the newest checkpoint, or from the one named `checkpoint`; "auto" begins anew without one.
     """
     job, start = with_absolute_paths(job), Start(resume=resume, overwrite=overwrite, checkpoint=checkpoint)
-    refuse_what_cannot_run(job.layout, job.levers)
-    with joined(job.layout, choose_device(job.device)) as (mesh, device), ExitStack() as stack:
+    if sentence := job.refusal():
+        raise UserError(sentence)
+    with init_distributed(job.layout, choose_device(job.device)) as (mesh, device), ExitStack() as stack:
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
         decision = _agreed(ranks, lambda: _decided(job.output, start))
@@ -124,7 +124,7 @@ def _agreed(ranks: Ranks, function: Callable[[], Decision]) -> Decision:
             found = function()
         except UserError as error:
             refusal = str(error)
-    found, refusal = ranks.share((found, refusal))
+    found, refusal = ranks.broadcast((found, refusal))
     if refusal is not None or found is None:
         raise UserError(refusal)
     return found
@@ -162,7 +162,7 @@ class _Run:
         """The run's directory, on the first rank."""
         self.ranks = prepared.ranks
         self.step, self.pace = prepared.position_step, Pace()
-        self.losses = self.ranks.share(_held_out_losses(self.job.output, self.step)) if self.step else {}
+        self.losses = self.ranks.broadcast(_held_out_losses(self.job.output, self.step)) if self.step else {}
         self.start = Evaluation(self.losses[0], 0) if 0 in self.losses else None
         self.end: Evaluation | None = None
         self.stopped_by: int | None = None
@@ -212,7 +212,7 @@ class _Run:
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was; all of them then say so before the same step."""
-        self.stopped_by = self.ranks.largest(self.request.signal or 0) or None
+        self.stopped_by = self.ranks.max(self.request.signal or 0) or None
         return self.stopped_by is not None
 
     def _has_plateaued(self) -> bool:
@@ -308,7 +308,7 @@ class _Run:
             content = gathered(p.model, p.optimizer, dtype, self.ranks)
             if self.ranks.first:
                 save_checkpoint(self.job.output, content, p.tokenizer, position, **kept)
-            self.ranks.wait()
+            self.ranks.barrier()
         self.saved = checkpoint_path(self.job.output, self.step)
 
     def _result(self) -> RunResult:
@@ -363,5 +363,9 @@ def _finite(value: float) -> float | None:
 
 def _held_out_losses(run: Path, step: int) -> dict[int, float]:
     """What a run that is being resumed has found before and at `step`, by step."""
-    rows = [row for row in read_metrics(run / METRICS_FILE) if "held_out_loss" in row and row["step"] <= step]
+    rows = [
+        row
+        for row in read_metrics(run / METRICS_FILE)
+        if isinstance(row.get("held_out_loss"), float) and row["step"] <= step
+    ]
     return {row["step"]: row["held_out_loss"] for row in sorted(rows, key=lambda row: row["step"])}

@@ -5,6 +5,7 @@ Metrics never fail a run: what cannot be written (a full disk) is told once, and
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tightfit.bounded_files import read_bounded
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
+LARGEST_BYTES = 2**30
+LONGEST_ROW_BYTES = 10_000
 Say = Callable[[str], None]
 
 
@@ -51,7 +55,7 @@ class MetricsLog:
         """One row."""
         with self._side_files.guarded(self.path):
             if self._descriptor is not None:
-                _append(self._descriptor, json.dumps({"step": step, **values}) + "\n")
+                _append(self._descriptor, _line({"step": step, **values}))
         with self._side_files.guarded(self.path.parent / "tensorboard"):
             numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
             if self._writer is not None:
@@ -75,7 +79,7 @@ def _keep_rows(path: Path, resumed_step: int) -> None:
     """The file with its rows up to `resumed_step`, and no other."""
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step] if resumed_step else []
     with durable_file(path) as fresh:
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        fresh.write_text("".join(map(_line, kept)), encoding="utf-8")
 
 
 def _append(descriptor: int, text: str) -> None:
@@ -91,14 +95,30 @@ def _append(descriptor: int, text: str) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last line cut short by a kill is passed over."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
+    """The rows of a metrics file; lines that are none (cut short by a kill, or damaged) are passed over."""
+    try:
+        content = read_bounded(path, LARGEST_BYTES, "a run's metrics") if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; move it away") from None
+    found = (_row(line) for line in content.split(b"\n") if line)
+    return [row for row in found if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line) if len(line) < LONGEST_ROW_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0 else None
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps({name: _finite(value) for name, value in row.items()}) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tensorboard_writer(folder: Path, resumed_step: int) -> Any:

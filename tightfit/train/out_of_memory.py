@@ -25,10 +25,8 @@ from tightfit.memory.formulas.training import peak
 from tightfit.memory.ledger import Component, Ledger, Line, Phase
 from tightfit.plan.cost import Costs
 from tightfit.plan.host_room import usable_host_bytes
-from tightfit.plan.pins import Pins
-from tightfit.plan.runnable import runnable_only
-from tightfit.plan.space import Space
-from tightfit.plan.spending import cheapest_that_fits
+from tightfit.plan.search import cheapest_that_fits
+from tightfit.plan.space import SearchSpace
 from tightfit.train.optimizer.adamw import MasterAdamW
 
 EXIT_CODE = 3
@@ -162,7 +160,7 @@ def held_now(running: Running, phase: Phase) -> Ledger:
         "optimizer states": [],
     }
     for bucket in running.optimizer.buckets:
-        if running.optimizer.widens:
+        if running.optimizer.casts_gradients:
             known["master weights"] += bucket.masters
         for index in range(len(bucket.masters)):
             known["optimizer states"] += bucket.updater.states(index).values()
@@ -204,7 +202,7 @@ def _advice(running: Running, missing_bytes: int, limit_bytes: int = 0) -> Advic
     """Levers of this layout whose predicted peak is lower by what was missing, and below what the process could have:
     later moments of the step, which were not reached, need more than the one that failed."""
     job, workload = running.job, running.workload
-    space = Space(workload, _machine(running), Pins(levers=runnable_only()["levers"]))
+    space = SearchSpace(workload, _machine(running))
     now, _ = peak(workload, job.layout, job.levers)
     found = cheapest_that_fits(space, job.layout, job.levers, min(now - missing_bytes, limit_bytes or now))
     if found is None:

@@ -42,13 +42,13 @@ def recorded(module: nn.Module, step: int, ranks: Ranks, run: Path, side_files: 
 def record(module: Pipeline, ranks: Ranks) -> Iterator[dict[str, Any]]:
     """The record of the steps inside, on the first process, once they are over."""
     found: dict[str, Any] = {}
-    ranks.wait()
+    ranks.barrier()
     began = time.perf_counter()
     module.recorded = []
     yield found
     own = [(*slot[:3], slot.start_s - began, slot.end_s - began) for slot in module.recorded]
     module.recorded = None
-    if not ranks.speaks_for_stage:
+    if not ranks.is_stage_leader:
         return
     everyones: list[Any] | None = [None] * ranks.stages if ranks.first else None
     dist.gather_object(own, everyones, group=ranks.stage_group, group_dst=0)

@@ -1,7 +1,11 @@
-"""One optimizer step: accumulate over micro-batches exactly as one big batch would, clip, update.
+"""One optimizer step: gradient accumulation over micro-batches, clipping, update.
 
-The loss is summed over tokens and divided by the number of counted tokens of the whole step, known before the first
-forward. (A mean of per-micro-batch means weighs tokens of short rows more, the bug of many accumulation loops.)
+The loss is summed over tokens and divided by the counted tokens of the whole step, known before the first forward: the
+same as one big batch. (A mean of per-micro-batch means gives tokens of short rows more weight, a common bug.)
+
+Under pipeline parallelism every rank has an optimizer of its own parameters. Only the last stage knows the loss, and
+Σ g² is a sum over stages, so both are summed over all processes: every rank clips by the same norm and stops at the
+same loss.
 """
 
 import math
@@ -24,16 +28,16 @@ from tightfit.train.precision import LossScale
 
 Batch = dict[str, Tensor]
 OnPhase = Callable[[Phase], None]
-"""Told where a step is, just before it gets there."""
+"""Called at the start of each phase of a step."""
 
 
 def ignore(phase: Phase) -> None:
-    """Nobody asked."""
+    """The default OnPhase: does nothing."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss over counted tokens, gradient norm before clipping, and whether fp16 overflow skipped the update."""
+    """Mean loss over counted tokens, gradient norm before clipping, whether fp16 overflow skipped the update."""
 
     loss: float
     gradient_norm: float
@@ -42,7 +46,7 @@ class StepResult:
 
 
 class NotFiniteError(ArithmeticError):
-    """Loss or gradients are NaN or infinite; the weights are still those of the step before unless it says so."""
+    """Loss or gradients are NaN or infinite; the weights are unchanged unless `weights_changed`."""
 
     def __init__(self, message: str, *, weights_changed: bool = False) -> None:
         super().__init__(message)
@@ -59,11 +63,11 @@ def accumulate(
     *,
     check_first: bool = False,
 ) -> tuple[Tensor, int | Tensor]:
-    """Backward through every micro-batch of this rank; returns its part of the step's mean loss (on the device).
+    """Forward and backward of this rank's micro-batches.
 
-    `check_first` waits for the loss and raises NotFiniteError where backward would carry it into weights.
-
-    Also returned are the counted tokens of the step, over all ranks: on the device where there are several.
+    Returns this rank's part of the step's mean loss, on the device, and the counted tokens of the step over all ranks
+    (on the device where there are several). `check_first` waits for the loss before backward and raises NotFiniteError,
+    for updates that happen inside backward.
     """
     counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
     tokens = sum(counted) if ranks.world == 1 else ranks.sum(torch.tensor(sum(counted), device=device))
@@ -97,7 +101,7 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 
 def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
-    """The decoder's arguments; documents are left out where every row is a single one, which keeps attention plain."""
+    """The decoder's arguments; `documents` is None where every row is one document: plain causal attention."""
     documents = batch.get("documents")
     if documents is not None and bool((documents == documents[:, :1]).all()):
         documents = None
@@ -115,9 +119,9 @@ def train_step(
     on_phase: OnPhase = ignore,
     ranks: Ranks = ALONE,
 ) -> StepResult:
-    """Forward and backward over this rank's `batches`, then one update of all ranks' weights.
+    """Forward and backward over this rank's `batches`, then one update.
 
-    Raises NotFiniteError, on all ranks alike, before touching the weights.
+    Raises NotFiniteError on all ranks alike, before weights change.
     """
     if optimizer.engine is not None:
         return optimizer.engine.train_step(batches, device, lr, scale, on_phase, ranks)
@@ -128,7 +132,7 @@ def train_step(
     mean, norm = _over_all_ranks(part, optimizer, ranks)
     norm = norm / scale.value
     known = [mean, norm] if isinstance(tokens, int) else [mean, norm, tokens]
-    loss_value, norm_value, *counted = torch.stack([x.double() for x in known]).tolist()  # the only wait for the GPU
+    loss_value, norm_value, *counted = torch.stack([x.double() for x in known]).tolist()  # the only GPU sync of a step
     _require_finite(loss_value)
     overflowed = not math.isfinite(norm_value)
     if overflowed and (not scale.dynamic or scale.exhausted):
@@ -147,10 +151,14 @@ def _require_finite(loss: float) -> None:
 
 
 def _step_in_backward(
-    model: nn.Module, updates: BackwardUpdate, batches: Sequence[Batch], device: torch.device, lr: float,
+    model: nn.Module,
+    updates: BackwardUpdate,
+    batches: Sequence[Batch],
+    device: torch.device,
+    lr: float,
     on_phase: OnPhase,
-) -> StepResult:  # fmt: skip
-    """The weights are updated when backward ends; see backward_update.py for what is clipped by what."""
+) -> StepResult:
+    """A step whose weights are updated during backward (backward_update.py)."""
     assert len(batches) == 1, "an update inside backward needs the whole batch in one backward"
     updates.begin(lr)
     mean, tokens = accumulate(model, batches, device, on_phase=on_phase, check_first=True)
@@ -162,19 +170,21 @@ def _step_in_backward(
 
 
 def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The step's loss and gradient norm: data ranks have parts of the loss, tensor ranks the same one; each rank has
-    the squares of the gradients it holds, of which others may have copies."""
+    """The step's loss and gradient norm.
+
+    Data ranks have parts of the loss, tensor ranks the same value; gradients may be replicated on several ranks.
+    """
     if ranks.processes == 1:
-        assert optimizer.is_whole, "parts of the parameters, but nobody to hold the others: pass `ranks`"
+        assert optimizer.is_whole, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
-    holders = ranks.processes // optimizer.stages
-    own = torch.stack([part.double() / (holders // ranks.world), optimizer.squares(holders)])
-    mean, squares = ranks.total(own).unbind()
+    ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
+    own = torch.stack([part.double() / (ranks_per_stage // ranks.world), optimizer.squares(ranks_per_stage)])
+    mean, squares = ranks.sum_over_all(own).unbind()
     return mean.float(), squares.sqrt().float()
 
 
 def _factor(norm: Tensor, clip_norm: float, scale: float) -> Tensor | None:
-    """Clipping and unscaling as one multiplication; None where there is nothing to multiply by."""
+    """The gradient factor of clipping and loss unscaling together; None for 1."""
     if not clip_norm:
         return None if scale == 1.0 else torch.full_like(norm, 1 / scale)
     return clip_factor(norm, clip_norm) / scale

@@ -105,7 +105,9 @@ def _tensors(theirs: torch.nn.Module, spec: ModelSpec, name: str) -> dict[str, T
         made[renamed] = _value(hf, values, spec, name)
     for hf, parts in experts.items():
         stacked = torch.stack([parts[number] for number in sorted(parts)])
-        made[names.get_name(hf, try_suffixes=(".weight",))] = stacked
+        renamed = names.get_name(hf, try_suffixes=(".weight",))
+        assert renamed is not None, hf
+        made[renamed] = stacked
     return made
 
 

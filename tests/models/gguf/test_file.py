@@ -5,6 +5,7 @@ import struct
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -143,7 +144,12 @@ def small(path: Path, numbers: dict, tensors: dict[str, tuple[int, ...]], archit
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     for key, value in (NUMBERS | numbers).items():
         if value is not None:
-            adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+            adders: dict[type, Any] = {
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+                list: writer.add_array,
+            }
             adders[type(value)](key, value)
     for name, shape in (SMALL | tensors).items():
         if shape is not None:

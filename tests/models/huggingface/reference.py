@@ -119,7 +119,7 @@ CASES: dict[str, Config] = {
 class Pair:
     """The same model twice: transformers' and ours, with equal weights."""
 
-    theirs: nn.Module
+    theirs: Any
     ours: Decoder
     tokens: Tensor
     labels: Tensor
@@ -157,6 +157,7 @@ def as_stored(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     stored: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if grads else parameter.detach()
+        assert tensor is not None, name
         if name.endswith("experts.gate_up_proj"):
             for i, expert in enumerate(tensor):
                 prefix = name.replace("mlp.experts.gate_up_proj", f"{block}.experts.{i}")

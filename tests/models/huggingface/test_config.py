@@ -30,7 +30,7 @@ def as_saved(config: dict) -> dict:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_defaults_are_those_of_transformers(family):
+def test_defaults_are_those_of_transformers(family: str) -> None:
     config, row = theirs({"model_type": family}), FAMILIES[family]
     for name, value in row.defaults.items():
         if name in ("rope_theta", "rope_local_base_freq"):
@@ -46,12 +46,12 @@ def test_defaults_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_transformers_saves_reads_the_same(name):
+def test_what_transformers_saves_reads_the_same(name: str) -> None:
     assert spec_from_config(as_saved(CASES[name]), "saved") == spec_from_config(CASES[name], "original")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_we_write_is_the_same_model_to_transformers(name):
+def test_what_we_write_is_the_same_model_to_transformers(name: str) -> None:
     both = pair(name)
     config = json.loads(json.dumps(config_from_spec(both.ours.spec, dtype="float32")))
     model = transformers.AutoModelForCausalLM.from_config(
@@ -64,7 +64,7 @@ def test_what_we_write_is_the_same_model_to_transformers(name):
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_presets_survive_the_round_trip_through_transformers(name):
+def test_presets_survive_the_round_trip_through_transformers(name: str) -> None:
     config = config_from_spec(preset(name), dtype="bfloat16", extra={"eos_token_id": 2})
     assert spec_from_config(as_saved(config), name) == preset(name)
     read = theirs(config)
@@ -73,7 +73,7 @@ def test_presets_survive_the_round_trip_through_transformers(name):
     assert read.architectures == [FAMILIES[preset(name).family].architecture]
 
 
-def test_text_part_of_a_multimodal_gemma3():
+def test_text_part_of_a_multimodal_gemma3() -> None:
     config = {
         "model_type": "gemma3",
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -91,13 +91,13 @@ def test_text_part_of_a_multimodal_gemma3():
     assert spec_from_config(as_saved(config), "gemma-3-4b-it") == preset("gemma-3-4b")
 
 
-def test_gemma_s_gelu_is_the_tanh_one():
+def test_gemma_s_gelu_is_the_tanh_one() -> None:
     config = CASES["gemma"] | {"hidden_act": "gelu", "hidden_activation": None}
     assert spec_from_config(config, "gemma-7b").activation == "gelu_tanh"
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
-def test_phi3_s_older_names_of_longrope(kind):
+def test_phi3_s_older_names_of_longrope(kind: str) -> None:
     config = deepcopy(CASES["phi3-longrope-long"])
     config["rope_scaling"]["type"] = kind
     del config["rope_scaling"]["rope_type"]
@@ -118,12 +118,12 @@ INEXPRESSIBLE = {
 
 
 @pytest.mark.parametrize("field", INEXPRESSIBLE)
-def test_specs_a_family_cannot_say_are_not_written(field):
+def test_specs_a_family_cannot_say_are_not_written(field: str) -> None:
     with pytest.raises(UserError, match=f"a llama config.json cannot say {field} = "):
         config_from_spec(INEXPRESSIBLE[field], dtype="float32")
 
 
-def test_bad_arguments_of_writing():
+def test_bad_arguments_of_writing() -> None:
     with pytest.raises(UserError, match="dtype is 'int8'; use one of float32"):
         config_from_spec(SPEC, dtype="int8")
     with pytest.raises(UserError, match="hidden_size"):
@@ -132,7 +132,7 @@ def test_bad_arguments_of_writing():
         config_from_spec(replace(SPEC, family="falcon"), dtype="float32")
 
 
-def test_configs_presets_and_resolution_need_no_torch():
+def test_configs_presets_and_resolution_need_no_torch() -> None:
     code = (
         "import sys, tightfit.models.resolve as r; r.resolve_spec('llama-3.1-8b');"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy', 'safetensors')))"

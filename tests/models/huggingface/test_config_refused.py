@@ -1,5 +1,7 @@
 """Everything a bad config.json can hold, each answered by one sentence that names the field, the value and the fix."""
 
+from typing import Any
+
 import pytest
 
 from tests.models.huggingface.reference import CASES
@@ -10,12 +12,12 @@ from tightfit.models.huggingface.families import FAMILIES
 LLAMA = CASES["llama"]
 
 
-def rope(**constants) -> dict:
+def rope(**constants: Any) -> dict:
     return LLAMA | {"rope_scaling": constants}
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-HOSTILE = {
+HOSTILE: dict[str, tuple[Any, str]] = {
     "list": ([1], "holds a list"),
     "string": ("llama", "holds a str"),
     "null": (None, "holds a NoneType"),
@@ -109,7 +111,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_bad_configs(what):
+def test_bad_configs(what: str) -> None:
     config, message = HOSTILE[what]
     with pytest.raises(UserError, match=message) as caught:
         spec_from_config(config, "x")
@@ -117,7 +119,7 @@ def test_bad_configs(what):
     assert len(str(caught.value)) < 400
 
 
-def test_no_single_value_can_crash_the_reader():
+def test_no_single_value_can_crash_the_reader() -> None:
     junk = [None, True, -1, 0, 1, 10**30, 1.5, float("nan"), float("-inf"), "", "x", [], [None], {}, {"a": 1}]
     for name, config in CASES.items():
         for field in {**FAMILIES[config["model_type"]].defaults, **config, "layer_types": 0, "rope_parameters": 0}:

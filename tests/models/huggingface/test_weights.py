@@ -1,8 +1,10 @@
 """Weights on disk: bit-for-bit exchange with transformers in both directions, and other layouts of the same weights."""
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def saved(name: str, directory: Path, **options) -> Decoder:
+def saved(name: str, directory: Path, **options: Any) -> Decoder:
     """Our weights and config of the case `name` in `directory`."""
     ours = deepcopy(pair(name).ours)
     save_weights(ours, directory, **options)
@@ -45,7 +47,7 @@ def saved(name: str, directory: Path, **options) -> Decoder:
 
 @dtypes
 @every_family
-def test_transformers_saves_and_we_load(name, dtype, tmp_path):
+def test_transformers_saves_and_we_load(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = deepcopy(pair(name).theirs).to(dtype)
     theirs.save_pretrained(tmp_path)
     ours = Decoder(pair(name).ours.spec).to(dtype)
@@ -56,7 +58,7 @@ def test_transformers_saves_and_we_load(name, dtype, tmp_path):
 
 @dtypes
 @every_family
-def test_we_save_and_transformers_loads(name, dtype, tmp_path):
+def test_we_save_and_transformers_loads(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     ours = saved(name, tmp_path, dtype=dtype).to(dtype)
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(told.values()), told
@@ -65,14 +67,14 @@ def test_we_save_and_transformers_loads(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
-def test_our_files_have_the_names_of_theirs(name, tmp_path):
+def test_our_files_have_the_names_of_theirs(name: str, tmp_path: Path) -> None:
     pair(name).theirs.save_pretrained(tmp_path / "theirs")
     save_weights(pair(name).ours, tmp_path / "ours")
     same(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gemma2"])
-def test_shards(name, tmp_path):
+def test_shards(name: str, tmp_path: Path) -> None:
     ours = saved(name, tmp_path, max_shard_bytes=30_000)
     files = sorted(tmp_path.glob("*.safetensors"))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -89,7 +91,7 @@ def test_shards(name, tmp_path):
     same(again.state_dict(), ours.state_dict())
 
 
-def test_shards_of_transformers(tmp_path):
+def test_shards_of_transformers(tmp_path: Path) -> None:
     pair("mistral").theirs.save_pretrained(tmp_path, max_shard_size="30KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     ours = Decoder(pair("mistral").ours.spec)
@@ -97,7 +99,7 @@ def test_shards_of_transformers(tmp_path):
     same(ours.state_dict(), pair("mistral").ours.state_dict())
 
 
-def test_saving_again_leaves_nothing_of_the_former_files(tmp_path):
+def test_saving_again_leaves_nothing_of_the_former_files(tmp_path: Path) -> None:
     saved("llama", tmp_path, max_shard_bytes=20_000)
     saved("llama", tmp_path)
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
@@ -106,25 +108,25 @@ def test_saving_again_leaves_nothing_of_the_former_files(tmp_path):
 
 
 @every_family
-def test_memory_mapping_there_and_back(name):
+def test_memory_mapping_there_and_back(name: str) -> None:
     ours = pair(name).ours
     same(from_hf_state(to_hf_state(ours, ours.spec), ours.spec), ours.state_dict())
 
 
-def test_renamed_tensors_are_views():
-    ours = pair("llama").ours
+def test_renamed_tensors_are_views() -> None:
+    ours: Any = pair("llama").ours
     assert to_hf_state(ours, ours.spec)["model.norm.weight"].data_ptr() == ours.norm.weight.data_ptr()
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_dtype_on_disk_is_cast_to_the_model_s(wide, narrow, tmp_path):
+def test_dtype_on_disk_is_cast_to_the_model_s(wide: torch.dtype, narrow: torch.dtype, tmp_path: Path) -> None:
     ours = saved("phi3", tmp_path, dtype=wide).to(wide)
     model = Decoder(ours.spec).to(narrow)
     load_weights(model, tmp_path)
     same(model.state_dict(), {name: tensor.to(narrow) for name, tensor in ours.state_dict().items()})
 
 
-OTHER_LAYOUTS = {
+OTHER_LAYOUTS: dict[str, tuple[str, Callable[[str], str], dict[str, tuple[int, ...]]]] = {
     "gpt2-without-prefix": ("gpt2", lambda n: n.removeprefix("transformer."), {"h.0.attn.bias": (1, 1, 8, 8)}),
     "gpt2-buffers": ("gpt2", lambda n: n, {"transformer.h.1.attn.masked_bias": ()}),
     "llama-base-model": ("llama-tied-wide-heads", lambda n: n.removeprefix("model."), {}),
@@ -144,7 +146,7 @@ OTHER_LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS)
-def test_other_layouts_of_the_same_weights(layout, tmp_path):
+def test_other_layouts_of_the_same_weights(layout: str, tmp_path: Path) -> None:
     name, rename, extra = OTHER_LAYOUTS[layout]
     ours = pair(name).ours
     renamed = {rename(n): tensor.clone() for n, tensor in to_hf_state(ours, ours.spec).items()}

@@ -1,12 +1,14 @@
 """Weight files that are not what they should be: one sentence for the user, and the model untouched."""
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tests.models.huggingface.reference import pair
 from tightfit.errors import UserError
@@ -14,7 +16,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import from_hf_state, load_weights, save_weights, to_hf_state
 
 
-def spoiled(directory: Path, change) -> None:
+def spoiled(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     """Llama's weights in one file, after `change` has had its way with them."""
     ours = pair("llama").ours
     tensors = {name: tensor.clone() for name, tensor in to_hf_state(ours, ours.spec).items()}
@@ -40,7 +42,7 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("what", BAD_TENSORS)
-def test_wrong_tensors(what, tmp_path):
+def test_wrong_tensors(what: str, tmp_path: Path) -> None:
     change, message = BAD_TENSORS[what]
     spoiled(tmp_path, change)
     model = deepcopy(pair("llama").ours)
@@ -50,7 +52,7 @@ def test_wrong_tensors(what, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["missing", "extra", "shape"])
-def test_wrong_tensors_in_memory(what):
+def test_wrong_tensors_in_memory(what: str) -> None:
     ours = pair("llama").ours
     tensors = dict(to_hf_state(ours, ours.spec))
     BAD_TENSORS[what][0](tensors)
@@ -59,7 +61,7 @@ def test_wrong_tensors_in_memory(what):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 5000])
-def test_truncated_file(keep, tmp_path):
+def test_truncated_file(keep: int, tmp_path: Path) -> None:
     spoiled(tmp_path, lambda tensors: None)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
@@ -80,7 +82,7 @@ HOSTILE_HEADERS = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_HEADERS)
-def test_hostile_header(what, tmp_path):
+def test_hostile_header(what: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(HOSTILE_HEADERS[what])
     with pytest.raises(UserError, match="cannot be read"):
         load_weights(Decoder(pair("llama").ours.spec), tmp_path)
@@ -93,7 +95,7 @@ def test_hostile_header(what, tmp_path):
         *("weights.bin", ".hidden.safetensors", "x.safetensors\n"),
     ],
 )
-def test_index_may_only_name_files_beside_it(file, tmp_path):
+def test_index_may_only_name_files_beside_it(file: object, tmp_path: Path) -> None:
     index = {"weight_map": {"model.norm.weight": file}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="beside the index"):
@@ -112,14 +114,14 @@ def test_index_may_only_name_files_beside_it(file, tmp_path):
         ('{"weight_map": {"model.norm.weight": "there.safetensors"}}', "misses model.norm.weight, which"),
     ],
 )
-def test_broken_index(index, message, tmp_path):
+def test_broken_index(index: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     save_file({"other": torch.zeros(1)}, tmp_path / "there.safetensors")
     with pytest.raises(UserError, match=message):
         load_weights(Decoder(pair("llama").ours.spec), tmp_path)
 
 
-def test_directories_without_safetensors(tmp_path):
+def test_directories_without_safetensors(tmp_path: Path) -> None:
     model = Decoder(pair("llama").ours.spec)
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         load_weights(model, tmp_path / "nowhere")
@@ -128,7 +130,7 @@ def test_directories_without_safetensors(tmp_path):
         load_weights(model, tmp_path)
 
 
-def test_model_without_memory_is_refused(tmp_path):
+def test_model_without_memory_is_refused(tmp_path: Path) -> None:
     save_weights(pair("llama").ours, tmp_path)
     with torch.device("meta"):
         model = Decoder(pair("llama").ours.spec)

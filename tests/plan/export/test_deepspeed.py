@@ -13,7 +13,7 @@ from tightfit.plan.export.files import export
 from tightfit.plan.plan import Plan
 
 DATA_ONLY = ("layout.data=8",)
-CASES = {
+CASES: dict[str, tuple[Any, ...]] = {
     "zero 0": ("llama-3.2-1b", "8xH100-80GB", 1024, 64, *DATA_ONLY, "layout.zero=0"),
     "zero 1": ("llama-3.2-1b", "8xH100-80GB", 1024, 64, *DATA_ONLY, "layout.zero=1"),
     "zero 2, fp16": ("llama-3.2-1b", "8xV100-32GB", 1024, 64, *DATA_ONLY, "layout.zero=2"),

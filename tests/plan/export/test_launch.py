@@ -47,7 +47,9 @@ def test_slurm_script(two_nodes: Plan, tmp_path: Path) -> None:
     lines = script.read_text().splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
     assert lines[1 : 1 + len(directives)] == directives  # sbatch stops reading them at the first command
-    options = dict(re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(.+))?", line).groups() for line in directives)  # type: ignore[union-attr]
+    found = [re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(.+))?", line) for line in directives]
+    options = {match[1]: match[2] for match in found if match}
+    assert len(options) == len(directives)
     assert set(options) == SBATCH
     assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "1", "8")
     assert 800 < int(options["mem"].removesuffix("G")) < 932

@@ -74,7 +74,7 @@ def test_batches_and_pieces_change_nothing(data: Path, tokenizer: Tokenizer, mon
     whole = prepared(lines, tokenizer)
     assert whole.documents == 1
     monkeypatch.setattr(texts, "PIECE_BYTES", 100)
-    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 150)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 150)
     again = prepare_text([str(lines)], tokenizer, cache_dir=data.parent / "other", vocab_size=280, progress=True)
     assert contents(again) == contents(whole)
     assert again.fingerprint == whole.fingerprint

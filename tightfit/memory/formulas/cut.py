@@ -8,7 +8,9 @@ formulas cut alike. The cut is exact: the least largest stage over all cuts, and
 Limits: every stage has at least one layer; interleaved pieces are cut as that many stages.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -58,21 +60,25 @@ def embedding_operations(spec: ModelSpec) -> float:
 
 def balanced(layers: Sequence[float], before: float, after: float, stages: int) -> tuple[Span, ...]:
     """Consecutive spans of `layers`; `before` counts with the first one, `after` with the last."""
-    costs = _Costs([0.0, *accumulate(layers)], before, after, stages)
-    least = _least_largest(costs)
-    # best[n] is the least sum of squares of the stages so far over the first n layers, and where the last began
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for stage in range(stages):
-        best.append(_extended(costs, best[-1], stage, least))
-    return _spans(best)
+    costs = _StageCosts(sums=[0.0, *accumulate(layers)], before=before, after=after, stages=stages)
+    largest = _cheapest_cuts(costs, max, most=math.inf)[-1][len(layers)][0]
+    tables = _cheapest_cuts(costs, lambda squares, cost: squares + cost**2, most=largest * (1 + 1e-12))
+    spans: list[Span] = []
+    last = len(layers)
+    for table in reversed(tables[1:]):
+        spans.insert(0, (-table[last][1], last))
+        last = spans[0][0]
+    return tuple(spans)
 
 
-class _Costs:
-    """What a span of layers costs as a given stage."""
+@dataclass(frozen=True)
+class _StageCosts:
+    """What a span of layers costs as a given stage; `sums[n]` is what the first n layers do."""
 
-    def __init__(self, sums: list[float], before: float, after: float, stages: int) -> None:
-        self.sums, self.before, self.after, self.stages = sums, before, after, stages
-        self.layers = len(sums) - 1
+    sums: list[float]
+    before: float
+    after: float
+    stages: int
 
     def of(self, stage: int, first: int, last: int) -> float:
         ends = (self.before if stage == 0 else 0.0) + (self.after if stage == self.stages - 1 else 0.0)
@@ -80,43 +86,25 @@ class _Costs:
 
     def lasts(self, stage: int, first: int) -> range:
         """Where a stage that begins at `first` may end, leaving a layer for each one after it."""
-        left = self.stages - 1 - stage
-        return range(self.layers if not left else first + 1, self.layers - left + 1)
+        layers, left = len(self.sums) - 1, self.stages - 1 - stage
+        return range(first + 1 if left else layers, layers - left + 1)
 
 
-def _least_largest(costs: _Costs) -> float:
-    """The smallest largest stage of any cut."""
-    found = {0: 0.0}
+def _cheapest_cuts(
+    costs: _StageCosts, joined: Callable[[float, float], float], most: float
+) -> list[dict[int, tuple[float, int]]]:
+    """After each stage of at most `most`: by the layers it may end at, the least joined cost and -first of that stage.
+
+    Of equals, that is the cut whose later stages are shorter.
+    """
+    tables: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(costs.stages):
-        reached: dict[int, float] = {}
-        for first, largest in found.items():
+        reached: dict[int, tuple[float, int]] = {}
+        for first, (so_far, _) in tables[-1].items():
             for last in costs.lasts(stage, first):
-                if last > first:
-                    here = max(largest, costs.of(stage, first, last))
-                    reached[last] = min(reached.get(last, here), here)
-        found = reached
-    return found[costs.layers]
-
-
-def _extended(
-    costs: _Costs, before: dict[int, tuple[float, int]], stage: int, most: float
-) -> dict[int, tuple[float, int]]:
-    """One more stage, of at most `most`."""
-    reached: dict[int, tuple[float, int]] = {}
-    for first, (squares, _) in before.items():
-        for last in costs.lasts(stage, first):
-            cost = costs.of(stage, first, last)
-            if last > first and cost <= most * (1 + 1e-12):
-                found = (squares + cost**2, -first)  # of equals, the one whose later stages are shorter
-                reached[last] = min(reached.get(last, found), found)
-    return reached
-
-
-def _spans(best: list[dict[int, tuple[float, int]]]) -> tuple[Span, ...]:
-    last = max(best[-1])
-    spans: list[Span] = []
-    for reached in reversed(best[1:]):
-        first = -reached[last][1]
-        spans.insert(0, (first, last))
-        last = first
-    return tuple(spans)
+                cost = costs.of(stage, first, last)
+                if cost <= most:
+                    found = (joined(so_far, cost), -first)
+                    reached[last] = min(reached.get(last, found), found)
+        tables.append(reached)
+    return tables

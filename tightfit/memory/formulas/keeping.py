@@ -1,81 +1,135 @@
-"""Keeping: what each layer keeps of a forward pass for backward, from the levers of checkpointing.
+"""Keeping: the level at which each layer keeps its activations, for formulas, simulations and runs alike.
 
-Four levels, each with what the one before keeps:
-
-    nothing      the layer's input; all of it is computed again, but for its last product
-    attention    and attention's output with its float32 per row and head: the dearest result per byte at long lengths
-    matmuls      and every matrix product that something else is computed from; norms, rope and the gate are left to do
-    everything   what autograd keeps; nothing is computed again
-
-The same function decides for formulas, simulations and runs. Layers that keep less come first. Backward begins with the
-last layers: what they keep is freed while gradients of weights are still few, and the memory in which a layer is
-computed again is needed only when most of what was kept is gone. (What the layers before any one keep is then least.)
+levers/policy decides, given for each level the bytes a layer keeps (layer.py) and the seconds of computing the rest
+again. Seconds are those of one card, an H200 at measured shares of its rates, whatever card it is for: only their
+ratios matter, and a plan, its simulation and the run must choose alike. Bytes are what layers keep from forward to
+backward, inputs included unless those are offloaded (all but one).
 """
 
+from collections.abc import Hashable
 from functools import lru_cache
-from typing import Literal
 
-from tightfit.errors import UserError
+from tightfit.hardware.catalog import CATALOG
+from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
-from tightfit.memory.formulas.budget import cheapest_levels
-from tightfit.memory.formulas.layer import LEVELS, Level
-from tightfit.memory.formulas.share import Share
+from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
+from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, is_checkpointed
+from tightfit.levers.policy.tiles import is_tiled
+from tightfit.memory.formulas.layer import level_kept
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
 
-SCALE_BYTES = 4
-__all__ = ["LEVELS", "Level", "is_checkpointed", "layer_levels", "levels_of", "offloaded_count", "stored_bytes"]
-
-
-def is_checkpointed(levers: Levers) -> bool:
-    """Whether any layer may be computed again."""
-    return bool(levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None)
+Level = KeepLevel
+__all__ = ["KEEP_LEVELS", "Level", "is_checkpointed", "layer_levels", "level_options", "levels_of"]
 
 
 def layer_levels(
-    spec: ModelSpec, levers: Levers, share: Share, first: int = 0, last: int | None = None
-) -> tuple[Level, ...]:
+    spec: ModelSpec, levers: Levers, shape: LocalShape, first: int = 0, last: int | None = None
+) -> tuple[KeepLevel, ...]:
     """What each of the layers [first, last) of a rank keeps of one micro-batch."""
-    return levels_of(spec, levers, share, range(first, spec.layers if last is None else last))
+    return levels_of(spec, levers, shape, range(first, spec.layers if last is None else last))
 
 
-def levels_of(spec: ModelSpec, levers: Levers, share: Share, layers: range | tuple[int, ...]) -> tuple[Level, ...]:
+def levels_of(
+    spec: ModelSpec, levers: Levers, shape: LocalShape, layers: range | tuple[int, ...]
+) -> tuple[KeepLevel, ...]:
     """The same for any layers that a rank may have."""
-    budget = levers.checkpoint_budget_bytes
-    return _levels(
-        spec, share, layers, levers.checkpoint_every, levers.num_checkpoints, levers.checkpoint_keep,
-        -1 if budget is None else budget, levers.offload_checkpoints,
-    )  # fmt: skip
+    budget_bytes = levers.checkpoint_budget_bytes
+    if budget_bytes is not None:
+        return _budget_levels(spec, shape, layers, budget_bytes, levers.offload_checkpoints)
+    return _fixed_levels(
+        layers,
+        model_layers=spec.layers,
+        every=levers.checkpoint_every,
+        count=levers.num_checkpoints,
+        keep=levers.checkpoint_keep,
+    )
+
+
+_fixed_levels = lru_cache(maxsize=65536)(fixed_levels)
 
 
 @lru_cache(maxsize=65536)
-def _levels(
-    spec: ModelSpec, share: Share, layers: range | tuple[int, ...], every: int, count: int, keep: Level, budget: int,
-    offload: bool,
-) -> tuple[Level, ...]:  # fmt: skip
-    """From single settings, remembered; a `budget` below zero is none."""
-    if budget >= 0:
-        return cheapest_levels(spec, share, layers, budget, offload)
-    chosen = _recomputed(spec.layers, every, count)
-    return tuple(keep if layer in chosen else "everything" for layer in layers)
+def _budget_levels(
+    spec: ModelSpec, shape: LocalShape, layers: range | tuple[int, ...], budget_bytes: int, offload: bool
+) -> tuple[KeepLevel, ...]:
+    kinds = [(spec.is_routed(layer), spec.window_of(layer) is not None) for layer in layers]
+    options: dict[Hashable, Options] = {
+        kind: level_options(spec, layers[kinds.index(kind)], shape, offload) for kind in dict.fromkeys(kinds)
+    }
+    one_input_bytes = shape.stream_bytes(spec) if offload else 0
+    return cheapest_levels(kinds, options, budget_bytes=budget_bytes, always_bytes=one_input_bytes)
 
 
-def _recomputed(layers: int, every: int, count: int) -> set[int]:
-    if count > layers:
-        raise UserError(f"levers.num_checkpoints is {count}, but the model has {layers} layers; give at most that many")
-    if count:
-        return {place * layers // count for place in range(count)}
-    return set(range(0, layers, every)) if every else set()
+@lru_cache(maxsize=4096)
+def level_options(spec: ModelSpec, layer: int, shape: LocalShape, offload: bool = False) -> tuple[KeepOption, ...]:
+    """Bytes on the GPU and seconds again of one layer at each level.
 
-
-def offloaded_count(recomputed: int, each_bytes: int, host_bytes: int | None) -> int:
-    """Of so many layers that are computed again, how many have their input on the host: the first ones.
-
-    They wait longest. The last one's is needed as soon as backward begins, so it stays.
+    What tiles compute again is not kept either: `matmuls` is then the same as the level before, which is taken.
     """
-    most = max(0, recomputed - 1)
-    return most if host_bytes is None else min(most, host_bytes // max(1, each_bytes))
+    options: list[KeepOption] = []
+    for level, seconds in zip(KEEP_LEVELS, _recompute_seconds(spec, layer, shape), strict=True):
+        if level == "matmuls" and shape.tiles > 1:
+            options.append(options[-1])
+            continue
+        kept_bytes = sum(tensor.bytes for tensor in level_kept(spec, layer, shape, level))
+        on_host_bytes = shape.stream_bytes(spec) if offload and level != "everything" else 0
+        options.append(KeepOption(kept_bytes - on_host_bytes, seconds))
+    return tuple(options)
 
 
-def stored_bytes(rows: int, width: int, element_bytes: int, form: Literal["exact", "fp8"]) -> int:
-    """One layer's input [rows, width] on the host; fp8 has a byte each and a float32 per row."""
-    return rows * (width + SCALE_BYTES) if form == "fp8" else rows * width * element_bytes
+def _recompute_seconds(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[float, float, float, float]:
+    """Time of one layer computed again at each level."""
+    flop_s, attention_flop_s, bytes_s = _h200_rates(spec.head_dim, shape.element_bytes)
+    attention_s = _attention_flops(spec, layer, shape) / attention_flop_s
+    products_s = 2 * shape.tokens * _weights_again(spec, layer, shape) / shape.tensor / flop_s
+    passes_s = shape.tokens * shape.element_bytes * _width_again(spec, layer) / shape.tensor / bytes_s
+    return attention_s + products_s + passes_s, products_s + passes_s, passes_s, 0.0
+
+
+@lru_cache(maxsize=64)
+def _h200_rates(head_dim: int, element_bytes: int) -> tuple[float, float, float]:
+    """Operations a second of products and of attention, and bytes a second."""
+    card = next(row for row in CATALOG if row.family == "H200")
+    peak_flop_s = 1e12 * (card.rates.of("fp32" if element_bytes == 4 else "bf16") or card.rates.fp32)
+    attention_share = by_head_size(MEASURED.attention_forward, head_dim)
+    bytes_s = card.bandwidth_gb_s * 1e9 * MEASURED.bandwidth
+    return peak_flop_s * MEASURED.matmul, peak_flop_s * attention_share, bytes_s
+
+
+def _attention_flops(spec: ModelSpec, layer: int, shape: LocalShape) -> float:
+    """4 operations per channel and pair of a query with a key it sees."""
+    length = shape.whole_length
+    seen = min(spec.window_of(layer) or length, length)
+    return 4 * shape.rows * (seen * length - seen**2 / 2) * spec.query_size / shape.tensor / shape.context
+
+
+def _weights_again(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
+    """Weights that a token is multiplied by again: all but those of the last product, whose result nobody needs.
+
+    What tiles compute again at every level does not count, which is all that comes after attention.
+    """
+    if is_tiled(spec, layer, shape.tiles):
+        return spec.hidden_size * (spec.query_size + 2 * spec.kv_size)
+    attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.kv_size)
+    return attention + _mlp_products_again(spec, layer) * spec.hidden_size * _mlp_width(spec, layer)
+
+
+def _mlp_products_again(spec: ModelSpec, layer: int) -> int:
+    needs_last = spec.is_routed(layer) or spec.sandwich_norms
+    return (2 if spec.gated else 1) + needs_last
+
+
+def _mlp_width(spec: ModelSpec, layer: int) -> int:
+    if not spec.is_routed(layer):
+        return spec.mlp_size
+    assert spec.experts is not None
+    return spec.experts.per_token * spec.experts.mlp_size + spec.experts.shared_size
+
+
+def _width_again(spec: ModelSpec, layer: int) -> int:
+    """Elements a token that norms, rope and (where its product is kept) the activation read and write again."""
+    norms = spec.hidden_size * (12 if spec.sandwich_norms else 6)
+    rope = 2 * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
+    needs_product = not (_mlp_products_again(spec, layer) == 2 and spec.gated and not spec.mlp_bias)
+    return norms + rope + (3 * _mlp_width(spec, layer) if needs_product else 0)

@@ -16,12 +16,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
+from tightfit.levers.policy.recompute import recomputed_layers
 from tightfit.memory.formulas.cut import cut
-from tightfit.memory.formulas.layer import Level
 from tightfit.models.spec import ModelSpec
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """The layers [first, last) of one pipeline rank, and what else it has."""
 
     rank: int
@@ -32,38 +32,61 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def stage(spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int) -> Stage:
+def pipeline_stage(spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int) -> PipelineStage:
     """What pipeline rank `rank` holds; of several pieces, as many layers as if they were neighbours."""
     spans = cut(spec, length, pipeline * pieces)
     counts = [sum(last - first for first, last in spans[other::pipeline]) for other in range(rank + 1)]
-    return Stage(rank, sum(counts[:rank]), sum(counts), rank == 0, rank == pipeline - 1)
+    return PipelineStage(
+        rank=rank,
+        first=sum(counts[:rank]),
+        last=sum(counts),
+        has_embedding=rank == 0,
+        has_head=rank == pipeline - 1,
+    )
 
 
 @lru_cache(maxsize=4096)
 def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int) -> tuple[int, ...]:
     """How many layers each pipeline rank has."""
-    held = (stage(spec, length, pipeline, pieces, rank) for rank in range(pipeline))
-    return tuple(own.last - own.first for own in held)
+    stages = (pipeline_stage(spec, length, pipeline, pieces, rank) for rank in range(pipeline))
+    return tuple(stage.last - stage.first for stage in stages)
 
 
 @lru_cache(maxsize=4096)
-def telling_ranks(spec: ModelSpec, length: int, pipeline: int, pieces: int, split_backward: bool) -> tuple[int, ...]:
+def telling_ranks(
+    spec: ModelSpec, length: int, layout: Layout, micro_batches: int, *, every: int, count: int
+) -> tuple[int, ...]:
     """Ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
 
-    Between them, of those with equal layers the first has most in flight; where backward is split, the last one has
-    most gradients waiting for weights.
+    Between them, of those with equal layers (`every` and `count` say which are recomputed) and gradients from before or
+    none, the first has most in flight; where backward is split, the last one has most gradients waiting for weights.
     """
-    held = [stage(spec, length, pipeline, pieces, rank) for rank in range(pipeline)]
-    spans = [range(own.first, own.last) for own in held]
-    kinds = [
-        (len(span), sum(map(spec.is_routed, span)), sum(spec.window_of(layer) is not None for layer in span))
-        for span in spans
-    ]
-    middle = range(1, pipeline - 1)
-    found = {0, pipeline - 1, *({kinds[rank]: rank for rank in reversed(middle)}.values())}
-    if split_backward:
-        found |= set({kinds[rank]: rank for rank in middle}.values())
+    ranks, chunks = layout.pipeline, layout.stages_per_rank
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for rank, example in enumerate(_first_alike(spec, length, ranks, chunks, every=every, count=count)):
+        alike.setdefault((example, forwards_come_first(layout, rank, micro_batches)), []).append(rank)
+    found = {each[0] for each in alike.values()}
+    if layout.schedule == "zero-bubble":
+        found |= {each[-1] for each in alike.values()}
     return tuple(sorted(found))
+
+
+@lru_cache(maxsize=4096)
+def _first_alike(
+    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, every: int, count: int
+) -> tuple[int, ...]:
+    """For each rank, the first one whose layers are of the same kinds in the same order; the ends are like no other."""
+    recomputed = recomputed_layers(spec.layers, every=every, count=count)
+    first: dict[tuple[object, ...], int] = {}
+    found = []
+    for rank in range(pipeline):
+        stage = pipeline_stage(spec, length, pipeline, pieces, rank)
+        kinds = (
+            (spec.is_routed(layer), spec.window_of(layer) is not None, layer in recomputed)
+            for layer in range(stage.first, stage.last)
+        )
+        found.append(first.setdefault((stage.has_embedding, stage.has_head, *kinds), rank))
+    return tuple(found)
 
 
 def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
@@ -71,69 +94,15 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
     K, v = layout.pipeline, layout.stages_per_rank
     if K == 1:
         return 1
-    if layout.schedule == "gpipe":
+    if layout.schedule == "gpipe" or (layout.schedule == "1f1b" and micro_batches < K):  # as pipeline_engine.py
         return micro_batches
     if layout.schedule == "1f1b":
-        return min(micro_batches, K - rank) if micro_batches >= K else micro_batches  # as parallel/pipeline_engine.py
+        return min(micro_batches, K - rank)
     if layout.schedule == "zero-bubble":
         return min(micro_batches, K)
     return min(micro_batches * v, 2 * (K - rank - 1) + (v - 1) * K + 1)
 
 
-Classes = tuple[tuple[int, Level, int], ...]
-"""(a layer, what layers like it keep, how many there are)."""
-_Class = tuple[bool, bool, Level]
-
-
-class Candidate(NamedTuple):
-    """A layer at which backward may be fullest, and the layers before and after it."""
-
-    layer: int
-    level: Level
-    before: Classes
-    after: Classes
-    is_first: bool
-    is_last: bool
-    is_end: bool
-    """The first or last of its class."""
-
-
-@lru_cache(maxsize=4096)
-def candidates(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]) -> tuple[Candidate, ...]:
-    """The first and the last layer of every class (routed or not, windowed or not, what it keeps) in [first, last).
-
-    From one layer of a class to the next, what is kept shrinks and gradients grow by the same amounts, so the sum is
-    largest at an end. The last layer but one is tried as well: what FSDP2 reduced a layer's gradients from is there
-    beside every layer but the last.
-    """
-    classes = _classes(spec, first, last, levels)
-    indices: dict[_Class, list[int]] = {}
-    for index, kind in classes.items():
-        indices.setdefault(kind, []).append(index)
-    ends = {end for those in indices.values() for end in (those[0], those[-1])}
-    return tuple(
-        Candidate(
-            index, classes[index][2], _counted(classes, range(first, index)), _counted(classes, range(index + 1, last)),
-            index == first, index == last - 1, index in ends,
-        )
-        for index in sorted(ends | {max(first, last - 2)}, reverse=True)
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def totals(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]) -> Classes:
-    """All layers of a stage, by class."""
-    classes = _classes(spec, first, last, levels)
-    return _counted(classes, range(first, last))
-
-
-def _classes(spec: ModelSpec, first: int, last: int, levels: tuple[Level, ...]) -> dict[int, _Class]:
-    layers = zip(range(first, last), levels, strict=True)
-    return {layer: (spec.is_routed(layer), spec.window_of(layer) is not None, level) for layer, level in layers}
-
-
-def _counted(classes: dict[int, _Class], among: range) -> Classes:
-    found: dict[_Class, list[int]] = {}
-    for index in among:
-        found.setdefault(classes[index], []).append(index)
-    return tuple((those[0], kind[2], len(those)) for kind, those in found.items())
+def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
+    """Whether rank `rank` is fullest before its first backward for weights has ended, when there are no gradients."""
+    return pieces_in_flight(layout, rank, micro_batches) >= micro_batches * layout.stages_per_rank

@@ -9,8 +9,8 @@ Limits: no pages, whose last one per request is half empty on average; the engin
 from typing import Literal, NamedTuple
 
 from tightfit.memory.formulas.layer import layer_cost
+from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.share import Share, ceil
 from tightfit.memory.ledger import Component, Ledger, Line, Phase
 from tightfit.models.spec import ModelSpec
 
@@ -72,7 +72,9 @@ def serving_ledger(
     overheads: Overheads = DEFAULT,
 ) -> Ledger:
     """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time."""
-    work = layer_cost(spec, spec.layers - 1, Share(1, min(prefill_tokens, length), 2)).forward_working
+    work = layer_cost(
+        spec, spec.layers - 1, LocalShape(rows=1, length=min(prefill_tokens, length), element_bytes=2)
+    ).forward_working
     weights = weight_bytes(spec, form)
     held: list[tuple[Component, str, int, str]] = [
         ("weights", form, weights, "bytes per block of weights, norms in float32"),

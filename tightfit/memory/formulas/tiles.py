@@ -2,81 +2,106 @@
 
 It keeps its input and what attention keeps. In backward its second half comes first, a tile at a time: gate, up and the
 gradient of their product for a tile's tokens, beside float32 sums of the weights' gradients and those of the tile at
-hand. Then attention, a group of heads after another, then the projections, again by tiles. Moments are otherwise those
-of layer.py, and so are the units. Layers routed to experts are not tiled.
+hand. Then attention, a group of heads after another, then the projections, again by tiles.
 """
 
-from tightfit.memory.formulas.layer import (
-    STATISTIC,
-    Kept,
-    LayerCost,
-    Moment,
-    attended,
-    attention_workspace,
-    stream_bytes,
-)
-from tightfit.memory.formulas.share import Share, ceil
+from tightfit.levers.policy.tiles import head_groups
+from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace
+from tightfit.memory.formulas.local_shape import LocalShape, ceil
+from tightfit.memory.formulas.saved import STATISTIC, SavedTensor, attended
 from tightfit.models.spec import ModelSpec
 
 
-def tiled_kept(spec: ModelSpec, share: Share) -> tuple[Kept, ...]:
+def tiled_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     """Everything a tiled layer keeps for backward."""
-    return (Kept("residual", "layer input", stream_bytes(spec, share), "both halves keep it"), *attended(spec, share))
+    return [
+        SavedTensor("residual", "layer input", shape.stream_bytes(spec), "both halves keep it"),
+        *attended(spec, shape),
+    ]
 
 
-def head_groups(kv_heads: int, tiles: int) -> int:
-    """In how many groups attention's heads are computed: what divides the key heads, at most `tiles`."""
-    return max(count for count in range(1, min(kv_heads, tiles) + 1) if kv_heads % count == 0)
-
-
-def tile_bytes(spec: ModelSpec, share: Share) -> int:
+def tile_bytes(spec: ModelSpec, shape: LocalShape) -> int:
     """Alive of one tile of the second half, when the gradient of the MLP's product is made: see `token_bytes`."""
-    return ceil(share.tokens, share.tiles) * token_bytes(spec, share.element_bytes, share.tensor)
+    return ceil(shape.tokens, shape.tiles) * token_bytes(spec, shape.element_bytes, shape.tensor)
 
 
 def token_bytes(spec: ModelSpec, element_bytes: int, tensor: int = 1) -> int:
     """Of one token inside a tile: the wide ones, attention's output joined, the sum, its norm and the tile's result."""
-    wide = 3 * ceil(spec.mlp_size, tensor)
+    inner = 3 * ceil(spec.mlp_size, tensor)
     stream = (3 + 2 * spec.sandwich_norms) * spec.hidden_size
-    return (wide + stream + ceil(spec.heads, tensor) * spec.head_dim) * element_bytes
+    return (inner + stream + ceil(spec.heads, tensor) * spec.head_dim) * element_bytes
 
 
-def tiled_cost(spec: ModelSpec, layer: int, share: Share) -> LayerCost:
-    """All of a tiled layer's numbers on one rank."""
-    kept = sum(each.bytes for each in tiled_kept(spec, share))
-    stream, inside = stream_bytes(spec, share), tile_bytes(spec, share)
-    attention = kept - stream
-    queries = share.tokens * share.heads(spec) * spec.head_dim * share.element_bytes
-    return LayerCost(  # the new residual stream is what the next layer or the final norm keeps
-        kept=kept,
-        entry=stream,
-        forward_extra=inside,
-        forward_working=max(attention, queries + inside),
-        backward=_moments(spec, layer, share, kept),
-        recompute=Moment("recomputed forward", kept, stream, 0, 0, 0),
+def tiled_cost(spec: ModelSpec, layer: int, shape: LocalShape) -> LayerCost:
+    """All of a tiled layer's bytes; the new residual stream is what the next layer or the final norm keeps."""
+    kept_bytes = sum(tensor.bytes for tensor in tiled_saved(spec, shape))
+    stream_bytes, inside_bytes = shape.stream_bytes(spec), tile_bytes(spec, shape)
+    return LayerCost(
+        kept=kept_bytes,
+        entry=stream_bytes,
+        forward_extra=inside_bytes,
+        forward_working=max(kept_bytes - stream_bytes, shape.query_bytes(spec) + inside_bytes),
+        backward=(*_second_half(spec, shape, kept_bytes), *_first_half(spec, layer, shape, kept_bytes)),
+        recompute=LayerMoment("recomputed forward", kept_bytes, stream_bytes),
     )
 
 
-def _moments(spec: ModelSpec, layer: int, share: Share, kept: int) -> tuple[Moment, ...]:
-    n, e, heads = share.tokens, share.element_bytes, share.heads(spec)
-    stream, queries = stream_bytes(spec, share), n * heads * spec.head_dim * e
-    keys = n * share.kv_heads(spec) * spec.head_dim * e
-    groups = head_groups(share.kv_heads(spec), share.tiles)
-    width = ceil(spec.mlp_size, share.tensor)
-    second = spec.hidden_size * ((3 if spec.gated else 2) * width + heads * spec.head_dim)
-    first = spec.hidden_size * (heads + 2 * share.kv_heads(spec)) * spec.head_dim
-    arrived = 2 * stream + queries  # of y, x and attention's output
-    narrow = ceil(n, share.tiles) * (2 * heads * spec.head_dim + 5 * spec.hidden_size) * e
+def _second_half(spec: ModelSpec, shape: LocalShape, kept_bytes: int) -> tuple[LayerMoment, ...]:
+    """From the new residual stream to attention's output."""
+    weights = _second_half_weights(spec, shape)
+    arrived_bytes = 2 * shape.stream_bytes(spec) + shape.query_bytes(spec)  # gradients of y, x and attention's output
+    a_tile = LayerMoment(
+        "a tile of the second half",
+        saved_bytes=kept_bytes,
+        gradient_bytes=arrived_bytes + tile_bytes(spec, shape),
+        weight_copies=_float32_sums(weights, shape),
+    )
+    its_weights = a_tile._replace(
+        name="its weights' gradients",
+        gradient_bytes=arrived_bytes + _narrow_tile_bytes(spec, shape),
+        weights_with_gradient=weights,
+        weights_to_add=weights,
+    )
+    return a_tile, its_weights
+
+
+def _first_half(spec: ModelSpec, layer: int, shape: LocalShape, kept_bytes: int) -> tuple[LayerMoment, ...]:
+    """Attention, a group of heads at a time, then the projections of q, k and v."""
+    stream_bytes, query_bytes, key_bytes = shape.stream_bytes(spec), shape.query_bytes(spec), shape.key_bytes(spec)
+    groups = head_groups(shape.kv_heads(spec), shape.tiles)
+    done = _second_half_weights(spec, shape)
+    weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
     return (
-        Moment("a tile of the second half", kept, arrived + tile_bytes(spec, share), 0, 0, 0, _wide(second, e)),
-        Moment("its weights' gradients", kept, arrived + narrow, 0, second, second, _wide(second, e)),
-        Moment("a group of attention's heads", kept, stream + queries + (queries + 2 * keys) // groups,
-               attention_workspace(spec, layer, share) // groups, second, second),
-        Moment("a tile of the projections", stream, 2 * stream + queries + 2 * keys + narrow, 0, second + first, first,
-               _wide(first, e)),
-    )  # fmt: skip
+        LayerMoment(
+            "a group of attention's heads",
+            saved_bytes=kept_bytes,
+            gradient_bytes=stream_bytes + query_bytes + (query_bytes + 2 * key_bytes) // groups,
+            workspace_bytes=attention_workspace(spec, layer, shape) // groups,
+            weights_with_gradient=done,
+            weights_to_add=done,
+        ),
+        LayerMoment(
+            "a tile of the projections",
+            saved_bytes=stream_bytes,
+            gradient_bytes=2 * stream_bytes + query_bytes + 2 * key_bytes + _narrow_tile_bytes(spec, shape),
+            weights_with_gradient=done + weights,
+            weights_to_add=weights,
+            weight_copies=_float32_sums(weights, shape),
+        ),
+    )
 
 
-def _wide(weights: int, element_bytes: int) -> int:
-    """The float32 sums over tiles, counted in weights of `element_bytes`."""
-    return weights * STATISTIC // element_bytes
+def _second_half_weights(spec: ModelSpec, shape: LocalShape) -> int:
+    mlp_columns = (3 if spec.gated else 2) * shape.columns(spec.mlp_size)
+    return spec.hidden_size * (mlp_columns + shape.heads(spec) * spec.head_dim)
+
+
+def _narrow_tile_bytes(spec: ModelSpec, shape: LocalShape) -> int:
+    """Alive of a tile when nothing of the MLP's width is."""
+    width = 2 * shape.heads(spec) * spec.head_dim + 5 * spec.hidden_size
+    return ceil(shape.tokens, shape.tiles) * width * shape.element_bytes
+
+
+def _float32_sums(weights: int, shape: LocalShape) -> int:
+    """The sums of gradients over tiles, counted in weights of `element_bytes`."""
+    return weights * STATISTIC // shape.element_bytes

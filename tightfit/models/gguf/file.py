@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
 
 STRING, ARRAY = 8, 9
@@ -41,6 +42,8 @@ LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 MAX_DIMENSIONS = 4
 MAX_VALUE_BYTES = 1 << 28
 """Of one metadata text or array; the longest there are, vocabularies of 260 000 tokens, take some 4 MB."""
+MAX_ARRAY_VALUES = 1 << 23
+"""In Python a value takes up to 60 bytes, whatever it takes in the file."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class GgufFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
+            require_regular(self.path)
             with self.path.open("rb") as stream:
                 self._read_header(_Header(stream, self.path))
         except OSError as error:
@@ -217,12 +221,18 @@ class _Header:
         inner, count = self.number(4), self.number(10)
         if inner == STRING:
             self.expect(count, 8, "strings of an array")
+            self._refuse_long(count)
             return [self.text() for _ in range(count)]
         if inner not in SCALARS:
             raise self.damaged(f"has an array of the unknown type {inner}")
         return self._scalars(inner, count)
 
+    def _refuse_long(self, count: int) -> None:
+        if count > MAX_ARRAY_VALUES:
+            raise self.damaged(f"has an array of {count} values")
+
     def _scalars(self, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(SCALARS[kind])
         self.expect(count, dtype.itemsize, "values of an array")
+        self._refuse_long(count)
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()

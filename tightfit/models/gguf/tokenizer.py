@@ -18,6 +18,12 @@ from tightfit.models.tokenizer import Tokenizer, digits_apart
 if TYPE_CHECKING:
     import tokenizers
 
+LONGEST_TOKEN = 1024
+"""Characters; the longest of published vocabularies are runs of some 250 spaces."""
+MOST_CHARACTERS = 2**24
+"""Of a whole vocabulary; one of 260 000 tokens has 2 million."""
+MOST_MERGES = 10**6
+"""Gemma's 256 000 tokens can be made in 580 000 ways."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """Token types."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -91,9 +97,9 @@ def read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
         backend = readers[model](metadata, vocabulary, path)
         _add_special(backend, vocabulary)
         _add_first(backend, metadata, named["bos_token"])
-    except UserError:
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # the tokenizers library raises bare Exceptions
+    except BaseException as error:  # the tokenizers library raises bare Exceptions, and panics, which are none
         raise UserError(f"the tokenizer in {path} cannot be built: {error}") from error
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
@@ -112,6 +118,12 @@ def _vocabulary(metadata: dict[str, Any], path: Path) -> _Vocabulary:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not _is_list(tokens, str) or not tokens:
         raise UserError(f"{path} has no list of tokens in its metadata, so no tokenizer can be made from it")
+    longest, characters = max(map(len, tokens)), sum(map(len, tokens))
+    if longest > LONGEST_TOKEN or characters > MOST_CHARACTERS:
+        raise UserError(
+            f"{path} has a vocabulary of {characters:,} characters with a token of {longest:,}; the most are "
+            f"{MOST_CHARACTERS:,} and {LONGEST_TOKEN:,}: get the file again"
+        )
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not _is_list(kinds, int) or len(kinds) != len(tokens):
         raise UserError(f"{path} is damaged: its token types do not match its {len(tokens)} tokens")
@@ -159,7 +171,7 @@ def _byte_level(metadata: dict[str, Any], vocabulary: _Vocabulary, path: Path) -
         known = ", ".join(known for row in SPLITTERS for known in row.names)
         raise UserError(f"{path} cuts text by the rules {name!r}, which tightfit does not know; it knows {known}")
     merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list) or not _is_list(merges, str):
+    if not isinstance(merges, list) or not _is_list(merges, str) or len(merges) > MOST_MERGES:
         raise UserError(f"{path} has no list of merges in its metadata, so no tokenizer can be made from it")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     if any(len(pair) != 2 for pair in pairs):
@@ -185,7 +197,7 @@ def _sentence_piece(metadata: dict[str, Any], vocabulary: _Vocabulary, path: Pat
     backend = Backend(
         models.BPE(
             vocab=ids,
-            merges=_merges(vocabulary, scores),
+            merges=_merges(vocabulary, scores, path),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=unknown[0] if unknown else None,
@@ -202,7 +214,7 @@ def _sentence_piece(metadata: dict[str, Any], vocabulary: _Vocabulary, path: Pat
     return backend
 
 
-def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges(vocabulary: _Vocabulary, scores: list[float], path: Path) -> list[tuple[str, str]]:
     """Every way to make a token from two others, best token first: what SentencePiece's search does, as merges."""
     rows = zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
     ranked = {token: score for token, kind, score in rows if kind == NORMAL}
@@ -210,6 +222,11 @@ def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str
     for token, score in ranked.items():
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         found += [(-score, left, right) for left, right in halves if left in ranked and right in ranked]
+        if len(found) > MOST_MERGES:
+            raise UserError(
+                f"{path} has tokens that can be made from others in more than {MOST_MERGES:,} ways, which no tokenizer "
+                "has; get the file again"
+            )
     found.sort(key=lambda row: row[0])
     return [(left, right) for _, left, right in found]
 

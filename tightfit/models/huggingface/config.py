@@ -28,9 +28,18 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 _LARGEST = {
-    "vocab_size": 2**24, "hidden_size": 2**20, "layers": 10_000, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16,
-    "mlp_size": 2**24, "max_positions": LONGEST, "count": 2**16, "per_token": 2**16, "shared_size": 2**24,
-}  # fmt: skip
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "layers": 10_000,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "head_dim": 2**16,
+    "mlp_size": 2**24,
+    "max_positions": LONGEST,
+    "count": 2**16,
+    "per_token": 2**16,
+    "shared_size": 2**24,
+}
 _FLAGS = ("tied", "qkv_bias", "output_bias", "mlp_bias", "normalise")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -216,16 +225,16 @@ def _layer_types(fields: Fields, layers: int) -> list[Any] | None:
 
 
 def _write_windows(spec: ModelSpec, family: Family) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if family.windows != "none":
-        made["sliding_window"] = spec.window
+        config["sliding_window"] = spec.window
     if "use_sliding_window" in family.defaults:
-        made["use_sliding_window"] = bool(spec.window_layers)
+        config["use_sliding_window"] = bool(spec.window_layers)
     if family.windows in ("after_max_window_layers", "even_before_max_window_layers"):
-        made["max_window_layers"] = min(spec.window_layers, default=spec.layers)
+        config["max_window_layers"] = min(spec.window_layers, default=spec.layers)
     if family.layer_types:
-        made["layer_types"] = [_FULL if spec.window_of(i) is None else _SLIDING for i in range(spec.layers)]
-    return made
+        config["layer_types"] = [_FULL if spec.window_of(i) is None else _SLIDING for i in range(spec.layers)]
+    return config
 
 
 def _read_experts(fields: Fields, family: Family, layers: int) -> Experts | None:
@@ -250,7 +259,7 @@ def _whole_list(fields: Fields, name: str, below: int) -> list[int]:
 def _write_experts(experts: Experts | None, family: Family) -> dict[str, Any]:
     if experts is None or family.experts is None:
         return {}
-    made: dict[str, Any] = {names[0]: getattr(experts, name) for name, names in family.experts.items()}
+    config: dict[str, Any] = {names[0]: getattr(experts, name) for name, names in family.experts.items()}
     if "decoder_sparse_step" in family.defaults:
-        made |= {"mlp_only_layers": list(experts.dense_layers), "decoder_sparse_step": 1}
-    return made
+        config |= {"mlp_only_layers": list(experts.dense_layers), "decoder_sparse_step": 1}
+    return config

@@ -90,55 +90,116 @@ _QWEN_EXPERTS = _MIXTRAL_EXPERTS | {
 }
 
 _LLAMA: dict[str, Any] = {
-    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "rope_theta": 10_000.0,
-}  # fmt: skip
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
 _MISTRAL = _LLAMA | {
-    "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
-}  # fmt: skip
+    "intermediate_size": 14_336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
 _MIXTRAL = _MISTRAL | {
-    "rms_norm_eps": 1e-5, "sliding_window": None, "rope_theta": 1_000_000.0, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
-}  # fmt: skip
-_QWEN2 = _LLAMA | {
-    "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "max_position_embeddings": 32_768,
-    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
-}  # fmt: skip
-_QWEN2_MOE = _QWEN2 | {
-    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "qkv_bias": True, "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": False,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "rope_theta": 1_000_000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.001,
-}  # fmt: skip
+}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_QWEN2_MOE = _QWEN2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qkv_bias": True,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
 _QWEN3_MOE = _QWEN2_MOE | {
-    "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768,
-    "num_experts": 128, "num_experts_per_tok": 8,
-}  # fmt: skip
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 _GEMMA = _LLAMA | {
-    "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 256_000,
+    "hidden_size": 3072,
+    "intermediate_size": 24_576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 _GEMMA2 = _GEMMA | {
-    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-    "sliding_window": 4096, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
-}  # fmt: skip
+}
 _GEMMA3 = _GEMMA2 | {
-    "vocab_size": 262_208, "max_position_embeddings": 131_072, "final_logit_softcapping": None,
-    "attn_logit_softcapping": None, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
     "sliding_window_pattern": 6,
-}  # fmt: skip
+}
 _PHI3 = _LLAMA | {
-    "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096,
-}  # fmt: skip
+    "vocab_size": 32_064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "original_max_position_embeddings": 4096,
+}
 _GPT2: dict[str, Any] = {
-    "vocab_size": 50_257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
-    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 50_257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
 _GEMMA_INSISTS = {"partial_rotary_factor": 1.0, "use_bidirectional_attention": False}
 _GEMMA2_FIXED = {"norm": "rms_plus_one", "sandwich_norms": True}
 

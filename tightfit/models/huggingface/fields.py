@@ -1,8 +1,8 @@
-"""Typed reading of a config.json that nobody promised is sane.
+"""Typed, validated reading of an untrusted config.json.
 
 Every accessor returns a value of the asked type or raises a UserError that names the field, the value, the file and
 the fix. A missing field falls back to the family's default; a field that is present and null is None, which the
-`maybe_` accessors allow. Numbers are checked for NaN, infinity and absurd size here, once, so nothing behind needs to.
+`maybe_` accessors allow. Numbers are checked for NaN, infinity and absurd size here and nowhere else.
 """
 
 import reprlib

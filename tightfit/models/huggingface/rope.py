@@ -113,15 +113,15 @@ def write_ropes(family: Family, rope: Rope | None, local: Rope | None) -> dict[s
     """The fields that say `rope` and `local`, in the older style, which transformers 5 reads as well."""
     if rope is None:
         return {}
-    made: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _scaling_object(rope)}
+    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _scaling_object(rope)}
     if local is not None:
-        made["rope_local_base_freq"] = local.theta
+        config["rope_local_base_freq"] = local.theta
     if "partial_rotary_factor" not in family.insists:
-        made["partial_rotary_factor"] = rope.rotated_share
+        config["partial_rotary_factor"] = rope.rotated_share
     trained = rope.factor(_TRAINED)
     if _TRAINED in family.defaults and trained is not None:
-        made[_TRAINED] = int(trained)
-    return made
+        config[_TRAINED] = int(trained)
+    return config
 
 
 _WRITTEN_AS: dict[str, Callable[[float], Any]] = {_TRAINED: int, "truncate": bool}

@@ -1,9 +1,8 @@
-"""How Hugging Face's tensors map to ours: rules as data, and the one mechanism that applies them.
+"""How Hugging Face's tensors map to ours: a list of rules per family, expanded to one `TensorMap` per stored tensor.
 
-A family lists rules for its modules; `links` multiplies them out over layers and experts into one link per tensor in
-their files. Most tensors are merely called differently. Some hold several of ours stacked along the output dimension
-(Phi-3's query/key/value and gate/up), GPT-2's matrices are stored transposed, and experts, one module each on disk,
-are slices of one stacked parameter here. Nothing here imports torch.
+`tensor_maps` expands the rules over layers and experts. Most tensors only have another name. Some hold several of ours
+concatenated along the output dimension (Phi-3's qkv and gate/up), GPT-2's matrices are stored transposed, and experts,
+one module each on disk, are slices of one stacked parameter here. Nothing here imports torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Link:
+class TensorMap:
     """One tensor of theirs and the parameters of ours it holds; with `expert`, that slice of them."""
 
     theirs: str
@@ -32,32 +31,34 @@ class Link:
     expert: int | None
 
 
-def links(rules: Iterable[Rule], names: Iterable[str], layers: int, experts: int) -> list[Link]:
-    """The link of every one of our parameters `names`, layer by layer so that a file holds whole layers."""
+def tensor_maps(rules: Iterable[Rule], names: Iterable[str], layers: int, experts: int) -> list[TensorMap]:
+    """The map of every one of our parameters `names`, layer by layer so that a file holds whole layers."""
     present, rules = set(names), list(rules)
     repeated = [i for i, rule in enumerate(rules) if "{layer}" in rule.theirs]
     before, inside, after = rules[: repeated[0]], rules[repeated[0] : repeated[-1] + 1], rules[repeated[-1] + 1 :]
-    made = [link for rule in before for link in _apply(rule, present, 0, experts)]
-    made += [link for i in range(layers) for rule in inside for link in _apply(rule, present, i, experts)]
-    made += [link for rule in after for link in _apply(rule, present, 0, experts)]
-    missed = present - {name for link in made for name in link.ours}
+    maps = [mapping for rule in before for mapping in _apply(rule, present, 0, experts)]
+    maps += [mapping for i in range(layers) for rule in inside for mapping in _apply(rule, present, i, experts)]
+    maps += [mapping for rule in after for mapping in _apply(rule, present, 0, experts)]
+    missed = present - {name for mapping in maps for name in mapping.ours}
     assert not missed, f"no rule for {sorted(missed)[:3]}"
-    return made
+    return maps
 
 
-def _apply(rule: Rule, present: set[str], layer: int, experts: int) -> Iterator[Link]:
-    """The links of one rule in one layer: its weight and its bias, or every expert's weight."""
+def _apply(rule: Rule, present: set[str], layer: int, experts: int) -> Iterator[TensorMap]:
+    """The maps of one rule in one layer: its weight and its bias, or every expert's weight."""
     theirs = rule.theirs.replace("{layer}", str(layer))
     ours = [name.replace("{layer}", str(layer)) for name in rule.ours]
     if "{expert}" in theirs:
         if ours[0] in present:
             for expert in range(experts):
-                yield Link(f"{theirs.replace('{expert}', str(expert))}.weight", tuple(ours), rule.transposed, expert)
+                yield TensorMap(
+                    f"{theirs.replace('{expert}', str(expert))}.weight", tuple(ours), rule.transposed, expert
+                )
         return
     for kind in ("weight", "bias"):
         whole = tuple(f"{name}.{kind}" for name in ours)
         if whole[0] in present:
-            yield Link(f"{theirs}.{kind}", whole, rule.transposed, None)
+            yield TensorMap(f"{theirs}.{kind}", whole, rule.transposed, None)
 
 
 def llama_rules(*extra: Rule) -> tuple[Rule, ...]:

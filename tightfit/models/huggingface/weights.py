@@ -1,8 +1,8 @@
 """Weights in and out in Hugging Face's layout: safetensors files with their names, whole or in shards.
 
-Files are strangers' property: names, shapes and dtypes are checked against the model before a byte is copied, an index
-may only name files beside it, and nothing is ever unpickled. Both directions go tensor by tensor, so loading never
-holds a second copy of the model and saving holds one shard. A tied output projection is not written.
+Files are untrusted: names, shapes and dtypes are checked against the model before a byte is copied, an index may only
+name files beside it, and nothing is ever unpickled. Both directions go tensor by tensor: loading never holds a second
+copy of the model, saving holds one file. A tied output projection is not written.
 """
 
 import json
@@ -23,7 +23,7 @@ from tightfit.errors import UserError
 from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.families import FAMILIES
-from tightfit.models.huggingface.weight_names import Link, links
+from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
 
@@ -35,7 +35,7 @@ READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 def to_hf_state(model: Decoder | Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """The tensors under Hugging Face's names: views of ours where only the name differs."""
     state = model.state_dict() if isinstance(model, Decoder) else model
-    return {link.theirs: _assemble(link, state) for link in _links(spec, state)}
+    return {mapping.theirs: _assemble(mapping, state) for mapping in _tensor_maps(spec, state)}
 
 
 def from_hf_state(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -43,15 +43,15 @@ def from_hf_state(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
     with torch.device("meta"):
         empty = Decoder(spec).state_dict()
     renamed = _match(state.keys(), empty, spec, "the state")
-    made: dict[str, Tensor] = {}
-    for link, name in renamed:
-        _check_shape(state[name].shape, link, name, empty, "the state")
-        for ours, part in zip(link.ours, _pieces(link, state[name], empty), strict=True):
-            target = made.setdefault(ours, torch.empty_like(empty[ours], device=part.device, dtype=part.dtype))
-            (target if link.expert is None else target[link.expert]).copy_(part)
+    converted: dict[str, Tensor] = {}
+    for mapping, name in renamed:
+        _check_shape(state[name].shape, mapping, name, empty, "the state")
+        for ours, part in zip(mapping.ours, _pieces(mapping, state[name], empty), strict=True):
+            target = converted.setdefault(ours, torch.empty_like(empty[ours], device=part.device, dtype=part.dtype))
+            (target if mapping.expert is None else target[mapping.expert]).copy_(part)
     if spec.tied:
-        made["head.weight"] = made["embed.weight"]
-    return made
+        converted["head.weight"] = converted["embed.weight"]
+    return converted
 
 
 def load_weights(model: Decoder, directory: Path) -> None:
@@ -62,20 +62,20 @@ def load_weights(model: Decoder, directory: Path) -> None:
     files = _files(directory)
     where = {name: path for path, names in files.items() for name in names}
     found = _match(where, state, model.spec, str(directory))
-    by_file: dict[Path, list[tuple[Link, str]]] = {path: [] for path in files}
-    for link, name in found:
-        by_file[where[name]].append((link, name))
+    by_file: dict[Path, list[tuple[TensorMap, str]]] = {path: [] for path in files}
+    for mapping, name in found:
+        by_file[where[name]].append((mapping, name))
     for path, wanted in by_file.items():
         with _reading(path) as tensors:
-            for link, name in wanted:
+            for mapping, name in wanted:
                 stored = tensors.get_slice(name)
                 _check_dtype(stored.get_dtype(), name, path)
-                _check_shape(stored.get_shape(), link, name, state, str(path))
+                _check_shape(stored.get_shape(), mapping, name, state, str(path))
     for path, wanted in by_file.items():
         with _reading(path) as tensors, torch.no_grad():
-            for link, name in wanted:
-                if not all(state[ours].is_meta for ours in link.ours):
-                    _place(link, tensors.get_tensor(name), state)
+            for mapping, name in wanted:
+                if not all(state[ours].is_meta for ours in mapping.ours):
+                    _place(mapping, tensors.get_tensor(name), state)
 
 
 def save_weights(
@@ -83,29 +83,31 @@ def save_weights(
 ) -> None:
     """Write the weights into `directory`, cast to `dtype` if given, in files of at most `max_shard_bytes`."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    shards = _split(_links(model.spec, state), state, dtype, max_shard_bytes)
+    shards = _split(_tensor_maps(model.spec, state), state, dtype, max_shard_bytes)
     directory.mkdir(parents=True, exist_ok=True)
     for name, shard in shards.items():
-        tensors = {link.theirs: _assemble(link, state, dtype) for link in shard}
+        tensors = {mapping.theirs: _assemble(mapping, state, dtype) for mapping in shard}
         save_file(tensors, directory / name, metadata={"format": "pt"})
     index = directory / INDEX_FILE
     if len(shards) > 1:
         index.write_text(_index(shards, state, dtype), encoding="utf-8")
     else:
         index.unlink(missing_ok=True)
-    for path in directory.glob("model*.safetensors"):  # of a former model here, which a reader could take for this one
+    for path in directory.glob("model*.safetensors"):  # left by an earlier save, which a reader could take for this one
         if path.name not in shards:
             path.unlink()
 
 
-def _links(spec: ModelSpec, state: Mapping[str, Tensor]) -> list[Link]:
+def _tensor_maps(spec: ModelSpec, state: Mapping[str, Tensor]) -> list[TensorMap]:
     names = [name for name in state if not (spec.tied and name == "head.weight")]
-    return links(FAMILIES[spec.family].weights, names, spec.layers, spec.experts.count if spec.experts else 0)
+    return tensor_maps(FAMILIES[spec.family].weights, names, spec.layers, spec.experts.count if spec.experts else 0)
 
 
-def _match(names: Iterable[str], state: Mapping[str, Tensor], spec: ModelSpec, source: str) -> list[tuple[Link, str]]:
-    """Every link of the model with the name its tensor has in `names`; nothing may be missing, double or left over."""
-    family, wanted = FAMILIES[spec.family], {link.theirs: link for link in _links(spec, state)}
+def _match(
+    names: Iterable[str], state: Mapping[str, Tensor], spec: ModelSpec, source: str
+) -> list[tuple[TensorMap, str]]:
+    """Every map of the model with its tensor's name in `names`; nothing may be missing, double or left over."""
+    family, wanted = FAMILIES[spec.family], {mapping.theirs: mapping for mapping in _tensor_maps(spec, state)}
     found: dict[str, str] = {}
     spare: list[str] = []
     for name in names:
@@ -122,41 +124,41 @@ def _match(names: Iterable[str], state: Mapping[str, Tensor], spec: ModelSpec, s
         told = [f"misses {_some(missing)}"] if missing else []
         told += [f"has {_some(spare)} that a {spec.family} model of this shape does not"] if spare else []
         raise UserError(f"{source} {' and '.join(told)}; config.json and weights must belong to the same model")
-    return [(link, found[name]) for name, link in wanted.items()]
+    return [(mapping, found[name]) for name, mapping in wanted.items()]
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _shape(link: Link, state: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _shape(mapping: TensorMap, state: Mapping[str, Tensor]) -> tuple[int, ...]:
     """The shape their tensor must have."""
-    shapes = [state[name].shape[link.expert is not None :] for name in link.ours]
+    shapes = [state[name].shape[mapping.expert is not None :] for name in mapping.ours]
     whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    return whole[::-1] if link.transposed else whole
+    return whole[::-1] if mapping.transposed else whole
 
 
-def _assemble(link: Link, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Their tensor from ours, cast to `dtype` if given; a view where nothing has to be joined, turned or cast."""
-    parts = [state[name] if link.expert is None else state[name][link.expert] for name in link.ours]
+def _assemble(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Their tensor from ours, cast to `dtype` if given; a view unless it is concatenated, transposed or cast."""
+    parts = [state[name] if mapping.expert is None else state[name][mapping.expert] for name in mapping.ours]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    whole = whole.T if link.transposed and whole.ndim == 2 else whole
+    whole = whole.T if mapping.transposed and whole.ndim == 2 else whole
     return whole.to(dtype or whole.dtype).contiguous()
 
 
-def _pieces(link: Link, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Their tensor taken apart into ours."""
-    whole = tensor.T if link.transposed and tensor.ndim == 2 else tensor
-    return whole.split([state[name].shape[link.expert is not None] for name in link.ours])
+def _pieces(mapping: TensorMap, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Their tensor split into ours."""
+    whole = tensor.T if mapping.transposed and tensor.ndim == 2 else tensor
+    return whole.split([state[name].shape[mapping.expert is not None] for name in mapping.ours])
 
 
-def _place(link: Link, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
-    for name, part in zip(link.ours, _pieces(link, tensor, state), strict=True):
-        copy_whole(state[name], part, link.expert)
+def _place(mapping: TensorMap, tensor: Tensor, state: Mapping[str, Tensor]) -> None:
+    for name, part in zip(mapping.ours, _pieces(mapping, tensor, state), strict=True):
+        copy_whole(state[name], part, mapping.expert)
 
 
-def _check_shape(shape: Iterable[int], link: Link, name: str, state: Mapping[str, Tensor], source: str) -> None:
-    wanted = _shape(link, state)
+def _check_shape(shape: Iterable[int], mapping: TensorMap, name: str, state: Mapping[str, Tensor], source: str) -> None:
+    wanted = _shape(mapping, state)
     if tuple(shape) != wanted:
         raise UserError(
             f"{name} in {source} has shape {tuple(shape)} where the model has {wanted}; "
@@ -217,28 +219,28 @@ def _reading(path: Path) -> Iterator[Any]:
 
 
 def _split(
-    all_links: list[Link], state: Mapping[str, Tensor], dtype: torch.dtype | None, most: int
-) -> dict[str, list[Link]]:
+    all_maps: list[TensorMap], state: Mapping[str, Tensor], dtype: torch.dtype | None, most: int
+) -> dict[str, list[TensorMap]]:
     """File names and what goes into each: as many whole tensors as fit, in order."""
-    shards: list[list[Link]] = [[]]
+    shards: list[list[TensorMap]] = [[]]
     held = 0
-    for link in all_links:
-        size = _bytes(link, state, dtype)
+    for mapping in all_maps:
+        size = _bytes(mapping, state, dtype)
         if shards[-1] and held + size > most:
             shards.append([])
             held = 0
-        shards[-1].append(link)
+        shards[-1].append(mapping)
         held += size
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _bytes(link: Link, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
-    return math.prod(_shape(link, state)) * (dtype or state[link.ours[0]].dtype).itemsize
+def _bytes(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+    return math.prod(_shape(mapping, state)) * (dtype or state[mapping.ours[0]].dtype).itemsize
 
 
-def _index(shards: dict[str, list[Link]], state: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
-    total = sum(_bytes(link, state, dtype) for shard in shards.values() for link in shard)
-    names = {link.theirs: file for file, shard in shards.items() for link in shard}
+def _index(shards: dict[str, list[TensorMap]], state: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:
+    total = sum(_bytes(mapping, state, dtype) for shard in shards.values() for mapping in shard)
+    names = {mapping.theirs: file for file, shard in shards.items() for mapping in shard}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}, indent=2) + "\n"

@@ -13,6 +13,7 @@ host memory on the first rank's machine, as much as the checkpoint is large, and
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.collectives.shards import whole
 from tightfit.durable import discard_directory, durable_directory
 from tightfit.errors import UserError
+from tightfit.models.checksums import verify, write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import load_weights
-from tightfit.models.loading import checkpoints_of, has_sharded
+from tightfit.models.loading import checkpoints_of, has_sharded, verify_weights
 from tightfit.models.saving import write_model
 from tightfit.models.sharded_weights import load_sharded_weights
 from tightfit.models.spec import ModelSpec
@@ -36,6 +39,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.metrics import METRICS_FILE, read_metrics
 from tightfit.train.optimizer.adamw import MasterAdamW
+from tightfit.train.precision import LossScale
 
 FORMAT = 1
 STATE_PREFIX = "optimizer/"
@@ -72,7 +76,7 @@ def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: 
         return Content(model, optimizer.state())
     weights = _wholes(model.state_dict(), ranks, dtype)
     states = _wholes(optimizer.state(), ranks)
-    return Content(_complete(model.spec, ranks.united(weights)), ranks.united(states))
+    return Content(_complete(model.spec, ranks.gather_stages(weights)), ranks.gather_stages(states))
 
 
 def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
@@ -90,7 +94,7 @@ def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | No
     found = {}
     for name, tensor in tensors.items():
         complete = whole(tensor)
-        if ranks.speaks_for_stage:
+        if ranks.is_stage_leader:
             found[name] = complete.to("cpu", dtype or complete.dtype)
     return found
 
@@ -111,6 +115,7 @@ def save_checkpoint(
         with durable_directory(target) as folder:
             write_model(folder, content.model, tokenizer)
             _write_training_state(folder / "training", content.states, position)
+            write_checksums(folder)
         for old in superseded(run, keep, keep_best=keep_best):
             discard_directory(old)
     except (OSError, SafetensorError) as error:
@@ -141,19 +146,47 @@ def _write_training_state(folder: Path, states: Mapping[str, Tensor], position: 
 def read_position(checkpoint: Path) -> Position:
     """The position a checkpoint was taken at."""
     path = checkpoint / "training" / "state.json"
+    content = read_json(path, LARGEST_RECORD_BYTES, "a training state", remedy=go_back(checkpoint))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
             raise UserError(f"{path} was written by another version of tightfit; resume with that one")
-        return Position(**content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        position = Position(**content)
+        _check_position(position)
+        if checkpoint.name != f"step-{position.step:08d}":
+            raise ValueError(f"it is of step {position.step}, and its directory is {checkpoint.name}")
+        return position
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is missing or damaged ({error}); resume from an older checkpoint") from None
+        raise UserError(f"{path} is damaged ({error}); {go_back(checkpoint)}") from None
+
+
+def _check_position(position: Position) -> None:
+    """What resuming relies on, field by field."""
+    if type(position.step) is not int or position.step < 0:
+        raise ValueError(f"step is {position.step!r:.40}")
+    for name in ("loader", "loss_scale", "job", "facts"):
+        if not isinstance(getattr(position, name), dict):
+            raise ValueError(f"{name} is not an object")
+    scale = LossScale(**position.loss_scale)
+    if not (type(scale.calm_steps) is type(scale.growth_interval) is int and isinstance(scale.dynamic, bool)):
+        raise ValueError("loss_scale has counts that are none")
+    if not all(isinstance(each, float) and 0 < each < math.inf for each in (scale.value, scale.smallest)):
+        raise ValueError("loss_scale has a factor that is none")
+
+
+def go_back(checkpoint: Path) -> str:
+    """The end of a sentence about a checkpoint that cannot be used: which one to take instead."""
+    run = checkpoint.parent.parent
+    older = [path.name for path in checkpoints_of(run) if path.name < checkpoint.name]
+    if older:
+        return f"resume from an older checkpoint with --from {older[-1]}"
+    return "there is no older checkpoint of the run, so start it anew with --overwrite"
 
 
 def restore_weights(checkpoint: Path, model: Decoder) -> None:
     """Load the weights of a checkpoint into a model of the same shape."""
+    verify_weights(checkpoint)
     if has_sharded(checkpoint):
         load_sharded_weights(model, checkpoint)
     else:
@@ -163,10 +196,11 @@ def restore_weights(checkpoint: Path, model: Decoder) -> None:
 def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Load optimizer states, master weights and RNG, a tensor at a time."""
     path = checkpoint / "training" / "state.safetensors"
+    verify(checkpoint, [path.relative_to(checkpoint).as_posix()])
     try:
         with safe_open(path, framework="pt") as file:
             saved = _States(file)
-            own = {name: saved[name] for name in optimizer.state()} if optimizer.stages > 1 else saved
+            own = {name: saved[name] for name in optimizer.state()} if optimizer.pipeline_ranks > 1 else saved
             optimizer.load_state(own, str(path))
             names = set(file.keys())
             if "rng/cpu" in names:
@@ -174,7 +208,7 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
             if "rng/cuda" in names and torch.cuda.is_available():
                 torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}); resume from an older checkpoint") from None
+        raise UserError(f"{path} is missing or damaged ({error}); {go_back(checkpoint)}") from None
 
 
 class _States(Mapping[str, Tensor]):

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_tree
 from tightfit.errors import UserError
+from tightfit.models.checksums import write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.saving import write_config
 from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors, weights_of
@@ -72,11 +73,11 @@ class ShardedSaver:
         """Begin to write the checkpoint of `position.step`, once the one before is complete."""
         self.finish()
         target = checkpoint_path(run, position.step)
-        folder = self.ranks.share(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
+        folder = self.ranks.broadcast(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
         with _failures_told(target):
             if self.ranks.first:
                 _begin(folder, model, dtype, tokenizer, position)
-            self.ranks.wait()
+            self.ranks.barrier()
             future: Any = async_save(
                 _content(model, optimizer), checkpoint_id=folder / FOLDER, process_group=self.group
             )
@@ -90,7 +91,7 @@ class ShardedSaver:
         with _failures_told(pending.target):
             pending.future.result()
         self._name(pending)
-        self.ranks.wait()
+        self.ranks.barrier()
 
     def poll(self) -> None:
         """Give what has been written its name, without waiting for anything."""
@@ -136,6 +137,7 @@ def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenize
 
 def _complete(pending: _Pending) -> None:
     """Everything to the disk, then the name, then let go of old ones."""
+    write_checksums(pending.folder, digests=False)
     flush_tree(pending.folder)
     if pending.target.exists():
         discard_directory(pending.target)
@@ -148,7 +150,7 @@ def _complete(pending: _Pending) -> None:
 def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Optimizer states, master weights and RNG, of which every rank reads its own part."""
     own, random = optimizer.state(), torch.get_rng_state()
-    _require_fit(checkpoint, own, others_hold_more=optimizer.stages > 1)
+    _require_fit(checkpoint, own, others_hold_more=optimizer.pipeline_ranks > 1)
     read_pieces({f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}, checkpoint)
     for bucket in optimizer.buckets:
         for index, name in enumerate(bucket.names):

@@ -17,6 +17,9 @@ from tightfit.train.data.sources import Source
 
 Message = dict[str, str]
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+MOST_CHARACTERS = 2**21
+"""Of one conversation, which is tokenized as a whole: some 0.5 GiB at worst. No row to train on holds as much."""
+MOST_MESSAGES = 2_000
 SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant"}
 
 
@@ -45,6 +48,12 @@ def messages_of(row: Row) -> list[Message]:
             break
     else:
         raise missing_fields(row.where, [" + ".join(needed) for needed, _ in SHAPES], list(given))
+    characters = sum(len(message["content"]) for message in messages)
+    if characters > MOST_CHARACTERS or len(messages) > MOST_MESSAGES:
+        raise UserError(
+            f"{row.where} is a conversation of {len(messages):,} messages and {characters:,} characters; the most are "
+            f"{MOST_MESSAGES:,} and {MOST_CHARACTERS:,}: shorten or remove it"
+        )
     if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
         raise UserError(f"{row.where} has no answer of the assistant to learn from; add one or remove the row")
     return messages

@@ -53,6 +53,8 @@ class EndlessRows:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a position in the same data and order."""
+        if not all(type(state[name]) is int and state[name] >= 0 for name in ("consumed_rows", "rows", "seed")):
+            raise ValueError("its numbers of rows are none")
         for name, ours in (("rows", self.rows), ("seed", self.seed)):
             if state[name] != ours:
                 raise UserError(
@@ -83,8 +85,18 @@ class Loader(StatefulDataLoader):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        super().load_state_dict(state_dict)
-        self.state_dict()  # the base class only remembers the state until it makes an iterator: make it now
+        try:
+            super().load_state_dict(state_dict)
+            # The base class only remembers the state until it makes an iterator: make it now.
+            if self.state_dict() != state_dict:
+                raise ValueError("it lacks what a position is made of")
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # whatever a state that is none makes of torchdata
+            why = str(error) or type(error).__name__
+            raise UserError(
+                f"the checkpoint's position in the data cannot be used ({why}); resume from an older checkpoint"
+            ) from error
 
 
 def make_loader(dataset: Dataset[Batch], *, micro_batch: int, seed: int, rank: int = 0, world: int = 1) -> Loader:

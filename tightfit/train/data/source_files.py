@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -14,6 +15,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """The file opened for reading, past a byte order mark."""
     try:
+        require_regular(path)
         with path.open("rb") as file:
             if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
                 file.seek(0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
 
 Kind = Literal["text", "topics", "jsonl", "parquet", "saved"]
@@ -61,7 +62,7 @@ def find_sources(names: Sequence[str], *, rows_only: bool = False) -> list[Sourc
 def _find(name: str, rows_only: bool) -> list[Source]:
     if name == STANDARD_LIBRARY:
         found = list(_standard_library())
-    elif (path := Path(name).expanduser()).is_dir():
+    elif (path := user_path(name, "data")).is_dir():
         found = [source for source in _in_directory(path) if source.has_rows or not rows_only]
         if not found:
             raise UserError(f"{path} is a directory without usable files; supported are {_supported(rows_only)}")

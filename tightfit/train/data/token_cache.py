@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tightfit.bounded_files import user_path
 from tightfit.durable import discard_directory, durable_directory, sweep
 from tightfit.errors import UserError
 from tightfit.train.data.shard_writer import ShardWriter
@@ -18,7 +19,7 @@ from tightfit.train.data.token_store import DamagedStoreError, Recipe, TokenStor
 
 def cached_store(cache_dir: Path, recipe: Recipe, fill: Callable[[ShardWriter], None]) -> TokenStore:
     """The store of `recipe` under `cache_dir`; `fill` writes it where there is no good one yet."""
-    home = cache_dir.expanduser() / recipe.key
+    home = user_path(cache_dir, "the token cache") / recipe.key
     target = home / "store"
     with suppress(DamagedStoreError, FileNotFoundError):
         return open_store(target)

@@ -1,16 +1,16 @@
-"""The optimizer step inside backward: a weight is updated as soon as its gradient is complete, and that is freed.
+"""The optimizer step inside backward: each weight is updated as soon as its gradient is complete, which is then freed.
 
-No two weights' gradients need exist at once, which saves 2 bytes a weight in mixed precision (4 in fp32). The price is
-what is not known yet: the norm of all gradients. So gradients are clipped by an estimate of it: the norm of the step
-before, changed as the gradients that are there already have changed since,
+No two weights' gradients need exist at once, which saves 2 bytes a weight in mixed precision (4 in fp32). But the
+global gradient norm is not known yet, so gradients are clipped by an estimate: the norm of the previous step, scaled by
+how much the gradients seen so far have changed since,
 
-    estimate² = T · (seen now + T/100) / (seen then + T/100)        T = Σ‖g‖² of the step before, seen: of those so far
+    estimate² = T · (seen now + T/100) / (seen then + T/100)
 
-which begins near the norm of the step before, follows gradients that grow or shrink, and ends at this step's own norm.
-In the first step it is √n · the gradient's own norm, for n weights, so that all are within clip_norm together.
-The norms are saved with the states, so that a resumed run goes on alike.
-A loss that is not finite is noticed before backward; gradients that are not, only when weights have taken them in.
-Refused (jobs/agreement.py): accumulation, several ranks, fp16. As in Lv et al. 2023 (LOMO), here with AdamW.
+with T = Σ‖g‖² of the previous step and `seen` the part of Σ‖g‖² that is complete. It begins near the previous norm and
+ends at this step's own. In the first step it is √n · the gradient's own norm, for n weights, so that all together stay
+within clip_norm. Norms are saved with the optimizer states, so that a resumed run continues identically.
+A loss that is not finite is noticed before backward; a gradient that is not, only after weights were updated with it.
+Refused (jobs/agreement.py): accumulation, several ranks, fp16. As in LOMO (Lv et al. 2023), here with AdamW.
 """
 
 import weakref
@@ -21,51 +21,51 @@ from torch import Tensor
 
 CLIP_EPSILON = 1e-6
 TRUST = 1 / 100
-"""Of the step before, which counts as much as this share of its gradients, seen again unchanged."""
+"""Weight of the previous step's norm in the estimate, as a share of its Σ‖g‖²."""
 TINIEST = 1e-30
 Apply = Callable[[float, Tensor | None], None]
-"""Updates one weight at a learning rate, with its gradient multiplied by a factor, and lets go of the gradient."""
+"""Updates one weight at a learning rate with its gradient times a factor, and frees the gradient."""
 
 
 class BackwardUpdate:
-    """Hooks on parameters that update them during backward; `begin` before it and `finish` after."""
+    """Gradient hooks that update parameters during backward; call `begin` before it and `finish` after."""
 
     def __init__(
-        self, updates: list[tuple[Tensor, Apply]], clip_norm: float, afterwards: Sequence[Callable[[], None]] = ()
+        self, updates: list[tuple[Tensor, Apply]], clip_norm: float, after_backward: Sequence[Callable[[], None]] = ()
     ) -> None:
         self.clip_norm, self.lr, self.count = clip_norm, 0.0, len(updates)
-        self.afterwards = afterwards
-        """What is called when the pass is over, such as for updates that were put off."""
+        self.after_backward = after_backward
         device = updates[0][0].device
         self.norms = torch.zeros(2, self.count, dtype=torch.float32, device=device)
-        """Of every gradient, in this step and in the one before; 0 where there was none."""
+        """‖g‖ of every gradient in this step and in the previous one; 0 where there was none."""
         self.seen = torch.zeros(2, dtype=torch.float32, device=device)
-        """Of gradients that are there already, Σ‖g‖² in this step and in the one before."""
+        """Σ‖g‖² of the gradients complete so far, in this step and in the previous one."""
         self.is_first: bool | None = None
-        self.whole = torch.zeros((), dtype=torch.float32, device=device)
+        self.previous_total = torch.zeros((), dtype=torch.float32, device=device)
+        """Σ‖g‖² of the previous step."""
         self.applies = [apply for _, apply in updates]
         for number, (parameter, _) in enumerate(updates):
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
 
     @property
     def previous_norms(self) -> Tensor:
-        """What the next step knows of this one."""
+        """‖g‖ of every gradient in the previous step."""
         return self.norms[1]
 
     @torch.no_grad()
     def begin(self, lr: float) -> None:
-        """A backward pass follows, whose updates have this learning rate."""
+        """Prepare for a backward pass whose updates have this learning rate."""
         self.lr = lr
-        if self.is_first is None:  # states may have been loaded
+        if self.is_first is None:  # not in the constructor: states may have been loaded since
             self.is_first = not bool(self.previous_norms.any())
         self.norms[0].zero_()
         self.seen.zero_()
-        self.whole = self.previous_norms.square().sum().clamp(min=TINIEST)
+        self.previous_total = self.previous_norms.square().sum().clamp(min=TINIEST)
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """The norm of all gradients of the pass, before clipping."""
-        for call in self.afterwards:
+        """The global gradient norm of the pass, before clipping."""
+        for call in self.after_backward:
             call()
         self.norms[1].copy_(self.norms[0])
         self.is_first = False
@@ -73,7 +73,7 @@ class BackwardUpdate:
 
     @torch.no_grad()
     def complete(self, number: int, gradient: Tensor) -> None:
-        """All of the gradient of parameter `number` is there."""
+        """Update parameter `number`, whose gradient is complete."""
         both = self.norms[:, number]
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=both[0])
         self.seen.addcmul_(both, both)
@@ -84,12 +84,12 @@ class BackwardUpdate:
             return None
         if self.is_first:
             return (self.clip_norm / (self.count**0.5 * own_norm + CLIP_EPSILON)).clamp(max=1.0)
-        now, then = (self.seen + TRUST * self.whole).unbind()
-        return (self.clip_norm / ((self.whole * now / then).sqrt() + CLIP_EPSILON)).clamp(max=1.0)
+        now, then = (self.seen + TRUST * self.previous_total).unbind()
+        return (self.clip_norm / ((self.previous_total * now / then).sqrt() + CLIP_EPSILON)).clamp(max=1.0)
 
 
 def _hook(updates: "weakref.ref[BackwardUpdate]", number: int) -> Callable[[Tensor], None]:
-    """Parameters must not keep the optimizer alive: nobody could find that circle, which goes through autograd."""
+    """Weakly: a strong reference would be a cycle through autograd, which Python's garbage collector cannot see."""
 
     def complete(parameter: Tensor) -> None:
         alive = updates()

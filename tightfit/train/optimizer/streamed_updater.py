@@ -1,8 +1,7 @@
-"""The updater of matrices whose states live on the host: our AdamW kernels, over pieces that pass through the GPU.
+"""The updater of matrices with offloaded states: our AdamW kernels on pieces that are copied to the GPU and back.
 
-What of a matrix lives there: moments always; the float32 master where there is one; and where weights are offloaded
-too, the weight itself, of which nothing stays on the GPU but what weight streaming brings. Rows are updated by the
-kernels that update states on the GPU, so the result is theirs to the bit.
+On the host are the moments, the float32 master where there is one and, where weights are offloaded, the weight itself.
+The kernels are those that update states on the GPU, so the results are bit for bit the same.
 """
 
 from collections.abc import Sequence
@@ -18,50 +17,60 @@ from tightfit.kernels.adamw import Numbers
 from tightfit.kernels.stochastic_rounding import key_of
 from tightfit.levers.host_update import HostWork
 from tightfit.levers.optimizer_states import StateKind, States, state_kind
-from tightfit.levers.state_link import Home, StateLink, Update
+from tightfit.levers.state_link import OffloadedMatrix, StateLink, Update
 from tightfit.levers.weight_streaming import WEIGHT
 from tightfit.memory.host import host_empty
+from tightfit.train.optimizer.updaters import adamw_numbers
 
 
 @dataclass
-class Resident:
-    """One matrix: its home on the host, and itself on the GPU where it is updated there."""
+class _OffloadedEntry:
+    """One matrix with its host tensors and its step count."""
 
     name: str
-    home: Home
+    matrix: OffloadedMatrix
     kind: StateKind
     states: States
-    here: Tensor | None
-    """What is updated where it lies; None where that is on the host too."""
-    late: bool
+    weight_on_gpu: Tensor | None
+    """The weight, where it is updated in place on the GPU; None where it is on the host too."""
+    deferred: bool
     step: int = 0
 
 
 @dataclass
 class StreamedUpdater:
-    """Moments of `form` of some matrices, all on the host, updated through `link`."""
+    """AdamW of matrices whose moments, in format `form`, are on the host behind `link`."""
 
     link: StateLink
     form: Format
     settings: Optimizer
     weight_decay: float
     seed: int | None = None
-    """Weights are rounded stochastically, with bits that follow from this."""
-    wants_own_dtype: bool = False
-    residents: list[Resident] = field(default_factory=list)
+    """Seed of stochastic rounding; None rounds to nearest."""
+    needs_gradients_in_weight_dtype: bool = False
+    entries: list[_OffloadedEntry] = field(default_factory=list)
 
-    def add(self, name: str, weight: Tensor, *, on_host: bool, late: bool) -> Home:
-        """Take on `weight`, which passes through the GPU like its states where it is `on_host`."""
-        home = Home(weight.numel() // weight.shape[-1], weight.shape[-1])
+    def add(self, name: str, weight: Tensor, *, on_host: bool, deferred: bool) -> OffloadedMatrix:
+        """Add a matrix; with `on_host` the weight (or master) itself is copied to the GPU and back like its states."""
+        matrix = OffloadedMatrix(rows=weight.numel() // weight.shape[-1], width=weight.shape[-1])
         if on_host:
-            home.add(WEIGHT, weight)
+            matrix.add(WEIGHT, weight)
         kind = state_kind(self.form, weight)
         states = kind.zeros(weight, self._zeros)
         for each, tensor in states.items():
-            home.add(each, tensor)
-        self.link.adopt(home)
-        self.residents.append(Resident(name, home, kind, states, None if on_host else weight, late))
-        return home
+            matrix.add(each, tensor)
+        self.link.reserve(matrix)
+        self.entries.append(
+            _OffloadedEntry(
+                name=name,
+                matrix=matrix,
+                kind=kind,
+                states=states,
+                weight_on_gpu=None if on_host else weight,
+                deferred=deferred,
+            )
+        )
+        return matrix
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return host_empty(shape, dtype, self.link.device, "optimizer states").zero_()
@@ -69,53 +78,75 @@ class StreamedUpdater:
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
     ) -> None:
-        """Send every matrix on its way; the result is there when its home is settled."""
+        """Queue the updates; `link.wait_until_updated` waits for one."""
         factor = None if factor is None else factor.float()
-        for index, (each, gradient) in enumerate(zip(self.residents, gradients, strict=True)):
+        for index, (entry, gradient) in enumerate(zip(self.entries, gradients, strict=True)):
             if gradient is None:
                 continue
-            each.step += 1
-            copy = None if copies is None or each.home.weight_away else _rows(copies[index].data, each.home)
-            flat, numbers = _rows(gradient, each.home), self._numbers(each, lr)
-            run = partial(_update_rows, each, flat, copy, factor, numbers)
-            reads = (flat,) if factor is None else (flat, factor)
-            update = Update(each.home, run, gradient, reads)
-            if self.form == "fp32" and each.here is None:
-                update.on_host = HostWork(each.home.tensors, flat, copy, factor, numbers, each.home.rows_per_piece)
-            self.link.submit(update, late=each.late)
+            entry.step += 1
+            has_copy = copies is not None and not entry.matrix.weight_offloaded
+            copy = _rows(copies[index].data, entry.matrix) if copies is not None and has_copy else None
+            self.link.submit(self._update_of(entry, gradient, copy, lr, factor), deferred=entry.deferred)
 
-    def _numbers(self, each: Resident, lr: float) -> Numbers:
-        s = self.settings
-        key = None if self.seed is None else key_of(self.seed, each.name, each.step)
-        return Numbers(lr, *s.betas, s.eps, self.weight_decay, each.step, key)
+    def _update_of(
+        self, entry: _OffloadedEntry, gradient: Tensor, copy: Tensor | None, lr: float, factor: Tensor | None
+    ) -> Update:
+        matrix, rows = entry.matrix, _rows(gradient, entry.matrix)
+        numbers = self._numbers(entry, lr)
+        update = Update(
+            matrix=matrix,
+            run=partial(_update_rows, entry, rows, copy, factor, numbers),
+            gradient=gradient,
+            reads=(rows,) if factor is None else (rows, factor),
+        )
+        if self.form == "fp32" and entry.weight_on_gpu is None:
+            update.on_host = HostWork(
+                states=matrix.tensors,
+                gradient=rows,
+                copy=copy,
+                factor=factor,
+                numbers=numbers,
+                rows_per_piece=matrix.rows_per_piece,
+            )
+        return update
+
+    def _numbers(self, entry: _OffloadedEntry, lr: float) -> Numbers:
+        key = None if self.seed is None else key_of(self.seed, entry.name, entry.step)
+        return adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
 
     def states(self, index: int) -> States:
-        """On the host, up to date after `link.synchronize`."""
-        return self.residents[index].states
+        """The host tensors; up to date after `link.synchronize`."""
+        return self.entries[index].states
 
     def step(self, index: int) -> Tensor:
-        """Kept on the host, which needs it for the bias corrections."""
-        return torch.tensor(float(self.residents[index].step), dtype=torch.float32)
+        """The step count, which is kept on the host for the bias corrections."""
+        return torch.tensor(float(self.entries[index].step), dtype=torch.float32)
 
     def set_step(self, index: int, step: Tensor) -> None:
-        """Read from wherever it was loaded to."""
-        self.residents[index].step = int(step.item())
+        """Set the step count."""
+        self.entries[index].step = int(step.item())
 
     def counters(self) -> list[Tensor]:
-        """None: they are on the host."""
+        """No step counts on the device."""
         return []
 
 
 def _update_rows(
-    each: Resident, gradient: Tensor, copy: Tensor | None, factor: Tensor | None, numbers: Numbers,
-    staged: dict[str, Tensor], rows: slice,
-) -> None:  # fmt: skip
-    """AdamW on some rows."""
-    weight = staged[WEIGHT] if each.here is None else _rows(each.here.data, each.home)[rows]
+    entry: _OffloadedEntry,
+    gradient: Tensor,
+    copy: Tensor | None,
+    factor: Tensor | None,
+    numbers: Numbers,
+    staged: dict[str, Tensor],
+    rows: slice,
+) -> None:
+    """AdamW on some rows, given their staged host tensors."""
+    resident = entry.weight_on_gpu
+    weight = staged[WEIGHT] if resident is None else _rows(resident.data, entry.matrix)[rows]
     states = {kind: tensor for kind, tensor in staged.items() if kind != WEIGHT}
-    numbers = numbers._replace(first=rows.start * each.home.width)
-    each.kind.update(weight, None if copy is None else copy[rows], gradient[rows], states, factor, numbers)
+    numbers = numbers._replace(first=rows.start * entry.matrix.width)
+    entry.kind.update(weight, None if copy is None else copy[rows], gradient[rows], states, factor, numbers)
 
 
-def _rows(tensor: Tensor, home: Home) -> Tensor:
-    return tensor.reshape(home.rows, home.width)
+def _rows(tensor: Tensor, matrix: OffloadedMatrix) -> Tensor:
+    return tensor.reshape(matrix.rows, matrix.width)

@@ -1,0 +1,102 @@
+"""Bandwidth of decode_linear on the matrices of a decoding step, with different tiles, beside torch's own product.
+
+Weights rotate through more memory than the cache holds, calls are captured as one graph, and rates count the weight's
+bytes. Prints the best tiles; kernels/decode_linear.py has them in `tile_for`.
+
+    python -m benchmarks.decode_linear                (a GPU; two minutes)
+    python -m benchmarks.decode_linear --rows 1 --model 8b
+"""
+
+import argparse
+import itertools
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tightfit.kernels.decode_linear import Tile, decode_linear, tile_for
+
+SHAPES = {
+    "1b": {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16_384, 2048), "down": (2048, 8192),
+           "head": (128_256, 2048)},
+    "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336),
+           "head": (128_256, 4096)},
+}  # fmt: skip
+ROTATED_BYTES = 400 * 2**20
+
+
+def microseconds(run: Sequence[Callable[[], Any]]) -> float:
+    """The time of one call of those in `run`, captured together; the best of five."""
+    for each in run[:2]:
+        each()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for each in run:
+            each()
+    found = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3 / len(run))
+    return min(found)
+
+
+def tiles(rows: int) -> list[Tile]:
+    """What is tried."""
+    if rows == 1:
+        return [
+            Tile(n, k, w, 1)
+            for n, k, w in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (4, 8))
+            if n * k <= 16_384
+        ]
+    return [Tile(n, k, w, s) for n, k, w, s in itertools.product((16, 32), (128, 256), (4, 8), (3, 4, 5))]
+
+
+def main() -> None:
+    """Time everything and print the best."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, action="append")
+    parser.add_argument("--model", choices=SHAPES, action="append")
+    parser.add_argument("--overlap", action="store_true")
+    arguments = parser.parse_args()
+    for model, rows in itertools.product(arguments.model or list(SHAPES), arguments.rows or [1, 8]):
+        for name, (N, K) in SHAPES[model].items():
+            time_one(f"{model} {name}", rows, N, K, arguments.overlap)
+
+
+def time_one(label: str, rows: int, N: int, K: int, overlap: bool) -> None:
+    """All tiles for one matrix."""
+    copies = max(2, min(24, ROTATED_BYTES // (N * K * 2)))
+    weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    x, norm = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16), weights[0][0].clone()
+    settings: dict[str, Any] = {"overlap": overlap}
+    if not label.endswith((" o", "down")):
+        settings |= {"norm": norm, "norm_eps": 1e-5}
+    if label.endswith("gate_up"):
+        settings["activation"] = "silu"
+    plain = microseconds([partial(F.linear, x, weight) for weight in weights])
+    found = []
+    for tile in tiles(rows):
+        try:
+            run = [partial(decode_linear, x, weight, tile=tile, **settings) for weight in weights]
+            found.append((microseconds(run), tile))
+        except Exception:
+            print(f"{tile} failed: {traceback.format_exc(limit=1).splitlines()[-1][:120]}")
+    found.sort()
+    chosen = tile_for(rows, N // (2 if label.endswith("gate_up") else 1), K)
+    ours = next((us for us, tile in found if tile == chosen), 0.0)
+    kilobytes = N * K * 2 / 1e3
+    best = ", ".join(f"{tuple(tile)} {us:.1f} µs {kilobytes / us:.0f} GB/s" for us, tile in found[:3])
+    torch_s = f"torch {plain:.1f} µs {kilobytes / plain:.0f} GB/s"
+    print(f"{label} {N}×{K} rows {rows}: {torch_s}; {tuple(chosen)} {ours:.1f} µs; best {best}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Speed of the serving engine on random weights of Llama shapes: start, first token, one stream, batches, prefill.
+
+The workloads are those of a vLLM script that runs beside it: greedy, lengths fixed, no prefix cache, 8192 positions.
+Every case is guarded, so that one failure does not lose the others. Rows go to benchmarks/results/serve_speed.csv.
+
+    python -m benchmarks.serve_speed                      1B and 8B on a GPU, under four minutes
+    python -m benchmarks.serve_speed --model 1b --profile what the kernels of a step take
+    python -m benchmarks.serve_speed --tiny --device cpu  the same code on tiny shapes
+"""
+
+import argparse
+import gc
+import random
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.rows import RESULTS, append_row
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.models.resolve import resolve_spec
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.request import Request
+from tightfit.serve.sampling import Sampling
+
+MODELS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "tiny": "tiny-llama"}
+CONFIG = EngineConfig(max_sequences=256, step_tokens=16_384, max_length=8192, prefix_cache=False)
+TINY = EngineConfig(max_sequences=8, step_tokens=64, max_length=128, prefix_cache=False, cache_bytes=2**22)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Lengths of prompts and answers of the cases."""
+
+    stream: tuple[int, int] = (256, 512)
+    batch: tuple[int, int, int] = (64, 256, 256)
+    mixed: int = 256
+    mixed_prompt: tuple[int, int] = (32, 1024)
+    mixed_answer: tuple[int, int] = (32, 512)
+    prefill: tuple[int, int] = (16, 4096)
+    repeats: int = 3
+
+
+TINY_LOAD = Load((8, 12), (4, 8, 8), 8, (4, 20), (2, 10), (2, 40), 1)
+
+
+class Bench:
+    """One model on one device, and where its rows go."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self.name, self.arguments = name, arguments
+        self.device = torch.device(arguments.device)
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.load = TINY_LOAD if arguments.tiny else Load()
+        self.config = replace(TINY if arguments.tiny else CONFIG, overlap=not arguments.no_overlap)
+        self.random = random.Random(1234)
+        self.model = self._make_model()
+        self.engine: Engine | None = None
+
+    def _make_model(self) -> Decoder:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = Decoder(resolve_spec(MODELS[self.name])).to(self.dtype)
+        init_weights(model)
+        return model
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def requests(self, shapes: list[tuple[int, int]]) -> list[Request]:
+        """Random prompts, greedy answers of fixed lengths."""
+        top = self.model.spec.vocab_size - 10
+        return [
+            Request(
+                id=str(i),
+                prompt=[self.random.randrange(10, top) for _ in range(prompt)],
+                sampling=Sampling(max_tokens=answer, temperature=0),
+            )
+            for i, (prompt, answer) in enumerate(shapes)
+        ]
+
+    def seconds(self, shapes: list[tuple[int, int]], repeats: int = 1) -> float:
+        """The best time for all of `shapes`."""
+        assert self.engine is not None
+        found = []
+        for _ in range(repeats):
+            requests = self.requests(shapes)
+            self.wait()
+            began = time.perf_counter()
+            answers = self.engine.generate(requests)
+            self.wait()
+            found.append(time.perf_counter() - began)
+            assert sum(len(each[0].tokens) for each in answers.values()) == sum(answer for _, answer in shapes)
+        return min(found)
+
+    def record(self, case: str, value: float, unit: str, seconds: float, note: str = "") -> None:
+        """One row."""
+        print(f"{self.name:5} {case:28} {value:12,.1f} {unit:10} {seconds * 1e3:12,.2f} ms  {note}", flush=True)
+        row = {
+            "model": self.name,
+            "case": case,
+            "value": f"{value:.4g}",
+            "unit": unit,
+            "seconds": f"{seconds:.5g}",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "overlap": self.config.overlap,
+            "note": note,
+        }
+        append_row("serve_speed", row, folder=self.arguments.results, commit=self.arguments.commit)
+
+
+def start(bench: Bench) -> None:
+    """Engine start: cache, buffers, graphs. Weights are there."""
+    bench.wait()
+    began = time.perf_counter()
+    bench.engine = Engine(bench.model, None, bench.config)
+    bench.wait()
+    seconds = time.perf_counter() - began
+    print(bench.engine.budget.describe(bench.config.block_size))
+    bench.record("start", seconds, "s", seconds)
+
+
+def warm_up(bench: Bench) -> None:
+    """First calls of kernels and libraries."""
+    load = bench.load
+    began = time.perf_counter()
+    bench.seconds([(load.stream[0], 8)])
+    bench.seconds([(load.batch[1], 8)] * load.batch[0])
+    bench.seconds([(load.prefill[1], 1)] * load.prefill[0])
+    bench.record("warm_up", time.perf_counter() - began, "s", time.perf_counter() - began)
+
+
+def one_stream(bench: Bench) -> None:
+    """First token, whole stream, decode alone."""
+    prompt, answer = bench.load.stream
+    first = bench.seconds([(prompt, 1)], 2 + bench.load.repeats)
+    whole = bench.seconds([(prompt, answer)], bench.load.repeats)
+    bench.record("first_token", first * 1e3, "ms", first, f"prompt {prompt}")
+    bench.record("one_stream", answer / whole, "tok/s", whole, f"{prompt}+{answer}")
+    bench.record("one_stream_decode", (answer - 1) / (whole - first), "tok/s", whole - first)
+
+
+def batch(bench: Bench) -> None:
+    """Many equal requests at once."""
+    count, prompt, answer = bench.load.batch
+    seconds = bench.seconds([(prompt, answer)] * count, 2)
+    bench.record("batch", count * answer / seconds, "tok/s", seconds, f"{count}x({prompt}+{answer})")
+
+
+def mixed(bench: Bench) -> None:
+    """Many requests of mixed lengths."""
+    chance = random.Random(7)
+    shapes = [
+        (chance.randint(*bench.load.mixed_prompt), chance.randint(*bench.load.mixed_answer))
+        for _ in range(bench.load.mixed)
+    ]
+    seconds = bench.seconds(shapes)
+    bench.record("mixed", sum(answer for _, answer in shapes) / seconds, "tok/s", seconds, f"{len(shapes)} requests")
+
+
+def prefill(bench: Bench) -> None:
+    """Long prompts, one token each."""
+    count, prompt = bench.load.prefill
+    seconds = bench.seconds([(prompt, 1)] * count, 2)
+    bench.record("prefill", count * prompt / seconds, "tok/s", seconds, f"{count}x{prompt}")
+
+
+def profile(bench: Bench) -> None:
+    """What the kernels of decoding take, alone and in a batch."""
+    for label, shapes in (("one stream", [(256, 33)]), ("batch of 64", [(256, 17)] * 64), ("prompt", [(256, 1)])):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            bench.seconds(shapes)
+        print(label)
+        print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=50))
+
+
+CASES: list[Callable[[Bench], None]] = [start, warm_up, one_stream, batch, prefill, mixed]
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=("1b", "8b"), action="append")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that the script runs")
+    parser.add_argument("--no-overlap", action="store_true", help="kernels one after the other")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--budget", type=float, default=230.0, help="seconds after which no further case begins")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    for name in ["tiny"] if arguments.tiny else arguments.model or ["1b", "8b"]:
+        bench = Bench(name, arguments)
+        for case in [*CASES, *([profile] if arguments.profile else [])]:
+            if time.perf_counter() - began > arguments.budget:
+                print(f"{name:5} {case.__name__:28} passed over: the budget of {arguments.budget:g} s is spent")
+                continue
+            try:
+                case(bench)
+            except Exception:
+                print(f"{name:5} {case.__name__:28} failed")
+                traceback.print_exc()
+        del bench
+        gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Serving on a real card: graphs, overlapped kernels and tokens chosen there give what transformers gives elsewhere."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.truth import assert_no_worse
+from tests.models.huggingface.reference import pair
+from tests.serve.test_families import expected, greedy
+from tightfit.kernels.decode_linear import decode_linear, decode_linear_eager
+from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.models.resolve import resolve_spec
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.request import Request
+from tightfit.serve.sampling import Sampling
+from tightfit.serve.step import Step
+
+CONFIG = EngineConfig(max_sequences=4, step_tokens=11, block_size=16, cache_bytes=2**22)
+FAMILIES = ["llama", "llama-biases", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3",
+            "phi3", "phi3-longrope-long", "gpt2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_answers_are_those_of_transformers(name: str) -> None:
+    wanted = expected(name)
+    model = Decoder(pair(name).ours.spec).cuda()
+    model.load_state_dict(pair(name).ours.state_dict())
+    for config in (CONFIG, replace(CONFIG, step_tokens=64), replace(CONFIG, graphs=False, overlap=False)):
+        engine = Engine(model, None, config)
+        found = engine.generate(greedy(name))
+        assert [found[str(i)][0].tokens for i in range(4)] == wanted, config
+        assert engine.pool.free == engine.pool.size
+
+
+@pytest.fixture(scope="module")
+def small() -> Decoder:
+    """Of SmolLM2's shape with few layers: real widths, nine heads in groups of three."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Decoder(replace(resolve_spec("smollm2-135m"), layers=4))
+    init_weights(model, gain=1.5)
+    return model
+
+
+def answers(engine: Engine, count: int = 6, **settings: object) -> list[list[int]]:
+    requests = [
+        Request(
+            id=str(i), prompt=[(7 * i + j) % 1000 for j in range(5 + 40 * i)],
+            sampling=Sampling(max_tokens=24, **({"temperature": 0} | settings)),  # type: ignore[arg-type]
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    made = engine.generate(requests)
+    assert engine.pool.free == engine.pool.size
+    return [made[request.id][0].tokens for request in requests]
+
+
+def test_every_way_of_running_gives_the_same_tokens(small: Decoder) -> None:
+    config = EngineConfig(max_sequences=8, step_tokens=128, cache_bytes=2**28)
+    wanted = answers(Engine(small, None, replace(config, pipelined=False)))
+    for changes in ({}, {"graphs": False}, {"overlap": False}, {"max_sequences": 1}, {"step_tokens": 1024}):
+        assert answers(Engine(small, None, replace(config, **changes))) == wanted, changes  # type: ignore[arg-type]
+    seeded = {"temperature": 1.1, "seed": 3, "top_p": 0.9}
+    sampled = answers(Engine(small, None, replace(config, pipelined=False)), **seeded)
+    assert answers(Engine(small, None, config), **seeded) == sampled
+    assert sampled != wanted
+
+
+def test_bfloat16_logits_are_as_good_as_the_decoders(small: Decoder) -> None:
+    """One decoding step of the fused kernels against the plain decoder, both against float32."""
+    narrow = Decoder(small.spec).cuda().bfloat16()
+    narrow.load_state_dict(small.state_dict())
+    wide = Decoder(small.spec).cuda()
+    wide.load_state_dict(narrow.state_dict())
+    tokens = torch.randint(0, 1000, (1, 40), device="cuda")
+    with torch.no_grad():
+        truth = wide(tokens).logits[0, -1]
+        eager = narrow(tokens).logits[0, -1]
+    engine = Engine(narrow, None, EngineConfig(max_sequences=2, step_tokens=64, cache_bytes=2**28, pipelined=False))
+    caught: list[torch.Tensor] = []
+    run = engine.runner.logits
+
+    def catching(step: Step) -> torch.Tensor:
+        made = run(step)
+        caught.append(made[0].float().clone())
+        return made
+
+    engine.runner.logits = catching  # type: ignore[method-assign]
+    last = int(tokens[0, -1])
+    forced = Sampling(max_tokens=2, temperature=0, logit_bias={last: 1e6})
+    engine.generate([Request(id="a", prompt=tokens[0, :-1].tolist(), sampling=forced)])
+    assert len(caught) == 2
+    errors = [((each.float() - truth).norm() / truth.norm()).item() for each in (caught[1], eager)]
+    assert errors[0] <= 1.2 * errors[1] + 1e-3
+
+
+@pytest.mark.parametrize("M", [1, 3, 16])
+@pytest.mark.parametrize(("N", "K"), [(3072, 2048), (2048, 8192), (5120, 576)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_products_at_real_sizes(M: int, N: int, K: int, overlap: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, K, device="cuda").bfloat16() for n in (M, N))
+    weight *= K**-0.5
+    norm, residual = torch.rand(K, device="cuda").bfloat16(), torch.randn(M, N, device="cuda").bfloat16()
+    for settings in ({"norm": norm, "norm_eps": 1e-5}, {"residual": residual}, {"activation": "silu"}):
+        found = decode_linear(x, weight, overlap=overlap, **settings)  # type: ignore[arg-type]
+        eager = decode_linear_eager(x, weight, **settings)  # type: ignore[arg-type]
+        exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+        truth = decode_linear_eager(x.double(), weight.double(), **exact)  # type: ignore[arg-type]
+        assert_no_worse([found], [eager], [truth])
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 20.0)])
+def test_attention_at_real_sizes(D: int, window: int | None, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([1, 63, 700, 1999], dtype=torch.int32, device="cuda")
+    tables = torch.randperm(4 * 125, device="cuda").view(4, 125).int()
+    query = torch.randn(4, 32, D, device="cuda").bfloat16()
+    keys, values = torch.randn(2, 500, 16, 8, D, device="cuda").bfloat16()
+    settings = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    for splits in (None, 1, 32):
+        found = paged_attention(query, keys, values, tables, lengths, splits=splits, **settings)  # type: ignore[arg-type]
+        eager = paged_attention_eager(query, keys, values, tables, lengths, **settings)  # type: ignore[arg-type]
+        exact = (each.double() for each in (query, keys, values))
+        truth = paged_attention_eager(*exact, tables, lengths, **settings)  # type: ignore[arg-type]
+        assert_no_worse([found], [eager], [truth])

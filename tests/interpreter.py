@@ -1,0 +1,38 @@
+"""Triton's interpreter beside a NumPy that is newer than it: imported for its effect, before kernels run.
+
+Triton 3.6, which torch 2.11 asks for, takes loop bounds from arrays of one element with `int(array)`. NumPy 2.4 refuses
+that unless the array has no dimensions. Later Tritons ask for the element.
+"""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+
+def _refuses() -> bool:
+    try:
+        return int(np.ones(1, dtype=np.int64)) != 1
+    except TypeError:
+        return True
+
+
+def _with_index(patch_tensor: Any) -> Any:
+    """What makes tensors of the interpreter, with an `__index__` that asks for the element."""
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
+
+
+def read_single_elements() -> None:
+    """Where it is needed, and where Triton still is what it was."""
+    if importlib.util.find_spec("triton") is None or not _refuses():
+        return
+    import triton
+    from triton.runtime import interpreter
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
+        interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)

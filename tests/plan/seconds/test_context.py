@@ -1,0 +1,62 @@
+"""The ring against one played step by step, and merges against masks that are looked at."""
+
+import pytest
+
+from tests.plan.questions import question
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.plan.cost import Costs
+from tightfit.plan.seconds.context import MERGED_SHARE, Ring
+from tightfit.plan.seconds.overlap import CONTENTION
+
+BYTES_S = 3e12
+
+
+def ring(ranks: int, *, send_s: float = 0.0, queries: float = 0.0, keys: float = 0.0) -> Ring:
+    return Ring(ranks=ranks, send_s=send_s, query_numbers=queries, key_numbers=keys, bytes_s=BYTES_S)
+
+
+def played_s(ranks: int, hand_on_s: float, attention_s: float) -> float:
+    """A piece of attention at a time, each while the next keys arrive; what that takes longer than attention."""
+    now = arrived = 0.0
+    for _ in range(ranks):
+        began = max(now, arrived)
+        now, arrived = began + attention_s / ranks, began + hand_on_s
+    return now - attention_s
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("hand_on_s", [1e-5, 1e-3, 1e-2])
+def test_hand_ons_hide_behind_all_but_one_piece_of_attention(ranks: int, hand_on_s: float) -> None:
+    attention_s = 4e-3
+    found = ring(ranks, send_s=hand_on_s)
+    for seconds, payloads in ((found.forward_s(attention_s), 1), (found.backward_s(attention_s), 2)):
+        alone_s = played_s(ranks, payloads * hand_on_s, attention_s)
+        hidden_s = (ranks - 1) * payloads * hand_on_s - alone_s
+        assert seconds == pytest.approx(alone_s + CONTENTION * hidden_s, abs=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_three_quarters_of_queries_and_of_keys_are_concerned(ranks: int) -> None:
+    """Rank r has pieces r and 2c − 1 − r of 2c; a query's piece sees the keys of pieces that are not after it."""
+    own = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
+    pairs = [(mine, theirs) for mine in own for theirs in own if mine is not theirs]
+    queries = sum(any(key <= query for key in theirs) for mine, theirs in pairs for query in mine)
+    keys = sum(any(key <= query for query in mine) for mine, theirs in pairs for key in theirs)
+    assert queries / (2 * len(pairs)) == keys / (2 * len(pairs)) == MERGED_SHARE
+
+
+def test_merges_are_counted_and_one_rank_has_none() -> None:
+    assert ring(1, queries=1e9, keys=1e9).backward_s(1.0) == 0
+    four = ring(4, queries=1e6, keys=5e5)
+    assert four.forward_s(1.0) == pytest.approx(3 * 0.75 * 1e6 * (4 + 4 + 2) / BYTES_S)
+    assert four.backward_s(1.0) == pytest.approx(1.5 * four.forward_s(1.0))
+
+
+def test_context_ranks_are_never_free() -> None:
+    """Where links are fast enough for everything to hide, too."""
+    asked = question("llama-3.1-8b", "8xH100-80GB", 32768, 8)
+    costs = Costs(asked.workload, asked.machine)
+    alone, split = (costs.step(layout, Levers()) for layout in (Layout(data=8, zero=1), Layout(context=8, zero=1)))
+    assert alone.context_s == 0
+    assert 0 < split.context_s < 0.2 * split.compute_s

@@ -1,0 +1,58 @@
+"""A tiny model with a tokenizer, for tests of what surrounds it."""
+
+import pytest
+import torch
+
+from tests.conftest import SENTENCES
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.models.loading import LoadedModel
+from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, train_tokenizer
+
+SHAPE = ModelSpec(
+    family="llama",
+    vocab_size=300,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_size=48,
+    max_positions=512,
+)
+
+
+TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """With a chat template that knows tools."""
+    made = train_tokenizer(SENTENCES, SHAPE.vocab_size)
+    made._wrapped.chat_template = TOOLS + CHATML_TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="session")
+def model() -> Decoder:
+    torch.manual_seed(0)
+    made = Decoder(SHAPE)
+    init_weights(made, gain=2.0)
+    return made.eval()
+
+
+@pytest.fixture(scope="session")
+def smaller() -> Decoder:
+    """Of the same vocabulary, and of another opinion."""
+    from dataclasses import replace
+
+    torch.manual_seed(1)
+    made = Decoder(replace(SHAPE, layers=1, hidden_size=16))
+    init_weights(made, gain=2.0)
+    return made.eval()
+
+
+@pytest.fixture(scope="session")
+def loaded(model: Decoder, tokenizer: Tokenizer) -> LoadedModel:
+    return LoadedModel(model, tokenizer, "tiny")

@@ -1,0 +1,61 @@
+"""A real server on a loopback port, in a thread."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from tightfit.models.loading import LoadedModel
+from tightfit.serve.engine import Engine
+from tightfit.serve.http.app import Served, make_app
+from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.service import Service
+
+
+@dataclass
+class Running:
+    """Where a server listens, and what it runs."""
+
+    port: int
+    service: Service
+    server: uvicorn.Server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_until_idle(self, seconds: float = 20) -> None:
+        """Until nobody holds a block: what a client that hung up leaves behind is nothing."""
+        engine, until = self.service.engine, time.monotonic() + seconds
+        while engine.pool.used or engine.has_work or self.service.open_requests:
+            assert time.monotonic() < until, "blocks are still held"
+            time.sleep(0.01)
+
+
+@contextmanager
+def running(loaded: LoadedModel, engine: Engine, limits: ServerLimits | None = None) -> Iterator[Running]:
+    """A server of `engine` until the block is left."""
+    limits = limits or ServerLimits()
+    service = Service(engine, most_requests=limits.requests)
+    assert loaded.tokenizer is not None
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    app = make_app(Served("tiny", service, loaded.tokenizer, limits))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    until = time.monotonic() + 60
+    while not server.started:
+        assert time.monotonic() < until, "the server did not start"
+        time.sleep(0.01)
+    try:
+        yield Running(listening.getsockname()[1], service, server)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        listening.close()
+        assert not thread.is_alive()

@@ -1,0 +1,228 @@
+"""The engine around the model: seeds, stops, several answers, prefixes, guesses, beams, forms, cancelled requests."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.weights import to_hf_state
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.beam import BeamSearch
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.grammar import Grammar
+from tightfit.serve.request import Answer, Request
+from tightfit.serve.sampler import probabilities
+from tightfit.serve.sampling import Sampling
+
+CONFIG = EngineConfig(max_sequences=8, step_tokens=32, block_size=4, cache_bytes=2**20)
+PROMPT = [5, 17, 3, 42, 8, 99, 120, 7, 250, 31]
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}
+HOT = Sampling(max_tokens=12, temperature=1.5, seed=7)
+
+
+def answers(engine: Engine, *samplings: Sampling, prompt: list[int] = PROMPT, count: int = 1) -> list[list[Answer]]:
+    requests = [Request(id=str(i), prompt=prompt, sampling=s, count=count) for i, s in enumerate(samplings)]
+    made = engine.generate(requests)
+    assert engine.pool.free == engine.pool.size
+    assert not engine._running
+    assert not engine._of_request
+    return [made[request.id] for request in requests]
+
+
+def test_a_seed_repeats_whatever_else_is_in_the_batch(model: Decoder) -> None:
+    alone = answers(Engine(model, None, CONFIG), HOT)[0][0].tokens
+    others = [replace(HOT, seed=seed, top_k=seed * 5, max_tokens=5 + seed) for seed in range(6)]
+    together = answers(Engine(model, None, CONFIG), *others, HOT)
+    assert together[-1][0].tokens == alone
+    assert len({tuple(each[0].tokens[:5]) for each in together}) > 3
+    assert answers(Engine(model, None, CONFIG), replace(HOT, seed=8))[0][0].tokens != alone
+
+
+def test_several_answers_differ_and_share_their_prompt(model: Decoder) -> None:
+    engine = Engine(model, None, CONFIG)
+    made = answers(engine, HOT, count=5)[0]
+    assert len({tuple(each.tokens) for each in made}) == 5
+    assert made[0].tokens == answers(Engine(model, None, CONFIG), HOT)[0][0].tokens
+    assert [each.cached for each in made] == [0, 8, 8, 8, 8]
+    greedy = answers(engine, replace(HOT, temperature=0), count=3)[0]
+    assert greedy[0].tokens == greedy[1].tokens == greedy[2].tokens
+
+
+def test_a_prefix_in_the_cache_changes_nothing_but_the_work(model: Decoder) -> None:
+    engine = Engine(model, None, CONFIG)
+    first = answers(engine, HOT)[0][0]
+    again = answers(engine, HOT)[0][0]
+    assert (first.cached, again.cached) == (0, 8)
+    assert first.tokens == again.tokens
+    without = Engine(model, None, replace(CONFIG, prefix_cache=False))
+    assert [answers(without, HOT)[0][0].tokens for _ in range(2)] == [first.tokens] * 2
+    assert answers(without, HOT)[0][0].cached == 0
+
+
+def test_stop_ids_stop_strings_and_lengths_end_an_answer(model: Decoder, tokenizer: Tokenizer) -> None:
+    free = answers(Engine(model, tokenizer, CONFIG), HOT)[0][0]
+    assert (free.finish, len(free.tokens), free.text) == ("length", 12, tokenizer.decode(free.tokens))
+    stop = free.tokens[5]
+    ended = answers(Engine(model, tokenizer, CONFIG), replace(HOT, stop_ids=frozenset({stop})))[0][0]
+    until = free.tokens.index(stop)
+    assert (ended.finish, ended.tokens) == ("stop", free.tokens[: until + 1])
+    assert ended.text == tokenizer.decode(free.tokens[:until])
+    piece = free.text[3:6]
+    cut = answers(Engine(model, tokenizer, CONFIG), replace(HOT, stop=(piece,)))[0][0]
+    assert (cut.finish, cut.text) == ("stop", free.text[: free.text.index(piece)])
+    longest = answers(Engine(model, tokenizer, CONFIG), replace(HOT, max_tokens=10_000))[0][0]
+    assert len(longest.tokens) == model.spec.max_positions - len(PROMPT)
+
+
+def test_logprobs_are_the_models(model: Decoder) -> None:
+    found = answers(Engine(model, None, CONFIG), replace(HOT, logprobs=3, top_k=5))[0][0]
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + found.tokens])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    for chance, token, row in zip(found.chances, found.tokens, logits, strict=True):
+        assert chance.token == token
+        assert chance.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        best = row.topk(3)
+        assert [t for t, _ in chance.top] == best.indices.tolist()
+        assert [p for _, p in chance.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_a_cancelled_request_frees_its_blocks_at_once(model: Decoder) -> None:
+    engine = Engine(model, None, CONFIG)
+    engine.submit(Request(id="a", prompt=PROMPT, sampling=HOT, count=3))
+    engine.submit(Request(id="b", prompt=PROMPT[::-1], sampling=HOT))
+    for _ in range(3):
+        engine.step()
+    assert engine.pool.used > 3
+    engine.cancel("a")
+    engine.cancel("a")
+    engine.cancel("unknown")
+    assert engine.pool.used == engine.pool.blocks_for(len(PROMPT) + 2)
+    while engine.has_work:
+        assert all(output.request == "b" for output in engine.step())
+    assert engine.pool.free == engine.pool.size
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "expected"),
+    [
+        ([], 1, "prompt is empty"),
+        ([1] * 512, 1, "512 tokens long; there is room for 512"),
+        ([1, 300], 1, "token 300, but the model's vocabulary ends at 299"),
+        ([1, -1], 1, "token -1"),
+        ([1], 0, "count is 0"),
+    ],
+)
+def test_bad_requests_are_refused(model: Decoder, prompt: list[int], count: int, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        Engine(model, None, CONFIG).submit(Request(id="a", prompt=prompt, sampling=HOT, count=count))
+
+
+@pytest.mark.parametrize("speculation", ["lookup", "draft"])
+def test_guessing_does_not_change_greedy_answers(model: Decoder, smaller: Decoder, speculation: str) -> None:
+    prompts = [PROMPT, [9, 8, 7, 9, 8, 7, 9, 8], [1]]
+    greedy = Sampling(max_tokens=30, temperature=0)
+    requests = [Request(id=str(i), prompt=prompt, sampling=greedy) for i, prompt in enumerate(prompts)]
+    plain = Engine(model, None, CONFIG).generate(requests)
+    config = replace(CONFIG, speculation=speculation, speculated_tokens=3)
+    for draft in (smaller, model):
+        engine = Engine(model, None, config, draft=draft)
+        guessed = engine.generate(requests)
+        assert {key: value[0].tokens for key, value in guessed.items()} == {
+            key: value[0].tokens for key, value in plain.items()
+        }
+        assert engine.counts.guessed > 0
+        assert engine.pool.free == engine.pool.size
+    if speculation == "draft":
+        assert engine.counts.kept == engine.counts.guessed  # the model agrees with itself
+        assert engine.counts.steps < 30
+
+
+@pytest.mark.parametrize("speculation", ["lookup", "draft"])
+def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder, speculation: str) -> None:
+    """The pair of first tokens has the probability that the model alone gives it, within five standard errors."""
+    prompt, draws = [9, 8, 7, 9, 8, 7, 9, 8], 600
+    sampling = Sampling(max_tokens=2, temperature=0.7, top_k=3, seed=1)
+    config = replace(CONFIG, speculation=speculation, speculated_tokens=1, max_sequences=100, step_tokens=400)
+    engine = Engine(model, None, config, draft=smaller)
+    requests = [
+        Request(id=str(seed), prompt=prompt, sampling=replace(sampling, seed=seed), count=1) for seed in range(draws)
+    ]
+    made = [tuple(found[0].tokens) for found in engine.generate(requests).values()]
+    with torch.no_grad():
+        first = probabilities(model(torch.tensor([prompt])).logits[0, -1:], [sampling])[0]
+        for a in first.nonzero().flatten().tolist():
+            second = probabilities(model(torch.tensor([[*prompt, a]])).logits[0, -1:], [sampling])[0]
+            for b in second.nonzero().flatten().tolist():
+                chance = float(first[a] * second[b])
+                spread = (chance * (1 - chance) / draws) ** 0.5
+                assert abs(made.count((a, b)) / draws - chance) <= 5 * spread
+    assert all(first[a] > 0 for a, _ in made)
+
+
+def test_beams_are_those_of_transformers(model: Decoder) -> None:
+    spec = model.spec
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads, intermediate_size=spec.mlp_size,
+        max_position_embeddings=spec.max_positions, rms_norm_eps=spec.norm_eps, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config).eval()
+    theirs.load_state_dict(to_hf_state(model, spec), strict=False)
+    ids = torch.tensor([PROMPT])
+    wanted = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    engine = Engine(model, None, CONFIG)
+    search = BeamSearch("beam", PROMPT, width=3, max_tokens=6)
+    while not search.is_over:
+        requests = search.requests()
+        made = engine.generate(requests)
+        search.take([made[request.id][0] for request in requests])
+    assert list(search.best[0].tokens) == wanted[0, len(PROMPT) :].tolist()
+    assert [each.logprob for each in search.best] == sorted((each.logprob for each in search.best), reverse=True)
+
+
+def test_finished_beams_wait_for_better_ones() -> None:
+    search = BeamSearch("beam", [1], width=1, max_tokens=9, stop_ids=frozenset({0}))
+    from tightfit.serve.request import TokenChance
+
+    search.take([Answer(chances=[TokenChance(5, -0.1, ((5, -0.1), (0, -0.2)))])])
+    assert not search.is_over
+    search.take([Answer(chances=[TokenChance(0, -0.1, ((0, -0.1), (6, -4.0)))])])
+    assert search.is_over
+    assert search.best[0].tokens == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "check"),
+    [
+        (Grammar("regex", "(yes|no), [0-9]{3}"), lambda text: re.fullmatch("(yes|no), [0-9]{3}", text)),
+        (Grammar("lark", 'start: "a" /[b-d]+/ "e"'), lambda text: re.fullmatch("a[b-d]+e", text)),
+        (
+            Grammar("json_schema", json.dumps(SCHEMA)),
+            lambda text: json.loads(text)["n"] in (1, 22),
+        ),
+    ],
+)  # fmt: skip
+def test_answers_have_the_form_that_is_asked_for(
+    model: Decoder, tokenizer: Tokenizer, grammar: Grammar, check: object
+) -> None:
+    sampling = Sampling(max_tokens=200, temperature=1.0, seed=3, grammar=grammar, stop_ids=tokenizer.stop_ids)
+    bent = replace(sampling, seed=4, presence_penalty=1.0)
+    for made in answers(Engine(model, tokenizer, CONFIG), sampling, bent):
+        if grammar.kind != "lark" or made[0].finish == "stop":  # that one may go on as long as it likes
+            assert check(made[0].text), made[0].text  # type: ignore[operator]
+
+
+def test_a_bad_form_is_the_users_mistake(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine = Engine(model, tokenizer, CONFIG)
+    for grammar in (Grammar("regex", "(("), Grammar("json_schema", "{"), Grammar("lark", "start: nothing")):
+        with pytest.raises(UserError, match="is refused"):
+            engine.check(Request(id="a", prompt=[1], sampling=replace(HOT, grammar=grammar)))
+    assert engine.pool.free == engine.pool.size

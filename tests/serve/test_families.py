@@ -1,0 +1,72 @@
+"""Greedy answers of the engine are what transformers generates, for every family, alone and in any company."""
+
+import warnings
+from functools import cache
+
+import pytest
+import torch
+
+from tests.models.huggingface.reference import CASES, pair
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.request import Request
+from tightfit.serve.sampling import Sampling
+
+SKIPPED = {"llama-dynamic-beyond"}  # its prompts would be longer than the model's positions, which we refuse
+LENGTHS = (3, 17, 9, 20)
+NEW_TOKENS = 10
+SMALL = EngineConfig(max_sequences=4, step_tokens=11, block_size=4, cache_bytes=2**20)
+
+
+@cache
+def prompts(name: str) -> list[list[int]]:
+    rows = pair(name).tokens.flatten().tolist()
+    return [rows[at : at + length] for at, length in enumerate(LENGTHS)]
+
+
+@cache
+def expected(name: str) -> list[list[int]]:
+    """What transformers says to each prompt, one at a time."""
+    theirs = pair(name).theirs
+    made = []
+    for prompt in prompts(name):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ids = torch.tensor([prompt])
+            settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+            out = theirs.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        made.append(out[0, len(prompt) :].tolist())
+    return made
+
+
+def greedy(name: str) -> list[Request]:
+    sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0)
+    return [Request(id=str(i), prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts(name))]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SKIPPED])
+def test_answers_are_what_transformers_generates(name: str) -> None:
+    engine = Engine(pair(name).ours, None, SMALL)
+    found = engine.generate(greedy(name))
+    assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == expected(name)
+    assert engine.pool.free == engine.pool.size
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3-longrope-long"])
+def test_one_request_at_a_time_gives_the_same(name: str) -> None:
+    for request, wanted in zip(greedy(name), expected(name), strict=True):
+        assert Engine(pair(name).ours, None, SMALL).generate([request])[request.id][0].tokens == wanted
+
+
+def test_too_small_a_cache_costs_time_and_nothing_else() -> None:
+    """Eight blocks of four positions: no two of these fit together to their end."""
+    spec = pair("llama").ours.spec
+    config = EngineConfig(
+        max_sequences=4, step_tokens=11, block_size=4, cache_bytes=8 * 4 * 2 * spec.kv_size * 4 * spec.layers
+    )
+    engine = Engine(pair("llama").ours, None, config)
+    assert engine.pool.size == 8
+    found = engine.generate(greedy("llama"))
+    assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == expected("llama")
+    assert engine.scheduler.preemptions > 0
+    assert engine.pool.free == engine.pool.size

@@ -1,0 +1,110 @@
+"""Distributions by hand, penalties by hand, draws by their frequencies."""
+
+import math
+
+import pytest
+import torch
+
+from tightfit.errors import UserError
+from tightfit.serve.random_numbers import uniform
+from tightfit.serve.sampler import FIRST_LOOK, adjust, draw, probabilities
+from tightfit.serve.sampling import Sampling
+from tightfit.serve.sequence import Sequence
+
+ORDER = torch.tensor([2, 0, 3, 1])
+LOGITS = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[ORDER] + 5
+# Surprises are 0.92, 1.20, 1.61, 2.30 and the entropy is 1.28: the second token is the most typical, then the third.
+CASES = [
+    ({}, [0.4, 0.3, 0.2, 0.1]),
+    ({"temperature": 0.5}, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+    ({"temperature": 0}, [1.0, 0, 0, 0]),
+    ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+    ({"top_k": 9}, [0.4, 0.3, 0.2, 0.1]),
+    ({"top_p": 0.65}, [4 / 7, 3 / 7, 0, 0]),
+    ({"top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0]),
+    ({"top_p": 0.01}, [1.0, 0, 0, 0]),
+    ({"top_k": 3, "top_p": 0.5}, [4 / 7, 3 / 7, 0, 0]),
+    ({"min_p": 0.6}, [4 / 7, 3 / 7, 0, 0]),
+    ({"top_k": 3, "min_p": 0.3}, [4 / 9, 3 / 9, 2 / 9, 0]),
+    ({"typical_p": 0.25}, [0, 1.0, 0, 0]),
+    ({"typical_p": 0.45}, [0, 3 / 5, 2 / 5, 0]),
+]
+
+
+def test_distributions_are_exact_all_in_one_batch() -> None:
+    settings = [Sampling(seed=0, **given) for given, _ in CASES]
+    made = probabilities(LOGITS.repeat(len(CASES), 1), settings)
+    for (given, wanted), row in zip(CASES, made, strict=True):
+        torch.testing.assert_close(row, torch.tensor(wanted)[ORDER], msg=str(given))
+    for (_, wanted), setting in zip(CASES, settings, strict=True):
+        torch.testing.assert_close(probabilities(LOGITS[None], [setting])[0], torch.tensor(wanted)[ORDER])
+
+
+def test_a_flat_distribution_is_cut_beyond_the_first_look() -> None:
+    """Where the likeliest few do not reach p, everything is sorted after all."""
+    width = 4 * FIRST_LOOK
+    logits = torch.zeros(1, width)
+    assert (probabilities(logits, [Sampling(top_p=0.75)]) > 0).sum() == width * 3 // 4
+    assert (probabilities(logits, [Sampling(top_k=5)]) > 0).sum() == 5
+    assert (probabilities(logits, [Sampling(top_k=width - 1, top_p=0.5)]) > 0).sum() == width // 2
+    peaked = torch.cat([torch.full((1, 3), 20.0), logits[:, 3:]], dim=1)
+    assert (probabilities(peaked, [Sampling(top_p=0.9)]) > 0).sum() == 3
+
+
+def test_draws_have_the_frequencies_of_the_distribution() -> None:
+    chances = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0])
+    draws = 20_000
+    numbers = torch.tensor([uniform(7, 0, position) for position in range(draws)])
+    seen = torch.bincount(draw(chances.expand(draws, -1), numbers), minlength=5) / draws
+    assert not seen[chances == 0].any()
+    assert ((seen - chances).abs() <= 5 * (chances * (1 - chances) / draws).sqrt()).all()
+
+
+def test_the_ends_of_the_unit_interval_draw_possible_tokens() -> None:
+    chances = torch.tensor([[0.0, 0.3, 0.7, 0.0]]).repeat(2, 1)
+    assert draw(chances, torch.tensor([0.0, 1 - 2**-24])).tolist() == [1, 2]
+
+
+def test_random_numbers_differ_by_seed_answer_position_and_purpose() -> None:
+    made = {uniform(s, i, p, u) for s in range(5) for i in range(5) for p in range(40) for u in ("choose", "accept")}
+    assert len(made) == 5 * 5 * 40 * 2
+    mean = sum(made) / len(made)
+    assert abs(mean - 0.5) < 5 * math.sqrt(1 / 12 / len(made))
+
+
+def test_penalties_and_bias_change_the_logits_as_written() -> None:
+    sampling = Sampling(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={4: 3.0, 99: 1.0}, seed=0
+    )
+    sequence = Sequence([0, 1], sampling)
+    for token in (2, 2, 3):
+        sequence.append(token)
+    logits = torch.tensor([4.0, -4.0, 4.0, -4.0, 0.0, 1.0])
+    adjust(logits, sequence, None)
+    assert logits.tolist() == [2.0, -8.0, 2.0 - 0.5 - 0.5, -8.0 - 0.5 - 0.25, 3.0, 1.0]
+    allowed = torch.tensor([False, True, False, False, False, False])
+    adjust(logits, Sequence([0], Sampling(seed=0)), allowed)
+    assert logits.isfinite().tolist() == allowed.tolist()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"typical_p": 0.0},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"seed": -1},
+        {"stop": ("",)},
+        {"logprobs": 21},
+        {"logit_bias": {3: float("nan")}},
+    ],
+)
+def test_bad_settings_are_refused(setting: dict) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(setting))}.* is "):
+        Sampling(**setting)

@@ -1,0 +1,54 @@
+"""Text as it grows: whole characters, and stop strings wherever they fall between tokens."""
+
+import pytest
+
+from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.serve.text import TextStream
+
+TEXT = "hello 日本 👍🏽 stop here, the end"
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Tokenizer:
+    return train_tokenizer([TEXT], 270)
+
+
+def streamed(tokenizer: Tokenizer, text: str, stops: tuple[str, ...]) -> tuple[list[str], bool]:
+    stream, pieces = TextStream(tokenizer, stops), []
+    for token in tokenizer.encode(text):
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            return pieces, True
+    return [*pieces, stream.finish()], False
+
+
+def test_pieces_are_whole_characters_and_add_up(byte_tokenizer: Tokenizer) -> None:
+    pieces, stopped = streamed(byte_tokenizer, TEXT, ())
+    assert "".join(pieces) == TEXT
+    assert not stopped
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len([piece for piece in pieces if piece]) > 10
+
+
+@pytest.mark.parametrize("stop", ["stop here", "本 👍", " 日", "end", "h", "the end"])
+def test_a_stop_string_ends_it_wherever_tokens_begin(byte_tokenizer: Tokenizer, stop: str) -> None:
+    pieces, stopped = streamed(byte_tokenizer, TEXT, (stop, "not in it"))
+    assert stopped
+    assert "".join(pieces) == TEXT[: TEXT.index(stop)]
+
+
+def test_what_only_began_like_a_stop_string_is_shown_in_the_end(byte_tokenizer: Tokenizer) -> None:
+    pieces, stopped = streamed(byte_tokenizer, TEXT, ("the endless", "hello 日本!"))
+    assert not stopped
+    assert "".join(pieces) == TEXT
+
+
+def test_the_first_of_several_stop_strings_counts(byte_tokenizer: Tokenizer) -> None:
+    assert "".join(streamed(byte_tokenizer, TEXT, ("end", "stop", "here"))[0]) == TEXT[: TEXT.index("stop")]
+
+
+def test_broken_bytes_are_shown_in_the_end(byte_tokenizer: Tokenizer) -> None:
+    stream = TextStream(byte_tokenizer)
+    half = byte_tokenizer.encode("👍")[:1]
+    assert stream.push(half[0]) == ""
+    assert stream.finish() != ""

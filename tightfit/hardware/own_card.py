@@ -1,0 +1,65 @@
+"""A card of one's own: a YAML row with the columns of cards.csv, written in a machine as `2x./card.yaml`.
+
+family: A6000-modded        # what plans call it
+memory_gb: 96
+bandwidth_gb_s: 768
+fp32: 38.7                  # dense TFLOP/s; leave out what the card has no unit for
+fp16: 154.8
+bf16: 154.8
+host_link: pcie4            # `tightfit hardware --json` shows the links' names
+peer_link: pcie4
+usable_gib: 94.5            # optional, as are form, network, bridge, source, note
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.errors import UserError
+from tightfit.hardware.accelerator import Accelerator
+from tightfit.hardware.catalog import RATES, accelerator_of_row
+from tightfit.hardware.links import LINKS
+
+NEEDED = ("family", "memory_gb", "bandwidth_gb_s", "fp32", "host_link", "peer_link")
+OPTIONAL = (*RATES, "form", "network", "bridge", "usable_gib", "source", "note")
+NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", *RATES)
+LARGEST_FILE_BYTES = 64 * 1024
+
+
+def own_card(path: Path) -> Accelerator:
+    """The card that `path` describes."""
+    row = _read(path)
+    missing = [name for name in NEEDED if name not in row]
+    if missing:
+        raise UserError(f"{path} has no {missing[0]}; a card needs {', '.join(NEEDED)}")
+    unknown = sorted(set(row) - {*NEEDED, *OPTIONAL})
+    if unknown:
+        raise UserError(
+            f"{path} has a field {unknown[0]!r}; a card has {', '.join(dict.fromkeys((*NEEDED, *OPTIONAL)))}"
+        )
+    for name in NUMBERS:
+        _check_number(path, name, row.get(name, 1))
+    for name in ("host_link", "peer_link", "network", "bridge"):
+        if name in row and row[name] not in LINKS:
+            raise UserError(f"{path} has {name} {row[name]!r}; give one of {', '.join(LINKS)}")
+    texts = {name: str(value) for name, value in row.items()}
+    return accelerator_of_row({"form": "pcie", "source": path.name, **texts, "memory_gb": str(int(row["memory_gb"]))})
+
+
+def _check_number(path: Path, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise UserError(f"{path} has {name} {value!r}; give a number above 0")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file() or path.stat().st_size > LARGEST_FILE_BYTES:
+            raise UserError(f"there is no card in {path}; give a YAML file with one row of at most 64 KiB")
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"cannot read the card in {path} ({reason}); give a YAML file with one row") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UserError(f"{path} is not a card; give fields such as family, memory_gb and fp32")
+    return found

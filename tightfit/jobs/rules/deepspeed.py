@@ -1,0 +1,63 @@
+"""What DeepSpeed does of a job: data ranks under ZeRO-1, 2 and 3 with AdamW in float32, on the host if asked."""
+
+from typing import TYPE_CHECKING
+
+from tightfit.jobs.rules.rule import Rule, Run, rule
+
+if TYPE_CHECKING:
+    from tightfit.jobs.layout import Layout
+
+DEEPSPEED_RULES: list[Rule[Run]] = []
+BESIDE_DEEPSPEED = (
+    "checkpoint_every",
+    "num_checkpoints",
+    "checkpoint_keep",
+    "checkpoint_budget_bytes",
+    "loss",
+    "loss_chunk_bytes",
+    "tiles",
+    "offload",
+)
+"""Levers that change what happens inside a layer or its loss, or that DeepSpeed has itself."""
+
+
+def other_axis(layout: "Layout") -> tuple[str, int] | None:
+    """The first degree beside data ranks that `layout` has."""
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if (degree := getattr(layout, axis)) > 1:
+            return axis, degree
+    return ("shard_inside", layout.shard_inside) if layout.shard_inside else None
+
+
+@rule(DEEPSPEED_RULES, "layout")
+def deepspeed_splits_over_data_ranks(run: Run) -> str | None:
+    if other := other_axis(run.layout):
+        return f"layout.{other[0]} is {other[1]}, but DeepSpeed splits over data ranks only; set engine to tightfit"
+    return None
+
+
+@rule(DEEPSPEED_RULES, "layout.zero", "levers.offload")
+def deepspeed_has_something_to_do(run: Run) -> str | None:
+    if not run.layout.zero and run.levers.offload == "none":
+        return (
+            "layout.zero is 0 and levers.offload is none, which leaves engine deepspeed nothing to do; set layout.zero "
+            "to 1, 2 or 3, or engine to tightfit"
+        )
+    return None
+
+
+@rule(DEEPSPEED_RULES, "precision")
+def deepspeed_keeps_masters(run: Run) -> str | None:
+    if run.precision == "pure-bf16":
+        return "precision is pure-bf16, but engine deepspeed keeps float32 master weights; set precision to bf16"
+    return None
+
+
+@rule(DEEPSPEED_RULES, "levers")
+def deepspeed_has_no_other_levers(run: Run) -> str | None:
+    for name, value in run.levers:
+        if name not in BESIDE_DEEPSPEED and value != type(run.levers).model_fields[name].default:
+            return (
+                f"levers.{name} is {value}, which engine deepspeed does not do; leave it out or set engine to tightfit"
+            )
+    return None

@@ -1,0 +1,50 @@
+"""What degrees of a layout contradict each other in."""
+
+from typing import TYPE_CHECKING
+
+from tightfit.jobs.rules.rule import Rule, first_refusal, rule
+
+if TYPE_CHECKING:
+    from tightfit.jobs.layout import Layout
+
+LAYOUT_RULES: "list[Rule[Layout]]" = []
+
+
+def refused_layout(layout: "Layout") -> str | None:
+    """The first contradiction; None where there is none."""
+    return first_refusal(LAYOUT_RULES, layout)
+
+
+@rule(LAYOUT_RULES, "zero", "data", "context")
+def zero_needs_ranks(layout: "Layout") -> str | None:
+    if layout.zero and layout.data == 1 and layout.context == 1:
+        return f"layout.zero is {layout.zero}, but one data rank has nobody to split with; raise layout.data"
+    return None
+
+
+@rule(LAYOUT_RULES, "shard_inside", "data", "zero")
+def groups_divide_data_ranks(layout: "Layout") -> str | None:
+    if layout.shard_inside and (not layout.zero or layout.data % layout.shard_inside):
+        return (
+            f"layout.shard_inside is {layout.shard_inside}, but layout.data is {layout.data} and layout.zero is "
+            f"{layout.zero}; give a divisor of the data ranks, and say what they split with layout.zero"
+        )
+    return None
+
+
+@rule(LAYOUT_RULES, "expert", "data", "context")
+def expert_ranks_are_data_ranks(layout: "Layout") -> str | None:
+    ranks = layout.data * layout.context
+    if ranks % layout.expert:
+        return f"layout.expert is {layout.expert}, which does not divide the {ranks} data × context ranks; change one"
+    return None
+
+
+@rule(LAYOUT_RULES, "stages_per_rank", "schedule", "pipeline")
+def several_stages_interleave(layout: "Layout") -> str | None:
+    if (layout.stages_per_rank > 1) != (layout.schedule == "interleaved" and layout.pipeline > 1):
+        return (
+            f"layout.stages_per_rank is {layout.stages_per_rank} under schedule {layout.schedule} on "
+            f"{layout.pipeline} pipeline ranks; more than one is what the interleaved schedule of a pipeline has"
+        )
+    return None

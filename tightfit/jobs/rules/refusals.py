@@ -1,0 +1,28 @@
+"""Who refuses a run: the planner, the trainer, or DeepSpeed; each with the sentence of the first rule it breaks."""
+
+from tightfit.errors import UserError
+from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
+from tightfit.jobs.rules.rule import Run, first_refusal
+from tightfit.jobs.rules.run import RUN_RULES
+from tightfit.jobs.rules.trainer import TRAINER_RULES
+
+
+def refused_by_planner(run: Run) -> str | None:
+    """Why nobody could train `run`; None where it is worth planning."""
+    return first_refusal(RUN_RULES, run)
+
+
+def refused_by_trainer(run: Run) -> str | None:
+    """Why `tightfit train` does not run `run` today; None where it does."""
+    return first_refusal(RUN_RULES, run) or first_refusal(TRAINER_RULES, run)
+
+
+def refused_by_deepspeed(run: Run) -> str | None:
+    """Why DeepSpeed does not run `run`; None where it does."""
+    return first_refusal(DEEPSPEED_RULES, run)
+
+
+def refuse_untrainable(run: Run) -> None:
+    """A sentence as an error where `tightfit train` does not run `run`."""
+    if sentence := refused_by_trainer(run):
+        raise UserError(sentence)

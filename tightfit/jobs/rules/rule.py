@@ -1,0 +1,51 @@
+"""Rule and Run: one thing that does not go with another, and what it is asked about."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from tightfit.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from tightfit.jobs.layout import Layout
+    from tightfit.jobs.levers import Levers
+
+Subject = TypeVar("Subject")
+Sentence = Callable[[Subject], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a model is trained, as far as it is known."""
+
+    layout: "Layout"
+    levers: "Levers"
+    precision: str | None = None
+    accumulation: int = 1
+    """Micro-batches of a data rank per optimizer step."""
+    spec: ModelSpec | None = None
+    sequence_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """One thing that does not go with another; `sentence` says so where it is met."""
+
+    name: str
+    concerns: tuple[str, ...]
+    sentence: Sentence[Subject]
+
+
+def rule(book: list[Rule[Subject]], *concerns: str) -> Callable[[Sentence[Subject]], Sentence[Subject]]:
+    """Enter a function into `book` as a rule about the fields `concerns`."""
+
+    def enter(sentence: Sentence[Subject]) -> Sentence[Subject]:
+        book.append(Rule(sentence.__name__, concerns, sentence))
+        return sentence
+
+    return enter
+
+
+def first_refusal(rules: Sequence[Rule[Subject]], subject: Subject) -> str | None:
+    """The sentence of the first rule that is broken; None where all are kept."""
+    return next((sentence for each in rules if (sentence := each.sentence(subject))), None)

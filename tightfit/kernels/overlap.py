@@ -1,0 +1,45 @@
+"""Programmatic dependent launch: a kernel that begins while the one before it on the stream is still ending.
+
+A kernel launched with `launch_pdl=True` may start as soon as every program of the one before has called `launch_next`
+(or ended); whatever it reads of that kernel's results, or overwrites of its inputs, comes after `wait_for_previous`,
+which returns when all of it is done and visible. What does not depend on it (weights) can be asked for before. Hopper
+and later; elsewhere, and in the interpreter, both do nothing and are not compiled.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from tightfit.kernels.triton_support import HAS_TRITON, is_interpreted, tl, triton
+
+if HAS_TRITON and not is_interpreted():
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+else:
+
+    @triton.jit
+    def gdc_wait():  # type: ignore[no-untyped-def]
+        """Nothing to wait for."""
+
+    @triton.jit
+    def gdc_launch_dependents():  # type: ignore[no-untyped-def]
+        """Nobody to launch."""
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Until the kernel before is over."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def launch_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the kernel after begin."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@lru_cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether the card has it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,208 @@
+"""Attention of one new token per sequence over keys and values in the blocks of a paged cache.
+
+    out[b, h] = Σ_t softmax_t(cap(scale · q[b, h] · k[t])) · v[t],   t in the last `window` of lengths[b] positions
+
+Position t of sequence b lies at block tables[b, t // block_size], place t % block_size (PagedAttention, Kwon et al.
+2023). Decoding reads every key once and does next to nothing with it, so what counts is that all of the card reads: the
+keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023), whose softmax numerators and
+denominators a second small kernel joins. Query heads that share a key head are the rows of one program.
+Lengths are read on the device, the number of splits is the caller's: a captured graph serves any length.
+"""
+
+import torch
+from torch import Tensor
+
+from tightfit.kernels.attention import attention_eager
+from tightfit.kernels.flash_blocks import Problem, softcapped_scores
+from tightfit.kernels.operators import multiprocessors, on_device_of
+from tightfit.kernels.overlap import launch_next, wait_for_previous
+from tightfit.kernels.triton_support import is_interpreted, tl, triton
+
+BLOCK_K = 64
+SHORT_BLOCK_K = 32
+"""Keys of a block where there are few sequences: more programs can share one."""
+FEW_PAIRS = 64
+MOST_SPLITS = 32
+WAVES = 4
+"""Programs per multiprocessor that splitting aims at."""
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    overlap: bool = False,
+) -> Tensor:
+    """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n]."""
+    (B, heads, D), kv_heads = query.shape, keys.shape[2]
+    assert query.stride(2) == 1
+    assert keys.stride() == values.stride()
+    assert tables.stride(1) == 1
+    block_k = _block_k(B * kv_heads)
+    splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
+    out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)
+    if B == 0:
+        return out
+    parts = torch.empty((B, heads, splits, D), device=query.device, dtype=torch.float32)
+    norms = torch.empty((2, B, heads, splits), device=query.device, dtype=torch.float32)
+    problem = Problem(scale, window or 0, softcap or 0.0, None)
+    inner, outer = problem.factors()
+    constants = problem.constants(query[None])
+    constants.pop("HAS_BOUNDS")
+    group = heads // kv_heads
+    launch = {"launch_pdl": True} if overlap else {}
+    with on_device_of(query):
+        _kernel[(kv_heads, splits, B)](
+            query,
+            keys,
+            values,
+            tables,
+            lengths,
+            parts if splits > 1 else out,
+            norms,
+            *query.stride()[:2],
+            *keys.stride()[:3],
+            tables.stride(0),
+            window or 0,
+            inner,
+            outer,
+            **constants,
+            GROUP=group,
+            GROUP_2=max(16, triton.next_power_of_2(group)),
+            BLOCK_SIZE=keys.shape[1],
+            BLOCK_K=block_k,
+            SPLITS=splits,
+            OVERLAP=overlap,
+            num_warps=4,
+            num_stages=3,
+            **launch,
+        )
+        if splits > 1:
+            _join_kernel[(heads, B)](
+                parts,
+                norms,
+                out,
+                D=D,
+                BLOCK_D=triton.next_power_of_2(D),
+                SPLITS=splits,
+                SPLITS_2=triton.next_power_of_2(splits),
+                OVERLAP=overlap,
+                num_warps=4,
+                **launch,
+            )
+    return out
+
+
+def split_count(pairs: int, capacity: int, device: torch.device) -> int:
+    """How many programs share a sequence of up to `capacity` keys, given pairs of sequence and key head."""
+    wanted = -(-WAVES * multiprocessors(device) // pairs)
+    return max(1, min(wanted, -(-capacity // _block_k(pairs)), MOST_SPLITS))
+
+
+def _block_k(pairs: int) -> int:
+    return 16 if is_interpreted() else SHORT_BLOCK_K if pairs < FEW_PAIRS else BLOCK_K
+
+
+def paged_attention_eager(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The reference: each sequence's keys gathered, then attention in full."""
+    made = []
+    for row, table, length in zip(query, tables.long(), lengths.tolist(), strict=True):
+        first = 0 if window is None else max(0, length - window)
+        key, value = (part[table].flatten(0, 1)[first:length].transpose(0, 1)[None] for part in (keys, values))
+        made.append(attention_eager(row[None, :, None], key, value, None, scale=scale, softcap=softcap)[0, :, 0])
+    return torch.stack(made)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _kernel(  # type: ignore[no-untyped-def]
+    query, keys, values, tables, lengths, parts, norms,
+    q_batch, q_head, kv_block, kv_place, kv_head, table_row, window, inner, outer,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The queries of one key head over one of `SPLITS` shares of a sequence's keys, in whole blocks of BLOCK_K."""
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
+    head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    rows, columns = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
+    in_group, in_head = rows < GROUP, columns < D
+    at_query = query + batch * q_batch + (head * GROUP + rows[:, None]) * q_head + columns[None, :]
+    q = tl.load(at_query, mask=in_group[:, None] & in_head[None, :], other=0.0)
+    length = tl.load(lengths + batch)
+    first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
+    begin_block = first // BLOCK_K
+    blocks = tl.cdiv(length, BLOCK_K) - begin_block
+    share = tl.cdiv(blocks, SPLITS)
+    begin = (begin_block + split * share) * BLOCK_K
+    end = tl.minimum(begin + share * BLOCK_K, length)
+
+    acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
+    highest = tl.full([GROUP_2], -1.0e30, tl.float32)
+    denominator = tl.zeros([GROUP_2], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        position = start + tl.arange(0, BLOCK_K)
+        here = (position < end) & (position >= first)
+        block = tl.load(tables + batch * table_row + position // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
+        at = block * kv_block + (position % BLOCK_SIZE) * kv_place + head * kv_head
+        mask = here[:, None] & in_head[None, :]
+        k = tl.load(keys + at[:, None] + columns[None, :], mask=mask, other=0.0)
+        v = tl.load(values + at[:, None] + columns[None, :], mask=mask, other=0.0)
+        scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
+        scores = tl.where(here[None, :], scores, -1.0e30)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.where(here[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+        shrink = tl.exp2(highest - higher)
+        denominator = denominator * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        highest = higher
+    store = in_group[:, None] & in_head[None, :]
+    row = batch * (tl.num_programs(0) * GROUP) + head * GROUP + rows
+    if SPLITS == 1:
+        out = acc / denominator[:, None]
+        tl.store(parts + row[:, None] * D + columns[None, :], out.to(parts.dtype.element_ty), mask=store)
+    else:
+        place = row * SPLITS + split
+        tl.store(parts + place[:, None] * D + columns[None, :], acc, mask=store)
+        total = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * GROUP * SPLITS
+        tl.store(norms + place, highest, mask=in_group)
+        tl.store(norms + total + place, denominator, mask=in_group)
+
+
+@triton.jit
+def _join_kernel(  # type: ignore[no-untyped-def]
+    parts, norms, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), for one head."""
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
+    heads = tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64) * heads + tl.program_id(0)
+    total = tl.num_programs(1).to(tl.int64) * heads * SPLITS
+    split, columns = tl.arange(0, SPLITS_2), tl.arange(0, BLOCK_D)
+    here = split < SPLITS
+    highest = tl.load(norms + row * SPLITS + split, mask=here, other=-1.0e30)
+    denominator = tl.load(norms + total + row * SPLITS + split, mask=here, other=0.0)
+    factor = tl.exp2(highest - tl.max(highest, 0))
+    at = (row * SPLITS + split)[:, None] * D + columns[None, :]
+    part = tl.load(parts + at, mask=here[:, None] & (columns[None, :] < D), other=0.0)
+    summed = tl.sum(part * factor[:, None], 0) / tl.sum(denominator * factor, 0)
+    tl.store(out + row * D + columns, summed.to(out.dtype.element_ty), mask=columns < D)

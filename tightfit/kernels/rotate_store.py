@@ -1,0 +1,168 @@
+"""What happens to the queries, keys and values of a decoding step between projection and attention, in one kernel.
+
+Queries and keys get their norms (where the model has them) and are turned by their positions; queries go out, keys and
+values go to their places in the paged cache. One program per token and head: for the few tokens of a decoding step.
+"""
+
+import torch
+from torch import Tensor
+
+from tightfit.kernels.operators import on_device_of
+from tightfit.kernels.overlap import launch_next, wait_for_previous
+from tightfit.kernels.rms_norm import rms_norm_eager
+from tightfit.kernels.rope import rope_eager
+from tightfit.kernels.triton_support import tl, triton
+
+
+def rotate_store(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    overlap: bool = False,
+) -> Tensor:
+    """Queries [M, heads, D] of qkv [M, (heads + 2 kv_heads) · D]; keys and values [blocks, size, kv_heads, D] written.
+
+    `slots` [M] are places in the cache counted over all blocks, cos and sin [positions, d/2] tables.
+    """
+    (M, _), (kv_heads, D) = qkv.shape, keys.shape[2:]
+    out = torch.empty((M, heads, D), device=qkv.device, dtype=qkv.dtype)
+    half = cos.shape[-1]
+    assert keys.stride() == values.stride()
+    assert keys.stride(0) == keys.shape[1] * keys.stride(1)
+    launch = {"launch_pdl": True} if overlap else {}
+    with on_device_of(qkv):
+        _kernel[(heads + 2 * kv_heads, M)](
+            qkv,
+            out,
+            keys,
+            values,
+            slots,
+            positions,
+            cos,
+            sin,
+            qkv if q_norm is None else q_norm,
+            qkv if k_norm is None else k_norm,
+            qkv.stride(0),
+            keys.stride(1),
+            cos.stride(0),
+            norm_eps,
+            norm_offset,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            D=D,
+            HALF=half,
+            HALF_2=triton.next_power_of_2(half),
+            REST=D - 2 * half,
+            REST_2=triton.next_power_of_2(max(D - 2 * half, 1)),
+            BLOCK_D=triton.next_power_of_2(D),
+            HAS_NORM=q_norm is not None,
+            OVERLAP=overlap,
+            num_warps=1,
+            **launch,
+        )
+    return out
+
+
+def rotate_store_eager(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """The reference: split, norm, turn, write."""
+    (M, _), (kv_heads, D) = qkv.shape, keys.shape[2:]
+    q, k, v = (part.view(M, -1, D) for part in qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=1))
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm_eager(q, q_norm, norm_eps, offset=norm_offset)[0]
+        k = rms_norm_eager(k, k_norm, norm_eps, offset=norm_offset)[0]
+    tables = (table[positions][None, None] for table in (cos, sin))
+    q, k = rope_eager(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *tables)
+    keys.flatten(0, 1)[slots] = k[0].transpose(0, 1)
+    values.flatten(0, 1)[slots] = v
+    return q[0].transpose(0, 1)
+
+
+@triton.jit(do_not_specialize=["x_row"])
+def _kernel(  # type: ignore[no-untyped-def]
+    qkv, out, keys, values, slots, positions, cos, sin, q_norm, k_norm,
+    x_row, cache_place, table_row, eps, offset,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_2: tl.constexpr,
+    REST: tl.constexpr, REST_2: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One head of one token."""
+    launch_next(OVERLAP)
+    wait_for_previous(OVERLAP)
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    x = qkv + token * x_row + head * D
+    if head >= HEADS + KV_HEADS:
+        columns = tl.arange(0, BLOCK_D)
+        slot = tl.load(slots + token).to(tl.int64)
+        v = tl.load(x + columns, mask=columns < D, other=0.0)
+        place = values + slot * cache_place + (head - HEADS - KV_HEADS) * D + columns
+        tl.store(place, v, mask=columns < D)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        to_cache = keys + slot * cache_place + (head - HEADS) * D
+        to_query = out + (token * HEADS + head) * D
+        pair, rest = tl.arange(0, HALF_2), 2 * HALF + tl.arange(0, REST_2)
+        in_pair, in_rest = pair < HALF, rest < D
+        first = tl.load(x + pair, mask=in_pair, other=0.0).to(tl.float32)
+        second = tl.load(x + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
+        others = tl.load(x + rest, mask=in_rest, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(others * others, 0)
+            scale = tl.rsqrt(squares / D + eps)
+            q_share = tl.where(head < HEADS, 1.0, 0.0)
+            first = first * scale * _weight(q_norm, k_norm, pair, in_pair, q_share, offset)
+            second = second * scale * _weight(q_norm, k_norm, HALF + pair, in_pair, q_share, offset)
+            others = others * scale * _weight(q_norm, k_norm, rest, in_rest, q_share, offset)
+            first, second = _rounded(first, out), _rounded(second, out)
+        position = tl.load(positions + token).to(tl.int64)
+        c = tl.load(cos + position * table_row + pair, mask=in_pair, other=0.0).to(tl.float32)
+        s = tl.load(sin + position * table_row + pair, mask=in_pair, other=0.0).to(tl.float32)
+        turned = (first * c - second * s).to(out.dtype.element_ty)
+        other = (second * c + first * s).to(out.dtype.element_ty)
+        kept = others.to(out.dtype.element_ty)
+        if head < HEADS:
+            tl.store(to_query + pair, turned, mask=in_pair)
+            tl.store(to_query + HALF + pair, other, mask=in_pair)
+            if REST:
+                tl.store(to_query + rest, kept, mask=in_rest)
+        else:
+            tl.store(to_cache + pair, turned, mask=in_pair)
+            tl.store(to_cache + HALF + pair, other, mask=in_pair)
+            if REST:
+                tl.store(to_cache + rest, kept, mask=in_rest)
+
+
+@triton.jit
+def _weight(q_norm, k_norm, at, here, q_share, offset):  # type: ignore[no-untyped-def]
+    """The norm's weight of queries, or that of keys."""
+    q = tl.load(q_norm + at, mask=here, other=0.0).to(tl.float32)
+    k = tl.load(k_norm + at, mask=here, other=0.0).to(tl.float32)
+    return q * q_share + k * (1.0 - q_share) + offset
+
+
+@triton.jit
+def _rounded(x, out):  # type: ignore[no-untyped-def]
+    """As the norm alone would have left it."""
+    return x.to(out.dtype.element_ty).to(tl.float32)

@@ -1,0 +1,44 @@
+"""Which layers are computed again in backward (activation checkpointing), and what they keep of their forward pass.
+
+Four levels, each with what the one before keeps (Korthikanti et al. 2022 call the middle ones selective):
+
+    nothing      the layer's input; all of it is computed again, but for its last product
+    attention    and attention's output with its float32 per row and head: the dearest result per byte at long lengths
+    matmuls      and every matrix product that something else is computed from; norms, rope and the gate are left to do
+    everything   what autograd keeps; nothing is computed again
+
+A budget in bytes chooses levels itself: budget.py.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from tightfit.errors import UserError
+from tightfit.jobs.levers import Levers
+
+KeepLevel = Literal["nothing", "attention", "matmuls", "everything"]
+KEEP_LEVELS: tuple[KeepLevel, ...] = ("nothing", "attention", "matmuls", "everything")
+
+
+def is_checkpointed(levers: Levers) -> bool:
+    """Whether any layer may be computed again."""
+    return bool(levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None)
+
+
+def fixed_levels(
+    layers: Iterable[int], *, model_layers: int, every: int, count: int, keep: KeepLevel
+) -> tuple[KeepLevel, ...]:
+    """The level of each of `layers`, where every n-th one or `count` evenly spread ones are recomputed."""
+    recomputed = recomputed_layers(model_layers, every=every, count=count)
+    return tuple(keep if layer in recomputed else "everything" for layer in layers)
+
+
+def recomputed_layers(model_layers: int, *, every: int, count: int) -> set[int]:
+    """Layers of a model of `model_layers` that are computed again."""
+    if count > model_layers:
+        raise UserError(
+            f"levers.num_checkpoints is {count}, but the model has {model_layers} layers; give at most that many"
+        )
+    if count:
+        return {number * model_layers // count for number in range(count)}
+    return set(range(0, model_layers, every)) if every else set()

@@ -1,0 +1,127 @@
+"""Gradients of weights on one rank: what is there before backward, how they grow in it, and what is left after a step.
+
+While backward is at layer k (parallel/data.py, train/step.py):
+
+- one GPU, one micro-batch: they grow from the head down, `element` bytes each.
+- accumulation and DDP: all are there already; those of the operation at work exist twice until they are added.
+- FSDP2: the layer at work has whole ones; layers done have shards, in the dtype they are reduced in. The root's and the
+  embedding's stay whole until its last callback.
+- update in backward: those of the layer at work, and the output projection's where the embedding shares it.
+- offload: as without; where they are updated inside backward, what waits for the link is bounded. Updates that were put
+  off keep their gradients into the next forward pass (levers/state_link.py).
+"""
+
+from typing import NamedTuple
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, put_off_bytes, whole_that_fit
+from tightfit.memory.formulas.layer_moments import LayerMoment
+from tightfit.memory.formulas.stage import StageMemory
+from tightfit.memory.formulas.states import States
+from tightfit.memory.formulas.working_weights import WholeWeights
+
+
+class Gradients(NamedTuple):
+    """How gradients come and go."""
+
+    element_bytes: int
+    """Of one as backward makes it."""
+    earlier_bytes: int
+    """There from one micro-batch to the next: DDP's buckets, or sums."""
+    add_in_place: bool
+    """Whether new ones are added to whole ones that are there."""
+    bytes_per_done_weight: float
+    """What a weight adds once its gradient is complete, where it is not there already."""
+    limit_bytes: int | None
+    """At most so many bytes of complete ones wait for the link to the host; None where all stay to the step's end."""
+    left_bytes: int
+    """Of the step before, whose updates have not been waited for when forward begins."""
+    head_bytes: int
+    """The output projection's, until the embedding's joins it or FSDP2 reduces it with the root,"""
+    head_bytes_at_last_layer: int
+    """and while the last layer is at work: one that goes to the host is there until the next gradient is."""
+
+    def done(self, weights: int) -> int:
+        """Of so many weights whose gradients are complete."""
+        grown_bytes = round(self.bytes_per_done_weight * weights)
+        return grown_bytes if self.limit_bytes is None else min(grown_bytes, self.limit_bytes)
+
+    def at_work(self, moment: LayerMoment, done_bytes: int) -> int:
+        """Of the layer at work, beside `done_bytes` of others."""
+        new_bytes, copies_bytes = self.element_bytes * moment.weights_to_add, self.element_bytes * moment.weight_copies
+        if self.add_in_place:
+            return new_bytes + copies_bytes
+        made_bytes = self.element_bytes * moment.weights_with_gradient
+        if self.limit_bytes is not None:  # what the operation at work makes is not on its way yet
+            made_bytes = min(made_bytes, self.limit_bytes - done_bytes + new_bytes)
+        return made_bytes + copies_bytes
+
+
+def make_gradients(
+    layout: Layout, levers: Levers, stage: StageMemory, states: States, weights: WholeWeights, summed: int
+) -> Gradients:
+    """Of a rank that sums `summed` micro-batches."""
+    owned, element_bytes = states.owned, states.element_bytes
+    kept_bytes = states.kept_gradient_bytes
+    earlier_bytes = kept_bytes * _earlier_weights(layout, owned, stage.weights, summed)
+    adds_in_place = earlier_bytes > 0 and layout.zero == 0
+    is_limited = levers.offload != "none" and levers.update_in_backward
+    late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
+    stays_bytes = kept_bytes * (1 if weights.sums_whole else owned / max(1, stage.weights))
+    makes_head = stage.stage.has_head and not adds_in_place
+    head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)
+    return Gradients(
+        element_bytes=element_bytes,
+        earlier_bytes=earlier_bytes,
+        add_in_place=adds_in_place,
+        bytes_per_done_weight=0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes,
+        limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
+        left_bytes=0 if levers.offload == "none" else _left_bytes(stage, states, stays_bytes, is_limited, late_bytes),
+        head_bytes=element_bytes * stage.vocabulary if head_waits else 0,
+        head_bytes_at_last_layer=element_bytes * stage.vocabulary if head_waits or (is_limited and makes_head) else 0,
+    )
+
+
+def _late_bytes(levers: Levers, stage: StageMemory, states: States) -> int:
+    """Gradients whose updates are put off until backward is over: whole matrices, from the last layer back.
+
+    levers/offload.py chooses them by their bytes as they are updated.
+    """
+    matrices = stage.last_layer_matrices[::-1] * (stage.stage.last - stage.stage.first)
+    sizes_bytes = (states.updated_bytes * matrix for matrix in matrices)
+    count = whole_that_fit(sizes_bytes, put_off_bytes(levers.offload_gradient_bytes))
+    return states.element_bytes * sum(matrices[:count])
+
+
+def _earlier_weights(layout: Layout, owned: int, whole: int, summed: int) -> int:
+    """DDP's buckets stay; sums stay while there are more micro-batches, unsharded under ZeRO-1 (parallel/data.py).
+
+    Under DDP those sums are beside the buckets: the optimizer has dropped the views, and without synchronisation
+    autograd makes tensors of its own, which the last micro-batch copies into the buckets.
+    """
+    if has_buckets(layout):
+        return whole * (1 if summed == 1 else 2)
+    if summed == 1:
+        return 0
+    return whole if layout.zero == 1 else owned
+
+
+def has_buckets(layout: Layout) -> bool:
+    """Whether DDP keeps gradients in buckets between steps; parallel/pipeline.py has none."""
+    return layout.zero == 0 and layout.data * layout.context > 1 and layout.pipeline == 1
+
+
+def _left_bytes(stage: StageMemory, states: States, stays_bytes: float, is_limited: bool, late_bytes: int) -> int:
+    """Gradients of matrices that are away (`stays_bytes` a weight), when the next forward pass looks up the embedding.
+
+    Its own update, the last of a step, has then been waited for. Of updates inside backward so have been all but those
+    that were put off, if the embedding has one of its own.
+    """
+    away = stage.weights * states.host_moments // max(1, states.host_moments + states.moments)
+    if not states.moments:
+        away -= stage.embedding if is_limited else stage.vocabulary
+    away_bytes = round(stays_bytes * away)
+    if not is_limited:
+        return away_bytes
+    return min(away_bytes, late_bytes + (0 if stage.embedding else IN_FLIGHT_BYTES))

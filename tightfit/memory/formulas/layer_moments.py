@@ -1,0 +1,207 @@
+"""Moments of an untiled layer: what is alive beside the saved tensors while it runs forward, again, and backward.
+
+Moments of backward are in its order: the MLP's, then attention's. They count gradients of activations in bytes, and of
+how many of the layer's weights there is a gradient; what such a gradient takes is the business of gradients.py.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.saved import STATISTIC
+from tightfit.models.spec import ModelSpec
+
+AttentionKind = Literal["fused", "own"]
+
+
+class LayerMoment(NamedTuple):
+    """One moment of backward (or of computing again) inside one layer."""
+
+    name: str
+    saved_bytes: int
+    """Of what the layer kept, what is still held."""
+    gradient_bytes: int
+    """Gradients of activations, and what else is alive beside what was kept."""
+    workspace_bytes: int = 0
+    weights_with_gradient: int = 0
+    """The layer's weights that have a gradient by then,"""
+    weights_to_add: int = 0
+    """those of them whose gradient is not yet added to a sum over micro-batches,"""
+    weight_copies: int = 0
+    """and further copies of gradients, in weights."""
+
+    def gradients(self, *, summed: bool) -> int:
+        """Gradients of weights that exist beside the sums, where these are there already, or else in all."""
+        return (self.weights_to_add if summed else self.weights_with_gradient) + self.weight_copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """A layer's bytes on one rank."""
+
+    kept: int
+    """Saved for backward, unless it is computed again."""
+    entry: int
+    """Its input."""
+    forward_extra: int
+    """Alive beyond what is kept when forward ends it."""
+    forward_working: int
+    """Alive in a forward that keeps nothing."""
+    backward: tuple[LayerMoment, ...]
+    recompute: LayerMoment
+
+
+def untiled_cost(spec: ModelSpec, layer: int, shape: LocalShape, attention_bytes: int, mlp_bytes: int) -> LayerCost:
+    """Of a layer that keeps `attention_bytes` in its first half and `mlp_bytes` in its second."""
+    stream_bytes, kept_bytes = shape.stream_bytes(spec), attention_bytes + mlp_bytes
+    gathered_bytes = _gathered_bytes(spec, shape)
+    extra_bytes = _mlp_forward_extra(spec, layer, shape) + gathered_bytes
+    mlp = (_experts_moments if spec.is_routed(layer) else _mlp_moments)(spec, kept_bytes, shape)
+    attention = _attention_moments(spec, layer, shape, attention_bytes, mlp[-1].weights_with_gradient)
+    needs_last_product = spec.sandwich_norms or spec.is_routed(layer)
+    last_product_bytes = extra_bytes + gathered_bytes if gathered_bytes or needs_last_product else 0
+    return LayerCost(
+        kept=kept_bytes,
+        entry=stream_bytes,
+        forward_extra=extra_bytes,
+        forward_working=max(_mlp_working(spec, layer, shape), attention_bytes) + gathered_bytes,
+        backward=(*_beside(mlp, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
+        recompute=LayerMoment("recomputed forward", kept_bytes, stream_bytes + last_product_bytes),
+    )
+
+
+def _gathered_bytes(spec: ModelSpec, shape: LocalShape) -> int:
+    """Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
+
+    Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or recomputed,
+    what attention did; then that and what the layer before's MLP did (parallel/conjugate.py).
+    """
+    return shape.hidden_bytes(spec) if shape.sequence_parallel else 0
+
+
+def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[LayerMoment, ...]:
+    return tuple(moment._replace(gradient_bytes=moment.gradient_bytes + gathered_bytes) for moment in moments)
+
+
+def _mlp_moments(spec: ModelSpec, kept_bytes: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
+    """The product's gradient beside the kept gate and up (whose gradients replace them), then the input's gradient."""
+    stream_bytes = shape.stream_bytes(spec)
+    matrix = spec.hidden_size * shape.columns(spec.mlp_size)
+    matrices = (3 if spec.gated else 2) * matrix
+    return (
+        LayerMoment(
+            "gradient of the MLP's product",
+            saved_bytes=kept_bytes,
+            gradient_bytes=stream_bytes + shape.inner_bytes(spec.mlp_size),
+            weights_with_gradient=matrix,
+            weights_to_add=matrix,
+        ),
+        LayerMoment(
+            "gradient of the MLP's input",
+            saved_bytes=kept_bytes,
+            gradient_bytes=stream_bytes + shape.hidden_bytes(spec),
+            weights_with_gradient=matrices,
+            weights_to_add=matrices,
+        ),
+    )
+
+
+def _experts_moments(spec: ModelSpec, kept_bytes: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
+    """Scaling back holds three gradients of token copies, less what index_add kept; then experts' weights, stacked."""
+    experts = spec.experts
+    assert experts is not None
+    copies_bytes = experts.per_token * shape.hidden_bytes(spec)
+    inner_bytes = experts.per_token * shape.inner_bytes(experts.mlp_size)
+    matrix = -(-experts.count // shape.expert) * spec.hidden_size * shape.columns(experts.mlp_size)
+    shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
+    outputs = LayerMoment(
+        "gradients of the experts' outputs",
+        saved_bytes=kept_bytes,
+        gradient_bytes=shape.stream_bytes(spec) + 2 * copies_bytes,
+        workspace_bytes=_sent_bytes(spec, shape),
+        weights_with_gradient=shared,
+    )
+    stacked = outputs._replace(
+        name="experts' weights stacked",
+        saved_bytes=kept_bytes - 3 * inner_bytes - 2 * copies_bytes,
+        weights_with_gradient=shared + 3 * matrix,
+        weights_to_add=3 * matrix,
+        weight_copies=matrix,
+    )
+    return outputs, stacked
+
+
+def _sent_bytes(spec: ModelSpec, shape: LocalShape) -> int:
+    """Where experts are on several ranks, token copies lie in a buffer each to be sent and received."""
+    if shape.expert == 1 or spec.experts is None:
+        return 0
+    return 2 * spec.experts.per_token * shape.hidden_bytes(spec)
+
+
+def _attention_moments(
+    spec: ModelSpec, layer: int, shape: LocalShape, attention_bytes: int, mlp_weights: int
+) -> tuple[LayerMoment, ...]:
+    """Attention's own backward beside the gradients of all it read and wrote, then that of q, k and v's projections."""
+    stream_bytes, query_bytes, key_bytes = shape.stream_bytes(spec), shape.query_bytes(spec), shape.key_bytes(spec)
+    output_weights = spec.hidden_size * shape.heads(spec) * spec.head_dim
+    qkv_weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
+    ring_bytes = 4 * key_bytes if shape.context > 1 else 0  # the neighbours', arriving while others are used
+    return (
+        LayerMoment(
+            "attention",
+            saved_bytes=attention_bytes,
+            gradient_bytes=stream_bytes + 2 * query_bytes + 2 * key_bytes,  # of the stream, the output, q, k and v
+            workspace_bytes=attention_workspace(spec, layer, shape) + ring_bytes,
+            weights_with_gradient=mlp_weights + output_weights,
+            weights_to_add=output_weights,
+        ),
+        LayerMoment(
+            "gradient of the projections' input",
+            saved_bytes=2 * stream_bytes,
+            gradient_bytes=stream_bytes + query_bytes + 2 * key_bytes + 2 * shape.hidden_bytes(spec),
+            weights_with_gradient=mlp_weights + output_weights + qkv_weights,
+            weights_to_add=qkv_weights,
+        ),
+    )
+
+
+def attention_kind(spec: ModelSpec, layer: int, shape: LocalShape) -> AttentionKind:
+    """Who computes attention (kernels/attention.py, rule, on Ampere and later): torch's fused kernels where causality
+    says it all and they can, ours for windows, caps, and grouped heads in float32."""
+    window = spec.window_of(layer)
+    if spec.attention_softcap is not None or (window is not None and window < shape.whole_length):
+        return "own"
+    return "own" if shape.element_bytes == 4 and spec.kv_heads != spec.heads else "fused"
+
+
+def attention_workspace(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
+    """What attention's backward holds while it runs, beside its inputs and results."""
+    heads, query_bytes = shape.heads(spec), shape.query_bytes(spec)
+    row_sums_bytes = STATISTIC * shape.tokens * heads  # a float32 per row and head (flash_attention_backward.py)
+    if attention_kind(spec, layer, shape) == "own":
+        return row_sums_bytes
+    # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd and
+    # cuDNN's sdpa_backward alike.
+    wide_dq_bytes = STATISTIC * shape.tokens * heads * spec.head_dim if shape.element_bytes < STATISTIC else 0
+    ungrouped_bytes = 2 * query_bytes if heads != shape.kv_heads(spec) else 0
+    return row_sums_bytes + wide_dq_bytes + ungrouped_bytes
+
+
+def _mlp_forward_extra(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
+    """In a forward pass that keeps what it must: what is alive besides, when the MLP ends."""
+    hidden_bytes = shape.hidden_bytes(spec)
+    if spec.is_routed(layer):
+        assert spec.experts is not None
+        pieces_bytes = spec.experts.per_token * hidden_bytes  # before they are joined; beside them the sum, its zeros
+        return pieces_bytes + 2 * hidden_bytes + _sent_bytes(spec, shape)
+    product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not spec.mlp_bias else 0
+    return product_bytes + hidden_bytes
+
+
+def _mlp_working(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
+    """In a forward pass that keeps nothing: the sum, its norm and the MLP's own, when the MLP ends."""
+    stream_bytes, hidden_bytes = shape.stream_bytes(spec), shape.hidden_bytes(spec)
+    if spec.is_routed(layer):
+        assert spec.experts is not None
+        return 2 * stream_bytes + (4 * spec.experts.per_token + 2) * hidden_bytes + _sent_bytes(spec, shape)
+    return 2 * stream_bytes + hidden_bytes + (3 if spec.gated else 2) * shape.inner_bytes(spec.mlp_size)

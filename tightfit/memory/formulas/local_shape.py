@@ -1,0 +1,97 @@
+"""LocalShape: what one rank sees of one micro-batch, the sizes that every formula of activations counts with.
+
+Tensor ranks hold heads/t heads and mlp_size/t columns each (Megatron, Shoeybi et al. 2019). With sequence parallelism
+(Korthikanti et al. 2022) the residual stream and the norms are split along the sequence as well, and what is gathered
+for a projection is gathered again in backward rather than kept. Context ranks hold length/c tokens of every row.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.models.spec import ModelSpec
+
+
+def ceil(value: int, parts: int) -> int:
+    """value / parts, rounded up: the largest part is what has to fit."""
+    return -(-value // parts)
+
+
+@dataclass(frozen=True)
+class LocalShape:
+    """Rows × length tokens in numbers of `element_bytes`, spread over `tensor` ranks."""
+
+    rows: int
+    length: int
+    element_bytes: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    expert: int = 1
+    tiles: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose attention and MLP this rank computes."""
+        return self.rows * self.length
+
+    @property
+    def whole_length(self) -> int:
+        """Tokens of a row on all context ranks together."""
+        return self.length * self.context
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the residual stream and the norms."""
+        return ceil(self.tokens, self.tensor) if self.sequence_parallel else self.tokens
+
+    def heads(self, spec: ModelSpec) -> int:
+        """Query heads of this rank."""
+        return ceil(spec.heads, self.tensor)
+
+    def kv_heads(self, spec: ModelSpec) -> int:
+        """Key heads of this rank; where there are fewer than tensor ranks, some hold the same one."""
+        return ceil(spec.kv_heads, self.tensor)
+
+    def columns(self, width: int) -> int:
+        """Columns of this rank of a matrix `width` wide."""
+        return ceil(width, self.tensor)
+
+    def stream_bytes(self, spec: ModelSpec) -> int:
+        """The residual stream between two layers."""
+        return self.stream_tokens * spec.hidden_size * self.element_bytes
+
+    def hidden_bytes(self, spec: ModelSpec) -> int:
+        """A tensor of the hidden size for all tokens: what a block takes in and gives out."""
+        return self.tokens * spec.hidden_size * self.element_bytes
+
+    def query_bytes(self, spec: ModelSpec) -> int:
+        """Queries, or attention's output before it is projected."""
+        return self.tokens * self.heads(spec) * spec.head_dim * self.element_bytes
+
+    def key_bytes(self, spec: ModelSpec) -> int:
+        """Keys, or values."""
+        return self.tokens * self.kv_heads(spec) * spec.head_dim * self.element_bytes
+
+    def inner_bytes(self, width: int) -> int:
+        """A tensor inside an MLP of `width`: its gate, or up, or their product."""
+        return self.tokens * self.columns(width) * self.element_bytes
+
+
+_remembered = lru_cache(maxsize=4096)(LocalShape)
+
+
+def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
+    """The shape on every rank of `layout`."""
+    return _remembered(
+        rows=layout.micro_batch,
+        length=ceil(workload.sequence_length, layout.context),
+        element_bytes=workload.weight_bytes,
+        tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        context=layout.context,
+        expert=layout.expert,
+        tiles=levers.tiles,
+    )

@@ -1,0 +1,76 @@
+"""Logits and loss: in full, or a chunk at a time.
+
+`plain` is linear_cross_entropy_eager: logits, a float32 copy, its log-softmax, and as much again for gradients. `fused`
+is kernels/linear_cross_entropy.py: one buffer of logits, the gradient of the hidden states, and the weight's gradient
+as a float32 sum which becomes a tensor of the weight's dtype in backward. Tensor ranks split the vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.levers.policy.loss_chunks import chunk_rows, padded
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.models.spec import ModelSpec
+
+WIDE, INDEX = 4, 8
+STATISTICS = 4
+"""Float32 numbers per row that the fused loss returns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCost:
+    """Bytes beyond the layers' activations: while the loss is computed, kept until backward, while backward starts."""
+
+    logits: int
+    """Of `forward`: the logits themselves, with what is made of them."""
+    forward: int
+    kept: int
+    backward: int
+    wide_weight_gradient: int
+    """The output projection's gradient in float32: part of `forward`, `kept` and `backward`."""
+    evaluated: int
+    """While the loss is computed without gradients."""
+
+
+@lru_cache(maxsize=4096)
+def loss_cost(spec: ModelSpec, shape: LocalShape, *, fused: bool, allowed_bytes: int) -> LossCost:
+    """Of one micro-batch on a rank that computes the loss; the final norm is not part of it."""
+    return _fused(spec, shape, allowed_bytes) if fused else _plain(spec, shape)
+
+
+def _fused(spec: ModelSpec, shape: LocalShape, allowed_bytes: int) -> LossCost:
+    hidden_bytes = shape.hidden_bytes(spec)
+    row_bytes = shape.tokens * ((STATISTICS + 1) * WIDE + 2 * INDEX)  # statistics and gradient; labels as they are read
+    chunk_bytes = logits_chunk_bytes(spec, shape, allowed_bytes, training=True)
+    wide_bytes = WIDE * shape.columns(spec.vocab_size) * spec.hidden_size
+    return LossCost(
+        logits=chunk_bytes,
+        forward=chunk_bytes + 2 * hidden_bytes + row_bytes + wide_bytes,
+        kept=hidden_bytes + wide_bytes,
+        backward=hidden_bytes + wide_bytes,
+        wide_weight_gradient=wide_bytes,
+        evaluated=hidden_bytes + logits_chunk_bytes(spec, shape, allowed_bytes, training=False),
+    )
+
+
+def _plain(spec: ModelSpec, shape: LocalShape) -> LossCost:
+    """Log-softmax is kept, and the capped logits' tanh; backward holds two gradients beside them."""
+    count, hidden_bytes = shape.tokens * shape.columns(spec.vocab_size), shape.hidden_bytes(spec)
+    kept_bytes = count * WIDE * (2 if spec.logit_softcap else 1)
+    logits_bytes = count * (shape.element_bytes + WIDE) + kept_bytes
+    return LossCost(
+        logits=logits_bytes,
+        forward=logits_bytes + hidden_bytes,
+        kept=kept_bytes + hidden_bytes,
+        backward=kept_bytes + 2 * WIDE * count + hidden_bytes,
+        wide_weight_gradient=0,
+        evaluated=logits_bytes + hidden_bytes,
+    )
+
+
+def logits_chunk_bytes(spec: ModelSpec, shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
+    """The fused loss's buffer: what is allowed and, while training, what fits where the weight's gradient will be."""
+    columns, element_bytes = shape.columns(spec.vocab_size), shape.element_bytes
+    free_bytes = columns * spec.hidden_size * element_bytes if training and element_bytes < WIDE else 0
+    row_bytes = padded(columns) * element_bytes
+    return min(chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes), shape.tokens) * row_bytes

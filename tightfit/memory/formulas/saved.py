@@ -1,0 +1,157 @@
+"""Saved tensors: everything an untiled layer keeps from forward to backward, one line each with its reason.
+
+Derived from what the code saves on a GPU (models/decoder.py, models/mlp.py, kernels/), not from a general rule: norms
+keep their input and one or two float32 per row; rope keeps its tables only; flash attention keeps q, k, v, its output
+(which is the output projection's input) and a float32 per row and head; the gated MLP keeps gate and up and computes
+their product again. A test compares each layer's bytes with what autograd really keeps.
+"""
+
+from typing import Literal, NamedTuple
+
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.models.spec import ModelSpec
+
+Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
+STATISTIC, INDEX = 4, 8
+"""Bytes of a float32 per row, and of an index."""
+
+
+class SavedTensor(NamedTuple):
+    """One tensor kept for backward."""
+
+    kind: Kind
+    name: str
+    bytes: int
+    why: str
+
+
+class SavedBytes(NamedTuple):
+    """Saved tensors added up by kind."""
+
+    residual: int = 0
+    norms: int = 0
+    attention: int = 0
+    mlp: int = 0
+    routing: int = 0
+
+
+def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
+    """Of a layer's first half: from the residual stream to the attention's output before it is added."""
+    stream_bytes, norm_bytes = shape.stream_bytes(spec), statistic_bytes(spec, shape.stream_tokens)
+    saved = [
+        SavedTensor("residual", "layer input", stream_bytes, "row_norm keeps its input"),
+        SavedTensor("norms", "attention norm statistics", norm_bytes, "row_norm keeps float32 per row"),
+        SavedTensor("attention", "projections' input", stream_bytes, "q, k and v projections share the norm's output"),
+    ]
+    if spec.qk_norm:
+        before_bytes = shape.query_bytes(spec) + shape.key_bytes(spec)
+        rows = shape.tokens * (shape.heads(spec) + shape.kv_heads(spec))
+        saved += [
+            SavedTensor("norms", "queries and keys before their norms", before_bytes, "row_norm keeps its input"),
+            SavedTensor(
+                "norms", "query and key norm statistics", statistic_bytes(spec, rows), "row_norm keeps float32 per row"
+            ),
+        ]
+    saved += attended(spec, shape)
+    if spec.sandwich_norms:
+        saved += [
+            SavedTensor("norms", "attention output before its norm", stream_bytes, "row_norm keeps its input"),
+            SavedTensor("norms", "attention output norm statistics", norm_bytes, "row_norm keeps float32 per row"),
+        ]
+    return saved
+
+
+def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
+    """Of attention itself."""
+    logsumexp_bytes = STATISTIC * shape.tokens * shape.heads(spec)
+    return [
+        SavedTensor("attention", "queries", shape.query_bytes(spec), "flash attention keeps what rope wrote"),
+        SavedTensor("attention", "keys and values", 2 * shape.key_bytes(spec), "kept once per key head"),
+        SavedTensor("attention", "output", shape.query_bytes(spec), "attention and the output projection share it"),
+        SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
+    ]
+
+
+def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTensor]:
+    """Of the second half: from the sum with the attention's output to the MLP's output before it is added."""
+    stream_bytes, norm_bytes = shape.stream_bytes(spec), statistic_bytes(spec, shape.stream_tokens)
+    saved = [
+        SavedTensor("residual", "sum after attention", stream_bytes, "row_norm keeps the sum it norms"),
+        SavedTensor("norms", "MLP norm statistics", norm_bytes, "row_norm keeps float32 per row"),
+        SavedTensor("mlp", "input", stream_bytes, "gate and up projections (or router) share the norm's output"),
+    ]
+    saved += _experts_saved(spec, shape) if spec.is_routed(layer) else _dense_saved(spec, spec.mlp_size, shape)
+    if spec.sandwich_norms:
+        saved += [
+            SavedTensor("norms", "MLP output before its norm", stream_bytes, "row_norm keeps its input"),
+            SavedTensor("norms", "MLP output norm statistics", norm_bytes, "row_norm keeps float32 per row"),
+        ]
+    return saved
+
+
+def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTensor]:
+    inner_bytes = shape.inner_bytes(width)
+    if not spec.gated:
+        return [
+            SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input"),
+            SavedTensor("mlp", "activated", inner_bytes, "the down projection keeps its input"),
+        ]
+    saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product")]
+    if spec.mlp_bias:
+        saved.append(
+            SavedTensor("mlp", "product", inner_bytes, "projections with biases are modules, and down keeps its input")
+        )
+    return saved
+
+
+def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
+    """Token copies sorted by expert; balanced, where experts are on several ranks."""
+    experts = spec.experts
+    assert experts is not None
+    tokens, element_bytes, chosen = shape.tokens, shape.element_bytes, experts.per_token * shape.tokens
+    probabilities_bytes = STATISTIC * (tokens + 1) * experts.count
+    weights_bytes = chosen * element_bytes + (STATISTIC * (chosen + tokens) if experts.normalise else 0)
+    copies_bytes = experts.per_token * shape.hidden_bytes(spec)
+    inner_bytes = experts.per_token * shape.inner_bytes(experts.mlp_size)
+    saved = [
+        SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
+        SavedTensor("routing", "chosen experts and order", 3 * INDEX * chosen, "top-k, gather, scatter keep indices"),
+        SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, scaling its factor"),
+        SavedTensor("routing", "tokens sorted by expert", copies_bytes, "the experts' projections share their input"),
+        SavedTensor("routing", "expert outputs before and after scaling", 2 * copies_bytes, "mul, index_add keep them"),
+        SavedTensor("mlp", "experts' gate, up and product", 3 * inner_bytes, "glu keeps gate and up, down its input"),
+    ]
+    if experts.shared_size:
+        gated_bytes = shape.hidden_bytes(spec) + tokens * element_bytes
+        saved += _dense_saved(spec, experts.shared_size, shape)
+        saved.append(SavedTensor("mlp", "shared expert's output and gate", gated_bytes, "mul keeps both sides"))
+    return saved
+
+
+def product_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTensor]:
+    """Results of the output projection and of the MLP's, the last only where a norm or a router needs it."""
+    hidden_bytes = shape.hidden_bytes(spec)
+    saved = [SavedTensor("attention", "projected output", hidden_bytes, "the sum with the residual is made again")]
+    if not spec.is_routed(layer):
+        inner_bytes = (2 if spec.gated else 1) * shape.inner_bytes(spec.mlp_size)
+        saved.append(SavedTensor("mlp", "gate and up", inner_bytes, "the activation is computed again"))
+        if spec.sandwich_norms:
+            saved.append(SavedTensor("mlp", "output", hidden_bytes, "its norm is computed again"))
+        return saved
+    experts = spec.experts
+    assert experts is not None
+    scores_bytes = shape.tokens * experts.count * shape.element_bytes
+    experts_bytes = experts.per_token * (2 * shape.inner_bytes(experts.mlp_size) + hidden_bytes)
+    saved += [
+        SavedTensor("routing", "router's scores", scores_bytes, "the choice of experts is computed again"),
+        SavedTensor("mlp", "experts' gate, up and output", experts_bytes, "scaled again"),
+    ]
+    if experts.shared_size:
+        shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + hidden_bytes + shape.tokens * shape.element_bytes
+        saved.append(SavedTensor("mlp", "shared expert's gate, up, output and share", shared_bytes, "multiplied again"))
+    return saved
+
+
+def statistic_bytes(spec: ModelSpec, rows: int) -> int:
+    """What a norm keeps per row: 1/rms, and the mean of a LayerNorm."""
+    return STATISTIC * rows * (2 if spec.norm == "layer" else 1)

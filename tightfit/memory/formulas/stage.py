@@ -1,0 +1,267 @@
+"""Stage: what shapes say about one pipeline rank and one micro-batch, found once and remembered.
+
+A search tries many ways of holding weights for each. Layers alike (routed or not, windowed or not, what they keep) are
+a kind. From one layer of a kind to the next, what is kept shrinks and gradients grow by the same amounts, so backward
+is fullest at the first or the last of a kind: only these are visited, and the last layer but one, as what FSDP2 reduced
+a layer's gradients from is there beside every layer but the last. Where no more than so many bytes of gradients wait
+for the host, they stop growing in between, and every layer is visited.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.offload import offloaded_count, stored_bytes
+from tightfit.levers.policy.recompute import KeepLevel
+from tightfit.memory.formulas.keeping import layer_levels
+from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_bytes
+from tightfit.memory.formulas.layer_moments import LayerMoment
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.loss import LossCost, loss_cost
+from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
+from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
+from tightfit.memory.formulas.saved import INDEX, SavedBytes, statistic_bytes
+from tightfit.models.spec import ModelSpec
+
+
+class LayerKind(NamedTuple):
+    """What distinguishes layers."""
+
+    is_routed: bool
+    is_windowed: bool
+    level: KeepLevel
+
+
+class LayerVisit(NamedTuple):
+    """Backward at work in one layer."""
+
+    saved_before: SavedBytes
+    """What the layers before it keep."""
+    own_weights: int
+    done_weights: int
+    """Of the layers after it, which are done."""
+    growing: LayerMoment
+    """Its fullest moment where gradients of weights come into being,"""
+    summing: LayerMoment
+    """and where they are added to sums that are there."""
+    is_first: bool
+    is_last: bool
+    is_inner: bool
+    """The last layer but one, visited for FSDP2 alone."""
+    awaits_input: bool
+    """Whether the input of a recomputed layer before it is on its way from the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes and numbers of weights of one pipeline rank."""
+
+    stage: PipelineStage
+    params: Params
+    weights: int
+    """All of `params`."""
+    layer_weights: int
+    widest: int
+    """Weights of the layer that has most."""
+    vocabulary: int
+    """Weights of the embedding or the output projection."""
+    shares_embedding: bool
+    """Whether these two are one."""
+    root: int
+    """Weights outside layers but for an untied embedding: final norm, output projection, tied embedding, positions."""
+    embedding: int
+    """Weights of an untied embedding; 0 on other stages."""
+    last_layer_matrices: tuple[int, ...]
+    """Weights of each matrix of the last layer."""
+    offloaded: int
+    """Recomputed layers whose input is on the host."""
+    saved: SavedBytes
+    """Activations of one micro-batch that layers keep on the GPU."""
+    outside_bytes: int
+    """Kept outside the layers: the final norm's input, rope tables."""
+    tables_bytes: int
+    """Of those, what is there while layers run backward."""
+    forward_extra_bytes: int
+    """Alive besides when forward ends its last layer."""
+    working_bytes: int
+    """Alive in a forward that keeps nothing."""
+    stream_bytes: int
+    """The residual stream between two layers."""
+    for_weights_bytes: int
+    """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
+    loss: LossCost
+    visits: tuple[LayerVisit, ...]
+    """From the last layer to the first."""
+
+
+def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: LocalShape, rank: int) -> StageMemory:
+    """What pipeline rank `rank` of `layout` has."""
+    spec = workload.spec
+    stage = pipeline_stage(spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank, rank)
+    levels = layer_levels(spec, levers, shape, stage.first, stage.last)
+    return remembered_stage(
+        spec,
+        shape,
+        stage,
+        levels,
+        shares_embedding=spec.tied and layout.pipeline == 1,
+        offloaded=_offloaded_checkpoints(spec, shape, levers, levels) if levers.offload_checkpoints else 0,
+        fused_loss=levers.loss == "fused",
+        loss_chunk_bytes=levers.loss_chunk_bytes,
+        every_layer=levers.offload != "none" and levers.update_in_backward,
+    )
+
+
+def checkpoint_bytes(spec: ModelSpec, shape: LocalShape, levers: Levers) -> int:
+    """The input of a recomputed layer on the host."""
+    return stored_bytes(shape.stream_tokens, spec.hidden_size, shape.element_bytes, levers.checkpoint_format)
+
+
+def _offloaded_checkpoints(spec: ModelSpec, shape: LocalShape, levers: Levers, levels: tuple[KeepLevel, ...]) -> int:
+    """How many inputs of recomputed layers are on the host."""
+    recomputed = len(levels) - levels.count("everything")
+    return offloaded_count(recomputed, checkpoint_bytes(spec, shape, levers), levers.checkpoint_host_bytes)
+
+
+@lru_cache(maxsize=65536)
+def remembered_stage(
+    spec: ModelSpec,
+    shape: LocalShape,
+    stage: PipelineStage,
+    levels: tuple[KeepLevel, ...],
+    *,
+    shares_embedding: bool,
+    offloaded: int,
+    fused_loss: bool,
+    loss_chunk_bytes: int,
+    every_layer: bool = False,
+) -> StageMemory:
+    """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
+    layers = _StageLayers(spec, shape, stage, levels, offloaded)
+    in_layers, widest = layers.params()
+    vocabulary = vocabulary_params(spec, shape.tensor)
+    before = embedding_params(spec, shape.tensor) if stage.has_embedding else 0
+    after = spec.norm_params + (0 if shares_embedding else vocabulary) if stage.has_head else 0
+    embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
+    tables_bytes = _tables_bytes(spec, shape, stage, layers)
+    final_norm_bytes = shape.stream_bytes(spec) + statistic_bytes(spec, shape.stream_tokens) if stage.has_head else 0
+    return StageMemory(
+        stage=stage,
+        params=in_layers.plus(Params(before + after)),
+        weights=in_layers.all + before + after,
+        layer_weights=in_layers.all,
+        widest=widest,
+        vocabulary=vocabulary,
+        shares_embedding=shares_embedding,
+        root=before + after - embedding,
+        embedding=embedding,
+        last_layer_matrices=layer_matrices(spec, stage.last - 1, shape.tensor, shape.expert),
+        offloaded=offloaded,
+        saved=layers.saved(layers.counts),
+        outside_bytes=tables_bytes + final_norm_bytes,
+        tables_bytes=tables_bytes,
+        forward_extra_bytes=forward_extra(spec, stage.last - 1, shape, levels[-1]),
+        working_bytes=max(layer_cost(spec, layer, shape).forward_working for layer in layers.examples.values()),
+        stream_bytes=shape.stream_bytes(spec),
+        for_weights_bytes=len(levels) * _for_weights_bytes(spec, shape),
+        loss=loss_cost(spec, shape, fused=fused_loss, allowed_bytes=loss_chunk_bytes),
+        visits=tuple(layers.visits(every_layer=every_layer))[::-1],
+    )
+
+
+class _StageLayers:
+    """The layers of a stage by kind."""
+
+    def __init__(
+        self, spec: ModelSpec, shape: LocalShape, stage: PipelineStage, levels: tuple[KeepLevel, ...], offloaded: int
+    ) -> None:
+        self.spec, self.shape, self.offloaded = spec, shape, offloaded
+        numbers = range(stage.first, stage.last)
+        self.kinds = [
+            LayerKind(spec.is_routed(layer), spec.window_of(layer) is not None, level)
+            for layer, level in zip(numbers, levels, strict=True)
+        ]
+        self.counts = Counter(self.kinds)
+        self.examples = {kind: stage.first + self.kinds.index(kind) for kind in self.counts}
+        """A layer of each kind."""
+        self.weights = {kind: layer_params(spec, n, shape.tensor, shape.expert) for kind, n in self.examples.items()}
+
+    def params(self) -> tuple[Params, int]:
+        """Weights of all layers, and how many the one with most has."""
+        total = Params()
+        for kind, count in self.counts.items():
+            total = total.plus(self.weights[kind], count)
+        return total, max(params.all for params in self.weights.values())
+
+    def saved(self, counts: Counter[LayerKind]) -> SavedBytes:
+        """What so many layers of each kind keep; of the first `offloaded` recomputed ones the input is not there."""
+        total = SavedBytes()
+        for kind, count in counts.items():
+            one = saved_bytes(self.spec, self.examples[kind], self.shape, kind.level)
+            total = SavedBytes(*(sum_ + count * size for sum_, size in zip(total, one, strict=True)))
+        on_host = min(self.offloaded, _recomputed(counts)) * self.shape.stream_bytes(self.spec)
+        return total._replace(residual=total.residual - on_host) if on_host else total
+
+    def visits(self, *, every_layer: bool) -> Iterator[LayerVisit]:
+        """Backward at the layers where it may be fullest, from the first layer to the last."""
+        count, counts = len(self.kinds), self.counts
+        firsts = {self.kinds.index(kind) for kind in counts}
+        lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in counts}
+        inner = max(0, count - 2)
+        before: Counter[LayerKind] = Counter()
+        weights_after = sum(n * self.weights[kind].all for kind, n in counts.items())
+        for index, kind in enumerate(self.kinds):
+            own_weights = self.weights[kind].all
+            weights_after -= own_weights
+            is_end = index in firsts or index in lasts
+            if is_end or index == inner or every_layer:
+                yield LayerVisit(
+                    saved_before=self.saved(before),
+                    own_weights=own_weights,
+                    done_weights=weights_after,
+                    growing=self._fullest(kind, summed=False),
+                    summing=self._fullest(kind, summed=True),
+                    is_first=index == 0,
+                    is_last=index == count - 1,
+                    is_inner=not (is_end or every_layer),
+                    awaits_input=self._awaits_input(kind, before),
+                )
+            before[kind] += 1
+
+    def _fullest(self, kind: LayerKind, *, summed: bool) -> LayerMoment:
+        def size(moment: LayerMoment) -> int:
+            held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
+            return held_bytes + self.shape.element_bytes * moment.gradients(summed=summed)
+
+        cost = layer_cost(self.spec, self.examples[kind], self.shape)
+        again = () if kind.level == "everything" else (cost.recompute,)
+        return max((*cost.backward, *again), key=size)
+
+    def _awaits_input(self, kind: LayerKind, before: Counter[LayerKind]) -> bool:
+        """A recomputed layer, this one or one after it, has called the one before, whose input is on the host."""
+        recomputed_before, all_recomputed = _recomputed(before), _recomputed(self.counts)
+        called = kind.level != "everything" or all_recomputed > recomputed_before
+        return called and 0 < recomputed_before <= self.offloaded
+
+
+def _recomputed(counts: Counter[LayerKind]) -> int:
+    return sum(count for kind, count in counts.items() if kind.level != "everything")
+
+
+def _for_weights_bytes(spec: ModelSpec, shape: LocalShape) -> int:
+    """Of a layer: the gradients of what its projections, its norms and its MLP made."""
+    qkv_columns = shape.columns(spec.query_size + 2 * spec.kv_size)
+    return shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes(spec)
+
+
+def _tables_bytes(spec: ModelSpec, shape: LocalShape, stage: PipelineStage, layers: _StageLayers) -> int:
+    """Rope keeps cosines and sines, one row for all; learned positions their numbers."""
+    ropes = {rope for layer in layers.examples.values() if (rope := spec.rope_of(layer)) is not None}
+    pairs = sum(int(spec.head_dim * rope.rotated_share) // 2 for rope in ropes)
+    positions_bytes = INDEX * shape.length if spec.rope is None and stage.has_embedding else 0
+    return 2 * shape.length * pairs * shape.element_bytes + positions_bytes

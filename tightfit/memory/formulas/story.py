@@ -1,0 +1,92 @@
+"""Story: a step is told as moments, each with everything that is in memory then; the fullest one of a phase counts.
+
+A field of `StepMoment`, `Resident` or `OnHost` is a line of the ledger. Its component, its detail
+and its reason stand beside its name; its bytes where a moment is told: forward.py, backward.py, optimizer.py. A search
+adds moments up, a ledger makes lines of the fullest: one arithmetic, two views.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from tightfit.memory.ledger import Component, Line, Phase, Place
+
+KEPT = "kept for backward: saved.py"
+
+
+class About(NamedTuple):
+    """What a line of the ledger says beside its bytes."""
+
+    component: Component
+    detail: str
+    why: str
+
+
+class StepMoment(NamedTuple):
+    """One moment of a step: what is on the GPU beside what is resident. What is not named is not there.
+
+    The first five are the SavedBytes of the micro-batch at work, which `StepMoment(*saved, …)` takes as they are.
+    """
+
+    residual: Annotated[int, About("activations", "residual", KEPT)] = 0
+    norms: Annotated[int, About("activations", "norms", KEPT)] = 0
+    attention: Annotated[int, About("activations", "attention", KEPT)] = 0
+    mlp: Annotated[int, About("activations", "mlp", KEPT)] = 0
+    routing: Annotated[int, About("activations", "routing", KEPT)] = 0
+    other_micro_batches: Annotated[int, About("activations", "of other micro-batches", "in flight in the pipeline")] = 0
+    outside_layers: Annotated[int, About("activations", "outside the layers", "final norm, rope tables")] = 0
+    stream: Annotated[int, About("activations", "residual stream", "the input of the layer at work")] = 0
+    at_work: Annotated[int, About("activations", "at work in a layer or the loss", "alive in forward, not kept")] = 0
+    layer_saved: Annotated[int, About("activations", "the layer at work", "what it kept, or computed again")] = 0
+    activation_gradients: Annotated[int, About("activations", "gradients", "of activations: layer_moments.py")] = 0
+    working_weights: Annotated[int, About("weights", "gathered", "FSDP2's whole weights, fp8: working_weights.py")] = 0
+    earlier_gradients: Annotated[int, About("gradients", "from before", "DDP's buckets, sums of micro-batches")] = 0
+    done_gradients: Annotated[int, About("gradients", "of layers done", "as they stay")] = 0
+    layer_gradients: Annotated[int, About("gradients", "of the layer at work", "as backward makes them")] = 0
+    vocabulary_gradients: Annotated[int, About("gradients", "of the vocabulary", "of output projection, embedding")] = 0
+    all_gradients: Annotated[int, About("gradients", "", "of all weights")] = 0
+    update_copies: Annotated[int, About("gradients", "widened bucket", "float32, at most 256 MiB or one parameter")] = 0
+    logits: Annotated[int, About("logits and loss", "logits", "a chunk, or all with what is made of them")] = 0
+    hidden: Annotated[int, About("logits and loss", "hidden states and their gradient", "made in forward")] = 0
+    kernel_workspace: Annotated[int, About("workspace", "attention or embedding", "float32 sums in backward")] = 0
+    all_gather: Annotated[int, About("communication", "all-gather", "FSDP2: the last buffer, the next weights")] = 0
+    reduce_scatter: Annotated[int, About("communication", "reduce-scatter", "FSDP2: until the next one's")] = 0
+    arriving: Annotated[int, About("communication", "from the host", "the next recomputed layer's input")] = 0
+
+
+class Resident(NamedTuple):
+    """What one rank has on its GPU from the first step to the last: states.py."""
+
+    weights: Annotated[int, About("weights", "", "2 bytes a weight in 16 bits, 4 in float32; shards under FSDP2")]
+    masters: Annotated[int, About("master weights", "", "4 bytes beside 16-bit weights; FSDP2's float32 shards")]
+    moments: Annotated[int, About("optimizer states", "", "two moments in their format")]
+    staging: Annotated[int, About("workspace", "states and weights on their way", "levers.offload")]
+    inputs: Annotated[int, About("inputs", "tokens and labels", "8 bytes each")]
+    cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")]
+
+
+class OnHost(NamedTuple):
+    """What one rank has on the host."""
+
+    weights: Annotated[int, About("weights", "offloaded", "levers.offload")]
+    masters: Annotated[int, About("master weights", "offloaded", "levers.offload")]
+    moments: Annotated[int, About("optimizer states", "offloaded", "levers.offload")]
+    checkpoints: Annotated[int, About("activations", "offloaded checkpoints", "levers.offload_checkpoints")]
+
+
+def fullest(moments: Iterable[StepMoment]) -> StepMoment:
+    """The one with most in memory."""
+    return max(moments, key=sum)
+
+
+def lines(told: NamedTuple, phase: Phase, rank: int, place: Place = "gpu") -> Iterator[Line]:
+    """A line of the ledger for everything that is there."""
+    for size, (component, detail, why) in zip(told, _about(type(told)), strict=True):
+        if size:
+            yield Line(component=component, phase=phase, bytes=size, place=place, detail=detail, why=why, rank=rank)
+
+
+@cache
+def _about(told: type[Any]) -> tuple[About, ...]:
+    hints = get_type_hints(told, include_extras=True)
+    return tuple(hints[name].__metadata__[0] for name in told._fields)

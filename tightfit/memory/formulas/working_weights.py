@@ -1,0 +1,142 @@
+"""Working weights: what is made of the resident weights for forward and backward, and what making it takes.
+
+One GPU, DDP and pipelines without ZeRO work with the resident weights; in fp8 each layer's codes (levers/fp8.py, the
+weight as it is and transposed) are there from forward until its backward is done.
+
+FSDP2 (parallel/data.py) gathers 16-bit weights from the shards, in groups: each layer, an untied embedding, and the
+root (final norm, output projection, tied embedding, learned positions), which stays whole from forward to backward.
+
+- ZeRO-3: the root and the layer at work are whole, and the next layer's weights are on their way (prefetched).
+- ZeRO-1 and 2: layers stay whole after forward too; in backward they are let go of one by one or, with several
+  micro-batches, at the end of the last one's.
+- An all-gather buffer stays until the next group is gathered.
+- A layer's gradients are reduced from a buffer (float32 where masters are) that stays until the next layer's are.
+- ZeRO-1 with several micro-batches sums whole gradients, which are reduced in the last backward alone.
+"""
+
+from dataclasses import dataclass
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.memory.formulas.stage import LayerVisit, StageMemory
+from tightfit.memory.formulas.states import States
+
+CODE_BYTES = 2
+"""Two fp8 codes a weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeWeights:
+    """Weights that FSDP2 does not shard; bytes beside the resident ones, at the moments of a step."""
+
+    stage: StageMemory
+    is_fp8: bool = False
+    sums_whole: bool = False
+    """Under ZeRO-1 micro-batches add up whole gradients."""
+
+    def in_forward(self) -> int:
+        """When the last layer runs."""
+        return CODE_BYTES * self.stage.layer_weights if self.is_fp8 else 0
+
+    def at_loss(self) -> int:
+        """When the layers have run."""
+        return self.in_forward()
+
+    def at_layer(self, visit: LayerVisit) -> int:
+        """While backward is at work in a layer."""
+        return CODE_BYTES * (self.stage.layer_weights - visit.done_weights) if self.is_fp8 else 0
+
+    def at_embedding(self) -> int:
+        """When all layers are done."""
+        return 0
+
+    def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
+        """In forward."""
+        return 0
+
+    def prefetched(self, visit: LayerVisit | None) -> int:
+        """On their way for the layer after the one at work in backward, or after the loss."""
+        return 0
+
+    def previous_reduction(self, visit: LayerVisit | None) -> int:
+        """The buffer of the layer done before the one at work, or before the embedding."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedWeights(WholeWeights):
+    """The same under FSDP2."""
+
+    zero: int
+    ranks: int
+    """That share one copy."""
+    element_bytes: int
+    reduced_bytes: int
+    """A weight, in which gradients are reduced and kept: float32 where masters are."""
+    stays_gathered: bool
+    """Weights stay whole from one micro-batch to the next."""
+
+    def in_forward(self) -> int:
+        stage = self.stage
+        return self.element_bytes * (stage.root + stage.widest if self.zero == 3 else stage.weights)
+
+    def at_loss(self) -> int:
+        return self.element_bytes * (self.stage.root if self.zero == 3 else self.stage.weights)
+
+    def first_groups(self) -> int:
+        """ZeRO-3: the root and the first group after it."""
+        return self.element_bytes * (self.stage.root + (self.stage.embedding or self.stage.widest))
+
+    def at_layer(self, visit: LayerVisit) -> int:
+        if self.zero == 3:
+            return self.element_bytes * (self.stage.root + visit.own_weights)
+        let_go = 0 if self.stays_gathered else visit.done_weights
+        return self.element_bytes * (self.stage.weights - let_go)
+
+    def after_layer(self, visit: LayerVisit) -> int:
+        """Once a layer has let go of its own."""
+        if self.zero == 3:
+            return self.element_bytes * self.stage.root
+        let_go = 0 if self.stays_gathered and not self.sums_whole else visit.done_weights + visit.own_weights
+        return self.element_bytes * (self.stage.weights - let_go)
+
+    def at_embedding(self) -> int:
+        return self.element_bytes * (self.stage.weights if self.stays_gathered else self.stage.root)
+
+    def at_end(self) -> int:
+        """In FSDP2's last callback."""
+        return self.element_bytes * self.stage.weights if self.stays_gathered and not self.sums_whole else 0
+
+    def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
+        # Where weights stay gathered it is the first micro-batch's, which has no sums of gradients beside it.
+        return max(0, self.element_bytes * self.stage.widest - (earlier_gradient_bytes if self.stays_gathered else 0))
+
+    def prefetched(self, visit: LayerVisit | None) -> int:
+        if self.zero < 3 or (visit is not None and visit.is_first):
+            return 0
+        return self.element_bytes * (self.stage.widest if visit is None else visit.own_weights)
+
+    def previous_reduction(self, visit: LayerVisit | None) -> int:
+        is_first_reduction = visit is not None and visit.is_last
+        return 0 if is_first_reduction or self.sums_whole else self.reduced_bytes * self.stage.widest
+
+    def shards(self, weights: int) -> int:
+        """Reduced gradients of so many weights."""
+        return self.reduced_bytes * weights // self.ranks
+
+
+def working_weights(
+    layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int
+) -> WholeWeights:
+    """Of a rank that has `micro_batches` a step."""
+    if not layout.zero:
+        return WholeWeights(stage=stage, is_fp8=levers.matmul != "native")
+    return ShardedWeights(
+        stage=stage,
+        zero=layout.zero,
+        ranks=states.ranks,
+        element_bytes=states.element_bytes,
+        reduced_bytes=states.kept_gradient_bytes,
+        stays_gathered=layout.zero < 3 and micro_batches > 1,
+        sums_whole=layout.zero == 1 and micro_batches > 1,
+    )

@@ -1,0 +1,90 @@
+"""Traffic of data ranks: gathered weights and reduced gradients, one collective per layer (parallel/data.py's table).
+
+| stage | a step gathers | and reduces | hidden behind |
+|---|---|---|---|
+| DDP | nothing | all-reduces 16-bit gradients once | the last backward |
+| DDP of a pipeline | nothing | the same, after its last micro-batch | nothing |
+| ZeRO-1 | weights once | gradients once, as float32 | forward; the last backward |
+| ZeRO-2 | weights once | gradients with every micro-batch | forward; each backward |
+| ZeRO-3 | weights twice with every micro-batch | gradients with every micro-batch | each forward and backward |
+
+FSDP2 copies what it has gathered into weights on the stream that computes (`unpack_s`), and gradients, widened, into
+the buffer that it reduces (`pack_s`). ZeRO-3 keeps the root (embedding and head) gathered between the passes.
+Groups that each hold a copy (`shard_inside`) add up their shards once a step; nothing is taken to hide that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.groups import Group
+from tightfit.plan.seconds.overlap import exposed_s
+from tightfit.plan.seconds.parameters import RankParams
+
+MakeGroup = Callable[[int, int], Group]
+"""From a stride and a size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTraffic:
+    """Seconds of one pass over all parameters of a rank."""
+
+    gather_s: float
+    reduce_s: float
+    all_reduce_s: float
+    unpack_s: float
+    """Seconds to copy gathered weights out of the all-gather buffer (compute stream)."""
+    pack_s: float
+    """Seconds to cast gradients to fp32 into the reduce-scatter buffer (communication stream)."""
+    between_copies_s: float
+    root_share: float
+    calls: int
+
+    def step_s(self, layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float) -> float:
+        """Exposed seconds of a step whose micro-batches take `forward_s` and `backward_s`."""
+        if layout.data * layout.context == 1:
+            return 0.0
+        if layout.zero == 0:
+            return self.all_reduce_s if layout.pipeline > 1 else exposed_s(self.all_reduce_s, backward_s, self.calls)
+        gathered_s = exposed_s(self.gather_s, forward_s, self.calls)
+        reduced_s = self.pack_s + exposed_s(self.reduce_s, backward_s, self.calls)
+        if layout.zero < 3:
+            reductions = 1 if layout.zero == 1 else micro_batches
+            return gathered_s + self.unpack_s + reductions * reduced_s + self.between_copies_s
+        again = 1 - self.root_share
+        both_s = exposed_s(again * self.gather_s + self.reduce_s, backward_s, self.calls)
+        each_s = gathered_s + both_s + (1 + again) * self.unpack_s + self.pack_s
+        return micro_batches * each_s + self.between_copies_s
+
+
+def data_traffic(
+    group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
+) -> DataTraffic:
+    """Of a rank with `layers` layers, on a card that copies `bytes_s`."""
+    shards = layout.data * layout.context // layout.copies
+    dense_group = group(layout.tensor, shards)
+    expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
+    copies_group = group(layout.tensor * layout.context * max(1, layout.shard_inside), layout.copies)
+    calls = layers + 1
+    weight_bytes = workload.weight_bytes
+    reduced_bytes = 4 if workload.has_masters else weight_bytes
+
+    def gathered_s(bytes_each: int) -> float:
+        dense_s = dense_group.all_gather_s(params.dense * bytes_each / calls)
+        experts_s = expert_group.all_gather_s(params.experts * bytes_each / calls) if params.experts else 0.0
+        return calls * (dense_s + experts_s)
+
+    summed_s = dense_group.all_reduce_s(params.dense * weight_bytes / calls)
+    summed_s += expert_group.all_reduce_s(params.experts * weight_bytes / calls) if params.experts else 0.0
+    byte_each_s = params.held / bytes_s
+    return DataTraffic(
+        gather_s=gathered_s(weight_bytes),
+        reduce_s=gathered_s(reduced_bytes),
+        all_reduce_s=calls * summed_s,
+        unpack_s=2 * weight_bytes * byte_each_s,
+        pack_s=(weight_bytes + reduced_bytes) * byte_each_s,
+        between_copies_s=copies_group.all_reduce_s(params.owned * reduced_bytes),
+        root_share=params.root_share,
+        calls=calls,
+    )

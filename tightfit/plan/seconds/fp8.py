@@ -1,0 +1,53 @@
+"""fp8: what products of 8-bit codes save, and what making the codes costs (kernels/fp8_codes.py, fp8_mlp.py).
+
+| codes of | numbers a token | bytes a number, scaled per tensor | per row |
+|---|---|---|---|
+| the inputs of projections and of the MLP, of attention's output | 2 H + Q | 6: read twice, written twice | 3 |
+| the gated product, whose largest is known | F | 3, and in backward transposed 3 | 3 |
+| gradients of all these products' results | 2 H + Q + 2 K | 6 | 3 |
+| gradients of gate and up, whose largest are known | 2 F | 4 | 3 |
+| weights, both ways | – | 6 | 8: columns are read twice |
+
+With a scale per row the weights' gradients stay products in bf16. One more pass adds up the MLP's two input gradients.
+"""
+
+from tightfit.hardware.efficiency import Efficiency
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.levers import Levers
+from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.layer import LayerTime
+from tightfit.plan.seconds.products import mlp_columns
+
+SUM_BYTES = 6
+
+
+def fp8_more_s(
+    machine: Machine, efficiency: Efficiency, spec: ModelSpec, levers: Levers, layer: LayerTime, tensor: int
+) -> tuple[float, float]:
+    """What it changes of one layer's forward and backward, on a card that has such products; mostly below zero."""
+    peaks = machine.accelerator.rates
+    if levers.matmul == "native" or not peaks.fp8 or not peaks.bf16:
+        return 0.0, 0.0
+    per_row = levers.matmul == "fp8-row"
+    bytes_s = machine.accelerator.bandwidth_gb_s * 1e9 * efficiency.bandwidth
+    bf16_flops = peaks.bf16 * efficiency.narrow.products
+    fp8_flops = peaks.fp8 * (efficiency.fp8_row if per_row else efficiency.fp8_tensor)
+    saved_share = 1 - bf16_flops / fp8_flops
+    weight_gradients_saved = 0.0 if per_row else 1 - bf16_flops / (peaks.fp8 * efficiency.fp8_tensor_wide)
+    forward_bytes, backward_bytes = _coded_bytes(spec, mlp_columns(spec) / tensor, layer.tokens, per_row=per_row)
+    codes_bytes_s = bytes_s * efficiency.codes
+    sum_s = SUM_BYTES * layer.tokens * spec.hidden_size / bytes_s
+    products_s = layer.products.forward_s
+    forward_s = forward_bytes / codes_bytes_s - saved_share * products_s
+    return forward_s, backward_bytes / codes_bytes_s + sum_s - (saved_share + weight_gradients_saved) * products_s
+
+
+def _coded_bytes(spec: ModelSpec, columns: float, tokens: float, *, per_row: bool) -> tuple[float, float]:
+    """Read and written in forward and backward, as the table above has them."""
+    hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
+    unknown, known = (3, 3) if per_row else (6, 4)
+    weights = hidden * (2 * query + 2 * kv) + 3 * hidden * columns
+    forward = tokens * (unknown * (2 * hidden + query) + 3 * columns) + (8 if per_row else 6) * weights
+    transposed = 0 if per_row else 3
+    backward = tokens * (unknown * (2 * hidden + query + 2 * kv) + (2 * known + transposed) * columns)
+    return forward, backward

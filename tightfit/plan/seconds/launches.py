@@ -1,0 +1,63 @@
+"""Launches: what the host needs to launch a micro-batch's kernels and the update's (hardware/launches.py).
+
+Levers are taken to add up: what checkpointing adds to a layer's launches is paid by layers that are computed again,
+what fp8 adds by all. Tiles' share is linear in their number, with what they add beside checkpointing measured apart.
+Layers of other families launch a few kernels more or fewer; routed ones many more, which is not counted.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from tightfit.hardware.launches import CHUNK_WEIGHTS, FURTHER_CHUNK_MS, LAYER, REST, UPDATE_MS, UPDATE_REST_MS, Launch
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.plan.seconds.recompute import Recompute
+
+PLAIN = LAYER[""]
+RECOMPUTED = {
+    "nothing": LAYER["checkpoint_every=1"],
+    "attention": LAYER["checkpoint_every=1 checkpoint_keep=attention"],
+    "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
+}
+LAYER_MATRICES = 7
+
+
+def launch_s(levers: Levers, recompute: Recompute, layers: int) -> tuple[float, float]:
+    """Host seconds of forward and backward of one micro-batch through `layers` layers."""
+    forward_ms, backward_ms = PLAIN if levers.tiles == 1 else _tiled(levers.tiles)
+    for share, more, base in _additions(levers, recompute):
+        forward_ms += share * (more.forward_ms - base.forward_ms)
+        backward_ms += share * (more.backward_ms - base.backward_ms)
+    return 1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms)
+
+
+def _additions(levers: Levers, recompute: Recompute) -> Iterator[tuple[float, Launch, Launch]]:
+    """Share of layers that pay what one measurement has beyond another."""
+    for level, share in recompute.shares:
+        if levers.tiles > 1:
+            yield share, LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"]
+        else:
+            yield share, RECOMPUTED[level], PLAIN
+    if levers.matmul != "native":
+        yield 1.0, LAYER[f"matmul={levers.matmul}"], PLAIN
+    if levers.update_in_backward:
+        yield 1.0, LAYER["update_in_backward=true"], PLAIN
+    if levers.offload != "none":
+        yield 1.0, LAYER["offload=optimizer"], PLAIN
+
+
+@lru_cache
+def _tiled(tiles: int) -> Launch:
+    """On the line through two and eight tiles."""
+    few, many = LAYER["tiles=2"], LAYER["tiles=8"]
+    return Launch(*(a + (b - a) * (tiles - 2) / 6 for a, b in zip(few, many, strict=True)))
+
+
+def update_launch_s(levers: Levers, *, wide: bool, layers: int, layer_params: float, ends: float) -> float:
+    """Host seconds of the update that follows backward, of `layers` layers and of `ends` weights beside them."""
+    name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
+    further_chunks = 0.0
+    if state_format(levers, wide=wide) == "factored":
+        name = "optimizer_states=factored"
+        further_chunks = max(0.0, (layers * layer_params + ends) / CHUNK_WEIGHTS - LAYER_MATRICES * layers)
+    return 1e-3 * (UPDATE_REST_MS + layers * UPDATE_MS[name] + further_chunks * FURTHER_CHUNK_MS)

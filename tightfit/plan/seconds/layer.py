@@ -1,0 +1,63 @@
+"""LayerTime: how long one micro-batch takes in one layer and in the head, split over tensor and context ranks."""
+
+from dataclasses import dataclass
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.attention import Attention, layer_attention
+from tightfit.plan.seconds.elementwise import Elementwise, layer_elementwise
+from tightfit.plan.seconds.products import Products, head_forward_s, layer_products
+from tightfit.plan.seconds.rates import Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """Seconds of one micro-batch on one rank."""
+
+    tokens: float
+    products: Products
+    attention: Attention
+    elementwise: Elementwise
+    head_forward_s: float
+
+    @property
+    def forward_s(self) -> float:
+        """One layer."""
+        return self.products.forward_s + self.attention.forward_s + self.elementwise.forward_s
+
+    @property
+    def backward_s(self) -> float:
+        """One layer: two products for each of forward's."""
+        return 2 * self.products.forward_s + self.attention.backward_s + self.elementwise.backward_s
+
+    @property
+    def head_backward_s(self) -> float:
+        """The output projection with the fused loss, which makes the gradient of logits a chunk at a time."""
+        return 2 * self.head_forward_s + self.elementwise.fused_loss_s
+
+
+def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
+    """One micro-batch of `layout`."""
+    spec, tensor = workload.spec, layout.tensor
+    tokens = layout.micro_batch * workload.sequence_length / layout.context
+    return LayerTime(
+        tokens=tokens,
+        products=layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
+        attention=layer_attention(
+            spec,
+            rates,
+            rows=layout.micro_batch,
+            sequence_length=workload.sequence_length,
+            tensor=tensor,
+            context=layout.context,
+        ),
+        elementwise=layer_elementwise(
+            spec,
+            rates,
+            tokens=tokens,
+            tensor=tensor,
+            sequence_parallel=layout.sequence_parallel,
+            number_bytes=workload.weight_bytes,
+        ),
+        head_forward_s=head_forward_s(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
+    )

@@ -1,0 +1,118 @@
+"""Offload: copies over the host link that compute does not hide, in the order they are made.
+
+    forward     weights come, checkpoints go; updates that were put off (`late`) pass
+    backward    weights and checkpoints come; states pass as their gradients come, but for the late ones
+    after it    what waits in line still, and the embedding, whose gradient is the last: the next forward pass begins
+                with it, so nothing hides these
+
+Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
+whose states nothing hides. States pass both ways at once, each slower than one way alone (benchmarks/calibrate.py).
+This is a run of many steps: where each step is waited for by itself, nothing is hidden behind the next forward pass.
+"""
+
+from dataclasses import dataclass
+
+from tightfit.hardware.efficiency import Efficiency
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import moment_bytes, state_format
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.states import IN_FLIGHT_BYTES, kept_weights
+from tightfit.plan.seconds.parameters import RankParams
+
+WIDE_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadTime:
+    """Of one rank's host link."""
+
+    workload: Workload
+    machine: Machine
+    layout: Layout
+    efficiency: Efficiency
+    params: RankParams
+    micro_batches: int
+
+    def step_s(self, levers: Levers, *, checkpoint_bytes: float, forward_s: float, backward_s: float) -> float:
+        """Exposed seconds of a step; each micro-batch offloads `checkpoint_bytes` and has so much to hide them."""
+        sent_bytes = checkpoint_bytes
+        if levers.checkpoint_host_bytes is not None:
+            sent_bytes = min(checkpoint_bytes, levers.checkpoint_host_bytes)
+        checkpoints_s = sent_bytes / self._one_way_bytes_s if levers.offload_checkpoints else 0.0
+        weights_s = self._weights_s(levers)
+        forward_left_s = max(0.0, max(checkpoints_s, weights_s) - forward_s)
+        backward_left_s = max(0.0, checkpoints_s + weights_s - backward_s)
+        if levers.offload == "none":
+            return self.micro_batches * (forward_left_s + backward_left_s)
+        passing = self._states(levers)
+        with_states_s = (
+            max(0.0, max(checkpoints_s, weights_s + passing.forward_s) - forward_s)
+            + max(0.0, checkpoints_s + weights_s + passing.backward_s - backward_s)
+            + passing.after_s
+        )
+        return (self.micro_batches - 1) * (forward_left_s + backward_left_s) + with_states_s
+
+    @property
+    def _one_way_bytes_s(self) -> float:
+        return self.machine.accelerator.host.copy_bytes_s
+
+    def _weights_s(self, levers: Levers) -> float:
+        """Seconds to fetch the layers' weights once."""
+        if levers.offload != "weights":
+            return 0.0
+        each_bytes = WIDE_BYTES if self.workload.has_masters else self.workload.weight_bytes
+        layers = self.params.owned - self.params.owned_ends
+        return min(self._away(levers), layers) * each_bytes / self._one_way_bytes_s
+
+    def _states(self, levers: Levers) -> "_StateTraffic":
+        """When the states of weights that are away pass."""
+        away = self._away(levers)
+        kept = self.params.owned - away  # the vocabulary's matrices are kept first
+        embedding = max(0.0, self.params.owned_embedding - kept)
+        each_s = self._states_s(levers, away) / max(1.0, away)
+        if not levers.update_in_backward:
+            after = min(away, embedding)
+            return _StateTraffic(forward_s=max(0.0, away - embedding) * each_s, backward_s=0.0, after_s=after * each_s)
+        waiting_bytes = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
+        late = min(away, waiting_bytes / self.workload.weight_bytes)
+        after = min(away - late, embedding)
+        return _StateTraffic(forward_s=late * each_s, backward_s=(away - late - after) * each_s, after_s=after * each_s)
+
+    def _states_s(self, levers: Levers, away: float) -> float:
+        """Link seconds of a step's states both ways, or the time the host takes where it updates them."""
+        both_ways_bytes_s = self._one_way_bytes_s * self.efficiency.link_both_ways
+        on_gpu_s = away * self._passing_bytes(levers) / both_ways_bytes_s
+        wide = self.workload.has_masters and state_format(levers, wide=True) == "fp32"
+        if levers.offload_update == "gpu" or not wide:
+            return on_gpu_s
+        ranks_on_host = min(self.machine.per_node, self.layout.ranks)
+        host_adam_s = away * ranks_on_host / self.efficiency.host_adam_params_s
+        on_host_s = max(away * WIDE_BYTES / self._one_way_bytes_s, host_adam_s)
+        return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
+
+    def _passing_bytes(self, levers: Levers) -> float:
+        """Of one weight, each way: moments, and the master or a weight that is away as well."""
+        workload = self.workload
+        updated = WIDE_BYTES if workload.has_masters else workload.weight_bytes if levers.offload == "weights" else 0
+        return moment_bytes(levers, wide=workload.updates_wide) + updated
+
+    def _away(self, levers: Levers) -> float:
+        """This rank's weights whose states are on the host."""
+        owned, workload = self.params.owned, self.workload
+        if not levers.offload_keep_bytes:
+            return owned
+        kept_bytes = moment_bytes(levers, wide=workload.updates_wide)
+        kept_bytes += WIDE_BYTES if workload.has_masters else 0
+        kept_bytes += workload.weight_bytes if levers.offload == "weights" else 0
+        return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StateTraffic:
+    """Link seconds of the states that pass beside forward and backward, and after it."""
+
+    forward_s: float
+    backward_s: float
+    after_s: float

@@ -1,0 +1,86 @@
+"""The update on the card: bytes that AdamW and the adding of gradients move, and what kernels reach of a copy's rate.
+
+As train/optimizer.py goes about it. Gradients are read for their norm. Torch's AdamW beside masters wants them widened
+(read and written) and its result narrowed (read and written); it reads and writes gradients (scaled in it), what it
+updates, and both moments. Shards are masters already: nothing is widened or narrowed. Our kernels read gradients as
+they are, and write a narrow copy where there is one. The factored update is made of single operations, each of which
+reads and writes float32 numbers. States on the host are updated beside the link, which takes far longer. Updates inside
+backward move less than torch's, but take the slack with which the host is ahead of the card: counted as much.
+"""
+
+from tightfit.hardware.efficiency import Efficiency
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import moment_bytes, state_format
+from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.parameters import RankParams
+
+WIDE_BYTES = 4
+
+
+def update_s(
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+    params: RankParams,
+    efficiency: Efficiency,
+    *,
+    micro_batches: int,
+    bytes_s: float,
+) -> float:
+    """The card's seconds of adding up the gradients of a step's micro-batches, and of AdamW."""
+    summed_params = params.owned if layout.zero >= 2 else params.held
+    added_bytes = (micro_batches - 1) * summed_params * sum_bytes(workload, layout)
+    update_bytes = params.owned * moved_bytes(workload, layout, levers)
+    return (added_bytes + update_bytes / _reached(levers, efficiency, wide=workload.updates_wide)) / bytes_s
+
+
+def sum_bytes(workload: Workload, layout: Layout) -> int:
+    """Of one weight and further micro-batch: its gradient read, and added to the sum."""
+    return workload.weight_bytes + 2 * _gradient_bytes(workload, layout)
+
+
+def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
+    """Of one weight that a rank updates, its gradient's norm included."""
+    wide = workload.updates_wide
+    gradient = _gradient_bytes(workload, layout)
+    if levers.offload != "none":
+        return gradient
+    weight = workload.weight_bytes
+    updated = WIDE_BYTES if workload.has_masters else weight
+    has_copy = workload.has_masters and not layout.zero
+    moments = 2 * moment_bytes(levers, wide=wide)
+    if _counts_as_torch(levers, wide=wide):
+        widened_narrowed = 2 * (weight + WIDE_BYTES) if has_copy else 0
+        return gradient + widened_narrowed + 4 * updated + moments
+    moved = 2 * gradient + (weight if has_copy else 0) + 2 * updated + moments
+    if state_format(levers, wide=wide) == "factored":
+        moved += _between_operations_bytes(gradient, updated)
+    return moved
+
+
+def _gradient_bytes(workload: Workload, layout: Layout) -> int:
+    """FSDP2 reduces into float32 where there are masters."""
+    return WIDE_BYTES if workload.has_masters and layout.zero else workload.weight_bytes
+
+
+def _between_operations_bytes(gradient: int, updated: int) -> int:
+    """Of one weight, between the operations of levers/optimizer_states.py: what a single kernel would not move.
+
+    The gradient is read twice more, for norms of rows and columns; it is widened (w) and multiplied by the clipping
+    factor (rw); the first moment is widened (w), decayed (rw), added to (rwr) and narrowed (r); √v is made (w) and
+    finished in two steps (rw, rw); the weight is decayed (w) and changed (rwrr); what is written to the model, read.
+    """
+    wide_passes = 1 + 2 + 1 + 2 + 3 + 1 + 1 + 4 + 1 + 4 + 1
+    return 2 * gradient + wide_passes * WIDE_BYTES + (updated if updated == WIDE_BYTES else 0)
+
+
+def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
+    """What the update reaches of a copy's bandwidth."""
+    form = state_format(levers, wide=wide)
+    return dict(efficiency.updates).get(f"torch {form}" if _counts_as_torch(levers, wide=wide) else form, 1.0)
+
+
+def _counts_as_torch(levers: Levers, *, wide: bool) -> bool:
+    plain = levers.rounding == "nearest" and levers.offload == "none"
+    return plain and state_format(levers, wide=wide) == ("fp32" if wide else "bf16")

@@ -1,0 +1,80 @@
+"""Parameters: how many weights the fullest rank holds, and how many of them it owns after ZeRO has split them."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from tightfit.jobs.layout import Layout
+from tightfit.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParams:
+    """Of a whole model."""
+
+    layer: int
+    """One average layer without its experts."""
+    layer_experts: int
+    ends: int
+    """Embedding, head and last norm."""
+
+
+@cache
+def model_params(spec: ModelSpec) -> ModelParams:
+    """Counted as the spec counts them."""
+    experts = 0
+    if spec.experts is not None:
+        each_layer = spec.mlp_params(spec.experts.mlp_size) * spec.experts.count
+        experts = each_layer * sum(spec.is_routed(layer) for layer in range(spec.layers))
+    layers = sum(spec.layer_params(layer) for layer in range(spec.layers)) - experts
+    return ModelParams(
+        layer=layers // spec.layers,
+        layer_experts=experts // spec.layers,
+        ends=spec.embedding_params + spec.head_params + spec.norm_params,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParams:
+    """Of the fullest pipeline rank, after tensor and expert ranks have split them."""
+
+    dense: float
+    experts: float
+    root: float
+    """Of the dense ones, embedding and head: FSDP's root, which stays gathered between forward and backward."""
+    owned: float
+    """What is left to update after ZeRO."""
+    owned_embedding: float
+    owned_ends: float
+    """Of the owned ones, the embedding's, and those of embedding and head."""
+
+    @property
+    def held(self) -> float:
+        """All."""
+        return self.dense + self.experts
+
+    @property
+    def root_share(self) -> float:
+        """Of what is gathered."""
+        return self.root / self.held
+
+
+def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:
+    """Of a rank with `layers` layers; of a pipeline's ranks one has the embedding and another the head."""
+    model = model_params(spec)
+    either_end = max(spec.embedding_params, spec.vocab_size * spec.hidden_size)
+    ends = either_end if layout.pipeline > 1 else model.ends
+    dense = (model.layer * layers + ends) / layout.tensor
+    experts = model.layer_experts * layers / layout.tensor / layout.expert
+    shards = layout.data * layout.context // layout.copies if layout.zero else 1
+    expert_shards = max(1, shards // layout.expert) if layout.zero else 1
+    owned = dense / shards + experts / expert_shards
+    owned_share = owned / (dense + experts)
+    all_ends = model.ends / layout.tensor
+    return RankParams(
+        dense=dense,
+        experts=experts,
+        root=ends / layout.tensor,
+        owned=owned,
+        owned_embedding=all_ends / (1 if spec.tied else 2) * owned_share,
+        owned_ends=all_ends * owned_share,
+    )

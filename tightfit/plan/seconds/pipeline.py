@@ -1,0 +1,24 @@
+"""Bubble: the time pipeline ranks wait for each other, by schedule.
+
+K ranks, M micro-batches, F and B seconds forward and backward (recompute R belongs to B) of one micro-batch:
+
+    gpipe, 1f1b     (K−1)(F+B)        a share (K−1)/(K+M−1) of the step; one micro-batch is the naive pipeline, (K−1)/K
+    interleaved     (K−1)(F+B)/v      v stages of the model per rank (Narayanan et al. 2021)
+    zero-bubble     (K−1)(F+R)        weights' gradients fill the rest: T_F + T_B − T_W where T_B = T_W + R (ZB-H1,
+                                      Qi et al. 2023)
+"""
+
+from tightfit.jobs.layout import Layout
+
+
+def bubble_s(layout: Layout, *, forward_s: float, backward_s: float, recompute_s: float) -> float:
+    """Seconds a rank idles in one step; `backward_s` does not include `recompute_s`."""
+    others = layout.pipeline - 1
+    if layout.schedule == "zero-bubble":
+        return others * (forward_s + recompute_s)
+    return others * (forward_s + backward_s + recompute_s) / layout.stages_per_rank
+
+
+def bubble_share(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
+    """Share of a step that is bubble: (K−1)/(K−1+vM), which is (K−1)/(K+M−1) for v=1."""
+    return (ranks - 1) / (ranks - 1 + stages_per_rank * micro_batches)

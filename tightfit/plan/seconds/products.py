@@ -1,0 +1,116 @@
+"""Matrix products of a layer and of the output projection.
+
+    t = fixed + 2 m k n / rate        y [m, n] = x [m, k] Wᵀ
+
+Both constants are fitted to 72 products of 512 to 4096 columns (benchmarks/calibrate.py), which they meet within 6 % on
+average. The fixed part fills and empties the card: a third of the time of a product of 2048 tokens and 1024 columns,
+nothing of a large one. No product takes less than reading its weights. Backward has two for each.
+Tensor ranks split each evenly (Shoeybi et al. 2019). Experts' weights count as those a token goes through.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.rates import Rates
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`count` products of x [tokens, inputs] with weights [outputs, inputs]."""
+
+    inputs: float
+    outputs: float
+    count: int = 1
+
+    @property
+    def weights(self) -> float:
+        """Of all of them."""
+        return self.count * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Linears:
+    """The linear layers of one layer, averaged over those of a model."""
+
+    queries: Linear
+    keys_values: Linear
+    output: Linear
+    up: Linear
+    """And the gate, where there is one."""
+    down: Linear
+
+    @property
+    def weights(self) -> float:
+        """That multiply each token."""
+        return sum(each.weights for each in (self.queries, self.keys_values, self.output, self.up, self.down))
+
+
+@cache
+def layer_linears(spec: ModelSpec) -> Linears:
+    """Of the average layer of `spec`."""
+    hidden, columns = spec.hidden_size, mlp_columns(spec)
+    return Linears(
+        queries=Linear(hidden, spec.query_size),
+        keys_values=Linear(hidden, spec.kv_size, count=2),
+        output=Linear(spec.query_size, hidden),
+        up=Linear(hidden, columns, count=2 if spec.gated else 1),
+        down=Linear(columns, hidden),
+    )
+
+
+@cache
+def routed_share(spec: ModelSpec) -> float:
+    """Share of layers that route to experts."""
+    return sum(spec.is_routed(layer) for layer in range(spec.layers)) / spec.layers
+
+
+@cache
+def mlp_columns(spec: ModelSpec) -> float:
+    """MLP columns that one token passes through, averaged over the layers."""
+    if spec.experts is None:
+        return spec.mlp_size
+    active = spec.experts.per_token * spec.experts.mlp_size + spec.experts.shared_size
+    return routed_share(spec) * active + (1 - routed_share(spec)) * spec.mlp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Seconds of a layer's products, forward, for one micro-batch on one rank."""
+
+    qkv_s: float
+    output_s: float
+    up_s: float
+    down_s: float
+    weights_once_s: float
+    """Reading all weights of the layer once."""
+
+    @property
+    def forward_s(self) -> float:
+        """All of them."""
+        return self.qkv_s + self.output_s + self.up_s + self.down_s
+
+
+def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> Products:
+    """Of `tokens` tokens on one of `tensor` ranks."""
+    linears = layer_linears(spec)
+
+    def seconds(linear: Linear) -> float:
+        weights = linear.weights / tensor
+        multiplied_s = 2 * tokens * weights / rates.product_flop_s
+        read_s = weights * weight_bytes / rates.bytes_s
+        return linear.count * rates.product_fixed_s + max(multiplied_s, read_s)
+
+    return Products(
+        qkv_s=seconds(linears.queries) + seconds(linears.keys_values),
+        output_s=seconds(linears.output),
+        up_s=seconds(linears.up),
+        down_s=seconds(linears.down),
+        weights_once_s=linears.weights / tensor * weight_bytes / rates.bytes_s,
+    )
+
+
+def head_forward_s(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> float:
+    """The output projection, forward."""
+    weights = spec.vocab_size * spec.hidden_size / tensor
+    return max(2 * weights * tokens / rates.head_flop_s, weights * weight_bytes / rates.bytes_s)

@@ -1,0 +1,66 @@
+"""Recompute: forward computed again in backward, for layers that kept too little (levers/checkpointing.py).
+
+keeps nothing     all but the layer's last product, where nothing needs its result (kernels/recomputation.py)
+keeps attention   the same without attention
+keeps matmuls     norms and rope, and the gate where the last product is not skipped
+in tiles          what comes before attention; the rest is computed again by tiles anyway (tiles.py)
+"""
+
+import math
+from dataclasses import dataclass
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.keeping import Level, is_checkpointed, layer_levels
+from tightfit.memory.formulas.share import share_of
+from tightfit.plan.seconds.layer import LayerTime
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Of one micro-batch on the slowest pipeline rank."""
+
+    seconds: float
+    shares: tuple[tuple[Level, float], ...]
+    """What recomputed layers keep, and the share of all layers that does."""
+
+    @property
+    def share(self) -> float:
+        """Of layers that are computed again."""
+        return sum(share for _, share in self.shares)
+
+
+NONE = Recompute(0.0, ())
+
+
+def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTime, layers: int) -> Recompute:
+    """Of `layers` layers."""
+    if not is_checkpointed(levers):
+        return NONE
+    shares = _shares(workload, layout, levers, layers)
+    # A gated MLP without norms or experts behind it hands its last product on: nobody needs it again.
+    spec = workload.spec
+    plain = spec.gated and not spec.sandwich_norms and spec.experts is None and layout.tensor == 1
+    tiled = levers.tiles > 1
+    seconds = sum(share * _layer_s(layer, level, tiled=tiled, skips_last=tiled or plain) for level, share in shares)
+    return Recompute(layers * seconds, shares)
+
+
+def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> tuple[tuple[Level, float], ...]:
+    if levers.checkpoint_budget_bytes is None and not levers.num_checkpoints:
+        return ((levers.checkpoint_keep, math.ceil(layers / levers.checkpoint_every) / layers),)
+    levels = layer_levels(workload.spec, levers, share_of(workload, layout, levers), 0, layers)
+    return tuple((level, levels.count(level) / len(levels)) for level in sorted(set(levels) - {"everything"}))
+
+
+def _layer_s(layer: LayerTime, level: Level, *, tiled: bool, skips_last: bool) -> float:
+    """Of one layer that keeps `level`."""
+    products, elementwise = layer.products, layer.elementwise
+    passes_s = elementwise.norms_s + elementwise.rope_s + (0.0 if skips_last else elementwise.gate_s)
+    if level == "matmuls":
+        return passes_s
+    products_s = products.qkv_s
+    if not tiled:
+        products_s += products.output_s + products.up_s + (0.0 if skips_last else products.down_s)
+    return products_s + passes_s + (layer.attention.forward_s if level == "nothing" else 0.0)

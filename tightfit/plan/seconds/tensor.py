@@ -1,0 +1,91 @@
+"""Traffic of tensor ranks: the collectives of a micro-batch, each over tokens × hidden size (parallel/tensor.py).
+
+With the residual stream whole on every rank, a block's end is an all-reduce in forward, its beginning one in backward;
+the embedding and the hidden states of the loss add one each. Split by tokens (sequence parallelism), each all-reduce
+becomes a reduce-scatter and an all-gather, and backward gathers once more what each block took in. A recomputed layer
+repeats its forward: without the last all-reduce, which nothing in backward needs, and gathering only once.
+A tensor rank sends (t − 1)/t of a gather's or a scatter's elements, and twice that of an all-reduce's.
+Not counted: the loss gathers four numbers per row from each rank, and once a step the gradients of norms are summed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightfit.jobs.layout import Layout
+from tightfit.plan.seconds.groups import Group
+
+
+@dataclass(frozen=True)
+class TensorCalls:
+    """Collectives over tokens × hidden size of one micro-batch."""
+
+    all_reduces: int = 0
+    all_gathers: int = 0
+    reduce_scatters: int = 0
+
+    def plus(self, other: "TensorCalls") -> "TensorCalls":
+        """Both."""
+        return TensorCalls(
+            all_reduces=self.all_reduces + other.all_reduces,
+            all_gathers=self.all_gathers + other.all_gathers,
+            reduce_scatters=self.reduce_scatters + other.reduce_scatters,
+        )
+
+    def sent_elements(self, payload: int, ranks: int) -> float:
+        """What a rank sends, where each collective is over `payload` elements."""
+        return (2 * self.all_reduces + self.all_gathers + self.reduce_scatters) * payload * (ranks - 1) / ranks
+
+
+def forward_calls(layers: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
+    """Of a forward pass through `layers`; `ends` is 1 for the embedding and the loss together, 0 without them."""
+    pairs = 2 * layers + ends
+    return TensorCalls(all_gathers=pairs, reduce_scatters=pairs) if sequence_parallel else TensorCalls(pairs)
+
+
+def backward_calls(layers: int, recomputed: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
+    """Of the backward pass, in which `recomputed` of the layers are run again and the others gather again."""
+    made = forward_calls(layers, sequence_parallel=sequence_parallel, ends=ends)
+    again = recompute_calls(recomputed, sequence_parallel=sequence_parallel)
+    return made.plus(again).plus(regather_calls(layers - recomputed, sequence_parallel=sequence_parallel))
+
+
+def recompute_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:
+    """Of computing layers again."""
+    twice = 2 * layers
+    return TensorCalls(all_gathers=twice, reduce_scatters=twice) if sequence_parallel else TensorCalls(layers)
+
+
+def regather_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:
+    """Of bringing back what the blocks of layers took in: a block ahead of backward, which hides them."""
+    return TensorCalls(all_gathers=2 * layers if sequence_parallel else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorTraffic:
+    """Seconds of one micro-batch on the pipeline rank with most layers."""
+
+    one_way_s: float
+    """Of forward, and as much of backward."""
+    recompute_s: float
+    """Of computing all layers again."""
+    regather_s: float
+    """Of gathering all layers' inputs again, behind backward."""
+
+
+def tensor_traffic(group: Group, layout: Layout, layer_counts: Sequence[int], hidden_bytes: float) -> TensorTraffic:
+    """Of the rank with most of `layer_counts`, whose collectives are over `hidden_bytes` each."""
+    layers, split = max(layer_counts), layout.sequence_parallel
+    reduce_s, gather_s = group.all_reduce_s(hidden_bytes), group.all_gather_s(hidden_bytes)
+
+    def seconds(calls: TensorCalls) -> float:
+        return calls.all_reduces * reduce_s + (calls.all_gathers + calls.reduce_scatters) * gather_s
+
+    inside_s = seconds(forward_calls(layers, sequence_parallel=split, ends=0))
+    both_ends_s = seconds(forward_calls(0, sequence_parallel=split))
+    has_an_end = layers in (layer_counts[0], layer_counts[-1])  # balanced cuts may leave the slowest rank neither
+    ends = 1.0 if layout.pipeline == 1 else 0.5 * has_an_end
+    return TensorTraffic(
+        one_way_s=inside_s + ends * both_ends_s,
+        recompute_s=seconds(recompute_calls(layers, sequence_parallel=split)),
+        regather_s=seconds(regather_calls(layers, sequence_parallel=split)),
+    )

@@ -1,0 +1,90 @@
+"""Beam search on top of the engine: every step each beam is a request for one token, with the likeliest at its place.
+
+The prefix cache makes that cheap: all but the last positions of a beam are found in blocks that its parent filled. A
+hypothesis that ends is scored by its summed log probability divided by (its tokens)^`length_penalty`; the search is
+over when no running beam can beat the worst of `width` finished ones at its present length, as in `transformers`.
+"""
+
+from dataclasses import dataclass, field
+
+from tightfit.errors import UserError
+from tightfit.serve.request import Answer, Request
+from tightfit.serve.sampling import MOST_LOGPROBS, Sampling
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """The tokens of an answer and the sum of their log probabilities."""
+
+    tokens: tuple[int, ...] = ()
+    logprob: float = 0.0
+
+
+@dataclass
+class BeamSearch:
+    """A search of `width` beams after `prompt`: ask `requests`, run them, `take` their answers, until `is_over`."""
+
+    id: str
+    prompt: list[int]
+    width: int
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    length_penalty: float = 1.0
+    beams: list[Hypothesis] = field(default_factory=lambda: [Hypothesis()])
+    finished: list[Hypothesis] = field(default_factory=list)
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MOST_LOGPROBS // 2:
+            raise UserError(f"beams is {self.width}; it must lie between 1 and {MOST_LOGPROBS // 2}")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing better can come."""
+        if self.length >= self.max_tokens or not self.beams:
+            return True
+        if len(self.finished) < self.width:
+            return False
+        worst = min(self._score(each) for each in self.finished)
+        return max(beam.logprob for beam in self.beams) / self.length**self.length_penalty <= worst
+
+    @property
+    def best(self) -> list[Hypothesis]:
+        """Up to `width` answers, the best first."""
+        found = sorted(self.finished + (self.beams if self._may_run_out else []), key=self._score, reverse=True)
+        return found[: self.width]
+
+    @property
+    def _may_run_out(self) -> bool:
+        return self.length >= self.max_tokens or len(self.finished) < self.width
+
+    def requests(self) -> list[Request]:
+        """One token more for every beam."""
+        sampling = Sampling(max_tokens=1, temperature=0, logprobs=2 * self.width, seed=0)
+        return [
+            Request(id=f"{self.id}/{self.length}/{i}", prompt=[*self.prompt, *beam.tokens], sampling=sampling)
+            for i, beam in enumerate(self.beams)
+        ]
+
+    def take(self, answers: list[Answer]) -> None:
+        """The answers to the last `requests`, in their order."""
+        candidates = [
+            Hypothesis((*beam.tokens, token), beam.logprob + logprob)
+            for beam, answer in zip(self.beams, answers, strict=True)
+            for token, logprob in answer.chances[0].top
+        ]
+        candidates.sort(key=lambda each: each.logprob, reverse=True)
+        self.length += 1
+        self.beams = []
+        for rank, candidate in enumerate(candidates[: 2 * self.width]):
+            if candidate.tokens[-1] in self.stop_ids:
+                if rank < self.width:
+                    self._keep(candidate)
+            elif len(self.beams) < self.width:
+                self.beams.append(candidate)
+
+    def _keep(self, candidate: Hypothesis) -> None:
+        self.finished = sorted([*self.finished, candidate], key=self._score, reverse=True)[: self.width]
+
+    def _score(self, each: Hypothesis) -> float:
+        return each.logprob / max(1, len(each.tokens)) ** self.length_penalty

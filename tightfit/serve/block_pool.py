@@ -1,0 +1,102 @@
+"""The blocks of the paged key/value cache: who holds which, and which still hold a prefix worth finding again.
+
+A block is a page of `block_size` positions (PagedAttention, Kwon et al. 2023). Every holder counts once; a block
+without holders is free, but keeps its contents until it is taken: the least recently freed is taken first, so that
+prefixes in use survive longest. A full block is known by a hash of its tokens and of all blocks before it, so equal
+prefixes of different requests meet in one block. Only full blocks are shared, and full blocks are never written again.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+Digest = bytes
+ROOT: Digest = b""
+
+
+def block_digest(before: Digest, tokens: Sequence[int]) -> Digest:
+    """The name of a full block: of its tokens, at their place after the block named `before`."""
+    return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class BlockPool:
+    """Counts holders of `size` blocks, and finds full blocks by their digest."""
+
+    def __init__(self, size: int, block_size: int) -> None:
+        assert size >= 1
+        assert block_size >= 1
+        self.size, self.block_size = size, block_size
+        self._holders = [0] * size
+        self._free = dict.fromkeys(range(size))  # in the order in which they will be taken
+        self._digest_of: dict[int, Digest] = {}
+        self._block_of: dict[Digest, int] = {}
+
+    @property
+    def free(self) -> int:
+        """How many blocks can be taken."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """How many blocks somebody holds."""
+        return self.size - len(self._free)
+
+    def blocks_for(self, positions: int) -> int:
+        """How many blocks hold that many positions."""
+        return -(-positions // self.block_size)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks of one's own; what they held is forgotten."""
+        assert count <= self.free, f"asked for {count} blocks of {self.free}"
+        taken = []
+        for _ in range(count):
+            block = next(iter(self._free))
+            del self._free[block]
+            self._forget(block)
+            self._holders[block] = 1
+            taken.append(block)
+        return taken
+
+    def find(self, digests: Iterable[Digest]) -> list[int]:
+        """The blocks of the longest prefix of `digests` that is still here; nobody holds them more for that."""
+        found = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def free_among(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` nobody holds: holding them makes the pool smaller by that."""
+        return sum(block in self._free for block in blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder for each."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                del self._free[block]
+            self._holders[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less. Later blocks of a prefix become free before earlier ones, which more requests share."""
+        for block in reversed(list(blocks)):
+            assert self._holders[block] > 0, f"block {block} released more often than held"
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free[block] = None
+
+    def remember(self, block: int, digest: Digest) -> None:
+        """Say that `block`, which is full, can be found by `digest`; the first block of that name stays the one."""
+        if digest not in self._block_of and block not in self._digest_of:
+            self._digest_of[block], self._block_of[digest] = digest, block
+
+    def forget_all(self) -> None:
+        """Nothing can be found again."""
+        self._digest_of.clear()
+        self._block_of.clear()
+
+    def _forget(self, block: int) -> None:
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]

@@ -1,0 +1,103 @@
+"""How many blocks the cache gets: decided before anything runs, from what is free once the weights are there.
+
+    blocks = (free bytes · share − activations and logits of the largest step) / bytes of one block in all layers
+
+On a GPU what is free is what the driver says; elsewhere it is the host's available memory, of which a server takes a
+quarter at most. More blocks than all sequences at full length could use are never taken.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.memory.formulas.layer import layer_cost
+from tightfit.memory.formulas.serving import cache_bytes_per_token
+from tightfit.memory.formulas.share import Share
+from tightfit.models.decoder import Decoder
+from tightfit.models.spec import ModelSpec
+from tightfit.serve.config import EngineConfig
+
+HOST_SHARE = 0.25
+WIDE = 4
+GRAPH_BYTES = 512 * 2**20
+"""Kept for captured graphs, their buffers and the matrix library's workspace on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What was decided, and the bytes it was decided from."""
+
+    blocks: int
+    max_length: int
+    weight_bytes: int
+    step_bytes: int
+    cache_bytes: int
+    free_bytes: int
+
+    def describe(self, block_size: int) -> str:
+        """One line for the user."""
+        weights, step, cache, free = (
+            f"{value / 2**20:,.0f} MiB"
+            for value in (self.weight_bytes, self.step_bytes, self.cache_bytes, self.free_bytes)
+        )
+        return (
+            f"weights {weights}; cache {cache} = {self.blocks} blocks of {block_size} tokens; "
+            f"largest step {step}; {free} were free; requests up to {self.max_length} tokens"
+        )
+
+
+def decide_budget(model: Decoder, config: EngineConfig, draft: Decoder | None = None) -> Budget:
+    """The budget of an engine of `config` for a model whose weights are on their device already."""
+    spec, weight = model.spec, model.embed.weight
+    per_block = config.block_size * _token_bytes(spec, weight.element_size())
+    if draft is not None:
+        per_block += config.block_size * _token_bytes(draft.spec, draft.embed.weight.element_size())
+    longest = min(config.max_length or spec.max_positions, spec.max_positions)
+    step_bytes = step_activation_bytes(spec, config, weight.element_size())
+    free = free_bytes(weight.device)
+    useful = config.max_sequences * -(-longest // config.block_size)
+    room = _room(config, weight.device, free, step_bytes)
+    blocks = min(room // per_block, useful)
+    if blocks < 1:
+        raise UserError(
+            f"the cache has {room / 2**20:,.0f} MiB, but one block takes {per_block / 2**20:,.2f} MiB; "
+            "free memory, or give a smaller step_tokens"
+        )
+    return Budget(
+        blocks=blocks,
+        max_length=min(longest, blocks * config.block_size),
+        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        step_bytes=step_bytes,
+        cache_bytes=blocks * per_block,
+        free_bytes=free,
+    )
+
+
+def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
+    """The largest step: one layer's working set over its tokens, and the logits of all sequences in float32."""
+    working = layer_cost(spec, spec.layers - 1, Share(1, config.step_tokens, element_bytes)).forward_working
+    rows = config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
+    return working + 3 * WIDE * rows * spec.vocab_size
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated where the model is."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return found[0] if found else 2**31
+
+
+def _room(config: EngineConfig, device: torch.device, free: int, step_bytes: int) -> int:
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if device.type == "cuda":
+        return int(free * config.memory_share) - step_bytes - GRAPH_BYTES
+    return int(free * config.memory_share * HOST_SHARE) - step_bytes
+
+
+def _token_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    return cache_bytes_per_token(spec, element_bytes)

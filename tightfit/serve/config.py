@@ -1,0 +1,48 @@
+"""How an engine is set up."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.errors import UserError
+
+Speculation = Literal["none", "lookup", "draft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The dials of an engine; what is None is decided from the model and from free memory."""
+
+    max_sequences: int = 64
+    """Answers under way at a time."""
+    step_tokens: int = 2048
+    """Tokens a step computes at most: the largest piece of a prompt."""
+    max_length: int | None = None
+    """Positions of prompt and answer together; the model's own at most."""
+    cache_bytes: int | None = None
+    memory_share: float = 0.9
+    """The share of free memory that weights, activations and cache may take together."""
+    block_size: int = 16
+    prefix_cache: bool = True
+    pipelined: bool | None = None
+    """Launch a step before the tokens of the last one are read; None: on GPUs."""
+    graphs: bool = True
+    """Capture steps that repeat as CUDA graphs."""
+    overlap: bool = True
+    """Let a kernel of a decoding step begin while the one before it ends, on cards that can."""
+    speculation: Speculation = "none"
+    speculated_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "step_tokens", "block_size", "speculated_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise UserError(f"{name} is {value}; give at least 1")
+        if self.step_tokens < self.max_sequences:
+            raise UserError(
+                f"step_tokens is {self.step_tokens} and max_sequences {self.max_sequences}; "
+                "a step needs a token for each sequence"
+            )
+        if not 0 < self.memory_share <= 1:
+            raise UserError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
+        for name in ("max_length", "cache_bytes"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise UserError(f"{name} is {given}; give at least 1")

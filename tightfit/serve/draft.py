@@ -1,0 +1,45 @@
+"""The draft model of speculative decoding: its own cache over the same blocks, and steps that end in logits."""
+
+from collections.abc import Sequence as Items
+
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.serve.budget import Budget
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.paged_cache import PagedCache
+from tightfit.serve.runner import Runner
+from tightfit.serve.scheduler import Chunk
+from tightfit.serve.step import make_step, ordered
+
+
+class DraftSteps:
+    """Runs chunks through the draft model; its cache has block b wherever the target's has block b."""
+
+    def __init__(self, runner: Runner, block_size: int) -> None:
+        self.runner, self.block_size = runner, block_size
+
+    def run(self, chunks: Items[Chunk]) -> Tensor:
+        """Logits after the last token of each chunk, in the order given."""
+        order = ordered(chunks)
+        logits = self.runner.logits(make_step(order, self.block_size, self.runner.device, last_rows=True))
+        place = {id(chunk): row for row, chunk in enumerate(order)}
+        return logits[[place[id(chunk)] for chunk in chunks]]
+
+
+def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: EngineConfig) -> DraftSteps:
+    """The draft of `target`; both must speak of the same tokens."""
+    if draft.spec.vocab_size != target.spec.vocab_size:
+        raise UserError(
+            f"the draft model has {draft.spec.vocab_size} tokens and the model {target.spec.vocab_size}; "
+            "give a draft with the same tokenizer"
+        )
+    if draft.spec.max_positions < budget.max_length:
+        raise UserError(
+            f"the draft model has {draft.spec.max_positions} positions and requests may have {budget.max_length}; "
+            "give a smaller max length"
+        )
+    weight = draft.embed.weight
+    cache = PagedCache(draft.spec, budget.blocks, config.block_size, weight.device, weight.dtype)
+    return DraftSteps(Runner(draft.eval(), cache, budget.max_length), config.block_size)

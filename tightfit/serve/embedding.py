@@ -1,0 +1,29 @@
+"""Embeddings of texts: the mean over positions of the decoder's last normed states, scaled to length one.
+
+A decoder trained to continue texts is no trained embedding model; what it gives is good enough to find like by like.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightfit.models.decoder import Decoder
+
+
+@torch.inference_mode()
+def embed(model: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
+    """One row per text, float32 [texts, H]."""
+    return torch.stack([_embedded(model, tokens) for tokens in texts])
+
+
+def _embedded(model: Decoder, tokens: Sequence[int]) -> Tensor:
+    ids = torch.tensor([list(tokens)], device=model.embed.weight.device)
+    positions = model.token_positions(ids, None, None)
+    x = model.embed_tokens(ids, positions)
+    shared = model.forward_context(x, positions, None, None)
+    for layer in model.layers:
+        x, _ = layer(x, shared)
+    mean: Tensor = model.norm(x)[0].float().mean(0)
+    return F.normalize(mean, dim=0).cpu()

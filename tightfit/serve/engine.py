@@ -1,0 +1,311 @@
+"""The engine: requests in, tokens out, one step at a time. Not for several threads; service.py gives it one.
+
+A step is scheduled, run and its tokens chosen; then every answer that got tokens is told so, and those that are over
+give their blocks back. Where the model runs on a GPU and nothing needs the host, a step is launched before the tokens
+of the one before it are read (`pipeline.py`); the schedule needs lengths only.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.block_pool import BlockPool
+from tightfit.serve.budget import Budget, decide_budget
+from tightfit.serve.chooser import Asked, Chosen, choose
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.draft import make_draft_runner
+from tightfit.serve.grammar import Constraints, Matcher
+from tightfit.serve.paged_cache import PagedCache
+from tightfit.serve.pipeline import Flight, Pipeline
+from tightfit.serve.request import Answer, Output, Request, TokenChance
+from tightfit.serve.rope_tables import length_of_change
+from tightfit.serve.runner import Runner
+from tightfit.serve.scheduler import Chunk, Limits, Scheduler
+from tightfit.serve.sequence import Finish, Sequence
+from tightfit.serve.speculation import DraftModel, PromptLookup, Proposer
+from tightfit.serve.step import make_step, ordered
+from tightfit.serve.text import TextStream
+
+
+@dataclass(eq=False)
+class Running:
+    """What the engine keeps of one answer besides its sequence."""
+
+    request: Request
+    sequence: Sequence
+    text: TextStream | None
+    matcher: Matcher | None
+    siblings: list["Running"] = field(default_factory=list)
+    """Other answers to the request, which begin once the prompt is in the cache."""
+
+
+@dataclass
+class Counts:
+    """What an engine has done since it began."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    requests: int = 0
+    finished: int = 0
+    guessed: int = 0
+    kept: int = 0
+
+
+class Engine:
+    """A model, its paged cache and its scheduler."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig | None = None,
+        *,
+        draft: Decoder | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
+        spec, weight = model.spec, model.embed.weight
+        self.budget: Budget = decide_budget(model, self.config, draft)
+        self.max_length = self.budget.max_length
+        self.pool = BlockPool(self.budget.blocks, self.config.block_size)
+        cache = PagedCache(spec, self.budget.blocks, self.config.block_size, weight.device, weight.dtype)
+        self.runner = Runner(model, cache, self.max_length, overlap=self.config.overlap)
+        self.counts = Counts()
+        self._proposer = self._make_proposer(draft)
+        self.scheduler = Scheduler(self.pool, self._limits())
+        self._running: dict[Sequence, Running] = {}
+        self._of_request: dict[str, list[Running]] = {}
+        self._arrivals = 0
+        self._constraints: Constraints | None = None
+        self._host_bound = 0  # answers whose next token depends on what the host knows
+        self._flights: deque[Flight] = deque()
+        self._pipeline = self._make_pipeline()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work or bool(self._flights)
+
+    def check(self, request: Request) -> Request:
+        """The request with its answer no longer than there is room for; a UserError where it cannot be done."""
+        prompt, spec = request.prompt, self.model.spec
+        if not prompt:
+            raise UserError("the prompt is empty; begin with the model's first or end-of-text token")
+        if bad := [token for token in prompt if not 0 <= token < spec.vocab_size]:
+            raise UserError(f"the prompt has token {bad[0]}, but the model's vocabulary ends at {spec.vocab_size - 1}")
+        if len(prompt) >= self.max_length:
+            raise UserError(f"the prompt is {len(prompt)} tokens long; there is room for {self.max_length}, shorten it")
+        if not 1 <= request.count <= 128:
+            raise UserError(f"count is {request.count}; it must lie between 1 and 128")
+        if request.sampling.grammar is not None:
+            self._matcher(request)
+        return request
+
+    def submit(self, request: Request) -> None:
+        """Take on a request; its outputs come from `step`."""
+        request = self.check(request)
+        if request.id in self._of_request:
+            raise UserError(f"there is a request {request.id!r} already")
+        self._arrivals += 1
+        self.counts.requests += 1
+        self.counts.prompt_tokens += len(request.prompt)
+        made = [self._make(request, index) for index in range(request.count)]
+        self._of_request[request.id] = made
+        first, others = made[0], made[1:]
+        if self.scheduler.limits.prefix_cache:
+            first.siblings, others = others, []
+        for running in (first, *others):
+            self.scheduler.add(running.sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody wants this request any more: its blocks are free at once. Unknown ones are none of our business."""
+        for running in self._of_request.pop(request_id, []):
+            self.scheduler.remove(running.sequence, "cancelled")
+            if self._running.pop(running.sequence, None) is not None:
+                self._host_bound -= running.sequence.sampling.needs_host
+
+    def step(self) -> list[Output]:
+        """Run a step, or launch the next and return what the one before added."""
+        if self._pipeline is not None and not self._host_bound:
+            return self._launch(self._pipeline)
+        outputs = self._landed(0)
+        chunks = self.scheduler.schedule()
+        return outputs + (self._run(chunks) if chunks else [])
+
+    def _launch(self, pipeline: Pipeline) -> list[Output]:
+        """Launch the next step, then read the tokens of the one before."""
+        chunks = ordered(self.scheduler.schedule())
+        if chunks:
+            self.counts.steps += 1
+            self._flights.append(pipeline.launch(chunks))
+            for chunk in chunks:
+                self.scheduler.launched(chunk)
+                if not chunk.chooses:
+                    self.scheduler.settle(chunk.sequence)
+        return self._landed(1 if chunks else 0)
+
+    def _landed(self, flying: int) -> list[Output]:
+        """What the steps under way added, but for the last `flying`."""
+        outputs = []
+        while len(self._flights) > flying:
+            flight = self._flights.popleft()
+            for chunk, token in zip(flight.chunks, flight.read(), strict=True):
+                chunk.sequence.pending -= 1
+                if chunk.sequence in self._running:
+                    outputs.append(self._took(chunk, Chosen([token], [])))
+                    self.scheduler.settle(chunk.sequence)
+                    self._start_siblings(chunk.sequence)
+        return outputs
+
+    def _run(self, chunks: list[Chunk]) -> list[Output]:
+        """One step, to its end."""
+        drafts = self._proposer.propose(chunks) if self._proposer else {}
+        chunks = ordered(chunks)
+        logits = self.runner.logits(make_step(chunks, self.config.block_size, self.runner.device))
+        self.counts.steps += 1
+        choosing = [chunk for chunk in chunks if chunk.chooses]
+        asked = [self._asked(chunk, drafts.get(chunk.sequence)) for chunk in choosing]
+        for chunk in chunks:
+            chunk.sequence.stored = chunk.end
+        chosen = choose(logits, asked) if asked else []
+        outputs = [self._took(chunk, made) for chunk, made in zip(choosing, chosen, strict=True)]
+        for chunk in chunks:
+            self.scheduler.settle(chunk.sequence)
+        for chunk in choosing:
+            self._start_siblings(chunk.sequence)
+        return outputs
+
+    def generate(self, requests: Iterable[Request]) -> dict[str, list[Answer]]:
+        """All answers to `requests`, by their ids."""
+        answers: dict[str, list[Answer]] = {}
+        for request in requests:
+            self.submit(request)
+            answers[request.id] = [Answer() for _ in range(request.count)]
+        while self.has_work:
+            for output in self.step():
+                answers[output.request][output.index].add(output)
+        return answers
+
+    def _limits(self) -> Limits:
+        config, change = self.config, length_of_change(self.model.spec)
+        return Limits(
+            sequences=config.max_sequences,
+            step_tokens=config.step_tokens,
+            prefix_cache=config.prefix_cache and change is None,
+            rewind_at=change,
+            lookahead=config.speculated_tokens if self._proposer else 0,
+        )
+
+    def _make_pipeline(self) -> Pipeline | None:
+        """Steps that do not wait for the host: on a GPU, unless the host has to see every token."""
+        config, on_gpu = self.config, self.runner.device.type == "cuda"
+        if self._proposer is not None or self.scheduler.limits.rewind_at is not None:
+            return None
+        if not (on_gpu if config.pipelined is None else config.pipelined):
+            return None
+        capture = on_gpu and config.graphs and self.model.spec.experts is None
+        return Pipeline(self.runner, config.max_sequences, self.max_length, config.block_size, capture=capture)
+
+    def _make_proposer(self, draft: Decoder | None) -> Proposer | None:
+        if self.config.speculation == "lookup":
+            return PromptLookup()
+        if self.config.speculation == "none":
+            return None
+        if draft is None:
+            raise UserError("speculation is 'draft', but no draft model was given")
+        return DraftModel(make_draft_runner(draft, self.model, self.budget, self.config))
+
+    def _make(self, request: Request, index: int) -> Running:
+        sampling = request.sampling
+        room = self.max_length - len(request.prompt)
+        if sampling.max_tokens > room:
+            sampling = replace(sampling, max_tokens=room)
+        sequence = Sequence(request.prompt, sampling, index, priority=request.priority, arrival=self._arrivals)
+        text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
+        running = Running(request, sequence, text, self._matcher(request))
+        self._running[sequence] = running
+        self._host_bound += sampling.needs_host
+        return running
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self.tokenizer is None:
+            raise UserError("the model has no tokenizer, so its answers cannot follow a grammar")
+        if self._constraints is None:
+            self._constraints = Constraints(self.tokenizer, self.model.spec.vocab_size)
+        return self._constraints.matcher(grammar)
+
+    def _asked(self, chunk: Chunk, draft: torch.Tensor | None) -> Asked:
+        running = self._running[chunk.sequence]
+        return Asked(chunk.sequence, running.matcher, tuple(chunk.proposal), draft)
+
+    def _took(self, chunk: Chunk, chosen: Chosen) -> Output:
+        """Tell an answer its next tokens, and end it where it is over."""
+        sequence, running = chunk.sequence, self._running[chunk.sequence]
+        first = sequence.answered == 0
+        if chunk.proposal:
+            kept = len(chosen.tokens) - 1
+            self.counts.guessed += len(chunk.proposal)
+            self.counts.kept += kept
+            sequence.stored = chunk.end + kept
+            sequence.draft_stored = min(sequence.draft_stored, sequence.stored)
+        taken, text, finish = self._extended(running, chosen.tokens)
+        self.counts.answer_tokens += len(taken)
+        if finish is not None:
+            self._finish(running, finish)
+        cached = sequence.cached if first else 0
+        self.counts.cached_tokens += cached
+        chances: list[TokenChance] = chosen.chances[: len(taken)]
+        return Output(running.request.id, sequence.index, tuple(taken), text, tuple(chances), finish, cached)
+
+    def _extended(self, running: Running, tokens: list[int]) -> tuple[list[int], str, Finish | None]:
+        """Append `tokens` until one ends the answer: which were taken, their text, and why it is over."""
+        sequence, text, taken = running.sequence, "", []
+        for token in tokens:
+            sequence.append(token)
+            taken.append(token)
+            finish = self._ends(running, token)
+            if running.text is not None and not (finish == "stop" and token in sequence.sampling.stop_ids):
+                text += running.text.push(token)
+                if running.text.stopped:
+                    finish = "stop"
+            if finish is not None:
+                return taken, text + (running.text.finish() if running.text is not None else ""), finish
+        return taken, text, None
+
+    def _ends(self, running: Running, token: int) -> Finish | None:
+        sampling = running.sequence.sampling
+        if token in sampling.stop_ids:
+            return "stop"
+        if running.matcher is not None:
+            running.matcher.advance(token)
+            if running.matcher.is_over:
+                return "stop"
+        return "length" if running.sequence.answered >= sampling.max_tokens else None
+
+    def _finish(self, running: Running, finish: Finish) -> None:
+        self.scheduler.settle(running.sequence)
+        self.scheduler.remove(running.sequence, finish)
+        del self._running[running.sequence]
+        self._host_bound -= running.sequence.sampling.needs_host
+        self._start_siblings(running.sequence, running)
+        rest = self._of_request[running.request.id]
+        rest.remove(running)
+        if not rest:
+            del self._of_request[running.request.id]
+            self.counts.finished += 1
+
+    def _start_siblings(self, sequence: Sequence, running: Running | None = None) -> None:
+        running = running or self._running.get(sequence)
+        if running is not None and running.siblings:
+            for sibling in running.siblings:
+                self.scheduler.add(sibling.sequence)
+            running.siblings = []

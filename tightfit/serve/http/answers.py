@@ -1,0 +1,133 @@
+"""What goes back to clients, in OpenAI's words: whole answers and pieces of a stream."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.http.tools import found_calls
+from tightfit.serve.request import Answer, Output, TokenChance
+
+Json = dict[str, Any]
+REASONS = {"stop": "stop", "length": "length", "cancelled": "stop", None: None}
+
+
+@dataclass
+class Usage:
+    """Tokens of a request and its answers."""
+
+    prompt: int
+    answer: int = 0
+    cached: int = 0
+
+    def add(self, output: Output) -> None:
+        """What came."""
+        self.answer += len(output.tokens)
+        self.cached += output.cached
+
+    def to_json(self) -> Json:
+        """OpenAI's object."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.answer,
+            "total_tokens": self.prompt + self.answer,
+            "prompt_tokens_details": {"cached_tokens": min(self.cached, self.prompt)},
+        }
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes the answers to one request."""
+
+    model: str
+    tokenizer: Tokenizer
+    chat: bool
+    reads_calls: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answers: Sequence[Answer], usage: Usage, before: str = "") -> Json:
+        """All answers at once; `before` is put in front of each (echo)."""
+        kind = "chat.completion" if self.chat else "text_completion"
+        choices = [self._choice(index, answer, before) for index, answer in enumerate(answers)]
+        return self._head(kind) | {"choices": choices, "usage": usage.to_json()}
+
+    def opening(self, index: int) -> Json:
+        """The first piece of a chat's stream, which says who speaks."""
+        return self._piece(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def piece(self, index: int, output: Output) -> Json:
+        """What one step added."""
+        added = {"delta": {"content": output.text}} if self.chat else {"text": output.text}
+        return self._piece(index, added, self._chances(output.chances), REASONS[output.finish])
+
+    def calls(self, index: int, text: str, finish: str | None) -> list[Json]:
+        """The pieces of an answer that had to be seen whole, as it may be calls."""
+        rest, calls = found_calls(text)
+        pieces = []
+        if rest or not calls:
+            pieces.append(self._piece(index, {"delta": {"content": rest}}, None, None))
+        for place, call in enumerate(calls):
+            pieces.append(self._piece(index, {"delta": {"tool_calls": [{"index": place, **call}]}}, None, None))
+        return [*pieces, self._piece(index, {"delta": {}}, None, "tool_calls" if calls else finish)]
+
+    def ending(self, usage: Usage) -> Json:
+        """The last piece of a stream that ends with its usage."""
+        return self._head(self._stream_kind) | {"choices": [], "usage": usage.to_json()}
+
+    @property
+    def _stream_kind(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def _head(self, kind: str) -> Json:
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _piece(self, index: int, added: Json, chances: Json | None, finish: str | None) -> Json:
+        choice = {"index": index, **added, "logprobs": chances, "finish_reason": finish}
+        return self._head(self._stream_kind) | {"choices": [choice]}
+
+    def _choice(self, index: int, answer: Answer, before: str) -> Json:
+        common: Json = {"index": index, "logprobs": self._chances(answer.chances)}
+        finish = REASONS[answer.finish]
+        if not self.chat:
+            return common | {"text": before + answer.text, "finish_reason": finish}
+        message: Json = {"role": "assistant", "content": answer.text}
+        if self.reads_calls:
+            text, calls = found_calls(answer.text)
+            if calls:
+                message, finish = {"role": "assistant", "content": text or None, "tool_calls": calls}, "tool_calls"
+        return common | {"message": message, "finish_reason": finish}
+
+    def _chances(self, chances: Sequence[TokenChance]) -> Json | None:
+        if not chances:
+            return None
+        if not self.chat:
+            return {
+                "tokens": [self._text(each.token) for each in chances],
+                "token_logprobs": [each.logprob for each in chances],
+                "top_logprobs": [{self._text(token): p for token, p in each.top} for each in chances],
+                "text_offset": [],
+            }
+        return {
+            "content": [
+                self._named(each.token, each.logprob)
+                | {"top_logprobs": [self._named(token, logprob) for token, logprob in each.top]}
+                for each in chances
+            ]
+        }
+
+    def _named(self, token: int, logprob: float) -> Json:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token])
+
+
+def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
+    """OpenAI's error object; what a client sent may not be text, and is mended."""
+    mended = message.encode("utf-8", "replace").decode()
+    return {"error": {"message": mended, "type": kind, "param": None, "code": code}}

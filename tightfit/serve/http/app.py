@@ -1,0 +1,260 @@
+"""The routes: chats, completions, embeddings, models, health, numbers, and a page to chat on."""
+
+import asyncio
+import base64
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import resources
+from typing import Any, TypeVar
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.embedding import embed
+from tightfit.serve.engine import Engine
+from tightfit.serve.http.answers import Usage, Writer, error_body
+from tightfit.serve.http.conversation import chat_tokens
+from tightfit.serve.http.guards import Guards, ServerLimits
+from tightfit.serve.http.metrics import prometheus, stats
+from tightfit.serve.http.protocol import COMPLETION_TOKENS, ChatBody, CompletionBody, EmbeddingBody, as_token_lists
+from tightfit.serve.http.streaming import Asking, EventStream, streamed
+from tightfit.serve.http.tools import forced_grammar, offered
+from tightfit.serve.request import Answer
+from tightfit.serve.request import Request as EngineRequest
+from tightfit.serve.service import EngineDiedError, OverloadedError, Service
+
+CLIENT_GONE = 499
+MOST_PROMPTS = 64
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on offer."""
+
+    name: str
+    service: Service
+    tokenizer: Tokenizer
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    on_failure: Callable[[], None] = lambda: None
+    began: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, asked: str) -> None:
+        """Refuse to answer in another model's name."""
+        if asked and asked != self.name:
+            raise HTTPException(404, f"there is no model {asked!r} here; this is {self.name}")
+
+
+def make_app(served: Served) -> Guards:
+    """The application that serves one model."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        served.service.start(asyncio.get_running_loop(), served.on_failure)
+        yield
+        served.service.stop()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_errors(app)
+    _add_numbers(app, served)
+    _add_generation(app, served)
+    return Guards(app, served.limits)
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Mistakes of clients are 4xx with a sentence in OpenAI's form."""
+
+    def answer(status: int, kind: str) -> Callable[[Request, Any], JSONResponse]:
+        return lambda _, error: JSONResponse(error_body(str(error), kind), status)
+
+    def malformed(_: Request, error: Any) -> JSONResponse:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        return JSONResponse(error_body(f"{place or 'the body'}: {first['msg']}"), 400)
+
+    def http(_: Request, error: Any) -> JSONResponse:
+        return JSONResponse(error_body(str(error.detail)), error.status_code)
+
+    app.add_exception_handler(RequestValidationError, malformed)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(UserError, answer(400, "invalid_request_error"))
+    app.add_exception_handler(OverloadedError, answer(429, "rate_limit_error"))
+    app.add_exception_handler(EngineDiedError, answer(503, "server_error"))
+    app.add_exception_handler(TimeoutError, lambda *_: JSONResponse(error_body("it took too long", "timeout"), 504))
+
+
+def _add_numbers(app: FastAPI, served: Served) -> None:
+    service = served.service
+
+    @app.get("/")
+    def page() -> HTMLResponse:
+        return HTMLResponse(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
+
+    @app.get("/health")
+    def health() -> JSONResponse:
+        if service.failure is not None:
+            return JSONResponse({"status": "dead"}, 503)
+        return JSONResponse({"status": "draining" if service.draining else "ok"}, 503 if service.draining else 200)
+
+    @app.get("/stats")
+    def numbers() -> dict[str, Any]:
+        return stats(service)
+
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_described(served)]}
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        served.check_model(name)
+        return _described(served)
+
+
+def _add_generation(app: FastAPI, served: Served) -> None:
+    tokenizer, longest = served.tokenizer, served.service.engine.max_length
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        served.check_model(body.model)
+        if body.max_completion_tokens is not None:
+            body.max_tokens = body.max_completion_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = body.sampling(tokenizer, longest, logprobs, forced_grammar(body))
+        prompts = [await asyncio.to_thread(chat_tokens, body, tokenizer)]
+        writer = Writer(served.name, tokenizer, chat=True, reads_calls=bool(offered(body)))
+        return await _answered(served, Asking(body, prompts, sampling, writer), request)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        served.check_model(body.model)
+        prompts = await asyncio.to_thread(as_token_lists, body.prompt, tokenizer)
+        if not 1 <= len(prompts) <= MOST_PROMPTS:
+            raise UserError(f"there are {len(prompts)} prompts; give 1 to {MOST_PROMPTS}")
+        sampling = body.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
+        writer = Writer(served.name, tokenizer, chat=False)
+        return await _answered(served, Asking(body, prompts, sampling, writer), request)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        served.check_model(body.model)
+        return JSONResponse(await _until_gone(request, _embedded(served, body)))
+
+
+async def _answered(served: Served, asking: Asking, request: Request) -> Response:
+    """The answers as one object, or as a stream."""
+    service = served.service
+    for each in asking.requests:
+        service.engine.check(each)
+    if asking.body.stream:
+        made = streamed(service, asking, served.limits.request_seconds)
+        first = await _until_gone(request, _first(made))  # what goes wrong before the first token has a status yet
+        return Response(status_code=CLIENT_GONE) if first is None else EventStream(first, made)
+    answers = await _until_gone(request, _gathered(service, asking.requests, served.limits.request_seconds))
+    if answers is None:
+        return Response(status_code=CLIENT_GONE)
+    usage = Usage(sum(len(each.prompt) for each in asking.requests))
+    usage.answer = sum(len(answer.tokens) for answer in answers)
+    usage.cached = sum(answer.cached for answer in answers)
+    echoes = isinstance(asking.body, CompletionBody) and asking.body.echo
+    before = served.tokenizer.decode(asking.requests[0].prompt) if echoes and len(asking.requests) == 1 else ""
+    return JSONResponse(asking.writer.whole(answers, usage, before))
+
+
+async def _gathered(service: Service, requests: list[EngineRequest], seconds: float) -> list[Answer]:
+    """All answers to all prompts; one failure cancels the others."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(service.answers(each, seconds)) for each in requests]
+    return [answer for task in tasks for answer in task.result()]
+
+
+async def _first(made: AsyncIterator[str]) -> str:
+    return await anext(made)
+
+
+async def _until_gone(request: Request, work: Coroutine[Any, Any, Made]) -> Made | None:
+    """What `work` returns, or None where the client hangs up before; `work` is then cancelled."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return None
+        return _result(task)
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def _result(task: "asyncio.Task[Made]") -> Made:
+    try:
+        return task.result()
+    except BaseExceptionGroup as group:  # of tasks that fail together the first says why
+        raise group.exceptions[0] from None
+
+
+async def _hung_up(request: Request) -> None:
+    receive: Callable[[], Awaitable[Any]] = request.receive
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:
+    engine = served.service.engine
+    texts = await asyncio.to_thread(as_token_lists, body.input, served.tokenizer)
+    if not 1 <= len(texts) <= MOST_PROMPTS:
+        raise UserError(f"input has {len(texts)} texts; give 1 to {MOST_PROMPTS}")
+    for tokens in texts:
+        _check_text(tokens, engine.model.spec.vocab_size, engine.max_length)
+    width = engine.model.spec.hidden_size
+    if body.dimensions not in (None, width):
+        raise UserError(f"dimensions is {body.dimensions}, but this model has {width}")
+    # One text at a time between steps, so that answers under way go on.
+    rows = [(await served.service.call(partial(_embed_one, tokens)))[0] for tokens in texts]
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(row.numpy(), body.encoding_format)}
+        for index, row in enumerate(rows)
+    ]
+    count = sum(len(tokens) for tokens in texts)
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": data, "model": served.name, "usage": usage}
+
+
+def _embed_one(tokens: list[int], engine: Engine) -> Tensor:
+    return embed(engine.model, [tokens])
+
+
+def _check_text(tokens: list[int], vocab_size: int, longest: int) -> None:
+    if not tokens or len(tokens) > longest:
+        raise UserError(f"input has a text of {len(tokens)} tokens; give 1 to {longest}")
+    if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise UserError(f"input has token {bad[0]}, but the model's vocabulary ends at {vocab_size - 1}")
+
+
+def _encoded(row: "np.ndarray[Any, Any]", form: str) -> list[float] | str:
+    return row.tolist() if form == "float" else base64.b64encode(row.astype("<f4").tobytes()).decode()
+
+
+def _described(served: Served) -> dict[str, Any]:
+    longest = served.service.engine.max_length
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.began,
+        "owned_by": "tightfit",
+        "max_model_len": longest,
+    }

@@ -1,0 +1,107 @@
+"""What stands before the routes: the API key, the size of a body, and how long a client may take to send it."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit.serve.http.answers import error_body
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """What a client may ask of the server."""
+
+    api_key: str | None = None
+    body_bytes: int = 8 * 2**20
+    body_seconds: float = 30.0
+    request_seconds: float = 600.0
+    requests: int = 512
+
+
+class RefusedError(Exception):
+    """A request that does not get as far as a route."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+
+
+class Guards:
+    """ASGI middleware; /v1 and the numbers need the key, the page and /health do not."""
+
+    def __init__(self, app: Any, limits: ServerLimits) -> None:
+        self.app, self.limits = app, limits
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            body = await self._read(scope, receive) if scope["method"] == "POST" else None
+        except RefusedError as refused:
+            await _answer(send, refused)
+            return
+        await self.app(scope, receive if body is None else _replayed(body, receive), send)
+
+    def _check_key(self, scope: MutableMapping[str, Any]) -> None:
+        key = self.limits.api_key
+        if key is None or not scope["path"].startswith(("/v1", "/metrics", "/stats")):
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            raise RefusedError(401, "the API key is missing or wrong", "authentication_error")
+
+    async def _read(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
+        stated = dict(scope["headers"]).get(b"content-length", b"0")
+        if stated.isdigit() and int(stated) > self.limits.body_bytes:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RefusedError(400, "the client has gone")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self.limits.body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not come within {self.limits.body_seconds:g} s") from None
+
+    def _too_large(self) -> RefusedError:
+        return RefusedError(413, f"the body is larger than {self.limits.body_bytes} bytes")
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body in one piece, then whatever the connection says next."""
+    sent = False
+
+    async def again() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _answer(send: Send, refused: RefusedError) -> None:
+    body = json.dumps(error_body(refused.message, refused.kind)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refused.status in (408, 413):
+        headers.append((b"connection", b"close"))  # the rest of the body is still on its way
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

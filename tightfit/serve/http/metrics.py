@@ -1,0 +1,57 @@
+"""Numbers of a running server: as JSON for the page, as text for Prometheus."""
+
+from typing import Any
+
+from tightfit.serve.service import Service
+
+
+def stats(service: Service) -> dict[str, Any]:
+    """What the server is doing now."""
+    engine = service.engine
+    counts = engine.counts
+    return {
+        "tokens_per_second": service.rates.per_second(),
+        "cache_blocks": engine.pool.size,
+        "cache_blocks_used": engine.pool.used,
+        "running": len(engine.scheduler.running),
+        "waiting": engine.scheduler.waiting,
+        "open_requests": service.open_requests,
+        "requests": counts.requests,
+        "finished": counts.finished,
+        "steps": counts.steps,
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_tokens": counts.cached_tokens,
+        "answer_tokens": counts.answer_tokens,
+        "guessed_tokens": counts.guessed,
+        "kept_tokens": counts.kept,
+        "preemptions": engine.scheduler.preemptions,
+    }
+
+
+HELP = {
+    "tokens_per_second": ("gauge", "Tokens of answers a second, over the last five seconds."),
+    "cache_blocks": ("gauge", "Blocks of the key/value cache."),
+    "cache_blocks_used": ("gauge", "Blocks that requests hold."),
+    "running": ("gauge", "Answers under way."),
+    "waiting": ("gauge", "Answers that wait for their turn."),
+    "open_requests": ("gauge", "Requests whose clients wait."),
+    "requests": ("counter", "Requests taken on."),
+    "finished": ("counter", "Requests answered to their end."),
+    "steps": ("counter", "Steps of the engine."),
+    "prompt_tokens": ("counter", "Tokens of prompts."),
+    "cached_tokens": ("counter", "Those of them found in the cache."),
+    "answer_tokens": ("counter", "Tokens of answers."),
+    "guessed_tokens": ("counter", "Tokens guessed by speculation."),
+    "kept_tokens": ("counter", "Those of them kept."),
+    "preemptions": ("counter", "Answers put back to be computed again."),
+}
+
+
+def prometheus(service: Service) -> str:
+    """The exposition format, version 0.0.4."""
+    lines = []
+    for name, value in stats(service).items():
+        kind, text = HELP[name]
+        full = f"tightfit_{name}_total" if kind == "counter" else f"tightfit_{name}"
+        lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {value:g}"]
+    return "\n".join(lines) + "\n"

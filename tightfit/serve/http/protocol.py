@@ -1,0 +1,168 @@
+"""What clients send, in OpenAI's words, and how it becomes settings of ours.
+
+Fields that OpenAI's interface lacks have the names other servers gave them (top_k, min_p, guided_regex, …). Unknown
+fields are passed over, as clients send many. Values are checked where they are used, in `Sampling`.
+"""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tightfit.errors import UserError
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.grammar import Grammar
+from tightfit.serve.sampling import Sampling
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for plain completions; chats go on until they are over."""
+MOST_STOPS = 16
+
+
+class Lenient(BaseModel):
+    """Takes what it knows and passes over the rest."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class ResponseFormat(Lenient):
+    """The form an answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class StreamOptions(Lenient):
+    """What a stream ends with."""
+
+    include_usage: bool = False
+
+
+class Generation(Lenient):
+    """What chats and completions have in common."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_grammar: str | None = None
+    ignore_eos: bool = False
+    priority: int = Field(default=0, ge=-1000, le=1000)
+
+    def sampling(
+        self, tokenizer: Tokenizer, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None
+    ) -> Sampling:
+        """Settings of ours; `max_tokens` where the client gives none."""
+        given = {
+            name: value
+            for name in (
+                "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+                "frequency_penalty", "logit_bias", "seed",
+            )
+            if (value := getattr(self, name)) is not None
+        }  # fmt: skip
+        return Sampling(
+            max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
+            stop=self._stops(),
+            stop_ids=frozenset() if self.ignore_eos else tokenizer.stop_ids,
+            logprobs=logprobs,
+            grammar=grammar or self.grammar(),
+            **given,
+        )
+
+    def grammar(self) -> Grammar | None:
+        """The form asked for, in whichever of the ways there are."""
+        if self.guided_regex is not None:
+            return Grammar("regex", self.guided_regex)
+        if self.guided_grammar is not None:
+            return Grammar("lark", self.guided_grammar)
+        if self.guided_json is not None:
+            given = self.guided_json
+            return Grammar("json_schema", given if isinstance(given, str) else json.dumps(given))
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return Grammar("json")
+        if asked.json_schema is None:
+            raise UserError("response_format is of type json_schema, but has no json_schema")
+        return Grammar("json_schema", json.dumps(asked.json_schema.get("schema", {})))
+
+    def _stops(self) -> tuple[str, ...]:
+        stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stops) > MOST_STOPS:
+            raise UserError(f"stop has {len(stops)} texts; give at most {MOST_STOPS}")
+        return stops
+
+
+class CompletionBody(Generation):
+    """/v1/completions"""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    logprobs: int | None = None
+    echo: bool = False
+
+
+class Function(Lenient):
+    """A function the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Lenient):
+    """A tool; only functions are known."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatBody(Generation):
+    """/v1/chat/completions"""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingBody(Lenient):
+    """/v1/embeddings"""
+
+    model: str = ""
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+def as_token_lists(given: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts of a request as tokens, a text after the token that begins texts where the model wants one."""
+    from tightfit.models.generate import prompt_tokens
+
+    if isinstance(given, str):
+        return [prompt_tokens(tokenizer, given, chat=False)]
+    if given and all(isinstance(each, int) for each in given):
+        return [[int(each) for each in given]]  # type: ignore[arg-type]
+    return [
+        prompt_tokens(tokenizer, each, chat=False) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
+        for each in given
+    ]

@@ -1,0 +1,70 @@
+"""Runs the server until it is told to stop: a signal lets open requests finish, a dead engine ends it with an error."""
+
+import sys
+from dataclasses import dataclass, field
+from types import FrameType
+
+import uvicorn
+
+from tightfit.errors import UserError
+from tightfit.models.loading import LoadedModel
+from tightfit.serve.engine import Engine
+from tightfit.serve.http.app import Served, make_app
+from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.service import Service
+
+DRAIN_SECONDS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where to listen, and what clients may ask for."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    drain_seconds: int = DRAIN_SECONDS
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal stops listening and lets open requests finish; the second ends them."""
+
+    service: Service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.service.draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def serve(loaded: LoadedModel, engine: Engine, options: ServerOptions) -> None:
+    """Serve until a signal comes. Raises what killed the engine, where that is why it ended."""
+    if loaded.tokenizer is None:
+        raise UserError(f"{loaded.source} has no tokenizer, so it cannot be served")
+    service = Service(engine, most_requests=options.limits.requests)
+    servers: list[DrainingServer] = []
+
+    def on_failure() -> None:
+        servers[0].should_exit = True
+
+    name = options.name or loaded.source
+    app = make_app(Served(name, service, loaded.tokenizer, options.limits, on_failure))
+    server = DrainingServer(
+        uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            log_level="warning",
+            timeout_graceful_shutdown=options.drain_seconds,
+            h11_max_incomplete_event_size=64 * 2**10,
+        )
+    )
+    server.service = service
+    servers.append(server)
+    server.run()
+    service.stop()
+    if service.failure is not None:
+        raise service.failure
+    if not server.started:
+        sys.exit(1)  # uvicorn has said why: most often the port is taken

@@ -1,0 +1,141 @@
+"""Answers as they come: server-sent events, one per step and answer, and `[DONE]`."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+
+from tightfit.serve.http.answers import Usage, Writer, error_body
+from tightfit.serve.http.protocol import Generation
+from tightfit.serve.request import Answer, Output, Request
+from tightfit.serve.sampling import Sampling
+from tightfit.serve.service import EngineDiedError, Service
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A client's request with everything that has been made of it."""
+
+    body: Generation
+    prompts: list[list[int]]
+    sampling: Sampling
+    writer: Writer
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """One request to the engine per prompt."""
+        return [
+            Request(
+                id=f"{self.writer.id}/{index}",
+                prompt=prompt,
+                sampling=self.sampling,
+                count=self.body.n,
+                priority=self.body.priority,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; whatever ends it, a client that hangs up too, closes the iterator and cancels its request."""
+
+    def __init__(self, first: str, rest: AsyncGenerator[str, None]) -> None:
+        async def both() -> AsyncGenerator[str, None]:
+            yield first
+            async for each in rest:
+                yield each
+
+        super().__init__(both(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._rest = rest
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._rest.aclose()
+
+
+def event(value: Any) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def streamed(service: Service, asking: Asking, seconds: float) -> AsyncGenerator[str, None]:
+    """The events of all answers. A failure after the first token is an event too, as the status is long sent."""
+    usage = Usage(sum(len(each.prompt) for each in asking.requests))
+    try:
+        async with contextlib.aclosing(_all_outputs(service, asking, seconds)) as outputs:
+            async for text in _written(outputs, asking, usage):
+                yield text
+    except TimeoutError:
+        yield event(error_body(f"it took longer than {seconds:g} s", "timeout"))
+    except EngineDiedError as error:
+        yield event(error_body(str(error), "server_error"))
+    options = asking.body.stream_options
+    if options is not None and options.include_usage:
+        yield event(asking.writer.ending(usage))
+    yield DONE
+
+
+async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, usage: Usage) -> AsyncIterator[str]:
+    writer = asking.writer
+    whole: dict[int, Answer] = {}
+    begun: set[int] = set()
+    async for index, output in outputs:
+        usage.add(output)
+        if writer.chat and index not in begun:
+            begun.add(index)
+            yield event(writer.opening(index))
+        if not writer.reads_calls:
+            if output.text or output.finish or output.chances:
+                yield event(writer.piece(index, output))
+            continue
+        answer = whole.setdefault(index, Answer())
+        answer.add(output)
+        if output.finish is not None:
+            for piece in writer.calls(index, answer.text, output.finish):
+                yield event(piece)
+
+
+async def _all_outputs(service: Service, asking: Asking, seconds: float) -> AsyncGenerator[tuple[int, Output], None]:
+    """Outputs of all requests as they come, with the number of the choice each belongs to."""
+    if len(asking.requests) == 1:
+        async with contextlib.aclosing(service.outputs(asking.requests[0], seconds)) as outputs:
+            async for output in outputs:
+                yield output.index, output
+        return
+    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+
+    async def pump(first: int, request: Request) -> None:
+        async with contextlib.aclosing(service.outputs(request, seconds)) as outputs:
+            async for output in outputs:
+                queue.put_nowait((first + output.index, output))
+        queue.put_nowait(None)
+
+    count = asking.body.n
+    tasks = [asyncio.create_task(pump(place * count, each)) for place, each in enumerate(asking.requests)]
+    try:
+        left = len(tasks)
+        while left:
+            getter = asyncio.create_task(queue.get())
+            await asyncio.wait((getter, *tasks), return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and task.exception() is not None:
+                    getter.cancel()
+                    raise task.exception()  # type: ignore[misc]
+            found = await getter
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,160 @@
+"""The decoder's forward pass over joint weights: the same numbers in fewer and larger operations.
+
+Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
+after it. Few tokens on a GPU (decoding): five kernels of our own around attention's two, in which norms, activations
+and residuals are part of the products (kernels/decode_linear.py).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightfit.kernels.cross_entropy import softcapped
+from tightfit.kernels.decode_linear import MOST_ROWS, decode_linear
+from tightfit.kernels.glu import glu
+from tightfit.kernels.overlap import can_overlap
+from tightfit.kernels.paged_attention import paged_attention
+from tightfit.kernels.rms_norm import rms_norm
+from tightfit.kernels.rope import rope
+from tightfit.kernels.rotate_store import rotate_store
+from tightfit.kernels.triton_support import use_triton
+from tightfit.models.decoder import Decoder
+from tightfit.serve.joint_weights import JointLayer, join_layers, norm_weight
+from tightfit.serve.paged_cache import PagedCache
+from tightfit.serve.rope_tables import RopeTables
+from tightfit.serve.step import Step
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Program:
+    """A decoder of the common kind (joint_weights.py), run on steps."""
+
+    def __init__(self, model: Decoder, cache: PagedCache, ropes: RopeTables, *, overlap: bool = True) -> None:
+        spec = model.spec
+        self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
+        self.layers = join_layers(model)
+        self.offset = 1.0 if spec.norm == "rms_plus_one" else 0.0
+        self.head: Tensor = model.head.weight
+        self.final_norm = norm_weight(model.norm)
+        self.on_gpu = use_triton("auto", model.embed.weight)
+        self.overlap = overlap and can_overlap(model.embed.weight.device)
+        self.product: Product = F.linear
+
+    def states(self, step: Step) -> Tensor:
+        """The residual stream after the last layer at the step's rows, [R, H]."""
+        x = self.model.embed_tokens(step.tokens, step.positions)[0]
+        if self.on_gpu and not step.pieces and not self.ropes.by_length and len(x) <= MOST_ROWS:
+            return self._few(x, step)
+        return self._many(x, step)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [R, V]."""
+        if self.on_gpu and len(states) <= MOST_ROWS:
+            logits = self._normed_product(states, self.head, None, self.final_norm, out_dtype=torch.float32)
+        else:
+            logits = self.product(self._norm(states, self.final_norm), self.head, None)
+        return softcapped(logits, self.spec.logit_softcap)
+
+    def _many(self, x: Tensor, step: Step) -> Tensor:
+        """Of any step; x is [N, H]."""
+        self.cache.step = step
+        ropes = self.ropes.of(step)
+        normed = self._norm(x, self.layers[0].attention_norm)
+        for layer in self.layers:
+            mixed = self.product(self._attention(normed, layer, step, ropes), layer.o, layer.o_bias)
+            normed, x = self._norm_of_sum(mixed, x, layer.mlp_norm)
+            gate, up = self.product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            made = self.product(glu(gate, up, self.spec.activation), layer.down, layer.down_bias)
+            if layer.index + 1 < len(self.layers):
+                normed, x = self._norm_of_sum(made, x, self.layers[layer.index + 1].attention_norm)
+        if step.rows.numel() == len(x):
+            return x + made
+        return x[step.rows] + made[step.rows]
+
+    def _attention(self, normed: Tensor, layer: JointLayer, step: Step, ropes: dict) -> Tensor:
+        """Attention of all tokens, [N, heads · D]."""
+        spec, D = self.spec, self.spec.head_dim
+        qkv = self.product(normed, layer.qkv, layer.qkv_bias)
+        if self.on_gpu and not step.pieces and not self.ropes.by_length:
+            return self._decode_attention(qkv, layer, step)
+        parts = qkv.split([spec.query_size, spec.kv_size, spec.kv_size], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, D)) for part in parts)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+        q, k = rope(q, k, *ropes[layer.rope])
+        mixed = self.cache.attend(layer.index, q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
+        return mixed[0].transpose(0, 1).flatten(1)
+
+    def _decode_attention(self, qkv: Tensor, layer: JointLayer, step: Step, overlap: bool = False) -> Tensor:
+        """The same where every sequence has one token, by our kernels."""
+        keys, values = self.cache.storage[layer.index, 0], self.cache.storage[layer.index, 1]
+        cos, sin = self.ropes.fixed[layer.rope]
+        query = rotate_store(
+            qkv,
+            keys,
+            values,
+            step.slots,
+            step.positions[0],
+            cos[0, 0],
+            sin[0, 0],
+            heads=self.spec.heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=self.spec.norm_eps,
+            norm_offset=self.offset,
+            overlap=overlap,
+        )
+        mixed = paged_attention(
+            query,
+            keys,
+            values,
+            step.tables,
+            step.lengths,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            overlap=overlap,
+        )
+        return mixed.flatten(1)
+
+    def _few(self, x: Tensor, step: Step) -> Tensor:
+        """Of a decoding step of few sequences."""
+        for layer in self.layers:
+            qkv = self._normed_product(x, layer.qkv, layer.qkv_bias, layer.attention_norm)
+            mixed = self._decode_attention(qkv, layer, step, self.overlap)
+            x = decode_linear(mixed, layer.o, bias=layer.o_bias, residual=x, overlap=self.overlap)
+            inner = self._normed_product(x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, gated=True)
+            x = decode_linear(inner, layer.down, bias=layer.down_bias, residual=x, overlap=self.overlap)
+        return x
+
+    def _normed_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Tensor,
+        *,
+        gated: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return decode_linear(
+            x,
+            weight,
+            bias=bias,
+            norm=norm,
+            norm_eps=self.spec.norm_eps,
+            norm_offset=self.offset,
+            activation=self.spec.activation if gated else None,
+            out_dtype=out_dtype,
+            overlap=self.overlap,
+        )
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.spec.norm_eps, offset=self.offset)
+
+    def _norm_of_sum(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, weight, self.spec.norm_eps, offset=self.offset, residual=residual)

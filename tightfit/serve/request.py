@@ -1,0 +1,59 @@
+"""A request and what comes back for it, step by step."""
+
+from dataclasses import dataclass, field
+
+from tightfit.serve.sampling import Sampling
+from tightfit.serve.sequence import Finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Continue `prompt` in `count` ways. Lower `priority` goes first."""
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling
+    count: int = 1
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class TokenChance:
+    """A token, the log of its probability under the model alone, and the likeliest others at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step added to one answer."""
+
+    request: str
+    index: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    chances: tuple[TokenChance, ...] = ()
+    finish: Finish | None = None
+    cached: int = 0
+    """Prompt tokens that were found in the cache; said with the first token."""
+
+
+@dataclass
+class Answer:
+    """All outputs of one answer together."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    chances: list[TokenChance] = field(default_factory=list)
+    finish: Finish | None = None
+    cached: int = 0
+
+    def add(self, output: Output) -> None:
+        """The next of them."""
+        self.tokens += output.tokens
+        self.text += output.text
+        self.chances += output.chances
+        self.finish = output.finish
+        self.cached += output.cached

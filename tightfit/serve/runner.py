@@ -1,0 +1,52 @@
+"""Runs the decoder on a step, with attention over the paged cache.
+
+Models of the common kind run over joint weights (program.py), others through their layers in models/decoder.py as they
+are.
+"""
+
+import torch
+from torch import Tensor
+
+from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.cross_entropy import softcapped
+from tightfit.models.decoder import Decoder, ForwardContext
+from tightfit.serve.joint_weights import can_join
+from tightfit.serve.paged_cache import PagedCache
+from tightfit.serve.program import Program
+from tightfit.serve.rope_tables import RopeTables
+from tightfit.serve.step import Step
+
+
+class Runner:
+    """A decoder, its cache and its rope tables."""
+
+    def __init__(self, model: Decoder, cache: PagedCache, length: int, *, overlap: bool = True) -> None:
+        weight = model.embed.weight
+        self.model, self.cache, self.device = model, cache, weight.device
+        self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
+        self.program = Program(model, cache, self.ropes, overlap=overlap) if can_join(model.spec) else None
+
+    @torch.inference_mode()
+    def logits(self, step: Step) -> Tensor:
+        """Logits [R, V] of the step's rows; keys and values of all its tokens are stored."""
+        return self.project(self.states(step))
+
+    @torch.inference_mode()
+    def states(self, step: Step) -> Tensor:
+        """The residual stream after the last layer at the step's rows, [R, H]."""
+        if self.program is not None:
+            return self.program.states(step)
+        self.cache.step = step
+        x = self.model.embed_tokens(step.tokens, step.positions)
+        count = step.tokens.shape[1]
+        ctx = ForwardContext(AttentionMask(count, count, self.device), self.ropes.of(step), None, self.cache.attend)
+        for layer in self.model.layers:
+            x, _ = layer(x, ctx)
+        return x[0] if step.rows.numel() == count else x[0, step.rows]
+
+    @torch.inference_mode()
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [R, V] of states [R, H]."""
+        if self.program is not None:
+            return self.program.project(states)
+        return softcapped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)

@@ -1,0 +1,191 @@
+"""The engine in a thread of its own, for a server whose requests live in an event loop.
+
+The loop puts requests and cancellations into an inbox, which the thread empties before every step; outputs go back in
+one call per step. Each request has a queue of its own, so a client that reads slowly holds nobody up. When the engine
+fails, every waiting request is told, and so is whoever asked to be.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightfit.serve.engine import Engine
+from tightfit.serve.request import Answer, Output, Request
+
+Work = Callable[[Engine], Any]
+
+
+class EngineDiedError(RuntimeError):
+    """The engine has failed; nothing can be answered any more."""
+
+
+class OverloadedError(RuntimeError):
+    """As many requests are waiting as may."""
+
+
+@dataclass
+class Rates:
+    """Tokens of the last seconds, for those who watch."""
+
+    window_s: float = 5.0
+    _seen: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, tokens: int) -> None:
+        """Tokens that came just now."""
+        self._seen.append((time.monotonic(), tokens))
+
+    def per_second(self) -> float:
+        """Tokens a second, over the window."""
+        now = time.monotonic()
+        while self._seen and self._seen[0][0] < now - self.window_s:
+            self._seen.popleft()
+        return sum(tokens for _, tokens in self._seen) / self.window_s
+
+
+class Service:
+    """Runs an engine; all methods but `start` and `stop` are for the event loop."""
+
+    def __init__(self, engine: Engine, *, most_requests: int = 512) -> None:
+        self.engine, self.most_requests = engine, most_requests
+        self.rates = Rates()
+        self.failure: BaseException | None = None
+        self.draining = False
+        self._queues: dict[str, asyncio.Queue[Output | None]] = {}
+        self._inbox: deque[Work] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._on_failure: Callable[[], None] = lambda: None
+
+    def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Begin; `on_failure` is called in the loop when the engine dies."""
+        self._loop, self._on_failure = loop, on_failure
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread once its step is over."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose answers somebody still waits for."""
+        return len(self._queues)
+
+    async def outputs(self, request: Request, seconds: float | None = None) -> AsyncGenerator[Output, None]:
+        """What is added to the answers of `request`, until all are over. Leaving early cancels it.
+
+        After `seconds` it is cancelled with a TimeoutError.
+        """
+        self._check_open()
+        request = self.engine.check(request)
+        queue: asyncio.Queue[Output | None] = asyncio.Queue()
+        self._queues[request.id] = queue
+        self._put(lambda engine: engine.submit(request))
+        left = request.count
+        until = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        try:
+            while left:
+                async with asyncio.timeout_at(until):
+                    output = await queue.get()
+                if output is None:
+                    raise EngineDiedError(f"the engine has failed: {self.failure!r}")
+                left -= output.finish is not None
+                yield output
+        finally:
+            self._queues.pop(request.id, None)
+            if left:
+                self._put(lambda engine: engine.cancel(request.id))
+
+    async def answers(self, request: Request, seconds: float | None = None) -> list[Answer]:
+        """The whole answers to `request`."""
+        made = [Answer() for _ in range(request.count)]
+        async with contextlib.aclosing(self.outputs(request, seconds)) as outputs:
+            async for output in outputs:
+                made[output.index].add(output)
+        return made
+
+    async def call(self, work: Work) -> Any:
+        """What `work` returns, run between two steps of the engine."""
+        self._check_open()
+        assert self._loop is not None
+        loop, future = self._loop, self._loop.create_future()
+
+        def run(engine: Engine) -> None:
+            try:
+                made = work(engine)
+            except Exception as error:
+                loop.call_soon_threadsafe(_set, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_set, future, made, None)
+
+        self._put(run)
+        return await future
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineDiedError(f"the engine has failed: {self.failure!r}")
+        if len(self._queues) >= self.most_requests:
+            raise OverloadedError(f"{self.most_requests} requests are open already; come back later")
+
+    def _put(self, work: Work) -> None:
+        with self._wake:
+            self._inbox.append(work)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_work():
+                outputs = self.engine.step()
+                if outputs:
+                    self._send(self._deliver, outputs)
+        except BaseException as error:
+            self.failure = error
+            self._send(self._fail)
+
+    def _take_work(self) -> bool:
+        """Empty the inbox, waiting where there is nothing else to do; False when it is time to end."""
+        with self._wake:
+            while not (self._inbox or self._stopping or self.engine.has_work):
+                self._wake.wait()
+            if self._stopping:
+                return False
+            waiting, self._inbox = self._inbox, deque()
+        for work in waiting:
+            work(self.engine)
+        return True
+
+    def _send(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever listened
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        self.rates.add(sum(len(output.tokens) for output in outputs))
+        for output in outputs:
+            queue = self._queues.get(output.request)
+            if queue is not None:
+                queue.put_nowait(output)
+
+    def _fail(self) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+        self._on_failure()
+
+
+def _set(future: "asyncio.Future[Any]", value: Any, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

