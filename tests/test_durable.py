@@ -1,10 +1,12 @@
 """Directories and files appear whole or not at all."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
-from tightfit.durable import discard_directory, durable_directory, durable_file, sweep
+from tightfit.durable import discard_directory, durable_directory, durable_file, sweep, sweep_abandoned
 
 
 def test_directory_appears_on_a_clean_exit_only(tmp_path: Path) -> None:
@@ -61,3 +63,24 @@ def test_discard_and_sweep(tmp_path: Path) -> None:
     sweep(tmp_path)
     sweep(tmp_path / "absent")
     assert [path.name for path in tmp_path.iterdir()] == ["keep"]
+
+
+def test_what_a_kill_left_goes_with_the_next_write_of_the_same_target(tmp_path: Path) -> None:
+    """But not what somebody still writes, nor what is too young to tell, nor another target's."""
+
+    def leave(name: str, age_s: float) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        os.utime(path, (time.time() - age_s,) * 2)
+        return path
+
+    gone = [leave(".partial-model-11111111", 90), leave(".discarded-model-22222222", 90)]
+    stay = [leave(".partial-model-33333333", 5), leave(".partial-other-44444444", 90)]
+    with durable_directory(tmp_path / "model") as ours:
+        os.utime(ours, (time.time() - 90,) * 2)
+        sweep_abandoned(tmp_path / "model")
+        assert ours.exists(), "it is being written"
+        (ours / "file").write_text("x")
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in stay)
+    assert (tmp_path / "model" / "file").read_text() == "x"

@@ -1,18 +1,24 @@
 """Directories and files that exist whole or not at all, whatever instant the process is killed at.
 
 Everything is written under a hidden temporary name beside the target, flushed to the disk (files, then directories),
-and renamed; the rename is the moment it comes to be. Readers ignore hidden names; leftovers of a kill are swept later.
+and renamed; the rename is the moment it comes to be. Readers ignore hidden names. What a kill leaves is swept by the
+next who writes the same target: who writes holds a lock on the temporary (flock, which the kernel drops with the
+process), so what nobody holds is nobody's. Where locks are unknown, it stays until `sweep`.
 """
 
+import fcntl
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".partial-"
 DISCARDED_PREFIX = ".discarded-"
+YOUNG_S = 60.0
+"""A temporary that is younger may not have its lock yet."""
 
 
 @contextmanager
@@ -20,7 +26,9 @@ def durable_directory(target: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `target` on a clean exit; on an exception nothing of it remains."""
     temporary = target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}"
     target.parent.mkdir(parents=True, exist_ok=True)
+    sweep_abandoned(target)
     temporary.mkdir()
+    held = _held(temporary)
     try:
         yield temporary
         flush_tree(temporary)
@@ -29,6 +37,8 @@ def durable_directory(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        os.close(held)
 
 
 @contextmanager
@@ -36,6 +46,9 @@ def durable_file(target: Path) -> Iterator[Path]:
     """The path of a file to write, which replaces `target` on a clean exit."""
     temporary = target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}"
     target.parent.mkdir(parents=True, exist_ok=True)
+    sweep_abandoned(target)
+    temporary.touch(exist_ok=False)
+    held = _held(temporary)
     try:
         yield temporary
         flush(temporary)
@@ -44,6 +57,8 @@ def durable_file(target: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(held)
 
 
 def discard_directory(target: Path) -> None:
@@ -53,13 +68,45 @@ def discard_directory(target: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
+def sweep_abandoned(target: Path) -> None:
+    """Remove what killed processes left of earlier attempts to write or remove `target`."""
+    prefixes = (f"{TEMPORARY_PREFIX}{target.name}-", f"{DISCARDED_PREFIX}{target.name}-")
+    with suppress(OSError):
+        for leftover in [path for path in target.parent.iterdir() if path.name.startswith(prefixes)]:
+            if time.time() - leftover.stat().st_mtime > YOUNG_S and _is_nobody_s(leftover):
+                _remove(leftover)
+
+
+def _held(temporary: Path) -> int:
+    """A descriptor with the lock of `temporary`, where there are locks."""
+    descriptor = os.open(temporary, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_nobody_s(leftover: Path) -> bool:
+    descriptor = os.open(leftover, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _remove(leftover: Path) -> None:
+    shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+
+
 def sweep(parent: Path) -> None:
     """Remove what killed processes left half-written or half-removed in `parent`, where only one process writes."""
     if not parent.is_dir():
         return
     for leftover in parent.iterdir():
         if leftover.name.startswith((TEMPORARY_PREFIX, DISCARDED_PREFIX)):
-            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            _remove(leftover)
 
 
 def flush(path: Path) -> None:

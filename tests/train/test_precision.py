@@ -28,10 +28,18 @@ def test_native_bf16_is_read_from_the_kernel(tmp_path: Path, line: str, native: 
     assert has_native_bf16(tmp_path / "none") is False
 
 
-def test_auto_precision_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for native, expected in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(precision, "has_native_bf16", lambda native=native: native)
-        assert choose_precision("auto", torch.device("cpu")) == expected
+@pytest.mark.parametrize(
+    ("native", "bf16_seconds", "expected"), [(True, 0.5, "bf16"), (True, 0.95, "fp32"), (False, 0.5, "fp32")]
+)
+def test_auto_precision_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, native: bool, bf16_seconds: float, expected: str
+) -> None:
+    """bf16 where it is native and clearly faster than float32, which takes a second here."""
+    monkeypatch.setattr(precision, "has_native_bf16", lambda: native)
+    monkeypatch.setattr(precision, "product_seconds", lambda dtype: 1.0 if dtype == torch.float32 else bf16_seconds)
+    precision.faster_on_cpu.cache_clear()
+    assert choose_precision("auto", torch.device("cpu")) == expected
+    precision.faster_on_cpu.cache_clear()
     assert choose_precision("fp16", torch.device("cpu")) == "fp16"
 
 

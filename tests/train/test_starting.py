@@ -1,7 +1,6 @@
 """Starts: what is refused leaves every file as it was, and a run goes on wherever it is."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.train.jobs import checkpoint_files, snapshot
 from tightfit.cli import main as cli
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.jobs.paths import with_absolute_paths
+from tightfit.jobs.paths import absolute, with_absolute_paths
 from tightfit.models.loading import checkpoints_of
 from tightfit.plan.job import read_job
 from tightfit.train.checkpoints import room
@@ -75,10 +74,14 @@ def test_what_cannot_start_changes_no_file(
     place = changes.pop("output", str(run_copy if overwrite else tmp_path / "deep" / "er" / "new"))
     before = snapshot(tmp_path)
     base = make_small("other").model_dump(mode="json")
+    is_data = "data" in changes
     data = {**base["data"], **changes.pop("data", {})}
+    data["cache"] = str(tmp_path.parent / f"{tmp_path.name}-cache") if is_data else data["cache"]
     with pytest.raises(UserError):
         run_job(Job.model_validate({**base, "data": data, "output": place, **changes}), overwrite=overwrite, quiet=True)
     assert snapshot(tmp_path) == before
+    half_made = [lock for lock in Path(data["cache"]).glob("*/lock") if not (lock.parent / "store").is_dir()]
+    assert not (is_data and half_made), "nor anything in the cache but what is whole"
 
 
 def _material(folder: Path) -> None:
@@ -165,9 +168,16 @@ def test_names_are_looked_up_here_and_beside_the_job_file(
     (tmp_path / "project" / "job.yaml").write_text(yaml.safe_dump(fields))
     monkeypatch.chdir(tmp_path / "here")
     job, _ = read_job(Path("../project/job.yaml"))
-    found = [os.path.normpath(name) for name in job.data.train]
-    assert found == [str(tmp_path / "project/notes.txt"), str(tmp_path / "here/both.txt"), "absent.txt", "stdlib"]
+    assert job.data.train == [
+        str(tmp_path / "project/notes.txt"),
+        str(tmp_path / "here/both.txt"),
+        "absent.txt",
+        "stdlib",
+    ]
     assert job.output == tmp_path / "here" / "runs" / "a"
+    (tmp_path / "link").symlink_to(tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "link")  # whose `..` is not what its name says
+    assert Path(absolute(Path("../here/both.txt"))).samefile(tmp_path / "here/both.txt")
     assert with_absolute_paths(job) == job
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource, Verify
+from tightfit.cli.options import Device, ModelSource, Precision, Verify
 
 
 def evaluate(
@@ -18,6 +18,7 @@ def evaluate(
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
     cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit"),
     device: Device = "auto",
+    precision: Precision = "auto",
     verify: Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -40,6 +41,7 @@ def evaluate(
         batch=batch,
         cache=cache,
         device=device,
+        precision=precision,
         verified=verify,
         progress=not as_json,
     )

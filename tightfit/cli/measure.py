@@ -30,6 +30,11 @@ def measure(
 
     loaded = default_job(override or []) if job is None else read_job(job, override or [], steps=steps)[0]
 
+    from tightfit.cli.outputs import is_ledger, is_picture, refuse_foreign
+
+    refuse_foreign(loaded.output / "ledger.json", is_ledger, "a ledger")
+    refuse_foreign(loaded.output / "memory.png", is_picture, "a picture")
+
     from tightfit.prove.measured_run import measure_job
     from tightfit.report.ledger import print_measured
     from tightfit.report.timeline import draw_timelines, of_measurement

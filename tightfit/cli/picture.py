@@ -5,11 +5,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tightfit.cli.outputs import is_picture, refuse_foreign
+
 if TYPE_CHECKING:
     from tightfit.report.memory import Card
 
 picture = typer.Typer(name="picture", help="Draw memory and pipeline schedules as PNG or SVG.", no_args_is_help=True)
-Out = Annotated[Path, typer.Option(help="Where to write it; the name ends in .png or .svg.")]
+
+
+def _free_or_ours(path: Path) -> Path:
+    refuse_foreign(path, is_picture, "a picture")
+    return path
+
+
+Out = Annotated[Path, typer.Option(callback=_free_or_ours, help="Where to write it; the name ends in .png or .svg.")]
 Lengths = Annotated[list[int] | None, typer.Option("--seq", help="A sequence length. May be repeated.")]
 On = Annotated[list[str] | None, typer.Option("--on", help="A card whose line is drawn. May be repeated.")]
 CardGb = Annotated[float | None, typer.Option("--card-gb", help="Draw the line of a card of this many GB.")]

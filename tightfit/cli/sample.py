@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource, Verify
+from tightfit.cli.options import Device, ModelSource, Precision, Verify
 
 
 def sample(
@@ -20,6 +20,7 @@ def sample(
     count: Annotated[int, typer.Option("-c", "--count", min=1, help="How many continuations.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Device = "auto",
+    precision: Precision = "auto",
     verify: Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print prompt and continuations as one JSON object.")] = False,
 ) -> None:
@@ -35,9 +36,11 @@ def sample(
     from tightfit.models.generate import Sampling, continue_text
     from tightfit.models.loading import load_model
     from tightfit.report.tables import print_samples
+    from tightfit.train.inference_precision import inference_dtype
     from tightfit.train.precision import choose_device
 
     text = read_text(sys.stdin) if prompt == "-" else prompt
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    loaded = load_model(model, device=choose_device(device), verified=verify)
+    target = choose_device(device)
+    loaded = load_model(model, device=target, dtype=inference_dtype(model, precision, target), verified=verify)
     print_samples(text, continue_text(loaded, text, sampling, count=count, chat=chat), as_json=as_json)

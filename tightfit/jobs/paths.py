@@ -5,6 +5,7 @@ not files (presets, `stdlib`, `train`) and files that are not there stay as they
 refuses them. The directory of a run is where it is: `run_output` says so to a job that is read from one.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ def is_run_file(path: Path) -> bool:
 def run_output(path: Path) -> Path | None:
     """The directory of the run that `path`, a directory or a job file, belongs to; None for a job of the user's."""
     if path.is_dir():
-        return path.absolute()
-    return path.parent.absolute() if is_run_file(path) else None
+        return absolute(path)
+    return absolute(path.parent) if is_run_file(path) else None
 
 
 def with_absolute_paths(job: Job, beside: Path | None = None) -> Job:
@@ -43,15 +44,21 @@ def with_absolute_paths(job: Job, beside: Path | None = None) -> Job:
     if isinstance(job.data.held_out, list):
         data["held_out"] = [found(name) for name in job.data.held_out]
     if not job.data.cache.is_absolute() and not str(job.data.cache).startswith("~"):
-        data["cache"] = job.data.cache.absolute()
+        data["cache"] = absolute(job.data.cache)
     changes: dict[str, Any] = {
         "data": job.data.model_copy(update=data),
         "model": job.model.model_copy(update={"source": found(job.model.source)}),
-        "output": job.output.expanduser().absolute(),
+        "output": absolute(job.output.expanduser()),
     }
     if "tokenizer" in job.model_fields_set:
         changes["tokenizer"] = job.tokenizer.model_copy(update={"source": found(job.tokenizer.source)})
     return job.model_copy(update=changes)
+
+
+def absolute(path: Path) -> Path:
+    """From the root, without `..` unless that leads through a link to elsewhere."""
+    plain = Path(os.path.normpath(path.absolute()))
+    return path.absolute() if path.exists() and not (plain.exists() and plain.samefile(path)) else plain
 
 
 def _found(name: str, beside: Path | None) -> str:
@@ -61,7 +68,7 @@ def _found(name: str, beside: Path | None) -> str:
     for place in (path, *([] if beside is None else [beside / path])):
         try:
             if place.exists():
-                return str(place.absolute())
+                return str(absolute(place))
         except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
             return name
     return name

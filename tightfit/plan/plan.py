@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
-from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.hardware.machine import Machine, machine_of_json
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -165,7 +165,7 @@ class Plan:
             return cls(
                 model=str(data["model"]),
                 workload=Workload(**{**data["workload"], "spec": spec_from_json(data["workload"]["spec"])}),
-                machine=parse_machine(data["machine"]["text"], data["machine"]["host_bytes"]),
+                machine=machine_of_json(data["machine"]),
                 layout=Layout.model_validate(data["layout"]),
                 levers=Levers.model_validate(data["levers"]),
                 ledger=Ledger.from_json(data["ledger"], where),

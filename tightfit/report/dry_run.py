@@ -28,6 +28,6 @@ def _facts(found: DryRun) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{ranks} on {checked.device.type}: {describe_layout(job.layout)}"
     yield "levers", "chosen at the start (fit)" if job.fit else describe_levers(job.levers)
     yield "data", f"{store.tokens_total:,} tokens in {store.documents:,} documents, {rows:,} rows to train on"
-    yield "step", f"{job.global_batch} rows of {job.data.sequence_length} tokens, {found.workload.tokens:,} tokens"
-    yield "disk", f"checkpoints will add {gib(checked.checkpoint_bytes)} to {job.output}"
+    yield "step", f"{job.global_batch} rows of {job.data.sequence_length} tokens, {checked.workload.tokens:,} tokens"
+    yield "checkpoints", f"{gib(found.checkpoint_bytes)} each in {job.output}"
     yield "verdict", "nothing stands in its way; nothing was started"

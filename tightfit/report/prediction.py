@@ -61,6 +61,9 @@ def _notes(plan: Plan, job: Job, result: RunResult) -> list[str]:
         "on a CPU the measured memory is the whole process's, which no plan predicts"
         if result.device.startswith("CPU")
         else None,
+        f"the first {result.warmup_steps} steps took {result.warmup_seconds:.1f} s to warm up and are not in this speed"
+        if result.warmup_steps
+        else None,
     ]
     return [note for note in said if note]
 

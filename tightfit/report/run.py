@@ -1,5 +1,6 @@
 """What a finished run prints: steps, loss, speed, memory, a sample, and the next commands."""
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -49,11 +50,12 @@ def _facts(result: RunResult, picture: Path | None) -> Iterator[tuple[str, str]]
     if result.end is not None:
         start = f"{result.start.loss:.3f} → " if result.start is not None else ""
         yield "held-out loss", f"{start}{result.end.loss:.3f} nats/token (perplexity {result.end.perplexity:,.1f})"
-    yield "speed", _speed(result)
+    if result.train_seconds:
+        yield "speed", _speed(result)
     yield "peak memory", gib(result.peak_bytes)
-    yield "checkpoint", str(result.checkpoint)
+    yield "checkpoint", _near(result.checkpoint)
     if picture is not None:
-        yield "loss curve", str(picture)
+        yield "loss curve", _near(picture)
 
 
 def _speed(result: RunResult) -> str:
@@ -68,9 +70,15 @@ def _speed(result: RunResult) -> str:
 
 def _next_commands(result: RunResult) -> list[str]:
     if result.step < result.steps and not result.stopped_early:
-        return [f"tightfit train {result.run} --resume"]
+        return [f"tightfit train {shlex.quote(_near(result.run))} --resume"]
+    run = shlex.quote(_near(result.run))
     return [
-        f'tightfit sample {result.run} -p "import "',
-        f"tightfit evaluate {result.run} --data README.md",
-        f"tightfit export {result.run} my-model        # a Hugging Face directory",
+        f'tightfit sample {run} -p "import "',
+        f"tightfit evaluate {run} --data README.md",
+        f"tightfit export {run} my-model        # a Hugging Face directory",
     ]
+
+
+def _near(path: Path) -> str:
+    """As short as the working directory allows."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -50,8 +50,11 @@ class CheckedRun:
     total_steps: int
     facts: dict[str, Any]
     """What a resumed run must find again."""
-    checkpoint_bytes: int
-    """Disk space that checkpoints will add."""
+
+    @property
+    def workload(self) -> Workload:
+        """The shape of a step."""
+        return Workload.of_job(self.job, self.spec, self.precision)
 
     @property
     def first_step(self) -> int:
@@ -75,38 +78,24 @@ def check_run(
     saves: bool = True,
     replaces: bool = False,
 ) -> CheckedRun:
-    """All that `job` needs to begin, or to go on from `checkpoint`; every rank calls this."""
+    """All that `job` needs to begin, or to go on from `checkpoint`; every rank calls this.
+
+    `saves` says that checkpoints will be written, `replaces` that an older run gives way after the first of them.
+    """
     if sentence := job.refusal():
         raise UserError(sentence)
     position = None if checkpoint is None else read_position(checkpoint)
     precision = ranks.broadcast(_precision(job, position, device))
     if checkpoint is not None and position is not None:
         _refuse_contradictions(job, precision, position, checkpoint)
-    if job.engine == "deepspeed":
-        refuse_what_deepspeed_cannot(job, checkpoint, device)
-    if saves and job.logging.tensorboard:
-        require_tensorboard()
-    spec = _spec(job, checkpoint)
-    with ranks.main_process_first():  # the others then find tokenizer and tokens in the cache
-        tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else find_tokenizer(job, say, show_bars)
-        spec = _with_vocabulary(job, spec, tokenizer)
-        data = find_data(job, spec, tokenizer, show_bars)
-    store = data.store
-    _refuse_split(spec, job)
-    say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
-    tell_lost(data.train, say)
-    facts = {"precision": precision, "data": store.fingerprint, "rows": len(data.train)}
+    _refuse_missing_packages(job, checkpoint, device, saves=saves)
+    spec, tokenizer, data = _found(job, checkpoint, say, show_bars, ranks)
+    facts = {"precision": precision, "data": data.store.fingerprint, "rows": len(data.train)}
     _refuse_other_facts(job, facts, position, checkpoint, ranks)
-    if checkpoint is not None:
-        refuse_other_shape(checkpoint, spec)
     _tell_model(spec, precision, device, ranks, say)
     total = total_steps(job, len(data.train))
     _refuse_passed(position, checkpoint, total)
-    workload = Workload.of_job(job, spec, precision)
-    refuse_host_shortage(workload, job.layout, job.levers, _ranks_here(device, ranks))
-    first_step = 0 if position is None else position.step
-    room = refuse_full_disk(job, workload, first_step=first_step, total_steps=total, replaces=replaces) if saves else 0
-    return CheckedRun(
+    checked = CheckedRun(
         job=job,
         checkpoint=checkpoint,
         position=position,
@@ -117,8 +106,48 @@ def check_run(
         data=data,
         total_steps=total,
         facts=facts,
-        checkpoint_bytes=room,
     )
+    _refuse_shortages(checked, ranks, saves=saves, replaces=replaces)
+    return checked
+
+
+def _refuse_missing_packages(job: Job, checkpoint: Path | None, device: torch.device, *, saves: bool) -> None:
+    if job.engine == "deepspeed":
+        refuse_what_deepspeed_cannot(job, checkpoint, device)
+    if saves and job.logging.tensorboard:
+        require_tensorboard()
+
+
+def _found(
+    job: Job, checkpoint: Path | None, say: Say, show_bars: bool, ranks: Ranks
+) -> tuple[ModelSpec, Tokenizer, RunData]:
+    """The model's shape, the tokenizer and the data, which fit each other, the layout and the checkpoint."""
+    spec = _spec(job, checkpoint)
+    with ranks.main_process_first():  # the others then find tokenizer and tokens in the cache
+        tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else find_tokenizer(job, say, show_bars)
+        spec = _with_vocabulary(job, spec, tokenizer)
+        data = find_data(job, spec, tokenizer, show_bars)
+    store = data.store
+    say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
+    tell_lost(data.train, say)
+    _refuse_split(spec, job)
+    if checkpoint is not None:
+        refuse_other_shape(checkpoint, spec)
+    return spec, tokenizer, data
+
+
+def _refuse_shortages(checked: CheckedRun, ranks: Ranks, *, saves: bool, replaces: bool) -> None:
+    """Of host memory, and of room on disk for what will be saved."""
+    job = checked.job
+    refuse_host_shortage(checked.workload, job.layout, job.levers, _ranks_here(checked.device, ranks))
+    if saves:
+        refuse_full_disk(
+            job,
+            checked.workload,
+            first_step=checked.first_step,
+            total_steps=checked.total_steps,
+            replaces=replaces,
+        )
 
 
 def _precision(job: Job, position: Position | None, device: torch.device) -> PrecisionName:
@@ -226,8 +255,10 @@ def refuse_other_shape(checkpoint: Path, spec: ModelSpec) -> None:
         raise UserError(f"the job's model has {name} {ours}, checkpoint {checkpoint} has {theirs}; make them equal")
 
 
-FIXED_FIELDS = ("tokenizer.vocab_size", "tokenizer.train_bytes", "objective", "global_batch", "seed", "data.field",
-                "data.sequence_length", "data.separate_documents", "data.pack")  # fmt: skip
+FIXED_FIELDS = (
+    *("tokenizer.vocab_size", "tokenizer.train_bytes", "objective", "global_batch", "seed", "data.field"),
+    *("data.sequence_length", "data.separate_documents", "data.pack"),
+)
 """What a resumed run may not change; schedule, learning rate, steps, batching of memory and reporting it may.
 
 Where files lie is not among it: the model's shape, the data's tokens and the precision are compared by themselves.

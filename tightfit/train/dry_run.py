@@ -11,8 +11,8 @@ import torch
 
 from tightfit.jobs.job import Job
 from tightfit.jobs.paths import with_absolute_paths
-from tightfit.jobs.workload import Workload
 from tightfit.parallel.ranks import ALONE
+from tightfit.train.checkpoints.room import checkpoint_bytes
 from tightfit.train.checks import CheckedRun, check_run
 from tightfit.train.progress import RunProgress
 from tightfit.train.run_directory import Decision, Start, decide
@@ -35,9 +35,9 @@ class DryRun:
         return f"from {self.decision.checkpoint}{later}"
 
     @property
-    def workload(self) -> Workload:
-        """The shape of a step."""
-        return Workload.of_job(self.checked.job, self.checked.spec, self.checked.precision)
+    def checkpoint_bytes(self) -> int:
+        """What one checkpoint takes."""
+        return checkpoint_bytes(self.checked.workload, self.checked.job.levers)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -55,12 +55,12 @@ class DryRun:
             "precision": checked.precision,
             "device": checked.device.type,
             "params": checked.spec.params(),
-            "tokens_per_step": self.workload.tokens,
+            "tokens_per_step": checked.workload.tokens,
             "data_tokens": checked.data.store.tokens_total,
             "documents": checked.data.store.documents,
             "rows": len(checked.data.train),
             "held_out_rows": 0 if checked.data.held_out is None else len(checked.data.held_out),
-            "checkpoint_bytes": checked.checkpoint_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
         }
 
 

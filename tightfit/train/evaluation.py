@@ -18,6 +18,7 @@ from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.data.shards import prepare_text
+from tightfit.train.inference_precision import InferencePrecision, inference_dtype
 from tightfit.train.precision import choose_device
 from tightfit.train.step import Batch, inputs
 
@@ -61,12 +62,14 @@ def evaluate_source(
     batch: int = 4,
     cache: Path,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    precision: InferencePrecision = "auto",
     progress: bool = False,
     verified: bool = True,
 ) -> Evaluation:
     """The loss of the model at `source` over the text of `data`."""
     target = choose_device(device)
-    loaded = load_model(source, device=target, verified=verified)
+    dtype = inference_dtype(source, precision, target)
+    loaded = load_model(source, device=target, dtype=dtype, verified=verified)
     positions = loaded.model.spec.max_positions
     length = sequence_length or min(positions, DEFAULT_LENGTH)
     if length > positions:

@@ -4,7 +4,9 @@ bf16 has float32's range and needs no scaling. fp16 (V100, T4) loses gradients b
 a large factor that halves when gradients overflow and doubles after a long calm (Micikevicius et al. 2017).
 """
 
+import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -16,6 +18,9 @@ from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
 
 __all__ = ["COMPUTE_DTYPES", "LossScale", "choose_device", "choose_precision", "keeps_master_weights"]
 
+CLEARLY = 0.9
+"""bf16 must take at most this share of float32's time, as it costs accuracy and casts."""
+
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device of the job; a GPU when there is one and nothing else was asked for."""
@@ -25,14 +30,33 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def choose_precision(wanted: Precision, device: torch.device) -> PrecisionName:
-    """The precision of the job; `auto` takes bf16 where it is native, fp16 on older GPUs, float32 on other CPUs."""
+    """The precision of the job; `auto` takes bf16 where it is native (on a CPU: and faster), else fp16 or fp32."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda" and not torch.cuda.is_available():
         return "bf16"  # a dry run of a job that is to run elsewhere
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
-    return "bf16" if has_native_bf16() else "fp32"
+    return faster_on_cpu()
+
+
+@cache
+def faster_on_cpu() -> PrecisionName:
+    """bf16 where this processor has it and multiplies it clearly faster; asked once per process."""
+    if not has_native_bf16():
+        return "fp32"
+    return "bf16" if product_seconds(torch.bfloat16) < CLEARLY * product_seconds(torch.float32) else "fp32"
+
+
+def product_seconds(dtype: torch.dtype, size: int = 384, times: int = 7) -> float:
+    """The fastest of a few products of two square matrices."""
+    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        torch.mm(left, right)
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 @dataclass

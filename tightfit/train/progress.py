@@ -29,7 +29,7 @@ class RunProgress:
 
     def say(self, message: str) -> None:
         """A line of its own above the live one."""
-        self._live.console.print(printable(message), highlight=False, markup=False)
+        self._live.console.print(printable(message), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, step: int, loss: float, tokens_per_second: float, memory_bytes: int) -> None:
         """After step `step`."""

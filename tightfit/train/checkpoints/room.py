@@ -30,8 +30,8 @@ def added_checkpoints(job: Job, first_step: int, total_steps: int, existing: int
     return max(0, min(existing + saves, job.saving.keep + job.saving.keep_best + 1) - existing)
 
 
-def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_steps: int, replaces: bool) -> int:
-    """A sentence where the run's checkpoints do not fit beside what is there; else the bytes they will take."""
+def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_steps: int, replaces: bool) -> None:
+    """A sentence where the run's checkpoints do not fit beside what is there."""
     existing = 0 if replaces else len(checkpoints_of(job.output))
     count = added_checkpoints(job, first_step, total_steps, existing)
     if replaces:
@@ -43,7 +43,6 @@ def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_ste
             f"output {job.output} has {free / 2**30:.2f} GiB free, but {count} checkpoint(s) of {each / 2**30:.2f} GiB "
             "each will be there at once; make room, lower saving.keep or choose another output"
         )
-    return each * count
 
 
 def _existing(path: Path) -> Path:

@@ -28,7 +28,8 @@ def cached_store(cache_dir: Path, recipe: Recipe, fill: Callable[[ShardWriter], 
         with _locked(home / "lock") as alone:
             if alone:
                 sweep(home)
-            return _existing(target) or _made(target, recipe, fill)
+            with _nothing_left(home):
+                return _existing(target) or _made(target, recipe, fill)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
@@ -46,6 +47,18 @@ def _locked(path: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
+
+
+@contextmanager
+def _nothing_left(home: Path) -> Iterator[None]:
+    """Where no store could be made, its directory goes too; who waits for its lock makes another."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            (home / "lock").unlink()
+            home.rmdir()
+        raise
 
 
 def _existing(target: Path) -> TokenStore | None:
