@@ -1,18 +1,78 @@
 """Ways to make something wrong of something right: bytes, JSON values, texts and numbers that programs trip over."""
 
+import copy
 import json
 import random
 from collections.abc import Callable
 from typing import Any
 
-NUMBERS = (0, -1, 1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, -(2**63), 0.5,
-           1e-300, 1e300, 1.7976931348623157e308, float("inf"), float("-inf"), float("nan"), True, False)  # fmt: skip
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    255,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    10**400,
+    -(2**63),
+    0.5,
+    1e-300,
+    1e300,
+    1.7976931348623157e308,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    True,
+    False,
+)
 WORDS = (
-    "", " ", "\0", "\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\u202e", "\ud800", "a" * 5000, "/dev/zero", "/dev/null",
-    "../../etc/passwd", "/etc/passwd", "~nosuchuser/x", "~", "nan", "inf", "1e999", "0x" + "f" * 5000, "9" * 5000, "-0",
-    "${HOME}", "$(id)", "`id`", "{{ 7*7 }}", "%s%n", "é", "e\u0301", "日本語", "🙂", "\r\n", "\ufeff", "null", "true",
-    "__class__", "__import__('os').system('id')", "!!python/object/apply:os.system ['id']", "'; --", "<|im_end|>",
-)  # fmt: skip
+    "",
+    " ",
+    "\0",
+    "\x1b]0;title\x07",
+    "\x1b[2J",
+    "\x9b31m",
+    "\u202e",
+    "\ud800",
+    "a" * 5000,
+    "/dev/zero",
+    "/dev/null",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "~nosuchuser/x",
+    "~",
+    "nan",
+    "inf",
+    "1e999",
+    "0x" + "f" * 5000,
+    "9" * 5000,
+    "-0",
+    "${HOME}",
+    "$(id)",
+    "`id`",
+    "{{ 7*7 }}",
+    "%s%n",
+    "é",
+    "e\u0301",
+    "日本語",
+    "🙂",
+    "\r\n",
+    "\ufeff",
+    "null",
+    "true",
+    "__class__",
+    "__import__('os').system('id')",
+    "!!python/object/apply:os.system ['id']",
+    "'; --",
+    "<|im_end|>",
+)
 
 
 def number(chance: random.Random) -> Any:
@@ -53,7 +113,7 @@ def nested(depth: int) -> Any:
 
 def changed_value(chance: random.Random, whole: Any, times: int = 1) -> Any:
     """`whole`, a JSON value, with some of what is in it replaced, removed, renamed or doubled."""
-    whole = json.loads(json.dumps(whole))
+    whole = copy.deepcopy(whole)
     for _ in range(times):
         spots = list(_spots(whole))
         if not spots:
@@ -63,11 +123,13 @@ def changed_value(chance: random.Random, whole: Any, times: int = 1) -> Any:
     return whole
 
 
-def _spots(node: Any) -> Any:
+def _spots(node: Any, depth: int = 0) -> Any:
+    if depth > 20:
+        return
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else []
     for key in keys:
         yield node, key
-        yield from _spots(node[key])
+        yield from _spots(node[key], depth + 1)
 
 
 def _change(chance: random.Random, holder: Any, key: Any) -> None:

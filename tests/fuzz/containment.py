@@ -93,7 +93,7 @@ def _child(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: Mat
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_DATA, (_memory("VmData") + 2 * MOST_BYTES, resource.RLIM_INFINITY))
         executed: list[str] = []
-        sys.addaudithook(lambda event, _: _audit(event, executed))
+        sys.addaudithook(lambda event, arguments: _audit(event, arguments, executed))
         for number in numbers:
             what = _case(kinds, number, seed, given, executed)
             os.write(pipe, json.dumps([number, what]).encode() + b"\n")
@@ -101,15 +101,16 @@ def _child(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: Mat
         os._exit(0)
 
 
-def _audit(event: str, executed: list[str]) -> None:
-    if event in EXECUTION:
-        executed.append(event)
+def _audit(event: str, arguments: tuple[Any, ...], executed: list[str]) -> None:
+    if event in EXECUTION and "nvidia-smi" not in str(arguments):  # which is how a machine called `local` is looked at
+        executed.append(f"{event} {arguments!r:.200}")
         raise PermissionError(f"a case tried {event}")
 
 
 def _case(kinds: dict[str, Make], number: int, seed: int, given: Materials, executed: list[str]) -> str:
     """What is wrong with case `number`; nothing, as a rule."""
     kind = list(kinds)[number % len(kinds)]
+    executed.clear()
     folder = Path(tempfile.mkdtemp(prefix="case-", dir=given.folder))
     try:
         before = _start_measuring()

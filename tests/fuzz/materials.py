@@ -21,19 +21,34 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
 
 SPEC = ModelSpec(
-    family="llama", vocab_size=320, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_size=24,
-    max_positions=64, tied=True,
-)  # fmt: skip
+    family="llama",
+    vocab_size=320,
+    hidden_size=16,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    mlp_size=24,
+    max_positions=64,
+    tied=True,
+)
 TEXTS = ("the quick brown fox jumps over the lazy dog", "numbers such as 3 and 14", "def add(a, b):\n    return a + b")
 CHAT = [{"role": "user", "content": "what colour?"}, {"role": "assistant", "content": "green it is"}]
 JOB: dict[str, Any] = {
     "model": {"source": "tiny-llama", "weights": "random", "shape": {"layers": 2}},
     "tokenizer": {"source": "train", "vocab_size": 320},
     "data": {"train": ["notes.txt"], "held_out": 0.1, "sequence_length": 32, "cache": "cache"},
-    "output": "runs/x", "steps": 5, "global_batch": 4, "layout": {"micro_batch": 2, "data": 1}, "precision": "fp32",
-    "optimizer": {"lr": 5e-3, "betas": [0.9, 0.95]}, "schedule": {"kind": "cosine", "warmup_steps": 1},
-    "levers": {"checkpoint_every": 1}, "saving": {"every": 1, "keep": 2}, "evaluation": {"prompts": ["a"]},
-}  # fmt: skip
+    "output": "runs/x",
+    "steps": 5,
+    "global_batch": 4,
+    "layout": {"micro_batch": 2, "data": 1},
+    "precision": "fp32",
+    "optimizer": {"lr": 5e-3, "betas": [0.9, 0.95]},
+    "schedule": {"kind": "cosine", "warmup_steps": 1},
+    "levers": {"checkpoint_every": 1},
+    "saving": {"every": 1, "keep": 2},
+    "evaluation": {"prompts": ["a"]},
+}
 
 
 class Materials:

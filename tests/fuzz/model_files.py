@@ -37,12 +37,35 @@ PATTERNS = (
     "^",
 )
 EXPRESSIONS = (
-    "'a' * 10**10", "range(99999)|list|join('x' * 9999)", "messages|tojson(indent=99999999)", "x.y.z", "messages[9].a",
-    "''.__class__", "messages|map('upper')|list", "'%999999999d' % 1", "'{:>{w}}'.format(1, w=10**9)", "10 ** 10 ** 10",
-    "messages|sort", "messages * 10**8", "namespace(__class__=1)", "raise_exception('no')", "self", "loop", "caller()",
-    "messages[::-1]", "messages[0].content[:9**9]", "'a' ~ messages", "messages|batch(10**9)|list", "cycler(1).next()",
-    "'\x1b[31m'", "strftime_now('%Y' * 999)", "dict(a=1).update({'b': 2})", "(1,2) < 3", "{[]: 1}", "'a'.join(1)",
-)  # fmt: skip
+    "'a' * 10**10",
+    "range(99999)|list|join('x' * 9999)",
+    "messages|tojson(indent=99999999)",
+    "x.y.z",
+    "messages[9].a",
+    "''.__class__",
+    "messages|map('upper')|list",
+    "'%999999999d' % 1",
+    "'{:>{w}}'.format(1, w=10**9)",
+    "10 ** 10 ** 10",
+    "messages|sort",
+    "messages * 10**8",
+    "namespace(__class__=1)",
+    "raise_exception('no')",
+    "self",
+    "loop",
+    "caller()",
+    "messages[::-1]",
+    "messages[0].content[:9**9]",
+    "'a' ~ messages",
+    "messages|batch(10**9)|list",
+    "cycler(1).next()",
+    "'\x1b[31m'",
+    "strftime_now('%Y' * 999)",
+    "dict(a=1).update({'b': 2})",
+    "(1,2) < 3",
+    "{[]: 1}",
+    "'a'.join(1)",
+)
 
 
 def _copied(given: Path, folder: Path) -> Path:
@@ -167,7 +190,7 @@ def tokenizer_config(chance: random.Random, given: Materials, folder: Path) -> C
     """tokenizer_config.json and what else lies beside it."""
     target = _copied(given.model, folder)
     path = chance.choice(
-        sorted(target.glob("*token*config*")) + [target / "special_tokens_map.json", target / "added_tokens.json"]
+        [*sorted(target.glob("*token*config*")), target / "special_tokens_map.json", target / "added_tokens.json"]
     )
     content = json.loads(path.read_text()) if path.exists() else {"eos_token": "<|endoftext|>"}
     path.write_bytes(dumped(chance, changed_value(chance, content, chance.choice((1, 3)))))

@@ -19,11 +19,36 @@ from tightfit.train.data.sources import find_sources
 
 Case = Callable[[], object]
 SNIPPETS = (
-    "&a [*a]", "a0: &a0 [x,x,x,x,x,x,x,x,x]\na1: &a1 [*a0,*a0,*a0,*a0,*a0,*a0,*a0,*a0]\na2: [*a1,*a1,*a1,*a1,*a1,*a1]\n",
-    "!!timestamp x", "!!int ''", "!!binary =", "!!set {a, b}", "!!omap [a: 1]", "? [1, 2]\n: 3\n", "<<: {a: 1}\n", "1:59:59",
-    "2001-01-01", "0o17", "1_000", ".inf", ".nan", "- - - -", "|\n  text", ">-\n  x", "%YAML 9.9\n---\n", "---\na\n---\nb",
-    "[" * 300, "{" * 300, '"\\x1b[31m"', '"\\0"', "\t", "@", "`", "*nothing", "!!python/name:os.system",
-)  # fmt: skip
+    "&a [*a]",
+    "a0: &a0 [x,x,x,x,x,x,x,x,x]\na1: &a1 [*a0,*a0,*a0,*a0,*a0,*a0,*a0,*a0]\na2: [*a1,*a1,*a1,*a1]\n",
+    "!!timestamp x",
+    "!!int ''",
+    "!!binary =",
+    "!!set {a, b}",
+    "!!omap [a: 1]",
+    "? [1, 2]\n: 3\n",
+    "<<: {a: 1}\n",
+    "1:59:59",
+    "2001-01-01",
+    "0o17",
+    "1_000",
+    ".inf",
+    ".nan",
+    "- - - -",
+    "|\n  text",
+    ">-\n  x",
+    "%YAML 9.9\n---\n",
+    "---\na\n---\nb",
+    "[" * 300,
+    "{" * 300,
+    '"\\x1b[31m"',
+    '"\\0"',
+    "\t",
+    "@",
+    "`",
+    "*nothing",
+    "!!python/name:os.system",
+)
 CARDS = ("H100-80GB", "V100-32GB", "H200", "A100-80GB", "T4", "local", "cpu", "B300", "x", "80GB", "")
 
 

@@ -42,9 +42,18 @@ KNOWN_PATTERNS = frozenset(
 )
 """GPT-2's, Llama-3's, Qwen's and T5's expressions, which need no trial."""
 SIDE_FILES = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.json",
-    "chat_template.jinja", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "config.json",
-)  # fmt: skip
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "vocab.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "config.json",
+)
 """What transformers reads beside it."""
 
 
