@@ -43,8 +43,8 @@ class Finding:
 
 
 def run_cases(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: Materials) -> Iterator[Finding]:
-    """Run the cases of these numbers, which take the kinds in turn."""
-    waiting = list(numbers)
+    """Run the cases of these numbers, which take the kinds in turn; findings come as they are made."""
+    waiting, names = list(numbers), list(kinds)
     while waiting:
         read, write = os.pipe()
         child = os.fork()
@@ -52,36 +52,31 @@ def run_cases(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: 
             os.close(read)
             _child(kinds, waiting, seed, given, write)
         os.close(write)
-        done, findings = _watched(child, read, waiting)
-        names = list(kinds)
-        for number, what in findings:
-            yield Finding(number, names[number % len(names)], what)
-        waiting = waiting[done:]
+        for number, what in _watched(child, read, list(waiting)):
+            waiting.remove(number)
+            if what:
+                yield Finding(number, names[number % len(names)], what)
 
 
-def _watched(child: int, pipe: int, waiting: list[int]) -> tuple[int, list[tuple[int, str]]]:
-    """How many cases the child is through with, and what was found."""
-    done, findings, rest = 0, [], b""
+def _watched(child: int, pipe: int, waiting: list[int]) -> Iterator[tuple[int, str]]:
+    """Each case the child is through with, and what is wrong with it; last the one that ended the child, if one did."""
+    rest = b""
     while True:
         ready, _, _ = select.select([pipe], [], [], SECONDS * SLACK)
         block = os.read(pipe, 65536) if ready else b""
         *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            number, what = json.loads(line)
-            done += 1
-            if what:
-                findings.append((number, what))
+        for number, what in map(json.loads, lines):
+            waiting.remove(number)
+            yield number, what
         if block:
             continue
         if not ready:
             os.kill(child, signal.SIGKILL)
         os.close(pipe)
         status = os.waitpid(child, 0)[1]
-        if done < len(waiting):
-            why = "hangs" if not ready else f"ends the process ({os.waitstatus_to_exitcode(status)})"
-            findings.append((waiting[done], why))
-            done += 1
-        return done, findings
+        if waiting:
+            yield waiting[0], "hangs" if not ready else f"ends the process ({os.waitstatus_to_exitcode(status)})"
+        return
 
 
 def _child(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: Materials, pipe: int) -> None:
