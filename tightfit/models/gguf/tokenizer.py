@@ -7,6 +7,7 @@ model's own tokenizer differ we follow the model: Qwen-2 normalises to NFC.
 """
 
 import json
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,8 @@ def read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     vocabulary = _vocabulary(metadata, path)
     model = metadata.get("tokenizer.ggml.model")
     readers = {"gpt2": _byte_level, "llama": _sentence_piece}
-    if model not in readers:
-        raise UserError(f"{path} has a tokenizer of the kind {model!r}; supported are {', '.join(readers)}")
+    if not isinstance(model, str) or model not in readers:
+        raise UserError(f"{path} has a tokenizer of the kind {reprlib.repr(model)}; supported are {', '.join(readers)}")
     named = {f"{name}_token": _token(metadata, key, vocabulary, path) for name, key in _NAMED.items()}
     try:
         backend = readers[model](metadata, vocabulary, path)
@@ -139,7 +140,7 @@ def _token(metadata: dict[str, Any], key: str, vocabulary: _Vocabulary, path: Pa
     if index is None:
         return None
     if not isinstance(index, int) or not 0 <= index < len(vocabulary.tokens):
-        raise UserError(f"{path} is damaged: its {key} is {index!r}, with {len(vocabulary.tokens)} tokens")
+        raise UserError(f"{path} is damaged: its {key} is {reprlib.repr(index)}, with {len(vocabulary.tokens)} tokens")
     return vocabulary.tokens[index]
 
 
@@ -169,7 +170,9 @@ def _byte_level(metadata: dict[str, Any], vocabulary: _Vocabulary, path: Path) -
     splitter = next((row for row in SPLITTERS if name in row.names), None)
     if splitter is None:
         known = ", ".join(known for row in SPLITTERS for known in row.names)
-        raise UserError(f"{path} cuts text by the rules {name!r}, which tightfit does not know; it knows {known}")
+        raise UserError(
+            f"{path} cuts text by the rules {reprlib.repr(name)}, which tightfit does not know; it knows {known}"
+        )
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not _is_list(merges, str) or len(merges) > MOST_MERGES:
         raise UserError(f"{path} has no list of merges in its metadata, so no tokenizer can be made from it")
