@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LONGEST_TOKEN = 1024
 """Characters; the longest of published vocabularies are runs of some 250 spaces."""
 MOST_CHARACTERS = 2**24
-"""Of a whole vocabulary; one of 260 000 tokens has 2 million."""
+"""Of a whole vocabulary, and of all ways to make its tokens; one of 260 000 has 2 and 5 million."""
 MOST_MERGES = 10**6
 """Gemma's 256 000 tokens can be made in 580 000 ways."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
@@ -221,13 +221,16 @@ def _merges(vocabulary: _Vocabulary, scores: list[float], path: Path) -> list[tu
     """Every way to make a token from two others, best token first: what SentencePiece's search does, as merges."""
     rows = zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
     ranked = {token: score for token, kind, score in rows if kind == NORMAL}
-    found = []
+    found: list[tuple[float, str, str]] = []
+    characters = 0
     for token, score in ranked.items():
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        found += [(-score, left, right) for left, right in halves if left in ranked and right in ranked]
-        if len(found) > MOST_MERGES:
+        ways = [(-score, left, right) for left, right in halves if left in ranked and right in ranked]
+        found += ways
+        characters += len(ways) * len(token)
+        if len(found) > MOST_MERGES or characters > MOST_CHARACTERS:
             raise UserError(
-                f"{path} has tokens that can be made from others in more than {MOST_MERGES:,} ways, which no tokenizer "
+                f"{path} has tokens that can be made from others in too many ways ({len(found):,}), which no tokenizer "
                 "has; get the file again"
             )
     found.sort(key=lambda row: row[0])
