@@ -45,3 +45,13 @@ docs: install
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
+
+# Wrong inputs of every kind, and kills at any instant: minutes, not seconds. `make test` runs 300 and 20 of them.
+.PHONY: fuzz stress
+SEED ?= 1
+
+fuzz: install
+	@$(BIN)/python -m tests.fuzz --cases 10000 --seed $(SEED)
+
+stress: install
+	@$(BIN)/python -m tests.fuzz.killing --kills 50 --seed $(SEED)

@@ -24,8 +24,11 @@ def append_row(name: str, values: Mapping[str, Any], *, folder: Path = RESULTS, 
     fresh = not path.exists()
     columns = list(row)
     if not fresh:
-        with path.open(encoding="utf-8", newline="") as file:
-            columns = next(csv.reader(file), [])
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                columns = next(csv.reader(file), [])
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{path} is not a table of results ({error}); move it away") from None
         if set(columns) != set(row):
             raise UserError(f"{path} has columns {columns}, the new row has {list(row)}; move the old file away")
     with path.open("a", encoding="utf-8", newline="") as file:

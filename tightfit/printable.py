@@ -22,7 +22,8 @@ def printable_json(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """`printable` text of a length one can read: of a longer one, its beginning and its end."""
+    """`printable` text on one line, of a length one can read: of a longer one, its beginning and its end."""
+    text = text.replace("\n", "\\n")
     if len(text) > LONGEST_SENTENCE:
         text = f"{text[: LONGEST_SENTENCE - 501]}…{text[-500:]}"
     return printable(text)

@@ -132,5 +132,5 @@ def test_weights_that_are_no_numbers_get_a_sentence(model: Path, tmp_path: Path)
 def test_a_shape_larger_than_its_files_takes_no_memory(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10_000, "hidden_size": 2**20}))
-    with pytest.raises(UserError, match=r"parameters, but its weight files have only"):
+    with pytest.raises(UserError, match=r"parameters, but its \.safetensors have only"):
         load_model(str(model))

@@ -15,6 +15,7 @@ _BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+LARGEST = 1e24
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -23,7 +24,7 @@ def parse_bytes(text: str, what: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if match is None or match[2].lower() not in _BYTES:
         raise UserError(f"{what} is {text!r}; write a size with its unit, such as 512GB or 480GiB")
-    return int(float(match[1]) * _BYTES[match[2].lower()])
+    return int(_bounded(float(match[1]) * _BYTES[match[2].lower()], text, what))
 
 
 def parse_count(text: str, what: str) -> int:
@@ -31,4 +32,10 @@ def parse_count(text: str, what: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]?)\s*", text.replace(",", "").replace("_", ""))
     if match is None or match[2].lower() not in _COUNTS:
         raise UserError(f"{what} is {text!r}; write a number such as 4194304, 4M or 15T")
-    return round(float(match[1]) * _COUNTS[match[2].lower()])
+    return round(_bounded(float(match[1]) * _COUNTS[match[2].lower()], text, what))
+
+
+def _bounded(value: float, text: str, what: str) -> float:
+    if value > LARGEST:
+        raise UserError(f"{what} is {text[:40]!r}; there is nothing of that size")
+    return value

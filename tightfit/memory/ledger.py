@@ -129,6 +129,6 @@ def _lines(rows: Iterable[dict[str, Any]]) -> Iterator[Line]:
     for row in rows:
         line = Line(**row)
         known = line.component in COMPONENTS and line.phase in PHASES and line.place in get_args(Place)
-        if not known or type(line.bytes) is not int:
+        if not known or type(line.bytes) is not int or type(line.rank) is not int:
             raise ValueError(f"line {row}")
         yield line

@@ -67,7 +67,7 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
     held = sum(file.stat().st_size for file in files)
     if files and spec.params() * SMALLEST_DTYPE_BYTES > held:
         raise UserError(
-            f"config.json in {path} describes {spec.params():,} parameters, but its weight files have only {held:,} "
+            f"config.json in {path} describes {spec.params():,} parameters, but its .safetensors have only {held:,} "
             "bytes; config.json and weights must belong to the same model"
         )
 

@@ -87,6 +87,12 @@ def record_of(data: dict[str, Any]) -> Record:
     ]
     if not tasks:
         raise ValueError("it has no slots")
+    numbers = [data["ranks"], data["micro_batches"], data["pieces"], *(task.rank for task in tasks)]
+    times = [time for task in tasks for time in (task.start, task.end)]
+    if not all(type(each) is int and 0 <= each < 10**6 for each in numbers) or min(numbers[:3]) < 1:
+        raise ValueError("its ranks, micro-batches or pieces are no counts")
+    if not all(isinstance(time, int | float) and 0 <= time < 1e9 for time in times):
+        raise ValueError("its times are no seconds")
     return Record(checked([data["schedule"]])[0], data["ranks"], data["micro_batches"], data["pieces"], tasks)
 
 

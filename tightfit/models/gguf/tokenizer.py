@@ -7,6 +7,7 @@ model's own tokenizer differ we follow the model: Qwen-2 normalises to NFC.
 """
 
 import json
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 LONGEST_TOKEN = 1024
 """Characters; the longest of published vocabularies are runs of some 250 spaces."""
 MOST_CHARACTERS = 2**24
-"""Of a whole vocabulary; one of 260 000 tokens has 2 million."""
+"""Of a whole vocabulary, and of all ways to make its tokens; one of 260 000 has 2 and 5 million."""
 MOST_MERGES = 10**6
 """Gemma's 256 000 tokens can be made in 580 000 ways."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
@@ -90,8 +91,8 @@ def read_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     vocabulary = _vocabulary(metadata, path)
     model = metadata.get("tokenizer.ggml.model")
     readers = {"gpt2": _byte_level, "llama": _sentence_piece}
-    if model not in readers:
-        raise UserError(f"{path} has a tokenizer of the kind {model!r}; supported are {', '.join(readers)}")
+    if not isinstance(model, str) or model not in readers:
+        raise UserError(f"{path} has a tokenizer of the kind {reprlib.repr(model)}; supported are {', '.join(readers)}")
     named = {f"{name}_token": _token(metadata, key, vocabulary, path) for name, key in _NAMED.items()}
     try:
         backend = readers[model](metadata, vocabulary, path)
@@ -139,7 +140,7 @@ def _token(metadata: dict[str, Any], key: str, vocabulary: _Vocabulary, path: Pa
     if index is None:
         return None
     if not isinstance(index, int) or not 0 <= index < len(vocabulary.tokens):
-        raise UserError(f"{path} is damaged: its {key} is {index!r}, with {len(vocabulary.tokens)} tokens")
+        raise UserError(f"{path} is damaged: its {key} is {reprlib.repr(index)}, with {len(vocabulary.tokens)} tokens")
     return vocabulary.tokens[index]
 
 
@@ -169,7 +170,9 @@ def _byte_level(metadata: dict[str, Any], vocabulary: _Vocabulary, path: Path) -
     splitter = next((row for row in SPLITTERS if name in row.names), None)
     if splitter is None:
         known = ", ".join(known for row in SPLITTERS for known in row.names)
-        raise UserError(f"{path} cuts text by the rules {name!r}, which tightfit does not know; it knows {known}")
+        raise UserError(
+            f"{path} cuts text by the rules {reprlib.repr(name)}, which tightfit does not know; it knows {known}"
+        )
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not _is_list(merges, str) or len(merges) > MOST_MERGES:
         raise UserError(f"{path} has no list of merges in its metadata, so no tokenizer can be made from it")
@@ -218,13 +221,16 @@ def _merges(vocabulary: _Vocabulary, scores: list[float], path: Path) -> list[tu
     """Every way to make a token from two others, best token first: what SentencePiece's search does, as merges."""
     rows = zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
     ranked = {token: score for token, kind, score in rows if kind == NORMAL}
-    found = []
+    found: list[tuple[float, str, str]] = []
+    characters = 0
     for token, score in ranked.items():
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        found += [(-score, left, right) for left, right in halves if left in ranked and right in ranked]
-        if len(found) > MOST_MERGES:
+        ways = [(-score, left, right) for left, right in halves if left in ranked and right in ranked]
+        found += ways
+        characters += len(ways) * len(token)
+        if len(found) > MOST_MERGES or characters > MOST_CHARACTERS:
             raise UserError(
-                f"{path} has tokens that can be made from others in more than {MOST_MERGES:,} ways, which no tokenizer "
+                f"{path} has tokens that can be made from others in too many ways ({len(found):,}), which no tokenizer "
                 "has; get the file again"
             )
     found.sort(key=lambda row: row[0])

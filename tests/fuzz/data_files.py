@@ -1,0 +1,126 @@
+"""Cases of data: rows, texts and conversations, and stores of tokens."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.changing import changed_bytes, dumped, value, word
+from tests.fuzz.materials import CHAT, TEXTS, Materials
+from tightfit.train.data.chats import read_chats
+from tightfit.train.data.shards import prepare_chats, prepare_text
+from tightfit.train.data.sources import find_sources
+from tightfit.train.data.texts import read_texts
+
+Case = Callable[[], object]
+
+
+def _consumed(path: Path, *, chats: bool) -> Case:
+    def run() -> int:
+        sources = find_sources([str(path)], rows_only=chats)
+        return sum(1 for _ in (read_chats(sources) if chats else read_texts(sources)))
+
+    return run
+
+
+def _line(chance: random.Random, row: Any) -> bytes:
+    return row if isinstance(row, bytes) else dumped(chance, row).replace(b"\n", b" ")
+
+
+def json_lines(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """Rows of text."""
+    rows: list[Any] = [{"text": chance.choice(TEXTS)} for _ in range(3)]
+    long = json.dumps(
+        {"text": chance.choice(("a", "é", "\n", "[]", " ")) * chance.choice((10, 10**5, 3 * 10**6))}
+    ).encode()
+    rows.insert(chance.randrange(4), chance.choice(({"text": value(chance)}, value(chance), {"txt": "x"}, long)))
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"\n".join(_line(chance, row) for row in rows))
+    return _consumed(path, chats=False)
+
+
+def chats(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """Rows of conversations, tokenized."""
+    turn = {"role": chance.choice(("user", "assistant", "tool", word(chance))), "content": value(chance)}
+    row = chance.choice(
+        ({"messages": [*CHAT, turn]}, {"conversations": [turn]}, {"messages": CHAT * 300}, value(chance))
+    )
+    path = folder / "chats.jsonl"
+    path.write_bytes(_line(chance, {"messages": CHAT}) + b"\n" + _line(chance, row))
+    cache = folder / "cache"
+    return lambda: prepare_chats([str(path)], given.tokenizer, cache_dir=cache, vocab_size=300)
+
+
+def plain_text(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """A file of text, tokenized."""
+    content = chance.choice((b"a b ", b"\xff", b"\0", b"\n\n", "é ".encode(), b" ", b"word\n")) * chance.choice(
+        (1, 50, 10**5)
+    )
+    path = folder / "notes.txt"
+    path.write_bytes(changed_bytes(chance, content) if chance.random() < 0.5 else content)
+    cache = folder / "cache"
+    return lambda: prepare_text([str(path)], given.tokenizer, cache_dir=cache, vocab_size=chance.choice((300, 10)))
+
+
+def parquet(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """Parquet with wrong bytes, or with little bytes that mean much."""
+    path = folder / "rows.parquet"
+    if chance.random() < 0.8:
+        path.write_bytes(changed_bytes(chance, given.parquet))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        texts = ["x" * chance.choice((10, 2_000_000))] * chance.choice((1, 40))
+        codec = chance.choice(("none", "zstd", "snappy", "gzip"))
+        table = pyarrow.table({"text": texts})
+        pyarrow.parquet.write_table(table, path, compression=codec, use_dictionary=chance.random() < 0.5)
+    return _consumed(path, chats=chance.random() < 0.3)
+
+
+def saved_dataset(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """A directory that `datasets` did not quite write."""
+    import datasets
+
+    target = folder / "saved"
+    datasets.Dataset.from_dict({"text": list(TEXTS)}).save_to_disk(str(target))
+    path = chance.choice(sorted(path for path in target.rglob("*") if path.is_file()))
+    path.write_bytes(changed_bytes(chance, path.read_bytes()))
+    return _consumed(target, chats=False)
+
+
+def token_store(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """A store in the cache that is damaged: it is made again."""
+    (folder / "a.txt").write_text("\n".join(TEXTS))
+    shutil.copytree(_stored(given), folder / "cache")
+    stored = sorted(path for path in (folder / "cache").rglob("*") if path.is_file() and path.name != "lock")
+    path = chance.choice(stored)
+    path.write_bytes(changed_bytes(chance, path.read_bytes()))
+    source = str(given.folder / "store" / "a.txt")
+
+    def run() -> None:
+        store = prepare_text([source], given.tokenizer, cache_dir=folder / "cache", vocab_size=300)
+        assert sum(len(store.document(index)) for index in range(store.documents)) == store.tokens_total
+
+    return run
+
+
+def _stored(given: Materials) -> Path:
+    folder = given.folder / "store"
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "a.txt").write_text("\n".join(TEXTS))
+        prepare_text([str(folder / "a.txt")], given.tokenizer, cache_dir=folder / "cache", vocab_size=300)
+    return folder / "cache"
+
+
+KINDS = {
+    "json lines": json_lines,
+    "chats": chats,
+    "plain text": plain_text,
+    "parquet": parquet,
+    "saved dataset": saved_dataset,
+    "token store": token_store,
+}
