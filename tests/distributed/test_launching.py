@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import yaml
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typer.testing import CliRunner
 
 from tests.distributed.group import Group
@@ -18,7 +19,7 @@ from tests.train.jobs import tiny_job
 from tightfit.cli.main import app
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.train import gate, launching
-from tightfit.train.launching import _ending
+from tightfit.train.launching import _ending, meeting_place
 from tightfit.train.metrics import read_metrics
 
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
@@ -73,6 +74,16 @@ def ranks_of(program: int) -> set[int]:
     """The processes of its server."""
     children = Path(f"/proc/{program}/task/{program}/children").read_text().split()
     return {int(pid) for child in children for pid in Path(f"/proc/{child}/task/{child}/children").read_text().split()}
+
+
+def test_ranks_meet_where_no_other_machine_can() -> None:
+    store = meeting_place()
+    store.set("rank", "0")
+    assert TCPStore("127.0.0.1", store.port, is_master=False).get("rank") == b"0"
+    listening = [
+        line.split()[1] for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()
+    ]
+    assert {word for word in listening if word.endswith(f":{store.port:04X}")} == {f"0100007F:{store.port:04X}"}
 
 
 def test_exit_codes_and_signals_are_told_apart() -> None:

@@ -13,6 +13,7 @@ import os
 import runpy
 import shlex
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from tightfit.train.checkpoint import what_is_safe
 from tightfit.train.precision import choose_device
 
 PORT = 29500
+LOOPBACK = "127.0.0.1"
 LOOK_S = 0.2
 """How often a request to stop is looked for, at least."""
 
@@ -104,7 +106,7 @@ def _attempt(
     attempt: int, function: Callable[..., None], arguments: Sequence[Any], world: int, asked: list[int]
 ) -> tuple[int, int] | None:
     """All ranks until they have ended: the one that failed, if any, and its exit code."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # where they meet; of this attempt
+    store = meeting_place()  # of this attempt
     given = (_environment(attempt, world, store.port), function, *arguments)
     with Forked(world, _rank, given, TRAINING) as processes:
         while not asked and not processes.failures and processes.wait(LOOK_S):
@@ -114,12 +116,19 @@ def _attempt(
         return processes.culprit() if failed else None
 
 
+def meeting_place() -> TCPStore:
+    """Where ranks of this machine meet. Torch would listen on all of its interfaces, to whoever connects."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        port = listening.getsockname()[1]
+        return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def _environment(attempt: int, world: int, port: int) -> dict[str, str]:
     """What torchrun tells its processes, and torch and DeepSpeed read."""
     numbers = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
     words = {
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": LOOPBACK,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
     }
