@@ -2,6 +2,8 @@
 
 Programs that tests start inherit the one thread: on tiny shapes a second one only waits, and takes the core of others.
 
+They also find this tree, installed or not, wherever they are started.
+
 Without a GPU, Triton's kernels run in its interpreter. That is settled when a kernel's module is first imported, which
 tests of any folder may do: so it is said here.
 
@@ -16,11 +18,17 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent.parent)])
+)
 
 import pytest
 import torch
 
 from tests.interpreter import read_single_elements
+from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
+
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

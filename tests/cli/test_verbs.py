@@ -110,6 +110,8 @@ def test_models_lists_presets_with_their_sizes(tightfit: Any) -> None:
 def test_export_to_hugging_face_and_gguf(run: Path, tightfit: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
+
     made = tightfit("export", run, tmp_path / "hf", "--dtype", "fp32", "--json")
     assert made.code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

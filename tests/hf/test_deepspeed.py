@@ -5,8 +5,10 @@ it). Processes talk through gloo: DeepSpeed's own shared-memory operation would 
 """
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +16,7 @@ from tests.distributed.group import Group
 from tests.hf.models import gradients, make_batch, make_model
 from tightfit.hf import accelerate
 
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install --no-build-isolation deepspeed")
 WORLD = 2
 SHARED_MEMORY = "deepspeed_shm_comm"
 SETTINGS = {

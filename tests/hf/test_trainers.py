@@ -1,6 +1,7 @@
 """Accelerated models inside the trainers people use: transformers.Trainer, PEFT adapters, TRL's SFTTrainer."""
 
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from tests.hf.models import VOCABULARY, gradients, make_batch, make_model, make_twins
 from tightfit.hf import accelerate, undo
 
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="pip install accelerate")
 ROWS = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in torch.randint(3, 90, (12, 11))]
 COMMON: dict[str, Any] = {
     "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "logging_steps": 1, "report_to": [],

@@ -1,6 +1,9 @@
 """A model small enough to train in milliseconds, shared by the tests of this folder."""
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
@@ -37,6 +40,17 @@ def tiny_model(spec: ModelSpec = TINY, seed: int = 0) -> Decoder:
     model = Decoder(spec)
     init_weights(model)
     return model
+
+
+def assert_trained_alike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], near: float = 1e-4) -> None:
+    """Weights of two runs of `tiny_model()` in float32 differ by little of the way that they have gone.
+
+    As wholes: a gradient that is nearly zero is rounding noise, which differs between CPUs, and Adam makes as long a
+    step of it as of any other. What a wrong decay, moment or clipping changes is a hundred times `near` at least.
+    """
+    start = tiny_model().state_dict()
+    for name, weight in wanted.items():
+        assert (found[name] - weight).norm() <= near * (weight - start[name]).norm(), name
 
 
 def ragged_batch(rows: int, length: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:

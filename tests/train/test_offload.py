@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.train.jobs import checkpoint_files, tiny_job
-from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
+from tests.train.models import TINY, TINY_ROUTED, assert_trained_alike, ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
@@ -139,8 +139,7 @@ def test_it_is_the_training_that_torch_does() -> None:
     for step in range(3):
         train_step(plain, plain_optimizer, [ragged_batch(3, seed=10 * step)], CPU, 1e-2, LossScale())
     _, ours, _ = trained("fp32", offload="weights")
-    for name, tensor in plain.state_dict().items():
-        assert torch.allclose(ours[name], tensor, rtol=1e-4, atol=1e-5), name
+    assert_trained_alike(ours, plain.state_dict())
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "weights"])
