@@ -19,6 +19,7 @@ from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_p
 from tightfit.models.gguf.weights import fill
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
 from tightfit.models.presets import PRESETS
+from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
@@ -45,6 +46,8 @@ def load_model(source: str, *, device: str | torch.device = "cpu", dtype: torch.
         return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
     spec = resolve_spec(str(path / "config.json"))
     tokenizer = _directory_tokenizer(path)
+    if is_quantized(path):
+        return LoadedModel(load_quantized(path, spec, device, dtype), tokenizer, source)
     model = blank_decoder(spec, device, dtype)
     _load_directory(model, path)
     return LoadedModel(model, tokenizer, source)
@@ -60,6 +63,8 @@ def load_into(model: Decoder, source: str) -> None:
 
 
 def _load_directory(model: Decoder, path: Path) -> None:
+    if is_quantized(path):
+        return fill_dequantized(model, path)
     if not has_sharded(path):
         return load_weights(model, path)
     from tightfit.models.sharded_weights import load_sharded_weights
