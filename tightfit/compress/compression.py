@@ -53,7 +53,7 @@ class CompressionJob:
     samples: int = 128
     length: int | None = None
     format: str | None = None
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
     cache: Path = Path("~/.cache/tightfit")
     progress: bool = False
 
@@ -75,7 +75,8 @@ class _Compression:
             raise UserError("this recipe looks at the inputs of layers; give it text with --data")
         self.job, self.began = job, time.monotonic()
         rotate = job.recipe.rotation
-        self.parts = ModelParts(job.model, job.device, None)
+        self.device = torch.device(job.device)
+        self.parts = ModelParts(job.model, self.device, None)
         self.spec = self.parts.spec
         self.written_spec = self.spec if rotate is None else rotated_spec(self.spec)
         if rotate is not None:
@@ -151,8 +152,8 @@ class _Compression:
         self._write_plain(EMBEDDING, model)
         stream = []
         for tokens in [] if self.calibration is None else self.calibration.batches():
-            tokens = tokens.to(self.job.device)
-            stream.append(model.embedded(tokens, model.token_positions(tokens, None, None)).detach())
+            here = tokens.to(self.device)
+            stream.append(model.embedded(here, model.token_positions(here, None, None)).detach())
         del model
         self._write_plain(HEAD, self.parts.head())
         return stream
@@ -160,7 +161,7 @@ class _Compression:
     def _write_plain(self, number: int, model: Decoder) -> None:
         if self.directory.is_done(number):
             return
-        state = {name: tensor for name, tensor in model.state_dict().items()}
+        state = dict(model.state_dict())
         if self.written_spec.tied:  # the embedding is written with the first shard alone
             state.pop("head.weight", None)
             if number == HEAD:
@@ -183,8 +184,8 @@ class _Compression:
         """The calibration rows after a layer that an earlier run has quantized."""
         if not stream:
             return stream
-        number, config = index + LAYER_SHARDS, self.config["quantization_config"]
-        model = load_finished(self.directory, number, index, self.written_spec, self.form, config, self.job.device)
+        tensors, config = self.directory.tensors(index + LAYER_SHARDS), self.config["quantization_config"]
+        model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
         layer = model.layers._modules[str(index)]
         assert isinstance(layer, Layer)
         return [run_layer(model, layer, x) for x in stream]
@@ -200,7 +201,7 @@ class _Compression:
         measured = replace(
             self.predicted,
             result_bytes=sum(shards),
-            memory_bytes=_peak_bytes(self.job.device),
+            memory_bytes=_peak_bytes(self.device),
             bits_per_weight=self.predicted.bits_per_weight,
             seconds=time.monotonic() - self.began,
         )

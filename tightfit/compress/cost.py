@@ -3,8 +3,9 @@
 | | bytes |
 |---|---|
 | result | codes, scales and zero points of every quantized matrix, the rest in 2 bytes |
-| memory | one layer in float32 and its codes, the second moments of one set of inputs three times (H, its factor, its inverse), the calibration rows at three places (inputs, wanted and new outputs) and one batch's activations, or the embedding |
-| arithmetic | per token and layer: four forward passes in all (two whole, four parts of one), and x xᵀ of every set's inputs |
+| memory | one layer in float32 and its codes; H of one set of inputs, its factor and inverse; a batch's activations |
+| | the calibration rows in three places (a layer's inputs, its wanted outputs and its new ones) |
+| arithmetic | per token: every layer's forward pass 4.5 times (two whole, four parts), x xᵀ of every set's inputs |
 
 Bytes of the result are exact but for SpQR's outliers and file headers. Nothing here imports torch.
 """
@@ -34,7 +35,7 @@ class CompressionCost:
 
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
     """Every matrix of the layers that can be quantized: how many, outputs, inputs."""
-    h, found = spec.hidden_size, {}
+    h, found = spec.hidden_size, dict[str, tuple[int, int, int]]()
     for i in range(spec.layers):
         shapes = {
             "attention.q": (1, spec.query_size, h),

@@ -1,12 +1,12 @@
 """GPTQ: codes chosen column by column, each column's error made up for by the columns that follow.
 
-With H = Σ x xᵀ over the layer's inputs, the error of a row is Δ H Δᵀ. Rounding column j by e_j leaves least error if the
-columns after it change by −e_j · U[j, j+1:] / U[j, j], where U is the upper Cholesky factor of H⁻¹ (Frantar et al. 2022):
-one factorisation serves all rows and all columns. Columns go in blocks, so that most of the update is one product.
+With H = Σ x xᵀ over the layer's inputs, the error of a row is Δ H Δᵀ. Rounding column j by e_j leaves least error if
+the columns after it change by −e_j · U[j, j+1:] / U[j, j], where U is the upper Cholesky factor of H⁻¹ (Frantar et al.
+2022): one factorisation serves all rows and all columns. Columns go in blocks: most of the update is one product.
 
-H is damped by a share of its mean diagonal. With `act_order` columns go by falling H[j, j]: the weights that matter most
-are rounded while all others can still make up for them. `static` keeps groups where they lie (their ranges are fixed
-before), `groups` makes groups of columns that were rounded together, which files then have to say (g_idx).
+H is damped by a share of its mean diagonal. With `act_order` columns go by falling H[j, j]: the weights that matter
+most are rounded while all others can still make up for them. `static` keeps groups where they lie (their ranges are
+fixed before), `groups` makes groups of columns that were rounded together, which files then have to say (g_idx).
 """
 
 from dataclasses import dataclass, replace

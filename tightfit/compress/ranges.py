@@ -108,7 +108,7 @@ def _least_error(blocks: Tensor, low: Tensor, high: Tensor, scheme: Scheme, impo
 
 def _measure(importance: Tensor | None, blocks: Tensor) -> Callable[[Tensor], Tensor]:
     """The error of each group [outputs, groups] for errors of its weights Δ: ΔΔᵀ, Δ diag(h) Δᵀ, or Δ H Δᵀ."""
-    outputs, groups, size = blocks.shape
+    groups, size = blocks.shape[1:]
     if importance is None or groups * size != len(importance):  # one scale in all mixes rows
         return lambda errors: errors.square().sum(-1)
     if importance.ndim == 1:

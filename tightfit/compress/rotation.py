@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.mlp import ExpertWeights
 from tightfit.models.norm import RmsNorm
 from tightfit.models.spec import ModelSpec
+
+READERS = ("gate", "up", "router", "shared_gate")
+"""What reads the normed residual stream in an MLP."""
 
 
 def rotated_spec(spec: ModelSpec) -> ModelSpec:
@@ -53,28 +57,23 @@ class Rotation:
     @torch.no_grad()
     def turn_layer(self, layer: Layer) -> None:
         """Fold the norms of a layer and rotate what reads and writes the residual stream."""
-        attention, mlp = layer.attention, layer.mlp
+        attention = layer.attention
         for projection in (attention.q, attention.k, attention.v):
             self._turn_inputs(projection.weight, layer.attention_norm)
         self._turn_outputs(attention.o)
         self._turn_heads(attention.v, attention.o)
-        readers = [
-            module
-            for name, module in mlp.named_modules()
-            if name.split(".")[-1] in ("gate", "up", "router", "shared_gate")
-        ]
-        for module in readers:
-            if isinstance(module, nn.Linear):
+        for name, module in layer.mlp.named_modules():
+            own = name.rpartition(".")[2]
+            if isinstance(module, nn.Linear) and own in READERS:
                 self._turn_inputs(module.weight, layer.mlp_norm)
-        for name, module in mlp.named_modules():
-            if isinstance(module, nn.Linear) and name.split(".")[-1] == "down":
+            elif isinstance(module, nn.Linear) and own == "down":
                 self._turn_outputs(module)
-        if hasattr(mlp, "experts"):
-            self._turn_inputs(mlp.experts.gate, layer.mlp_norm)
-            self._turn_inputs(mlp.experts.up, layer.mlp_norm)
-            mlp.experts.down.copy_(self._moved(self.stream, mlp.experts.down).T @ mlp.experts.down.double())
+            elif isinstance(module, ExpertWeights):
+                self._turn_inputs(module.gate, layer.mlp_norm)
+                self._turn_inputs(module.up, layer.mlp_norm)
+                module.down.copy_(self._moved(self.stream, module.down).T @ module.down.double())
         for norm in (layer.attention_norm, layer.mlp_norm):
-            norm.weight.fill_(1.0 - norm.offset)
+            _forget(norm)
 
     @torch.no_grad()
     def turn_embedding(self, model: Decoder) -> None:
@@ -85,9 +84,10 @@ class Rotation:
     def turn_head(self, model: Decoder) -> None:
         """The final norm and the output projection."""
         self._turn_inputs(model.head.weight, model.norm)
-        model.norm.weight.fill_(1.0 - model.norm.offset)
+        _forget(model.norm)
 
-    def _turn_inputs(self, weight: Tensor, norm: RmsNorm) -> None:
+    def _turn_inputs(self, weight: Tensor, norm: nn.Module) -> None:
+        assert isinstance(norm, RmsNorm)
         folded = weight.double() * (norm.weight.double() + norm.offset)
         weight.copy_(folded @ self._moved(self.stream, weight))
 
@@ -106,3 +106,9 @@ class Rotation:
 
     def _moved(self, matrix: Tensor, like: Tensor) -> Tensor:
         return matrix.to(like.device)
+
+
+def _forget(norm: nn.Module) -> None:
+    """A norm whose weight has been folded into the layers after it."""
+    assert isinstance(norm, RmsNorm)
+    norm.weight.fill_(1.0 - norm.offset)

@@ -1,8 +1,8 @@
 """SpQR: a few weights kept as they are, the rest in small groups whose scales are coded too (Dettmers et al. 2023).
 
 Columns are rounded as GPTQ does, in groups of 16 inputs. Before a group is rounded, its outliers are set aside: weights
-whose rounding would cost more than a threshold, (w − q(w))² / [U_jj]², where U is the factor of H⁻¹. The group's range is
-then that of the others; its scales and zero points, in 3 bits each, share a range over 16 rows. Outliers are stored
+whose rounding would cost more than a threshold, (w − q(w))² / [U_jj]², where U is the factor of H⁻¹. The group's range
+is then that of the others; its scales and zero points, in 3 bits each, share a range over 16 rows. Outliers are stored
 sparsely in float16. The threshold is that of a wanted share of outliers, measured on the unrounded matrix.
 There is no low-rank part.
 """

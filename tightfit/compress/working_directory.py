@@ -1,7 +1,7 @@
 """The directory in which a compressed model grows, layer by layer, until it is renamed to what the user asked for.
 
 It lies beside the target under a hidden name. Every layer is one safetensors file, written whole, with its errors in
-the file's own metadata; so what exists is what is finished, and a run killed at any instant goes on with the next layer.
+the file's own metadata; so what exists is finished, and a run killed at any instant goes on with the next layer.
 `work.json` says what work this is: another model, recipe or calibration is refused, not mixed in.
 """
 

@@ -1,6 +1,6 @@
 """The numbers that 4-bit float and 1-bit codes stand for, and the 8-bit map that NF4's scales are coded with.
 
-NF4: quantiles of a standard normal distribution, scaled to ±1 and with an exact zero (Dettmers et al. 2023, appendix E).
+NF4: quantiles of a standard normal distribution, scaled to ±1 and with an exact zero (Dettmers et al. 2023, app. E).
 e2m1: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0). Code 8 is −0.
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.errors import UserError
-from tightfit.models.blank import blank_decoder
+from tightfit.models.blank import blank_decoder, whole_state
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface import weights as plain_files
 from tightfit.models.huggingface.families import FAMILIES
@@ -24,6 +24,7 @@ from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
+from tightfit.parallel.shards import copy_whole
 
 
 def is_quantized(directory: Path) -> bool:
@@ -141,7 +142,7 @@ def _put_coded(model: Decoder, files: QuantizedDirectory, device: str | torch.de
 def fill_dequantized(model: Decoder, directory: Path) -> None:
     """Copy what the codes in `directory` stand for into an ordinary decoder, to train it or write it elsewhere."""
     files = QuantizedDirectory(directory, model.spec)
-    state = plain_files.whole_state(model)
+    state = whole_state(model)
     with torch.no_grad():
         for link, name in files.links:
             if all(state[ours].is_meta for ours in link.ours):
@@ -150,7 +151,7 @@ def fill_dequantized(model: Decoder, directory: Path) -> None:
                 plain_files._place(link, files.plain(link, name), state)
                 continue
             for ours, weight in files.rows_of(link, files.coded(link, name)):
-                plain_files.copy_whole(state[ours], weight.dequantize(), link.expert)
+                copy_whole(state[ours], weight.dequantize(), link.expert)
 
 
 def tensors_to_write(

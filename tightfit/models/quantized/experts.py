@@ -1,4 +1,4 @@
-"""The experts' matrices of a routed layer in packed codes: expanded one expert at a time, as the layer asks for them."""
+"""The experts' matrices of a routed layer in packed codes: expanded one expert at a time, as the layer asks."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,13 @@ class QuantizedStack(nn.Module):
         return len(self.experts)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (expert.dequantize(self.dtype) for expert in self.experts)
+        return (expert.dequantize(self.dtype) for expert in self._linears())
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of them, stacked."""
-        return torch.stack([expert.dequantize(dtype) for expert in self.experts])
+        return torch.stack([expert.dequantize(dtype) for expert in self._linears()])
+
+    def _linears(self) -> Iterator[QuantizedLinear]:
+        for expert in self.experts:
+            assert isinstance(expert, QuantizedLinear)
+            yield expert

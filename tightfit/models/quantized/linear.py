@@ -1,8 +1,8 @@
 """QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA the
-kernels of `kernels/quantized_linear.py` read packed codes. Schemes with rounded activations round them here, a scale per
-token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers et al. 2022) leaves input channels that reach
+kernels of `kernels/quantized_linear.py` read packed codes. Schemes with rounded activations round them here, a scale
+per token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers et al. 2022) leaves input channels that reach
 ±6 anywhere in the batch unrounded.
 """
 
@@ -25,6 +25,11 @@ class QuantizedLinear(nn.Module):
 
     packed: Tensor
     scale: Tensor
+    zero: Tensor | None
+    group_of: Tensor | None
+    outlier_starts: Tensor | None
+    outlier_columns: Tensor | None
+    outlier_values: Tensor | None
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto") -> None:
         super().__init__()
@@ -46,15 +51,18 @@ class QuantizedLinear(nn.Module):
     def coded(self) -> CodedWeight:
         """The weight with its codes unpacked."""
         codes = self.packed if self.scheme.kind == "fp8" else unpack(self.packed, self.scheme.bits, self.in_features)
-        lost = self.outlier_starts, self.outlier_columns, self.outlier_values
         return CodedWeight(
             self.scheme,
             codes,
             self.scale.to(torch.float32),
             None if self.zero is None else self.zero.to(torch.float32),
             self.group_of,
-            None if lost[0] is None else Outliers(*lost),
+            self._outliers(),
         )
+
+    def _outliers(self) -> Outliers | None:
+        starts, columns, values = self.outlier_starts, self.outlier_columns, self.outlier_values
+        return None if starts is None or columns is None or values is None else Outliers(starts, columns, values)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The whole matrix."""

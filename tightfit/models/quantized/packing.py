@@ -1,8 +1,8 @@
 """Codes of 1 to 8 bits laid side by side in 32-bit words, in the orders that public formats have.
 
-The dense order is one stream of bits a row, lowest first: code i has bits [i · b, (i + 1) · b), words are little-endian.
+The dense order is one stream of bits a row, lowest first: code i has bits [i · b, (i + 1) · b) of little-endian words.
 32 codes fill exactly b words, so widths that do not divide 32 cross word borders there and nowhere else. GPTQ stores
-the same words transposed; AWQ permutes the eight codes of each word; nibble formats store bytes, low or high half first.
+the same words transposed; AWQ permutes the eight codes of each word; nibble formats store bytes, either half first.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
 | kind | a number is | scales |
 |---|---|---|
-| `int` | (q − Z) · S, q of 2 to 8 bits; Z is 2^(bits−1) where symmetric | per group, row or tensor, float16 or float32 |
+| `int` | (q − Z) · S, q of 2 to 8 bits; Z is 2^(bits−1) where symmetric | per group, row or tensor; float16, float32 |
 | `binary` | ±S | the same |
-| `nf4` | one of 16 quantiles of a normal distribution · S (QLoRA, Dettmers et al. 2023) | per 64, 8 bits each, float32 per 256 |
+| `nf4` | one of 16 quantiles of a normal distribution · S (QLoRA, 2023) | per 64, 8 bits each, float32 per 256 |
 | `mxfp4` | a 4-bit float (e2m1) · S (OCP microscaling) | per 32, a power of two in 8 bits |
 | `nvfp4` | a 4-bit float (e2m1) · S / G | per 16, e4m3, and one float32 G per tensor |
 | `fp8` | an 8-bit float (e4m3) · S | per row or tensor, float32 |

@@ -2,8 +2,9 @@
 
 NF4, `load_in_4bit`: codes of the flattened matrix, two a byte, the first in the high half; a scale per 64 of them.
 
-    weight [n / 2, 1] uint8    weight.absmax uint8 [n / 64]    weight.quant_map [16]    weight.nested_absmax [n / 64 / 256]
-    weight.nested_quant_map [256]    weight.quant_state.bitsandbytes__nf4: a JSON text with shape, block sizes, offset
+    weight [n / 2, 1] uint8    weight.absmax uint8 [n / 64]    weight.quant_map [16]
+    weight.nested_absmax [n / 64 / 256]    weight.nested_quant_map [256]
+    weight.quant_state.bitsandbytes__nf4: a JSON text with shape, block sizes, offset
 
     scale = nested_quant_map[absmax] · nested_absmax + offset
 
@@ -27,6 +28,12 @@ from tightfit.models.quantized.scheme import FIXED_GROUPS, NESTED_BLOCK, Scheme
 STATE = "weight.quant_state.bitsandbytes__nf4"
 BLOCK = FIXED_GROUPS["nf4"]
 NF4_SCHEME = Scheme(kind="nf4", bits=4, group=BLOCK)
+NF4_CONFIG = {
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "float32",
+    "bnb_4bit_quant_storage": "uint8",
+}
 INT8_SCHEME = Scheme(bits=8, group=0, activations="llm.int8")
 
 
@@ -80,7 +87,7 @@ class BitsAndBytes(FileFormat):
         codes = unpack_nibbles(weight.flatten().view(torch.uint8), high_first=True)
         if state["blocksize"] != BLOCK or codes.numel() != shape[0] * shape[1] or shape[1] % BLOCK:
             raise UserError(
-                f"{module} has blocks of {state['blocksize']} over {shape}; blocks of {BLOCK} within rows are read"
+                f"{module} has blocks of {state['blocksize']} over {shape}, not blocks of {BLOCK} within rows"
             )
         coded: dict[str, Tensor] = {}
         if "weight.nested_absmax" in tensors:
@@ -101,8 +108,7 @@ class BitsAndBytes(FileFormat):
             "llm_int8_threshold": 6.0,
             "llm_int8_skip_modules": ["lm_head", *kept],
         }
-        return made | ({"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-                        "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8"} if four else {})  # fmt: skip
+        return made | (NF4_CONFIG if four else {})
 
     def scheme(self, config: Config, module: str) -> Scheme:
         if config.get("load_in_8bit", config.get("_load_in_8bit")):

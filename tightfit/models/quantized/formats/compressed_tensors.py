@@ -2,7 +2,8 @@
 
 | format | a module's tensors |
 |---|---|
-| pack-quantized | weight_packed int32 [out, ⌈in · bits / 32⌉], weight_scale [out, groups], weight_shape, weight_zero_point packed along the outputs where asymmetric |
+| pack-quantized | weight_packed int32 [out, ⌈in · bits / 32⌉], weight_scale [out, groups], weight_shape |
+| | and where asymmetric weight_zero_point int32 [⌈out · bits / 32⌉, groups] |
 | int-quantized, float-quantized | weight int8 or e4m3 [out, in], weight_scale [out, 1]; with rounded activations |
 | mxfp4-pack-quantized | weight_packed uint8 [out, in / 2], low half first, weight_scale uint8 exponents |
 | nvfp4-pack-quantized | the same with e4m3 scales, and weight_global_scale, which divides |
@@ -168,7 +169,12 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
     if not isinstance(weights, dict):
         raise UserError("a config group of quantization_config says nothing of weights; such models are not read")
     bits, strategy = wanted(weights, "num_bits", int, "compressed-tensors"), weights.get("strategy")
-    spans = {"group": weights.get("group_size"), "tensor_group": weights.get("group_size"), "channel": 0, "tensor": -1}
+    spans: dict[Any, Any] = {
+        "group": weights.get("group_size"),
+        "tensor_group": weights.get("group_size"),
+        "channel": 0,
+        "tensor": -1,
+    }
     if strategy not in spans or not isinstance(spans[strategy], int):
         raise UserError(f"quantization_config scales weights by {strategy!r}; group, channel and tensor are read")
     activations: Any = None

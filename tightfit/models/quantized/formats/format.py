@@ -1,7 +1,7 @@
 """FileFormat: what every layout of quantized weights has to say.
 
-A module is named as Hugging Face names it (`model.layers.0.mlp.up_proj`); its tensors are `module.suffix`. A format says
-which suffixes a quantized module has, turns them into a CodedWeight and back, and writes and reads the
+A module is named as Hugging Face names it (`model.layers.0.mlp.up_proj`); its tensors are `module.suffix`. A format
+says which suffixes a quantized module has, turns them into a CodedWeight and back, and writes and reads the
 `quantization_config` of config.json, which says how the codes of each module are meant.
 """
 

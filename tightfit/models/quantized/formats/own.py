@@ -3,9 +3,9 @@
     weight_packed int32 [out, ⌈in · bits / 32⌉]    weight_scale and weight_zero, plain or coded
     outlier_starts int32 [out + 1]    outlier_columns int32 [n]    outlier_values fp16 [n]
 
-SpQR codes scales and zero points in 3 bits each; those of one group of inputs in `SUPER` consecutive rows share a float16
-step and start: weight_scale_codes, weight_zero_codes int32 (packed), weight_scale_range, weight_zero_range fp16.
-config.json names the scheme of every module.
+SpQR codes scales and zero points in 3 bits each; those of one group of inputs in `SUPER` consecutive rows share a
+float16 step and start: weight_scale_codes, weight_zero_codes int32 (packed), weight_scale_range and weight_zero_range
+fp16. config.json names the scheme of every module.
 """
 
 from collections.abc import Iterable, Mapping
@@ -59,7 +59,8 @@ class Own(FileFormat):
             raise UserError(f"{module} has {list(words.shape)} words for {outputs} × {inputs} codes")
         coded = {name: t for name, t in tensors.items() if name.endswith(("_codes", "_range"))}
         if coded:
-            scale, zero = coded_statistic(coded, "scale", outputs), coded_statistic(coded, "zero", outputs)
+            scale = coded_statistic(coded, "scale", outputs)
+            zero: Tensor | None = coded_statistic(coded, "zero", outputs)
         else:
             scale = stored(tensors, "weight_scale", module).to(torch.float32)
             zero = tensors["weight_zero"].to(torch.float32) if "weight_zero" in tensors else None
