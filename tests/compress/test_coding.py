@@ -76,7 +76,6 @@ def test_gptq_of_one_row_and_two_columns_by_hand() -> None:
     assert float(coded.scale) == pytest.approx(1.0)
     # 0.6 → 1 leaves +0.4; the best second weight is 0.2 + (−0.4) · H₁₂ / H₂₂ = 0.0, which rounds to 0
     assert coded.dequantize()[0, :2].tolist() == [1.0, 0.0]
-    # 0.2 alone rounds to 0 as well; with the first at 0.45 → 0 (−0.45) the second becomes 0.425 + … and stays 0
     moved = torch.tensor([[0.4, 0.4, 3.5, -3.5]])
     coded = gptq(moved, hessian, scheme, GptqOptions(act_order="none", damping=1e-9, ranges="minmax"))
     assert coded.dequantize()[0, :2].tolist() == [0.0, 1.0]  # 0.4 + 0.4 · 1 / 2 = 0.6, which rounds to 1

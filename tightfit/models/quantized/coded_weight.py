@@ -100,7 +100,7 @@ def scaled(values: Tensor, scale: Tensor, zero: Tensor | int | None, group_of: T
         scale = scale[:, group_of.long()]
         zero = zero[:, group_of.long()] if isinstance(zero, Tensor) else zero
     elif scale.shape[1] > 1:
-        values, scale = values.view(outputs, scale.shape[1], -1), scale[:, :, None]
+        values, scale = values.reshape(outputs, scale.shape[1], -1), scale[:, :, None]
         zero = zero[:, :, None] if isinstance(zero, Tensor) else zero
     if zero is not None:
         values = values - zero

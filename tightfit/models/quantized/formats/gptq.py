@@ -30,7 +30,7 @@ class Gptq(FileFormat):
     marks = ("qweight",)
 
     def __init__(self, *, zeros_minus_one: bool = True, reordered: bool = False) -> None:
-        self.zeros_minus_one, self.reordered = zeros_minus_one, reordered
+        self.zeros_minus_one, self.reordered = int(zeros_minus_one), reordered
 
     def refuse(self, scheme: Scheme) -> str | None:
         if scheme.kind != "int" or scheme.outliers or scheme.activations is not None:
