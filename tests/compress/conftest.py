@@ -19,7 +19,7 @@ SPEC = ModelSpec(
 
 
 def random_model(spec: ModelSpec) -> Decoder:
-    """Layers that add to the residual stream without drowning it, norms that are not one, and a few outlier channels."""
+    """Layers that add to the residual stream without drowning it, norms that are not one, an outlier channel."""
     torch.manual_seed(0)
     model = Decoder(spec)
     init_weights(model)
@@ -29,7 +29,7 @@ def random_model(spec: ModelSpec) -> Decoder:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
                 parameter[3] += 2
             elif parameter.ndim > 1:
-                parameter.mul_(0.7 if "layers" in name else 4)  # a residual stream that layers change gently
+                parameter.mul_(0.7 if "layers" in name else 4)
     return model.eval()
 
 

@@ -14,11 +14,19 @@ from tightfit.models.quantized.formats.bitsandbytes import code_scales, nested_s
 from tightfit.models.quantized.scheme import Scheme
 
 SCHEMES = [
-    Scheme(bits=8, group=0), Scheme(bits=6, group=32), Scheme(bits=5, group=32), Scheme(bits=4, group=32, symmetric=False),
-    Scheme(bits=3, group=64, symmetric=False), Scheme(bits=2, group=16, symmetric=False), Scheme(bits=4, group=-1),
-    Scheme(kind="binary", bits=1, group=32), Scheme(kind="nf4", bits=4, group=64), Scheme(kind="mxfp4", bits=4, group=32),
-    Scheme(kind="nvfp4", bits=4, group=16), Scheme(kind="fp8", bits=8, group=0),
-]  # fmt: skip
+    Scheme(bits=8, group=0),
+    Scheme(bits=6, group=32),
+    Scheme(bits=5, group=32),
+    Scheme(bits=4, group=32, symmetric=False),
+    Scheme(bits=3, group=64, symmetric=False),
+    Scheme(bits=2, group=16, symmetric=False),
+    Scheme(bits=4, group=-1),
+    Scheme(kind="binary", bits=1, group=32),
+    Scheme(kind="nf4", bits=4, group=64),
+    Scheme(kind="mxfp4", bits=4, group=32),
+    Scheme(kind="nvfp4", bits=4, group=16),
+    Scheme(kind="fp8", bits=8, group=0),
+]
 
 
 def matrix(outputs: int = 32, inputs: int = 128, seed: int = 0) -> Tensor:

@@ -12,7 +12,10 @@ def export(
     model: ModelSource,
     target: Annotated[Path, typer.Argument(help="Directory (hf) or file (gguf) to write; must not exist yet.")],
     form: Annotated[
-        Literal["hf", "gguf"], typer.Option("--format", help="A Hugging Face directory, or a GGUF file for llama.cpp.")
+        Literal["hf", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes"],
+        typer.Option(
+            "--format", help="A Hugging Face directory, a GGUF file, or another layout of a compressed model."
+        ),
     ] = "hf",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "q8_0"],
@@ -25,7 +28,13 @@ def export(
     \b
     tightfit export runs/stdlib my-model                    transformers, vLLM, …
     tightfit export runs/stdlib my.gguf --format gguf       llama.cpp
+    tightfit export small other --format gptq               a compressed model's codes as GPTQ's kernels want them
     """
+    if form not in ("hf", "gguf"):
+        from tightfit.compress.conversion import convert
+        from tightfit.report.tables import print_export
+
+        return print_export(convert(model, target, form), as_json=as_json)
     from tightfit.models.saving import export_model
     from tightfit.report.tables import print_export
 

@@ -13,6 +13,7 @@ from tightfit.cli.batch import batch
 from tightfit.cli.bench import bench
 from tightfit.cli.check import check
 from tightfit.cli.compare import compare
+from tightfit.cli.compress import compress
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
 from tightfit.cli.hardware import hardware
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, launch, sample, evaluate, models, plan, measure, check, compare, batch, hardware, export):
+for verb in (train, launch, sample, evaluate, compress, models, plan, measure, check, compare, batch, hardware, export):
     app.command()(verb)
 app.add_typer(bench)
 app.add_typer(picture)

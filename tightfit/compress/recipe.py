@@ -154,7 +154,9 @@ def _step(given: Any, source: str) -> Step:
             raise UserError(f"a step in {source} has {name!r}; it may have {', '.join(known)}")
     if "layers" in values:
         named = values["layers"]
-        values["layers"] = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list | tuple) else (None,)
+        values["layers"] = (
+            (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list | tuple) else (None,)
+        )
         if not all(isinstance(pattern, str) for pattern in values["layers"]):
             raise UserError(f"layers in {source} is {named!r}; it must be a pattern or a list of them")
     for name, value in values.items():

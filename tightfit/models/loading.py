@@ -37,8 +37,10 @@ class LoadedModel:
     source: str
 
 
-def load_model(source: str, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """The model at `source` with its weights cast to `dtype`."""
+def load_model(
+    source: str, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, packed: bool = True
+) -> LoadedModel:
+    """The model at `source` with its weights cast to `dtype`; quantized ones stay so, unless not `packed`."""
     path = _weights_path(source)
     if path.is_file():
         file = GgufFile(path)
@@ -46,7 +48,7 @@ def load_model(source: str, *, device: str | torch.device = "cpu", dtype: torch.
         return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
     spec = resolve_spec(str(path / "config.json"))
     tokenizer = _directory_tokenizer(path)
-    if is_quantized(path):
+    if packed and is_quantized(path):
         return LoadedModel(load_quantized(path, spec, device, dtype), tokenizer, source)
     model = blank_decoder(spec, device, dtype)
     _load_directory(model, path)

@@ -14,7 +14,6 @@ from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.codebooks import E4M3_LARGEST
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 from tightfit.models.quantized.packing import pack, unpack
-from tightfit.models.quantized.scheme import Scheme
 
 OUTLIER = 6.0
 """LLM.int8: input channels with a value of this size are not rounded."""
@@ -102,18 +101,3 @@ def _narrow(zero: Tensor | None) -> Tensor | None:
 def quantize_linear(linear: nn.Linear, weight: CodedWeight) -> QuantizedLinear:
     """The layer that takes the place of `linear`."""
     return QuantizedLinear(weight.to(linear.weight.device), None if linear.bias is None else linear.bias.detach())
-
-
-def dense_linear(linear: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
-    """An ordinary layer of the same function, rounded activations aside."""
-    with torch.device("meta"):
-        made = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
-    made.weight = nn.Parameter(linear.dequantize(dtype))
-    if linear.bias is not None:
-        made.bias = nn.Parameter(linear.bias.detach().to(dtype))
-    return made
-
-
-def scheme_of(module: nn.Module) -> Scheme | None:
-    """The scheme of a quantized layer, None of any other module."""
-    return module.scheme if isinstance(module, QuantizedLinear) else None

@@ -18,7 +18,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [rows, n] below 2^bits as int32 words [rows, ⌈n · bits / 32⌉]."""
     rows, count = codes.shape
     words = -(-count * bits // WORD)
-    chunks = F.pad(codes.to(torch.int64), (0, -count % WORD)).view(rows, -1, WORD)
+    chunks = F.pad(codes.to(torch.int64), (0, -count % WORD)).reshape(rows, -1, WORD)
     word, offset = _places(bits, codes.device)
     made = chunks.new_zeros(rows, chunks.shape[1], bits + 1)  # the last is where nothing spills to
     made.index_add_(2, word, (chunks << offset) & 0xFFFFFFFF)
@@ -34,7 +34,7 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 4:
         halves = words.contiguous().view(torch.uint8)
         return torch.stack((halves & 15, halves >> 4), dim=-1).view(rows, -1)[:, :count]
-    chunks = F.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, -words.shape[1] % bits)).view(rows, -1, bits)
+    chunks = F.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, -words.shape[1] % bits)).reshape(rows, -1, bits)
     word, offset = _places(bits, words.device)
     chunks = F.pad(chunks, (0, 1))
     pairs = chunks[:, :, word] | (chunks[:, :, word + 1] << WORD)
