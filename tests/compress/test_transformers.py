@@ -1,7 +1,7 @@
 """transformers with its own backends loads what we write, and computes the logits we compute.
 
-The backends (compressed-tensors, gptqmodel with optimum, bitsandbytes) are not installed with the tests; where they are,
-these run.
+The backends (compressed-tensors, gptqmodel with optimum, bitsandbytes) are not installed with the tests; where they
+are, these run.
 """
 
 from pathlib import Path

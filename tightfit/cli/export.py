@@ -18,9 +18,12 @@ def export(
         ),
     ] = "hf",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "q8_0"],
-        typer.Option(help="Number format of the weights; q8_0 is for gguf only."),
+        Literal["fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1", "q4_k_m", "q5_k_m", "q6_k"],
+        typer.Option(help="Number format of the weights; those that begin with q are for gguf only."),
     ] = "bf16",
+    data: Annotated[
+        list[str] | None, typer.Option("--data", "-d", help="Text that says which weights of a small GGUF matter most.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a model in a format that other programs load, without optimizer states.
@@ -35,7 +38,31 @@ def export(
         from tightfit.report.tables import print_export
 
         return print_export(convert(model, target, form), as_json=as_json)
+    if dtype not in ("fp32", "bf16", "fp16", "q8_0"):
+        return _export_small(model, target, form, dtype, tuple(data or ()), as_json)
     from tightfit.models.saving import export_model
     from tightfit.report.tables import print_export
 
     print_export(export_model(model, target, form=form, dtype=dtype), as_json=as_json)
+
+
+def _export_small(
+    model: str,
+    target: Path,
+    form: str,
+    dtype: str,
+    data: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    import torch
+
+    from tightfit.compress.gguf_export import export_gguf
+    from tightfit.errors import UserError
+    from tightfit.report.tables import print_export
+
+    if form != "gguf":
+        raise UserError(f"dtype {dtype} is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
+    made = export_gguf(
+        model, target, dtype, data, samples=32, length=None, cache=Path("~/.cache/tightfit"), device=torch.device("cpu")
+    )
+    print_export(made, as_json=as_json)

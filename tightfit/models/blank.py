@@ -52,8 +52,9 @@ def whole_parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_complete(model: Decoder) -> bool:
-    """Whether no other rank of a pipeline has layers of it."""
-    return len(model.layers) == model.spec.layers
+    """Whether nothing of it is missing, as other ranks of a pipeline have it or its turn has not come."""
+    ends = (model.embed, model.norm, model.head)
+    return len(model.layers) == model.spec.layers and all(end is not None for end in ends)
 
 
 def _shape(model: Decoder) -> Decoder:
