@@ -6,7 +6,7 @@ pass of the unquantized layer. In place of a coded layer stands what its codes m
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from tightfit.models.quantized.linear import quantize_linear
 from tightfit.models.quantized.scheme import Scheme
 
 Coded = dict[str, CodedWeight | list[CodedWeight]]
+Coder = Callable[[str, Tensor, InputStatistics | None, Step], CodedWeight]
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,23 @@ class LayerResult:
 
 @torch.no_grad()
 def compress_layer(
-    model: Decoder, index: int, recipe: Recipe, inputs: Sequence[Tensor], plain_dtype: torch.dtype = torch.float32
+    model: Decoder,
+    index: int,
+    recipe: Recipe,
+    inputs: Sequence[Tensor],
+    plain_dtype: torch.dtype = torch.float32,
+    code: Coder | None = None,
 ) -> LayerResult:
     """Code layer `index`, the only one that `model` has; `inputs` are its calibration inputs, [B, T, H] each.
 
-    What stays plain is rounded to `plain_dtype`, in which it will be stored.
+    What stays plain is rounded to `plain_dtype`, in which it will be stored. `code` codes a weight, ours by default.
     """
     began = time.monotonic()
     layer = model.layers._modules[str(index)]
     assert isinstance(layer, Layer)
     wanted = [run_layer(model, layer, x) for x in inputs]
     work = _LayerWork(model, layer, index, recipe, inputs)
+    work.code = code or code_weight
     work.move_scales()
     for group in linear_sets(model.spec, index):
         work.code_set(group)
@@ -83,6 +90,7 @@ class _LayerWork:
 
     def __init__(self, model: Decoder, layer: Layer, index: int, recipe: Recipe, inputs: Sequence[Tensor]) -> None:
         self.model, self.layer, self.index, self.recipe, self.inputs = model, layer, index, recipe, inputs
+        self.code: Coder = code_weight
         self.coded: Coded = {}
         self.errors: dict[str, float] = {}
 
@@ -116,7 +124,7 @@ class _LayerWork:
             seen = observe(self.model, self.layer, self.inputs, [group.names[0]], stop=True)[group.names[0]]
         for name, step in steps.items():
             module = linear(self.layer, name)
-            weight = code_weight(name, module.weight.float(), seen, step)
+            weight = self.code(name, module.weight.float(), seen, step)
             self.errors[name] = _relative_error(weight, module.weight.float(), seen)
             self.coded[name] = weight
             self._put(name, module, weight)
@@ -138,7 +146,7 @@ class _LayerWork:
         for name, step in steps.items():
             stack: Tensor = self.layer.get_parameter(name)
             own = None if name.endswith("down") else seen
-            weights = [code_weight(name, expert.float(), own, step) for expert in stack]
+            weights = [self.code(name, expert.float(), own, step) for expert in stack]
             changes = [
                 _relative_error(weight, expert.float(), own) for weight, expert in zip(weights, stack, strict=True)
             ]
