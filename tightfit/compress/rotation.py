@@ -44,7 +44,7 @@ def rotation(size: int, seed: int = 0) -> Tensor:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     rest = torch.linalg.qr(torch.randn(size // power, size // power, dtype=torch.float64, generator=generator)).Q
     signs = torch.randint(0, 2, (size,), generator=generator, dtype=torch.float64) * 2 - 1
-    return signs[:, None] * torch.kron(rest, hadamard / power**0.5)
+    return signs[:, None] * torch.kron(rest.contiguous(), hadamard / power**0.5)
 
 
 class Rotation:

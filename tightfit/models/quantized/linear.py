@@ -1,15 +1,17 @@
 """QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
 
-The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA the
-kernels of `kernels/quantized_linear.py` read packed codes. Schemes with rounded activations round them here, a scale
-per token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers et al. 2022) leaves input channels that reach
-±6 anywhere in the batch unrounded.
+The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
+`kernels/quantized_linear.py` and `kernels/int8_linear.py` read packed codes. Schemes with rounded activations round
+them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers et al. 2022) leaves input
+channels that reach ±6 anywhere in the batch unrounded.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.kernels.int8_linear import int8_linear
+from tightfit.kernels.quantized_linear import quantized_linear
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.codebooks import E4M3_LARGEST
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
@@ -34,8 +36,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.scheme, self.impl = weight.scheme, impl
         self.out_features, self.in_features = weight.shape
-        codes = weight.codes if self.scheme.kind == "fp8" else pack(weight.codes, self.scheme.bits)
-        self.register_buffer("packed", codes)
+        self.register_buffer("packed", self._pack(weight.codes))
         # Scales that a group has are stored in float16 unless they are coded, so float16 holds them exactly.
         exact = weight.scale.to(torch.float16)
         is_half = bool((exact.to(torch.float32) == weight.scale).all())
@@ -47,9 +48,24 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(f"outlier_{name}", None if lost is None else getattr(lost, name))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Codes as they are held: e4m3 as it is, int8 where integers are multiplied, else words."""
+        if self.scheme.kind == "fp8":
+            return codes
+        if self.scheme.activations is not None:
+            return (codes.to(torch.int16) - self.scheme.middle).to(torch.int8)
+        return pack(codes, self.scheme.bits)
+
+    def _unpack(self) -> Tensor:
+        if self.scheme.kind == "fp8":
+            return self.packed
+        if self.scheme.activations is not None:
+            return (self.packed.to(torch.int16) + self.scheme.middle).to(torch.uint8)
+        return unpack(self.packed, self.scheme.bits, self.in_features)
+
     def coded(self) -> CodedWeight:
         """The weight with its codes unpacked."""
-        codes = self.packed if self.scheme.kind == "fp8" else unpack(self.packed, self.scheme.bits, self.in_features)
+        codes = self._unpack()
         return CodedWeight(
             self.scheme,
             codes,
@@ -68,10 +84,22 @@ class QuantizedLinear(nn.Module):
         return self.coded().dequantize(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = self.scheme.activations
-        if kind == "llm.int8":
+        if self.scheme.activations == "llm.int8":
             return self._with_outlier_channels(x)
-        return F.linear(x if kind is None else rounded(x, kind), self.dequantize(x.dtype), self.bias)
+        made = self._product(x)
+        return made if self.bias is None else made + self.bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        scheme, per_row = self.scheme, self.scale.shape[0] == self.out_features
+        if scheme.activations == "int8" and per_row:
+            return int8_linear(x, self.packed, self.scale)
+        if scheme.activations == "fp8":
+            return F.linear(rounded(x, "fp8"), self.dequantize(x.dtype))
+        if scheme.kind == "int" and per_row and self.group_of is None and self.outlier_starts is None:
+            return quantized_linear(
+                x, self.packed, self.scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl
+            )
+        return F.linear(x, self.dequantize(x.dtype))
 
     def _with_outlier_channels(self, x: Tensor) -> Tensor:
         large = (x.abs() >= OUTLIER).flatten(0, -2).any(0)
