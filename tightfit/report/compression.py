@@ -35,6 +35,7 @@ class CompressionProgress:
             f"will write {gib(cost.result_bytes)} ({cost.bits_per_weight:.2f} bits a quantized weight, {ratio:.1f} "
             f"times smaller than 16 bits), about {gib(cost.memory_bytes)} of memory and {cost.flops / 1e12:.1f} TFLOP",
             highlight=False,
+            soft_wrap=True,
         )
 
     def layer(self, done: int, total: int, report: "LayerReport") -> None:
@@ -70,7 +71,8 @@ def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
     console.print(table)
     console.print(_costs(report))
     resumed = f", {report.resumed_layers} layers from an earlier run" if report.resumed_layers else ""
-    console.print(f"wrote {report.path} ({report.recipe}; {report.format}{resumed})", highlight=False)
+    told = f"wrote {report.path} ({report.recipe}; {report.format}{resumed})"
+    console.print(told, highlight=False, soft_wrap=True, markup=False)
 
 
 def _costs(report: "CompressionReport") -> Table:
