@@ -15,7 +15,7 @@ from tightfit.plan.plan import Plan
 from tightfit.report.pipeline import read_record
 from tightfit.train.checkpoints.directory import read_position
 from tightfit.train.data.loader import make_loader
-from tightfit.train.metrics import MetricsLog, read_metrics
+from tightfit.train.metrics import MetricsLog, SideFiles, read_metrics
 
 Case = Callable[[], object]
 
@@ -30,7 +30,7 @@ def metrics(chance: random.Random, given: Materials, folder: Path) -> Case:
 
     def run() -> None:
         read_metrics(path)
-        with MetricsLog(folder, 1, tensorboard=False) as log:
+        with MetricsLog(folder, 1, tensorboard=False, side_files=SideFiles(print)) as log:
             log.add(2, loss=float("nan"))
         assert all(json.loads(line, parse_constant=_refuse) for line in path.read_text().splitlines())
 

@@ -1,6 +1,7 @@
 """Serving on a real card: graphs, overlapped kernels and tokens chosen there give what transformers gives elsewhere."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,11 +47,11 @@ def small() -> Decoder:
     return model
 
 
-def answers(engine: Engine, count: int = 6, **settings: object) -> list[list[int]]:
+def answers(engine: Engine, count: int = 6, **settings: Any) -> list[list[int]]:
     requests = [
         Request(
             id=str(i), prompt=[(7 * i + j) % 1000 for j in range(5 + 40 * i)],
-            sampling=Sampling(max_tokens=24, **({"temperature": 0} | settings)),  # type: ignore[arg-type]
+            sampling=Sampling(max_tokens=24, **({"temperature": 0} | settings)),
         )
         for i in range(count)
     ]  # fmt: skip
@@ -62,9 +63,10 @@ def answers(engine: Engine, count: int = 6, **settings: object) -> list[list[int
 def test_every_way_of_running_gives_the_same_tokens(small: Decoder) -> None:
     config = EngineConfig(max_sequences=8, step_tokens=128, cache_bytes=2**28)
     wanted = answers(Engine(small, None, replace(config, pipelined=False)))
-    for changes in ({}, {"graphs": False}, {"overlap": False}, {"max_sequences": 1}, {"step_tokens": 1024}):
-        assert answers(Engine(small, None, replace(config, **changes))) == wanted, changes  # type: ignore[arg-type]
-    seeded = {"temperature": 1.1, "seed": 3, "top_p": 0.9}
+    ways: list[Any] = [{}, {"graphs": False}, {"overlap": False}, {"max_sequences": 1}, {"step_tokens": 1024}]
+    for changes in ways:
+        assert answers(Engine(small, None, replace(config, **changes))) == wanted, changes
+    seeded: Any = {"temperature": 1.1, "seed": 3, "top_p": 0.9}
     sampled = answers(Engine(small, None, replace(config, pipelined=False)), **seeded)
     assert answers(Engine(small, None, config), **seeded) == sampled
     assert sampled != wanted
@@ -106,11 +108,12 @@ def test_products_at_real_sizes(M: int, N: int, K: int, overlap: bool) -> None:
     x, weight = (torch.randn(n, K, device="cuda").bfloat16() for n in (M, N))
     weight *= K**-0.5
     norm, residual = torch.rand(K, device="cuda").bfloat16(), torch.randn(M, N, device="cuda").bfloat16()
-    for settings in ({"norm": norm, "norm_eps": 1e-5}, {"residual": residual}, {"activation": "silu"}):
-        found = decode_linear(x, weight, overlap=overlap, **settings)  # type: ignore[arg-type]
-        eager = decode_linear_eager(x, weight, **settings)  # type: ignore[arg-type]
-        exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
-        truth = decode_linear_eager(x.double(), weight.double(), **exact)  # type: ignore[arg-type]
+    cases: list[Any] = [{"norm": norm, "norm_eps": 1e-5}, {"residual": residual}, {"activation": "silu"}]
+    for settings in cases:
+        found = decode_linear(x, weight, overlap=overlap, **settings)
+        eager = decode_linear_eager(x, weight, **settings)
+        exact: Any = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+        truth = decode_linear_eager(x.double(), weight.double(), **exact)
         assert_no_worse([found], [eager], [truth])
 
 
@@ -122,10 +125,9 @@ def test_attention_at_real_sizes(D: int, window: int | None, softcap: float | No
     tables = torch.randperm(4 * 125, device="cuda").view(4, 125).int()
     query = torch.randn(4, 32, D, device="cuda").bfloat16()
     keys, values = torch.randn(2, 500, 16, 8, D, device="cuda").bfloat16()
-    settings = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    settings: Any = {"scale": D**-0.5, "window": window, "softcap": softcap}
     for splits in (None, 1, 32):
-        found = paged_attention(query, keys, values, tables, lengths, splits=splits, **settings)  # type: ignore[arg-type]
-        eager = paged_attention_eager(query, keys, values, tables, lengths, **settings)  # type: ignore[arg-type]
-        exact = (each.double() for each in (query, keys, values))
-        truth = paged_attention_eager(*exact, tables, lengths, **settings)  # type: ignore[arg-type]
+        found = paged_attention(query, keys, values, tables, lengths, splits=splits, **settings)
+        eager = paged_attention_eager(query, keys, values, tables, lengths, **settings)
+        truth = paged_attention_eager(query.double(), keys.double(), values.double(), tables, lengths, **settings)
         assert_no_worse([found], [eager], [truth])

@@ -30,11 +30,11 @@ def test_it_is_what_eager_makes(case: dict[str, Any], M: int, dtype: torch.dtype
         "norm": torch.rand(K) + 0.5 if case.get("norm") else None,
         "residual": torch.randn(M, N) if case.get("residual") else None,
     }
-    tensors = {name: None if t is None else t.to(DEVICE, dtype) for name, t in given.items()}
+    tensors: Any = {name: None if t is None else t.to(DEVICE, dtype) for name, t in given.items()}
     rest = {name: value for name, value in case.items() if name not in given}
     x, weight = (torch.randn(M, K) * 0.5).to(DEVICE, dtype), (torch.randn(width, K) * 0.2).to(DEVICE, dtype)
     found = decode_linear(x, weight, **tensors, **rest)
     eager = decode_linear_eager(x, weight, **tensors, **rest)
-    exact = {name: None if t is None else t.double() for name, t in tensors.items()}
+    exact: Any = {name: None if t is None else t.double() for name, t in tensors.items()}
     truth = decode_linear_eager(x.double(), weight.double(), **exact, **rest)
     assert_no_worse([found], [eager], [truth])

@@ -1,5 +1,7 @@
 """Paged attention against the reference that gathers: odd lengths, windows, caps, groups, splits, scattered blocks."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,11 +36,10 @@ def test_it_is_attention_over_the_blocks_of_the_tables(
     blocks = 4 * per_row + 3
     query = torch.randn(4, heads, D, device=DEVICE).to(dtype)
     keys, values = (torch.randn(blocks, block_size, kv_heads, D, device=DEVICE).to(dtype) for _ in range(2))
-    settings = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    settings: Any = {"scale": D**-0.5, "window": window, "softcap": softcap}
     found = paged_attention(query, keys, values, tables, lengths, splits=splits, **settings)
     eager = paged_attention_eager(query, keys, values, tables, lengths, **settings)
-    wide = (x.double() for x in (query, keys, values))
-    truth = paged_attention_eager(*wide, tables, lengths, **settings)
+    truth = paged_attention_eager(query.double(), keys.double(), values.double(), tables, lengths, **settings)
     assert_no_worse([found], [eager], [truth])
 
 

@@ -30,10 +30,7 @@ def few(spec: ModelSpec, layers: int) -> ModelSpec:
 
 def costs(spec: ModelSpec, shape: LocalShape, levels: tuple[str, ...], offload: bool) -> tuple[int, float]:
     """Bytes and seconds of a choice, added up layer by layer."""
-    found = [
-        level_options(spec, layer, shape, offload)[KEEP_LEVELS.index(level)]  # type: ignore[arg-type]
-        for layer, level in enumerate(levels)
-    ]
+    found = [level_options(spec, layer, shape, offload)[KEEP_LEVELS.index(level)] for layer, level in enumerate(levels)]
     stays = layer_cost(spec, 0, shape).entry if offload else 0
     return stays + sum(option.bytes for option in found), sum(option.seconds for option in found)
 

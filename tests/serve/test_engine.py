@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_bad_requests_are_refused(model: Decoder, prompt: list[int], count: int,
 
 
 @pytest.mark.parametrize("speculation", ["lookup", "draft"])
-def test_guessing_does_not_change_greedy_answers(model: Decoder, smaller: Decoder, speculation: str) -> None:
+def test_guessing_does_not_change_greedy_answers(model: Decoder, smaller: Decoder, speculation: Any) -> None:
     prompts = [PROMPT, [9, 8, 7, 9, 8, 7, 9, 8], [1]]
     greedy = Sampling(max_tokens=30, temperature=0)
     requests = [Request(id=str(i), prompt=prompt, sampling=greedy) for i, prompt in enumerate(prompts)]
@@ -144,7 +145,7 @@ def test_guessing_does_not_change_greedy_answers(model: Decoder, smaller: Decode
 
 
 @pytest.mark.parametrize("speculation", ["lookup", "draft"])
-def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder, speculation: str) -> None:
+def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder, speculation: Any) -> None:
     """The pair of first tokens has the probability that the model alone gives it, within five standard errors."""
     prompt, draws = [9, 8, 7, 9, 8, 7, 9, 8], 600
     sampling = Sampling(max_tokens=2, temperature=0.7, top_k=3, seed=1)

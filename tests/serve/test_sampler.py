@@ -1,6 +1,7 @@
 """Distributions by hand, penalties by hand, draws by their frequencies."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tightfit.serve.sequence import Sequence
 ORDER = torch.tensor([2, 0, 3, 1])
 LOGITS = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[ORDER] + 5
 # Surprises are 0.92, 1.20, 1.61, 2.30 and the entropy is 1.28: the second token is the most typical, then the third.
-CASES = [
+CASES: list[tuple[dict[str, Any], list[float]]] = [
     ({}, [0.4, 0.3, 0.2, 0.1]),
     ({"temperature": 0.5}, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
     ({"temperature": 0}, [1.0, 0, 0, 0]),

@@ -148,7 +148,8 @@ def test_a_forced_call_is_a_call(client: openai.OpenAI) -> None:
     made = client.chat.completions.create(
         model="tiny", messages=HELLO, tools=[TOOL], tool_choice="required", max_tokens=200, temperature=0
     )
-    call: Any = (made.choices[0].message.tool_calls or [None])[0]
+    calls: Any = made.choices[0].message.tool_calls
+    call = calls[0]
     assert made.choices[0].finish_reason == "tool_calls"
     assert call.function.name == "add"
     assert json.loads(call.function.arguments)["n"] in (1, 2)

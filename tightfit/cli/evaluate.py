@@ -16,6 +16,9 @@ def evaluate(
         int | None, typer.Option("--seq", help="Tokens per row; the model's positions, at most 2048, by default.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
+    against: Annotated[
+        str | None, typer.Option(help="Another model, such as the one this was compressed from, to compare with.")
+    ] = None,
     cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit"),
     device: Device = "auto",
     precision: Precision = "auto",
@@ -29,7 +32,25 @@ def evaluate(
     \b
     tightfit evaluate runs/stdlib --data notes.txt
     tightfit evaluate smollm2-135m-instruct --data README.md --seq 512 --json
+    tightfit evaluate small --data README.md --against smollm2-135m-instruct
     """
+    if against is not None:
+        from tightfit.compress.comparison import compare_sources
+        from tightfit.report.compression import print_comparison
+        from tightfit.train.precision import choose_device
+
+        comparison = compare_sources(
+            model,
+            against,
+            data,
+            field=field,
+            sequence_length=sequence_length,
+            batch=batch,
+            cache=cache,
+            device=choose_device(device),
+            progress=not as_json,
+        )
+        return print_comparison(comparison, as_json=as_json)
     from tightfit.report.tables import print_evaluation
     from tightfit.train.evaluation import evaluate_source
 

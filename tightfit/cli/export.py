@@ -12,13 +12,19 @@ def export(
     model: ModelSource,
     target: Annotated[Path, typer.Argument(help="Directory (hf) or file (gguf) to write; must not exist yet.")],
     form: Annotated[
-        Literal["hf", "gguf"], typer.Option("--format", help="A Hugging Face directory, or a GGUF file for llama.cpp.")
+        Literal["hf", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes"],
+        typer.Option(
+            "--format", help="A Hugging Face directory, a GGUF file, or another layout of a compressed model."
+        ),
     ] = "hf",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "q8_0"],
-        typer.Option(help="Number format of the weights; q8_0 is for gguf only."),
+        Literal["fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1", "q4_k_m", "q5_k_m", "q6_k"],
+        typer.Option(help="Number format of the weights; those that begin with q are for gguf only."),
     ] = "bf16",
     verify: Verify = True,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", "-d", help="Text that says which weights of a small GGUF matter most.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a model in a format that other programs load, without optimizer states.
@@ -26,8 +32,38 @@ def export(
     \b
     tightfit export runs/stdlib my-model                    transformers, vLLM, …
     tightfit export runs/stdlib my.gguf --format gguf       llama.cpp
+    tightfit export small other --format gptq               a compressed model's codes as GPTQ's kernels want them
     """
+    if form not in ("hf", "gguf"):
+        from tightfit.compress.conversion import convert
+        from tightfit.report.tables import print_export
+
+        return print_export(convert(model, target, form), as_json=as_json)
+    if dtype not in ("fp32", "bf16", "fp16", "q8_0"):
+        return _export_small(model, target, form, dtype, tuple(data or ()), as_json)
     from tightfit.models.saving import export_model
     from tightfit.report.tables import print_export
 
     print_export(export_model(model, target, form=form, dtype=dtype, verified=verify), as_json=as_json)
+
+
+def _export_small(
+    model: str,
+    target: Path,
+    form: str,
+    dtype: str,
+    data: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    import torch
+
+    from tightfit.compress.gguf_export import export_gguf
+    from tightfit.errors import UserError
+    from tightfit.report.tables import print_export
+
+    if form != "gguf":
+        raise UserError(f"dtype {dtype} is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
+    made = export_gguf(
+        model, target, dtype, data, samples=32, length=None, cache=Path("~/.cache/tightfit"), device=torch.device("cpu")
+    )
+    print_export(made, as_json=as_json)

@@ -12,6 +12,7 @@ import tightfit
 from tightfit.cli.batch import batch
 from tightfit.cli.check import check
 from tightfit.cli.compare import compare
+from tightfit.cli.compress import compress
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
 from tightfit.cli.generate import generate
@@ -39,7 +40,8 @@ app = typer.Typer(
 )
 app.command(cls=ResumingCommand)(train)
 app.command(cls=ResumingCommand)(launch)
-for verb in (sample, serve, generate, evaluate, models, plan, measure, check, compare, batch, hardware, export):
+VERBS = (sample, serve, generate, evaluate, compress, models, plan, measure, check, compare, batch, hardware, export)
+for verb in VERBS:
     app.command()(verb)
 app.add_typer(picture)
 

@@ -57,8 +57,9 @@ def whole_parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_complete(model: Decoder) -> bool:
-    """Whether all layers are on this rank (no pipeline parallelism)."""
-    return len(model.layers) == model.spec.layers
+    """Whether nothing is missing of it: no layers on other ranks of a pipeline, no ends that are not there yet."""
+    ends = (model.embed, model.norm, model.head)
+    return len(model.layers) == model.spec.layers and all(end is not None for end in ends)
 
 
 def _on_meta(model: Decoder) -> Decoder:

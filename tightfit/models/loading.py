@@ -21,6 +21,7 @@ from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_p
 from tightfit.models.gguf.weights import fill
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
 from tightfit.models.presets import PRESETS
+from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +29,8 @@ from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 SMOLLM2 = "smollm2-135m-instruct"
 SMALLEST_DTYPE_BYTES = 2
 """Of what weights are read from."""
+SMALLEST_QUANTIZED_BYTES = 1 / 8
+"""One bit a weight."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -45,9 +48,13 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    packed: bool = True,
     verified: bool = True,
 ) -> LoadedModel:
-    """The model at `source` with its weights cast to `dtype`, `verified` where they came with checksums."""
+    """The model at `source` with its weights cast to `dtype`; quantized ones stay so, unless not `packed`.
+
+    Weights that came with checksums are `verified`.
+    """
     path = _weights_path(source)
     if path.is_file():
         file = GgufFile(path)
@@ -56,6 +63,10 @@ def load_model(
     spec = resolve_spec(str(path / "config.json"))
     _require_room_for(spec, path)
     tokenizer = _directory_tokenizer(path)
+    if packed and is_quantized(path):
+        if verified:
+            verify_weights(path)
+        return LoadedModel(load_quantized(path, spec, device, dtype), tokenizer, source)
     model = blank_decoder(spec, device, dtype)
     _load_directory(model, path, verified=verified)
     return LoadedModel(model, tokenizer, source)
@@ -65,7 +76,8 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
     """Refuse a shape whose weights the files cannot hold before memory is taken for it."""
     files = [file for pattern in ("*.safetensors", "sharded/*") for file in path.glob(pattern) if file.is_file()]
     held = sum(file.stat().st_size for file in files)
-    if files and spec.params() * SMALLEST_DTYPE_BYTES > held:
+    least = SMALLEST_QUANTIZED_BYTES if is_quantized(path) else SMALLEST_DTYPE_BYTES
+    if files and spec.params() * least > held:
         raise UserError(
             f"config.json in {path} describes {spec.params():,} parameters, but its .safetensors have only {held:,} "
             "bytes; config.json and weights must belong to the same model"
@@ -84,6 +96,8 @@ def load_into(model: Decoder, source: str) -> None:
 def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> None:
     if verified:
         verify_weights(path)
+    if is_quantized(path):
+        return fill_dequantized(model, path)
     if not has_sharded(path):
         return load_weights(model, path)
     from tightfit.models.sharded_weights import load_sharded_weights

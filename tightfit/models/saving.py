@@ -56,7 +56,7 @@ def export_model(
         raise UserError(f"{target} exists already; name a new place or remove it first")
     if form == "hf" and dtype == "q8_0":
         raise UserError("dtype q8_0 is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
-    loaded = load_model(source, verified=verified)
+    loaded = load_model(source, packed=False, verified=verified)
     with _writing(target):
         if form == "hf":
             with durable_directory(target) as folder:

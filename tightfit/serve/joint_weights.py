@@ -81,7 +81,7 @@ def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """One weight over the other, and the biases, where there are any."""
     weights: list[Tensor] = [linear.weight for linear in linears]
     weight = torch.cat(weights)
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
     at = 0
     for linear in linears:

@@ -1,5 +1,6 @@
 """The knapsack of kept activations, against trying every choice."""
 
+from collections.abc import Hashable
 from itertools import product
 
 import pytest
@@ -28,7 +29,9 @@ def test_kinds_with_options_of_any_sizes() -> None:
 
 def test_layers_that_keep_less_come_first() -> None:
     """One option keeps nothing and takes a second, the others keep a byte and take none."""
-    options = {kind: [KeepOption(0, 1.0), *[KeepOption(1, 0.0)] * 3] for kind in ("dense", "routed")}
+    options: dict[Hashable, list[KeepOption]] = {
+        kind: [KeepOption(0, 1.0), *[KeepOption(1, 0.0)] * 3] for kind in ("dense", "routed")
+    }
     levels = cheapest_levels(["dense", "routed", "dense", "routed"], options, budget_bytes=3, always_bytes=1)
     assert [level == "nothing" for level in levels].count(True) == 2
     for kind in (0, 1):
@@ -37,7 +40,9 @@ def test_layers_that_keep_less_come_first() -> None:
 
 
 def test_a_budget_below_the_inputs_names_what_they_take() -> None:
-    options = {"dense": [KeepOption(10, 1.0), KeepOption(20, 0.5), KeepOption(30, 0.1), KeepOption(40, 0.0)]}
+    options: dict[Hashable, list[KeepOption]] = {
+        "dense": [KeepOption(10, 1.0), KeepOption(20, 0.5), KeepOption(30, 0.1), KeepOption(40, 0.0)]
+    }
     assert cheapest_levels(["dense"] * 3, options, budget_bytes=30) == ("nothing",) * 3
     with pytest.raises(UserError, match="is 34, but the inputs of 3 layers alone take 35; give at least"):
         cheapest_levels(["dense"] * 3, options, budget_bytes=34, always_bytes=5)

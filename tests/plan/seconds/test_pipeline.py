@@ -4,7 +4,7 @@ import pytest
 
 from tightfit.jobs.layout import Layout
 from tightfit.plan.seconds.pipeline import bubble_s, bubble_share
-from tightfit.report.pipeline import slots
+from tightfit.report.pipeline_schedule import simulate_schedule
 
 F, B = 1.0, 2.0
 
@@ -69,7 +69,7 @@ def test_shares_of_the_papers() -> None:
 @pytest.mark.parametrize("micro", [1, 2, 3, 4, 8, 16])
 def test_zero_bubble_fills_a_wait_with_each_micro_batch(ranks: int, micro: int) -> None:
     """Against the schedule played unit by unit: forward, backward for inputs and for weights take one each."""
-    end = max(slot.end for slot in slots("zero-bubble", ranks, micro))
+    end = max(task.end for task in simulate_schedule("zero-bubble", ranks, micro))
     assert end == pytest.approx(micro * (F + B) + idle_s("zero-bubble", ranks, micro=micro))
 
 

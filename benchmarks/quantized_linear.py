@@ -1,0 +1,155 @@
+"""Milliseconds of x · Wᵀ with packed weights beside bf16 and torch's own int4: few rows and many, an MLP of 8B.
+
+Every call reads other memory than the one before (weights rotate through more than the L2 cache holds), as in a model.
+`ideal` is the time to read the weight once at the copy bandwidth measured in the same run, or the bf16 product's
+arithmetic, whichever is longer. Appends to benchmarks/results/quantized_linear.csv; about a minute on an H200.
+
+    python -m benchmarks.quantized_linear
+    python -m benchmarks.quantized_linear --tiny --device cpu      # checks that everything runs
+"""
+
+import argparse
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.rows import RESULTS, append_row
+from tightfit.compress.ranges import fit_grid
+from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
+from tightfit.kernels.fp8_quantize import quantize_rows
+from tightfit.kernels.int8_linear import int8_linear
+from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
+from tightfit.models.quantized.packing import pack
+from tightfit.models.quantized.scheme import Scheme
+
+ROWS = (1, 4, 16, 64, 256, 2048)
+SPREAD_BYTES = 256 * 2**20
+"""Weights in rotation together: several times the L2 cache."""
+Product = Callable[[Tensor], Tensor]
+
+
+def coded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Words, scales and zero points of a matrix rounded to nearest."""
+    made = fit_grid(weight.float(), scheme).code(weight.float())
+    zero = None if made.zero is None else made.zero.to(torch.uint8)
+    return pack(made.codes, scheme.bits), made.scale.to(torch.float16), zero
+
+
+def products(weight: Tensor, group: int) -> dict[str, tuple[Product, int]]:
+    """Implementations, each with the bytes of its weight."""
+    made: dict[str, tuple[Product, int]] = {"bf16": (lambda x: F.linear(x, weight), weight.nbytes)}
+    for bits, span in ((4, group), (8, group), (8, 0)):
+        scheme = Scheme(bits=bits, group=span, symmetric=span == 0)
+        words, scale, zero = coded(weight, scheme)
+        held = words.nbytes + scale.nbytes + (0 if zero is None else zero.nbytes)
+        name = f"w{bits}a16 " + (f"g{span}" if span else "per channel")
+        made[name] = (_packed(words, scale, zero, bits, span), held)
+    codes = fit_grid(weight.float(), Scheme(bits=8, group=0)).code(weight.float())
+    signed = (codes.codes.to(torch.int16) - 128).to(torch.int8)
+    made["w8a8 int8"] = (lambda x: int8_linear(x, signed, codes.scale), signed.nbytes)
+    if not weight.is_cuda or torch.cuda.get_device_capability() >= NEEDED:
+        eights, eight_scale = quantize_rows(weight)
+        made["w8a8 fp8"] = (_fp8(eights, eight_scale), eights.nbytes)
+    if weight.is_cuda:
+        made["torch int4 g128"] = _torch_int4(weight)
+    return made
+
+
+def _packed(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Product:
+    return lambda x: quantized_linear(x, words, scale, zero, bits, group)
+
+
+def _fp8(codes: Tensor, scale: Tensor) -> Product:
+    def run(x: Tensor) -> Tensor:
+        rows, row_scale = quantize_rows(x)
+        return fp8_matmul(rows, codes, row_scale, scale, x.dtype)
+
+    return run
+
+
+def _torch_int4(weight: Tensor) -> tuple[Product, int]:
+    """torch's tinygemm: asymmetric int4 in groups of 128, bf16 scales and zero points."""
+    words, scale, zero = coded(weight, Scheme(bits=4, group=128, symmetric=False))
+    codes = (
+        expanded_eager(words, torch.ones_like(scale), torch.zeros_like(scale), 4, weight.shape[1], torch.float32)
+    ).to(torch.int32)
+    halves = ((codes[:, ::2] << 4) | codes[:, 1::2]).to(torch.uint8)
+    packed = torch._convert_weight_to_int4pack(halves, 8)
+    assert zero is not None
+    shifted = (8 - zero.float()) * scale.float()  # theirs is (q − 8) · s + z
+    both = torch.stack([scale.float(), shifted], -1).transpose(0, 1).contiguous().to(torch.bfloat16)
+    return (lambda x: torch._weight_int4pack_mm(x, packed, 128, both)), packed.nbytes + both.nbytes
+
+
+def milliseconds(calls: list[Product], x: Tensor, rounds: int) -> float:
+    """Median time of a call, over weights in rotation."""
+    turns = cycle(calls)
+    for _ in range(len(calls) + 2):
+        next(turns)(x)
+    if not x.is_cuda:
+        began = perf_counter()
+        next(turns)(x)
+        return (perf_counter() - began) * 1e3
+    found = []
+    for _ in range(rounds):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(200_000)  # so that launching is not what is measured
+        start.record()
+        for _ in range(4):
+            next(turns)(x)
+        stop.record()
+        stop.synchronize()
+        found.append(start.elapsed_time(stop) / 4)
+    return median(found)
+
+
+def copy_gb_s(device: torch.device) -> float:
+    """Bytes read and written a second by a large copy."""
+    source = torch.empty(2**28 if device.type == "cuda" else 2**16, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds([lambda x: target.copy_(source)], source, 20) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, nothing recorded")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    inputs, outputs = (128, 256) if arguments.tiny else (4096, 14336)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bandwidth = copy_gb_s(device)
+    torch.manual_seed(0)
+    count = 2 if arguments.tiny else max(SPREAD_BYTES // (inputs * outputs // 2), 2)
+    sets = [products(torch.randn(outputs, inputs, device=device, dtype=dtype) * 0.02, 128 if inputs % 128 == 0 else 32)
+            for _ in range(count)]  # fmt: skip
+    for rows in ROWS[:3] if arguments.tiny else ROWS:
+        x = torch.randn(rows, inputs, device=device, dtype=dtype)
+        wanted = sets[0]["bf16"][0](x).float()
+        for name, (call, held) in sets[0].items():
+            error = float((call(x).float() - wanted).norm() / wanted.norm())
+            took = milliseconds([each[name][0] for each in sets], x, arguments.rounds)
+            row = {
+                "shape": f"{rows} x {inputs} x {outputs}", "rows": rows, "implementation": name, "ms": round(took, 5),
+                "weight_mb": round(held / 1e6, 2), "read_gb_s": round(held / took / 1e6, 1),
+                "copy_gb_s": round(bandwidth, 1), "tflop_s": round(2e-9 * rows * inputs * outputs / took, 2),
+                "relative_error": round(error, 5), "device": str(device),
+            }  # fmt: skip
+            print(
+                {key: row[key] for key in ("shape", "implementation", "ms", "read_gb_s", "relative_error")}, flush=True
+            )
+            if not arguments.tiny:
+                append_row("quantized_linear", row, folder=arguments.results, commit=arguments.commit)
+
+
+if __name__ == "__main__":
+    main()

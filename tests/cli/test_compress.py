@@ -1,0 +1,63 @@
+"""Compressing as a user does it: compress, evaluate against the original, sample, export; mistakes in one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_verbs import Run
+from tests.compress.conftest import text, tiny, tokenizer
+
+__all__ = ["text", "tiny", "tokenizer"]
+
+
+@pytest.fixture
+def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
+
+
+def test_from_a_model_to_a_file_for_others(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path, tightfit: Any
+) -> None:
+    small, cache = tmp_path / "small", ("--cache", token_cache)
+    options = ("--method", "gptq", "--bits", 4, "--group", 32, "--data", text, "--samples", 4, "--seq", 64, *cache)
+    made = tightfit("compress", tiny, *options, "--out", small)
+    assert made.code == 0, made.err
+    assert "will write" in made.err
+    assert "layer 2/2" in made.err
+    for word in ("predicted", "measured", "gptq int4 g32 asym", "compressed-tensors", ["mlp", "down"][1]):
+        assert word in made.out
+    compared = tightfit("evaluate", small, "--data", text, "--against", tiny, "--seq", 64, *cache, "--json").json
+    assert compared["kl"]["mean"] > 0
+    assert compared["loss"]["mean"] - compared["original_loss"]["mean"] == pytest.approx(
+        compared["loss_difference"]["mean"]
+    )
+    assert 0.3 < compared["agreement"]["mean"] <= 1
+    alone = tightfit("evaluate", small, "--data", text, "--seq", 64, *cache, "--json").json
+    assert alone["loss"] == pytest.approx(compared["loss"]["mean"], rel=1e-4)
+    itself = tightfit("evaluate", tiny, "--data", text, "--against", tiny, "--seq", 64, *cache)
+    assert "1.0000 ± 0.0000" in itself.out
+    assert len(tightfit("sample", small, "-p", "the ", "-n", 4, "--json").json["continuations"]) == 1
+    assert tightfit("export", small, tmp_path / "other", "--format", "gptq").code == 0
+    assert tightfit("export", small, tmp_path / "dense").code == 0
+    assert tightfit("sample", tmp_path / "dense", "-p", "the ", "-n", 2, "--json").code == 0
+    assert tightfit("export", tiny, tmp_path / "x.gguf", "--format", "gguf", "--dtype", "q4_0").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--method", "gtpq"), "unknown"),
+        (("--bits", "11"), "2 to 8"),
+        (("--method", "gptq", "--group", "32"), "--data"),
+        (("--recipe", "missing.yaml"), "cannot read the recipe"),
+        (("--recipe", "missing.yaml", "--bits", "4"), "belong to --method"),
+        (("--method", "rtn", "--group", "48"), "whole groups"),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], said: str, tiny: Path, tmp_path: Path, tightfit: Any) -> None:
+    result = tightfit("compress", tiny, *arguments, "--out", tmp_path / "small")
+    assert result.code == 2
+    assert said in result.err
+    assert len(result.err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,158 @@
+"""Coding: grids, ranges and methods against what their formulas say, computed another way."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightfit.compress.gptq import GptqOptions, gptq
+from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.ranges import RULES, fit_grid
+from tightfit.compress.spqr import SpqrOptions, spqr, spqr_scheme
+from tightfit.errors import UserError
+from tightfit.models.quantized.codebooks import E2M1, NF4, nearest
+from tightfit.models.quantized.formats.bitsandbytes import code_scales, nested_scales
+from tightfit.models.quantized.scheme import Scheme
+
+SCHEMES = [
+    Scheme(bits=8, group=0),
+    Scheme(bits=6, group=32),
+    Scheme(bits=5, group=32),
+    Scheme(bits=4, group=32, symmetric=False),
+    Scheme(bits=3, group=64, symmetric=False),
+    Scheme(bits=2, group=16, symmetric=False),
+    Scheme(bits=4, group=-1),
+    Scheme(kind="binary", bits=1, group=32),
+    Scheme(kind="nf4", bits=4, group=64),
+    Scheme(kind="mxfp4", bits=4, group=32),
+    Scheme(kind="nvfp4", bits=4, group=16),
+    Scheme(kind="fp8", bits=8, group=0),
+]
+
+
+def matrix(outputs: int = 32, inputs: int = 128, seed: int = 0) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def moment(inputs: int = 128) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(inputs, inputs, generator=generator) * torch.logspace(0, -2, inputs)
+    x = torch.randn(512, inputs, generator=generator) @ mixing.T
+    return x.T @ x / len(x)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
+def test_every_weight_gets_the_nearest_number(scheme: Scheme) -> None:
+    """Moving any weight to a neighbouring code never brings it closer."""
+    weight = matrix()
+    coded = fit_grid(weight, scheme).code(weight)
+    made = coded.dequantize()
+    if scheme.kind == "fp8":
+        step = made.abs() * 2**-4 + coded.scale * 2**-10
+        assert bool(((made - weight).abs() <= step + 1e-7).all())
+        return
+    for code in range(scheme.levels):
+        other = type(coded)(scheme, torch.full_like(coded.codes, code), coded.scale, coded.zero).dequantize()
+        assert bool(((made - weight).abs() <= (other - weight).abs() + 1e-6).all())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
+def test_the_best_range_is_no_worse_than_the_whole(scheme: Scheme) -> None:
+    weight, importance = matrix(), moment().diagonal()
+    weight[:, 5] *= 6
+
+    def error(rule: str) -> float:
+        change = fit_grid(weight, scheme, rule, importance).code(weight).dequantize() - weight  # type: ignore[arg-type]
+        return float((change.square() * importance).sum())
+
+    assert error("mse") <= error("minmax") * 1.02  # scales that are coded together may round a little worse
+    assert all(error(rule) < float((weight.square() * importance).sum()) for rule in RULES)
+
+
+def test_asymmetric_codes_keep_zero_exact() -> None:
+    weight = matrix().abs() + 0.3
+    weight[:, 0] = 0
+    coded = fit_grid(weight, Scheme(bits=4, group=32, symmetric=False)).code(weight)
+    assert bool((coded.dequantize()[:, 0] == 0).all())
+
+
+def test_gptq_of_one_row_and_two_columns_by_hand() -> None:
+    """w = (0.6, 0.2), H = [[2, 1], [1, 2]], codes on whole numbers: the second column makes up for the first."""
+    weight, hessian = torch.tensor([[0.6, 0.2, 3.5, -3.5]]), torch.eye(4)
+    hessian[:2, :2] = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    scheme = Scheme(bits=3, group=0)
+    coded = gptq(weight, hessian, scheme, GptqOptions(act_order="none", damping=1e-9, ranges="minmax"))
+    assert float(coded.scale) == pytest.approx(1.0)
+    # 0.6 → 1 leaves +0.4; the best second weight is 0.2 + (−0.4) · H₁₂ / H₂₂ = 0.0, which rounds to 0
+    assert coded.dequantize()[0, :2].tolist() == [1.0, 0.0]
+    moved = torch.tensor([[0.4, 0.4, 3.5, -3.5]])
+    coded = gptq(moved, hessian, scheme, GptqOptions(act_order="none", damping=1e-9, ranges="minmax"))
+    assert coded.dequantize()[0, :2].tolist() == [0.0, 1.0]  # 0.4 + 0.4 · 1 / 2 = 0.6, which rounds to 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
+@pytest.mark.parametrize("act_order", ["none", "static", "groups"])
+def test_gptq_leaves_less_error_than_rounding(scheme: Scheme, act_order: str) -> None:
+    weight, hessian = matrix(), moment()
+    plain = fit_grid(weight, scheme, "mse", hessian.diagonal()).code(weight).dequantize() - weight
+    coded = gptq(weight, hessian, scheme, GptqOptions(act_order=act_order))  # type: ignore[arg-type]
+    assert output_error(coded.dequantize() - weight, hessian) < 0.9 * output_error(plain, hessian)
+
+
+def test_gptq_with_inputs_that_are_always_zero() -> None:
+    hessian = moment()
+    hessian[:, 7] = hessian[7] = 0
+    coded = gptq(matrix(), hessian, Scheme(bits=4, group=32))
+    assert bool((coded.dequantize()[:, 7] == 0).all())
+
+
+def test_spqr_keeps_the_share_of_outliers_and_beats_plain_groups() -> None:
+    weight, hessian = matrix(64, 256), moment(256)
+    weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(2)) < 0.005] *= 12
+    coded = spqr(weight, hessian, spqr_scheme(3), SpqrOptions(outlier_share=0.01))
+    assert coded.outliers is not None
+    assert 0.004 < len(coded.outliers.values) / weight.numel() < 0.02
+    made = coded.dequantize()
+    plain = gptq(weight, hessian, Scheme(bits=3, group=64, symmetric=False))
+    assert output_error(made - weight, hessian) < 0.5 * output_error(plain.dequantize() - weight, hessian)
+
+
+def test_tables() -> None:
+    assert len(set(NF4)) == 16
+    assert nearest(torch.tensor([0.0, 5.1, -0.8, 4.9, -6.5]), "mxfp4").tolist() == [0, 7, E2M1.index(-1.0), 6, 15]
+
+
+def test_doubly_coded_scales() -> None:
+    scale = torch.rand(40, 20) + 0.5
+    back = nested_scales(code_scales(scale)).view(40, 20)
+    assert float((back - scale).abs().max()) < 0.01
+
+
+def test_statistics_are_means_over_all_tokens() -> None:
+    seen, batches = InputStatistics(8, torch.device("cpu")), [torch.randn(2, 5, 8), torch.randn(1, 7, 8)]
+    for batch in batches:
+        seen.add(batch)
+    rows = torch.cat([batch.reshape(-1, 8) for batch in batches])
+    torch.testing.assert_close(seen.hessian, rows.T @ rows / 17)
+    torch.testing.assert_close(seen.mean_magnitude, rows.abs().mean(0))
+    assert torch.equal(seen.largest, rows.abs().amax(0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"bits": 9}, "2 to 8"),
+        ({"kind": "nf4", "bits": 8, "group": 64}, "nf4 numbers have 4"),
+        ({"kind": "mxfp4", "group": 64}, "groups of 32"),
+        ({"kind": "fp8", "bits": 8, "group": 64}, "one scale a row"),
+        ({"kind": "nf4", "group": 64, "symmetric": False}, "symmetric"),
+        ({"bits": 4, "activations": "int8"}, "8-bit weights"),
+    ],
+)
+def test_schemes_that_cannot_be(fields: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Scheme(**fields)
+
+
+def test_a_matrix_without_whole_groups() -> None:
+    with pytest.raises(UserError, match="576 inputs, which are no whole groups of 128; use a group of 64"):
+        Scheme(bits=4, group=128).check(8, 576, "layers.0.attention.q")

@@ -1,0 +1,224 @@
+"""A model compressed end to end: every method, killed and resumed, rotated, refused; what is loaded is the same."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compress.conftest import SPEC, random_model
+from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.layer_compression import compress_layer
+from tightfit.compress.recipe import Recipe, Step, read_recipe, recipe_of
+from tightfit.compress.report import CompressionReport
+from tightfit.compress.rotation import rotation
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.loading import load_into, load_model
+from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.saving import write_model
+from tightfit.models.spec import Experts, ModelSpec, Rope
+from tightfit.models.tokenizer import Tokenizer
+
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {"bits": 8}, "gptq": {"bits": 4, "group": 32}, "awq": {"bits": 4, "group": 32}, "smoothquant": {},
+    "spqr": {"bits": 3}, "nf4": {}, "llm.int8": {}, "fp8": {"activations": "fp8"}, "mxfp4": {}, "nvfp4": {},
+    "binary": {"group": 32}, "rotate+gptq": {"bits": 4, "group": 32}, "gptq-groups": {"bits": 4, "group": 32},
+}  # fmt: skip
+TOKENS = torch.arange(40)[None] % 250
+
+
+def run(model: Path, out: Path, recipe: Recipe, text: Path, cache: Path, **more: Any) -> CompressionReport:
+    job = CompressionJob(
+        model=str(model), out=out, recipe=recipe, data=(str(text),), samples=8, length=64, cache=cache, **more
+    )
+    return compress(job, lambda cost: None, lambda done, total, layer: None)
+
+
+def logits(source: Path, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        found = load_model(str(source)).model(tokens).logits
+    assert found is not None
+    return found
+
+
+def recipe_for(name: str) -> Recipe:
+    if name == "gptq-groups":
+        return recipe_of("gptq", act_order="groups", **METHODS[name])
+    return recipe_of(name, **METHODS[name])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    report = run(tiny, tmp_path / "small", recipe_for(name), text, token_cache)
+    model = load_model(str(tmp_path / "small")).model
+    assert isinstance(model.layers[0].attention.q, QuantizedLinear)
+    assert report.measured.result_bytes < report.predicted.original_bytes * (1 if name.startswith("rotate") else 0.9)
+    assert report.measured.result_bytes == pytest.approx(report.predicted.result_bytes, abs=40_000)  # headers
+    wanted, made = logits(tiny), logits(tmp_path / "small")
+    error = float((made - wanted).square().mean() / wanted.square().mean())
+    assert error < {"binary": 1.5, "spqr": 0.1}.get(name, 0.05), error
+    assert [layer.index for layer in report.layers] == [0, 1]
+    assert all(layer.layer_error is not None and layer.layer_error < 1 for layer in report.layers)
+    # a dense decoder filled from the codes computes the same, but for rounded activations
+    dense = Decoder(model.spec)
+    load_into(dense, str(tmp_path / "small"))
+    if name not in ("smoothquant", "llm.int8", "fp8"):
+        torch.testing.assert_close(dense(TOKENS).logits, made, rtol=1e-4, atol=1e-4)
+
+
+def test_methods_with_data_beat_rounding(
+    tiny: Path, text: Path, tokenizer: Tokenizer, token_cache: Path, tmp_path: Path
+) -> None:
+    tokens = torch.tensor(tokenizer.encode(text.read_text()[500:1500]))[None, :128]
+    wanted = logits(tiny, tokens)
+    errors = {}
+    for name in ("rtn", "awq", "gptq"):
+        run(tiny, tmp_path / name, recipe_of(name, bits=3, group=32), text, token_cache)
+        errors[name] = float((logits(tmp_path / name, tokens) - wanted).square().mean())
+    assert errors["awq"] < errors["rtn"]
+    assert errors["gptq"] < errors["rtn"]
+
+
+def test_killed_and_run_again(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of("gptq", bits=4, group=32)
+    whole = run(tiny, tmp_path / "whole", recipe, text, token_cache)
+
+    def killed(model: Decoder, index: int, *rest: Any) -> Any:
+        if index == 1:
+            raise KeyboardInterrupt
+        return compress_layer(model, index, *rest)
+
+    monkeypatch.setattr("tightfit.compress.compression.compress_layer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, tmp_path / "small", recipe, text, token_cache)
+    assert not (tmp_path / "small").exists()
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"unfinished work .* another recipe"):
+        run(tiny, tmp_path / "small", recipe_of("gptq", bits=3, group=32), text, token_cache)
+    resumed = run(tiny, tmp_path / "small", recipe, text, token_cache)
+    assert resumed.resumed_layers == 1
+    assert [layer.errors for layer in resumed.layers] == [layer.errors for layer in whole.layers]
+    for file in sorted((tmp_path / "whole").glob("*.safetensors")):
+        ours, theirs = (load_tensors(folder / file.name) for folder in (tmp_path / "whole", tmp_path / "small"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {
+        path.name for path in (tmp_path / "small").iterdir()
+    }
+    assert not list(tmp_path.glob(".*"))
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_nothing_is_written_over(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="exists already"):
+        run(tiny, tmp_path / "mine", recipe_of("rtn", bits=8), text, token_cache)
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
+def test_a_recipe_of_several_schemes(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    recipe = Recipe((
+        Step(method="gptq", bits=4, group=32),
+        Step(method="rtn", bits=8, layers=("*.mlp.down",)),
+        Step(method="keep", layers=("layers.0.*",)),
+    ))  # fmt: skip
+    run(tiny, tmp_path / "small", recipe, text, token_cache)
+    model = load_model(str(tmp_path / "small")).model
+    assert not isinstance(model.layers[0].mlp.down, QuantizedLinear)
+    assert (model.layers[1].mlp.down.scheme.bits, model.layers[1].mlp.up.scheme.bits) == (8, 4)
+
+
+def test_rotation_changes_nothing_but_rounding(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """With 8 bits the rotated model is the same function; R is orthogonal for widths that are no power of two."""
+    run(tiny, tmp_path / "turned", recipe_of("rotate+rtn", bits=8, group=16, symmetric=False), text, token_cache)
+    torch.testing.assert_close(logits(tmp_path / "turned"), logits(tiny), rtol=0.05, atol=0.05)
+    for size in (48, 64, 9):
+        torch.testing.assert_close(rotation(size) @ rotation(size).T, torch.eye(size, dtype=torch.float64))
+
+
+FAMILIES = {
+    "phi3": replace(SPEC, family="phi3", tied=False),
+    "gpt2": replace(SPEC, family="gpt2", kv_heads=4, norm="layer", gated=False, activation="gelu_tanh", rope=None,
+                    qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qwen3_moe": replace(SPEC, family="qwen3_moe", qk_norm=True, tied=False,
+                         experts=Experts(count=4, per_token=2, mlp_size=64)),
+    "gemma2": replace(SPEC, family="gemma2", norm="rms_plus_one", sandwich_norms=True, activation="gelu_tanh",
+                      embedding_scale=8.0, attention_softcap=50.0, logit_softcap=30.0, rope=Rope()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_families(name: str, method: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    spec: ModelSpec = FAMILIES[name]
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(spec), tokenizer)
+    run(tmp_path / "model", tmp_path / "small", recipe_of(method, bits=8, group=32), text, token_cache)
+    wanted, made = logits(tmp_path / "model"), logits(tmp_path / "small")
+    assert float((made - wanted).square().mean() / wanted.square().mean()) < 1e-3
+
+
+def test_a_damaged_result_is_a_sentence(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    run(tiny, tmp_path / "small", recipe_of("gptq", bits=4, group=32), text, token_cache)
+    config = json.loads((tmp_path / "small/config.json").read_text())
+    eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    for change, said in (
+        ({"quant_method": "aqlm"}, "aqlm.*not read"),
+        ({"config_groups": {}}, "no config group"),
+        ({"config_groups": {"a": {"targets": ["Linear"], "weights": eight}}}, "words"),
+    ):
+        bad = tmp_path / "bad"
+        shutil.copytree(tmp_path / "small", bad)
+        made = config | {"quantization_config": config["quantization_config"] | change}
+        (bad / "config.json").write_text(json.dumps(made))
+        with pytest.raises(UserError, match=said):
+            load_model(str(bad))
+        shutil.rmtree(bad)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("- {method: foo}", "unknown"),
+        ("- {bits: 4}", "with a method"),
+        ("- {method: gptq, bits: four}", "bits"),
+        ("- {method: gptq, widht: 4}", "widht"),
+        ("- {method: gptq}\n- {method: rotate}", "first step"),
+        ("- {method: keep}", "quantizes"),
+        ("5", "list of steps"),
+        ("- {method: gptq, layers: 3}", "pattern"),
+        ("- {method: gptq, act_order: yes}", "act_order"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_recipes_that_cannot_be(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(content)
+    with pytest.raises(UserError, match=said):
+        read_recipe(tmp_path / "recipe.yaml")
+
+
+def test_what_is_refused_before_work(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    for recipe, more, said in (
+        (recipe_of("gptq", bits=4, group=48), {}, "no whole groups of 48"),
+        (recipe_of("gptq", bits=4, layers=("nothing*",)), {}, "name none"),
+        (recipe_of("nf4"), {"format": "gptq"}, "cannot hold"),
+        (recipe_of("rtn", bits=4, group=32), {"format": "foo"}, "unknown"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run(tiny, tmp_path / "small", recipe, text, token_cache, **more)
+    job = CompressionJob(model=str(tiny), out=tmp_path / "small", recipe=recipe_of("gptq"))
+    with pytest.raises(UserError, match="--data"):
+        compress(job, lambda cost: None, lambda done, total, layer: None)
+    assert list(tmp_path.iterdir()) == []

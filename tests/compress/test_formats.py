@@ -1,0 +1,116 @@
+"""Public layouts: what we write in one comes back from it, and other programs' own code reads the same weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compress.test_compression import logits, run
+from tightfit.compress.conversion import convert
+from tightfit.compress.ranges import fit_grid
+from tightfit.compress.recipe import recipe_of
+from tightfit.errors import UserError
+from tightfit.models.quantized.formats.awq import Awq
+from tightfit.models.quantized.formats.bitsandbytes import INT8_SCHEME, NF4_SCHEME, BitsAndBytes
+from tightfit.models.quantized.formats.compressed_tensors import CompressedTensors
+from tightfit.models.quantized.formats.format import FileFormat
+from tightfit.models.quantized.formats.gptq import Gptq
+from tightfit.models.quantized.formats.own import Own
+from tightfit.models.quantized.scheme import Scheme
+
+PAIRS: list[tuple[FileFormat, Scheme]] = [
+    (Gptq(), Scheme(bits=4, group=32, symmetric=False)),
+    (Gptq(), Scheme(bits=3, group=0)),
+    (Gptq(zeros_minus_one=False), Scheme(bits=2, group=32, symmetric=False)),
+    (Awq(), Scheme(bits=4, group=32, symmetric=False)),
+    (CompressedTensors(), Scheme(bits=4, group=32, symmetric=False)),
+    (CompressedTensors(), Scheme(bits=5, group=0)),
+    (CompressedTensors(), Scheme(bits=8, group=0, activations="int8")),
+    (CompressedTensors(), Scheme(kind="fp8", bits=8, group=0)),
+    (CompressedTensors(), Scheme(kind="mxfp4", group=32)),
+    (CompressedTensors(), Scheme(kind="nvfp4", group=16)),
+    (BitsAndBytes(), NF4_SCHEME),
+    (BitsAndBytes(), INT8_SCHEME),
+    (Own(), Scheme(kind="binary", bits=1, group=32)),
+]
+
+
+def weight() -> Tensor:
+    return torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 0.05
+
+
+@pytest.mark.parametrize(("form", "scheme"), PAIRS, ids=lambda x: x.name if isinstance(x, FileFormat) else x.describe())
+def test_what_is_written_comes_back(form: FileFormat, scheme: Scheme) -> None:
+    coded = fit_grid(weight(), scheme).code(weight())
+    config = json.loads(json.dumps(form.config({"model.layers.0.mlp.up_proj": scheme}, ["lm_head"])))
+    assert form.scheme(config, "model.layers.0.mlp.up_proj") == scheme
+    tensors = form.encode(coded)
+    assert set(tensors) <= set(form.suffixes)
+    assert any(mark in tensors for mark in form.marks)
+    back = form.decode(tensors, scheme, "m")
+    assert torch.equal(back.codes.float(), coded.codes.float())
+    torch.testing.assert_close(back.dequantize(), coded.dequantize(), rtol=1e-3, atol=1e-6)
+
+
+def test_gptq_words_by_hand() -> None:
+    """Eight 4-bit codes of one output in one word, lowest first; the zero point minus one likewise."""
+    w = torch.arange(8.0).repeat(8, 4)
+    coded = fit_grid(w, Scheme(bits=4, group=32, symmetric=False)).code(w)
+    tensors = Gptq().encode(coded)
+    column = coded.codes[0, :8].tolist()
+    assert int(tensors["qweight"][0, 0]) & 0xFFFFFFFF == sum(int(code) << (4 * i) for i, code in enumerate(column))
+    assert coded.zero is not None
+    assert int(tensors["qzeros"][0, 0]) & 15 == (int(coded.zero[0, 0]) - 1) % 16
+    assert tensors["g_idx"].tolist() == [0] * 32
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_small_floats_of_compressed_tensors(kind: str) -> None:
+    """Their own code reads our bytes as the same weights."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    scheme = Scheme(kind=kind, group=32 if kind == "mxfp4" else 16)  # type: ignore[arg-type]
+    coded = fit_grid(weight(), scheme).code(weight())
+    config = CompressedTensors().config({"m": scheme}, [])["config_groups"]["group_0"]
+    theirs = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(**config["weights"])
+    )
+    reader = compressors.BaseCompressor.get_value_from_registry(f"{kind}-pack-quantized")
+    made = reader.decompress(CompressedTensors().encode(coded), theirs)["weight"]
+    torch.testing.assert_close(made.float(), coded.dequantize(), rtol=2e-2, atol=1e-4)  # theirs is bfloat16
+
+
+def test_nf4_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packed, state = functional.quantize_4bit(weight(), blocksize=64, quant_type="nf4", compress_statistics=True)
+    theirs = {"weight": packed, **{f"weight.{name}": t for name, t in state.as_dict(packed=True).items()}}
+    decoded = BitsAndBytes().decode(theirs, NF4_SCHEME, "m")
+    torch.testing.assert_close(decoded.dequantize(), functional.dequantize_4bit(packed, state), rtol=1e-5, atol=1e-6)
+    ours = BitsAndBytes().encode(fit_grid(weight(), NF4_SCHEME).code(weight()))
+    assert torch.equal(ours["weight.absmax"], theirs["weight.absmax"])
+    assert (ours["weight"] == packed).float().mean() > 0.98  # ours are nearest for the scales as they are stored
+    states = {name.removeprefix("weight."): t for name, t in ours.items() if name != "weight"}
+    read = functional.QuantState.from_dict(states, torch.device("cpu"))
+    back = functional.dequantize_4bit(ours["weight"], read)
+    torch.testing.assert_close(back, BitsAndBytes().decode(ours, NF4_SCHEME, "m").dequantize(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "compressed-tensors"])
+def test_codes_move_between_layouts(form: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    run(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32), text, token_cache)
+    convert(str(tmp_path / "small"), tmp_path / "other", form)
+    torch.testing.assert_close(logits(tmp_path / "other"), logits(tmp_path / "small"), rtol=1e-4, atol=1e-4)
+    config = json.loads((tmp_path / "other/config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == form
+    with pytest.raises(UserError, match="exists already"):
+        convert(str(tmp_path / "small"), tmp_path / "other", form)
+
+
+def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a compressed model"):
+        convert(str(tiny), tmp_path / "other", "gptq")
+    run(tiny, tmp_path / "small", recipe_of("nf4"), text, token_cache)
+    with pytest.raises(UserError, match="cannot hold"):
+        convert(str(tmp_path / "small"), tmp_path / "other", "awq")

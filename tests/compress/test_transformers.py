@@ -1,0 +1,46 @@
+"""transformers with its own backends loads what we write, and computes the logits we compute.
+
+The backends (compressed-tensors, gptqmodel with optimum, bitsandbytes) are not installed with the tests; where they
+are, these run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.compress.test_compression import TOKENS, logits, run
+from tightfit.compress.recipe import recipe_of
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "compressed-tensors": ("gptq", {"bits": 4, "group": 32}, "compressed_tensors"),
+    "compressed-tensors 3 bits": ("rtn", {"bits": 3, "group": 32}, "compressed_tensors"),
+    "compressed-tensors fp8": ("fp8", {}, "compressed_tensors"),
+    "compressed-tensors nvfp4": ("nvfp4", {}, "compressed_tensors"),
+    "gptq": ("gptq", {"bits": 4, "group": 32, "symmetric": True}, "gptqmodel"),
+    "gptq reordered": ("gptq", {"bits": 4, "group": 32, "symmetric": False, "act_order": "groups"}, "gptqmodel"),
+    "awq": ("awq", {"bits": 4, "group": 32}, "gptqmodel"),
+    "bitsandbytes nf4": ("nf4", {}, "bitsandbytes"),
+}
+
+
+def their_logits(directory: Path, dtype: torch.dtype) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map="cpu")
+    with torch.no_grad():
+        found: Tensor = model(TOKENS).logits.float()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_computes_the_same(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    method, options, backend = CASES[name]
+    pytest.importorskip(backend)
+    form = name.split()[0]
+    run(tiny, tmp_path / "small", recipe_of(method, **options), text, token_cache, format=form)
+    narrow = name.endswith("nvfp4")  # whose plain path in that package computes in bfloat16
+    ours = logits(tmp_path / "small")
+    theirs = their_logits(tmp_path / "small", torch.bfloat16 if narrow else torch.float32)
+    assert float((ours - theirs).abs().max()) < (0.05 if narrow else 1e-3) * float(ours.abs().max())

@@ -1,0 +1,68 @@
+"""Products with packed weights: the kernels against expanding and multiplying, in every width, shape and group."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
+from tightfit.errors import UserError
+from tightfit.kernels import quantized_linear as module
+from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear, quantized_linear_eager
+from tightfit.models.quantized.packing import pack
+
+SHAPES = [(1, 64, 48), (5, 96, 33), (17, 160, 32)]
+"""Rows, inputs, outputs."""
+
+
+def weights(inputs: int, outputs: int, bits: int, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(inputs + outputs + bits)
+    codes = torch.randint(0, 2**bits, (outputs, inputs), generator=generator)
+    groups = 1 if group == 0 else inputs // group
+    scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * 2.0**-bits
+    zero = torch.randint(0, 2**bits, (outputs, groups), generator=generator).to(torch.uint8) if zeros else None
+    moved = None if zero is None else zero.to(DEVICE)
+    return pack(codes, bits).to(DEVICE), scale.to(DEVICE, torch.float16), moved
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (16, False), (0, True)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_expanding(
+    bits: int, group: int, zeros: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rows, inputs, outputs in SHAPES:
+        given = weights(inputs, outputs, bits, group, zeros)
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
+        truth = quantized_linear_eager(x.double(), *given, bits, group)
+        eager = quantized_linear_eager(x, *given, bits, group)
+        assert_no_worse([quantized_linear(x, *given, bits, group, impl="triton")], [eager], [truth])
+    monkeypatch.setattr(module, "FUSED_ROWS", 4)  # the last has more rows than that: expanded, then multiplied
+    assert_no_worse([quantized_linear(x, *given, bits, group, impl="triton")], [eager], [truth])
+
+
+def test_splitting_the_inputs() -> None:
+    """One row and few outputs: several programs share the inputs."""
+    given = weights(1024, 16, 4, 32, True)
+    x = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    truth = quantized_linear_eager(x.double(), *given, 4, 32)
+    assert_no_worse([quantized_linear(x, *given, 4, 32, impl="triton")], [truth.float()], [truth])
+
+
+def test_by_hand() -> None:
+    """Codes 0 … 7 with zero point 2 and scale ½: (−2, −1, 0, 1, 2, 3, 4, 5) / 2, summed by ones: 6."""
+    words = pack(torch.arange(8)[None], 4)
+    zero, scale = torch.tensor([[2]], dtype=torch.uint8), torch.tensor([[0.5]])
+    assert expanded_eager(words, scale, zero, 4, 8, torch.float32).tolist() == [[-1.0, -0.5, 0, 0.5, 1, 1.5, 2, 2.5]]
+    assert quantized_linear(torch.ones(1, 8), words, scale, zero, 4, 0, impl="torch").item() == 6.0
+
+
+def test_widths_without_kernel_take_the_plain_path() -> None:
+    words, scale = pack(torch.arange(8).repeat(2, 4), 3), torch.ones(2, 1)
+    x = torch.ones(1, 32, device="cpu")
+    assert quantized_linear(x, words, scale, None, 3, 0).tolist() == [[-16.0, -16.0]]
+
+
+def test_what_does_not_belong_together() -> None:
+    words, scale, zero = weights(64, 32, 4, 32, True)
+    with pytest.raises(UserError, match="do not belong together"):
+        quantized_linear(torch.ones(1, 96, device=DEVICE), words, scale, zero, 4, 32, impl="triton")

@@ -1,0 +1,50 @@
+"""AWQ: input channels with large activations are scaled up before rounding, so that their weights lose less.
+
+    s = (mean |x|)^α / √(max s · min s),   W → W · s,   what makes x → / s        (Lin et al. 2023, eq. 4 and 5)
+
+α is searched from 0 to 1 for the least squared error of the set's outputs, which is tr(Δ H Δᵀ) and needs no forward
+passes. Ranges are then clipped, group by group, for the least error of the group's part of the output; queries and keys
+are not, as their product amplifies what clipping does to them. No Hessian is inverted: weights are rounded to nearest.
+"""
+
+import torch
+from torch import Tensor
+
+from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.linear_sets import LinearSet, linear, move_scale
+from tightfit.compress.ranges import fit_grid
+from tightfit.models.decoder import Layer
+from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.scheme import Scheme
+
+EXPONENTS = tuple(i / 20 for i in range(20))
+NOT_CLIPPED = ("attention.q", "attention.k")
+
+
+@torch.no_grad()
+def scale_channels(layer: Layer, group: LinearSet, seen: InputStatistics, scheme: Scheme) -> float:
+    """Search α for this set and move the scales into the module before it; the α that was best."""
+    weights = [linear(layer, name).weight.float() for name in group.names]
+    hessian, magnitude = seen.hessian, seen.mean_magnitude.clamp(min=1e-6)
+
+    def error(exponent: float) -> float:
+        scale = _scale(magnitude, exponent)
+        changes = (fit_grid(w * scale, scheme).code(w * scale).dequantize() / scale - w for w in weights)
+        return sum(output_error(change, hessian) for change in changes)
+
+    best = min(EXPONENTS, key=error)
+    if best:
+        move_scale(layer, group, _scale(magnitude, best))
+    return best
+
+
+def _scale(magnitude: Tensor, exponent: float) -> Tensor:
+    scale = magnitude.pow(exponent).clamp(min=1e-4)
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+def code_clipped(name: str, weight: Tensor, hessian: Tensor, scheme: Scheme) -> CodedWeight:
+    """Weights to their nearest codes, in ranges clipped where that helps."""
+    if name in NOT_CLIPPED:
+        return fit_grid(weight, scheme).code(weight)
+    return fit_grid(weight, scheme, "mse", hessian).code(weight)

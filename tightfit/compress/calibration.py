@@ -1,0 +1,57 @@
+"""Calibration rows: some windows of the user's text, spread evenly over all of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.models.loading import load_source_tokenizer
+from tightfit.models.spec import ModelSpec
+from tightfit.train.data.dataset import PackedText
+from tightfit.train.data.shards import prepare_text
+
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Token rows [rows, length], and what to call them."""
+
+    tokens: Tensor
+    source: str
+
+    def batches(self) -> list[Tensor]:
+        """Rows in batches of about 8192 tokens."""
+        return list(self.tokens.split(max(BATCH_TOKENS // self.tokens.shape[1], 1)))
+
+
+def read_calibration(
+    model: str,
+    spec: ModelSpec,
+    data: Sequence[str],
+    *,
+    samples: int,
+    length: int,
+    cache: Path,
+    field: str,
+    progress: bool,
+) -> Calibration:
+    """`samples` whole windows of `length` tokens from the text in `data`; all there are where they are fewer."""
+    if length > spec.max_positions:
+        raise UserError(
+            f"calibration rows of {length} tokens are longer than the model's {spec.max_positions} positions"
+        )
+    tokenizer = load_source_tokenizer(model)
+    store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=spec.vocab_size, field=field, progress=progress)
+    rows = PackedText(store, length, separate_documents=False)
+    whole = (rows.tokens_total - 1) // length
+    if whole == 0:
+        raise UserError(
+            f"{', '.join(data)} has {rows.tokens_total} tokens, less than one row of {length}; shorten --seq"
+        )
+    count = min(samples, whole)
+    chosen = [rows[index * whole // count]["tokens"] for index in range(count)]
+    return Calibration(torch.stack(chosen), ", ".join(data))

@@ -1,0 +1,179 @@
+"""A compressed model beside the original: loss, perplexity, KL divergence and agreement, with confidence intervals.
+
+Both read the same rows. Per counted token, with p the original's distribution and q the compressed one's:
+
+    loss = −log q(next)      KL = Σ p · log(p / q)      agreement = whether the likeliest token is the same
+
+Tokens of a row are not independent, so intervals are over rows: mean ± 1.96 · σ(row means) / √rows. The difference of
+the losses has an interval of its own, much narrower than that of either loss, as both see the same text.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.models.decoder import Decoder
+from tightfit.models.loading import LoadedModel, load_model
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.train.data.dataset import PackedText
+from tightfit.train.data.loader import evaluation_batches
+from tightfit.train.data.shards import prepare_text
+
+NORMAL_95 = 1.96
+DEFAULT_LENGTH = 2048
+CHUNK_LOGITS = 2**26
+"""Logits of each model that are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over rows and half the width of its 95 % confidence interval; None with a single row."""
+
+    mean: float
+    half_width: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The compressed model `loss` beside the original's, over `tokens` tokens in `rows` rows."""
+
+    loss: Interval
+    original_loss: Interval
+    loss_difference: Interval
+    kl: Interval
+    agreement: Interval
+    rows: int
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss) of the compressed model."""
+        return math.exp(min(self.loss.mean, 700.0))
+
+    @property
+    def original_perplexity(self) -> float:
+        """exp(loss) of the original."""
+        return math.exp(min(self.original_loss.mean, 700.0))
+
+
+class _Rows:
+    """Sums of one quantity, row by row."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+        self.counts: list[Tensor] = []
+
+    def add(self, values: Tensor, counted: Tensor) -> None:
+        self.sums.append((values * counted).sum(-1).double().cpu())
+        self.counts.append(counted.sum(-1).double().cpu())
+
+    def interval(self) -> Interval:
+        sums, counts = torch.cat(self.sums), torch.cat(self.counts)
+        sums, counts = sums[counts > 0], counts[counts > 0]
+        mean = float(sums.sum() / counts.sum())
+        if len(counts) < 2:
+            return Interval(mean, None)
+        # rows weigh by their tokens: the ratio estimator's deviation
+        deviation = float(((sums - mean * counts).square().sum() / (len(counts) - 1)).sqrt() / counts.mean())
+        return Interval(mean, NORMAL_95 * deviation / len(counts) ** 0.5)
+
+
+@torch.no_grad()
+def compare_models(compressed: Decoder, original: Decoder, batches: Iterable[dict[str, Tensor]]) -> Comparison:
+    """Both models on the same batches of tokens, labels and documents."""
+    device = next(compressed.parameters()).device
+    loss, other, difference, kl, agreement = (_Rows() for _ in range(5))
+    rows = tokens = 0
+    for batch in batches:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        counted = (batch["labels"] != IGNORE).double()
+        made = _per_token(compressed, original, batch)
+        for collected, values in zip((loss, other, kl, agreement), made, strict=True):
+            collected.add(values, counted)
+        difference.add(made[0] - made[1], counted)
+        rows, tokens = rows + len(counted), tokens + int(counted.sum())
+    return Comparison(
+        loss=loss.interval(), original_loss=other.interval(), loss_difference=difference.interval(),
+        kl=kl.interval(), agreement=agreement.interval(), rows=rows, tokens=tokens,
+    )  # fmt: skip
+
+
+def _per_token(
+    compressed: Decoder, original: Decoder, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses of both, KL divergence and agreement of every token, [B, T]; a chunk of logits at a time."""
+    hidden = [_hidden(model, batch) for model in (compressed, original)]
+    labels = batch["labels"].clamp(min=0)
+    step = max(CHUNK_LOGITS // (compressed.spec.vocab_size * len(labels)), 1)
+    parts = []
+    for i in range(0, labels.shape[1], step):
+        q = _log_probabilities(compressed, hidden[0][:, i : i + step])
+        p = _log_probabilities(original, hidden[1][:, i : i + step])
+        parts.append(_compared(q, p, labels[:, i : i + step]))
+    losses, others, divergences, agreements = (torch.cat(found, 1) for found in zip(*parts, strict=True))
+    return losses, others, divergences, agreements
+
+
+def _compared(q: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    at = labels[..., None]
+    same = (q.argmax(-1) == p.argmax(-1)).double()
+    return -q.gather(-1, at)[..., 0], -p.gather(-1, at)[..., 0], (p.exp() * (p - q)).sum(-1), same
+
+
+def _hidden(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
+    """Normed hidden states [B, T, H]."""
+    positions = model.token_positions(batch["tokens"], batch["documents"], None)
+    x = model.embed_tokens(batch["tokens"], positions)
+    around = model.forward_context(x, positions, batch["documents"], None)
+    for layer in model.layers:
+        x, _ = layer(x, around)
+    normed: Tensor = model.norm(x)
+    return normed
+
+
+def _log_probabilities(model: Decoder, x: Tensor) -> Tensor:
+    logits: Tensor = model.head(x).float()
+    if (cap := model.spec.logit_softcap) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits.log_softmax(-1)
+
+
+def compare_sources(
+    compressed: str,
+    original: str,
+    data: Sequence[str],
+    *,
+    field: str = "text",
+    sequence_length: int | None = None,
+    batch: int = 4,
+    cache: Path,
+    device: torch.device,
+    progress: bool = False,
+) -> Comparison:
+    """The models at two sources on the text of `data`."""
+    made, known = load_model(compressed, device=device), load_model(original, device=device)
+    tokenizer = _one_tokenizer(made, known)
+    positions = min(made.model.spec.max_positions, known.model.spec.max_positions)
+    length = sequence_length or min(positions, DEFAULT_LENGTH)
+    if length > positions:
+        raise UserError(f"sequence length {length} is more than the {positions} positions of the models; shorten it")
+    vocab_size = made.model.spec.vocab_size
+    store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
+    return compare_models(made.model, known.model, evaluation_batches(PackedText(store, length), batch))
+
+
+def _one_tokenizer(made: LoadedModel, known: LoadedModel) -> Tokenizer:
+    """The tokenizer of both."""
+    if made.model.spec.vocab_size != known.model.spec.vocab_size:
+        sizes = f"{made.model.spec.vocab_size} and {known.model.spec.vocab_size}"
+        raise UserError(f"{made.source} and {known.source} have vocabularies of {sizes}; they cannot be compared")
+    tokenizer = known.tokenizer or made.tokenizer
+    if tokenizer is None:
+        raise UserError(f"neither {made.source} nor {known.source} has a tokenizer, so text cannot become tokens")
+    return tokenizer

@@ -1,0 +1,216 @@
+"""`compress`: from a model and a recipe to a directory of quantized weights, one layer in memory at a time.
+
+The calibration rows are carried through the model as they go: layer i + 1 sees what layer i gives once it is quantized.
+A killed run finds its finished layers on disk and carries the rows through those again, which costs a forward pass.
+"""
+
+import hashlib
+import json
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.compress.calibration import Calibration, read_calibration
+from tightfit.compress.cost import CompressionCost, predict, schemes
+from tightfit.compress.finished_layer import load_finished
+from tightfit.compress.format_choice import choose_format, module_schemes
+from tightfit.compress.layer_compression import LayerResult, compress_layer
+from tightfit.compress.linear_sets import EXPERT_STACKS
+from tightfit.compress.model_parts import ModelParts
+from tightfit.compress.observation import run_layer
+from tightfit.compress.recipe import Recipe
+from tightfit.compress.report import CompressionReport, LayerReport
+from tightfit.compress.rotation import Rotation, rotated_spec
+from tightfit.compress.working_directory import WorkingDirectory
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.loading import has_weights, load_source_tokenizer
+from tightfit.models.quantized.directory import shapes_of, tensors_to_write
+from tightfit.models.tokenizer import Tokenizer
+
+PLAIN_DTYPE = torch.float16
+EMBEDDING, HEAD = 0, 1
+"""The first two shards; layers follow."""
+LAYER_SHARDS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionJob:
+    """What the user asked for."""
+
+    model: str
+    out: Path
+    recipe: Recipe
+    data: tuple[str, ...] = ()
+    field: str = "text"
+    samples: int = 128
+    length: int | None = None
+    format: str | None = None
+    device: str = "cpu"
+    cache: Path = Path("~/.cache/tightfit")
+    progress: bool = False
+
+
+Progress = Callable[[int, int, LayerReport], None]
+"""Told after every layer: how many are done, of how many, and what came of it."""
+
+
+def compress(job: CompressionJob, announce: Callable[[CompressionCost], None], progress: Progress) -> CompressionReport:
+    """Do `job`; `announce` hears the predicted cost before anything is written."""
+    return _Compression(job, announce).run(progress)
+
+
+class _Compression:
+    def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
+        if not has_weights(job.model):
+            raise UserError(f"{job.model} has no weights to compress; give a directory, a run or a GGUF file that has")
+        if job.recipe.is_calibrated and not job.data:
+            raise UserError("this recipe looks at the inputs of layers; give it text with --data")
+        self.job, self.began = job, time.monotonic()
+        rotate = job.recipe.rotation
+        self.device = torch.device(job.device)
+        self.parts = ModelParts(job.model, self.device, None)
+        self.spec = self.parts.spec
+        self.written_spec = self.spec if rotate is None else rotated_spec(self.spec)
+        if rotate is not None:
+            self.parts.rotation = Rotation(self.spec, rotate.seed)
+        self.schemes = schemes(self.spec, job.recipe)
+        if not self.schemes:
+            raise UserError("the recipe's patterns name none of the model's layers; names look like layers.0.mlp.down")
+        self.form = choose_format(self.schemes, job.format, job.recipe)
+        self.calibration = self._read_calibration()
+        rows, length = (0, 0) if self.calibration is None else self.calibration.tokens.shape
+        self.predicted = predict(self.spec, job.recipe, rows, length)
+        self.config = self._config()  # refused before work, if it cannot be said
+        announce(self.predicted)
+        names = shapes_of(self.spec)
+        self.layer_names = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(self.spec.layers)]
+        self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
+
+    def _read_calibration(self) -> Calibration | None:
+        job = self.job
+        if not job.data:
+            return None
+        length = min(2048, self.spec.max_positions) if job.length is None else job.length
+        return read_calibration(
+            job.model, self.spec, job.data,
+            samples=job.samples, length=length, cache=job.cache, field=job.field, progress=job.progress,
+        )  # fmt: skip
+
+    def _identity(self) -> dict[str, str]:
+        seen = self.calibration
+        digest = "" if seen is None else hashlib.sha256(seen.tokens.numpy().tobytes()).hexdigest()[:16]
+        shape = "" if seen is None else " × ".join(map(str, seen.tokens.shape))
+        return {
+            "model": str(Path(self.job.model).resolve()) if Path(self.job.model).exists() else self.job.model,
+            "recipe": self.job.recipe.fingerprint(),
+            "calibration": f"{shape} {digest}",
+            "format": self.form.name,
+        }
+
+    def _config(self) -> dict[str, Any]:
+        tokenizer = self._tokenizer()
+        special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        config = config_from_spec(self.written_spec, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
+        theirs, plain = module_schemes(self.written_spec, self.schemes)
+        self.form.check(theirs)
+        return {**config, "quantization_config": self.form.config(theirs, plain)}
+
+    def _tokenizer(self) -> Tokenizer | None:
+        try:
+            return load_source_tokenizer(self.job.model)
+        except UserError:
+            return None
+
+    def run(self, progress: Progress) -> CompressionReport:
+        stream = self._write_ends()
+        reports: list[LayerReport] = []
+        resumed = 0
+        for index in range(self.spec.layers):
+            number = index + LAYER_SHARDS
+            if self.directory.is_done(number):
+                stream = self._through_finished(index, stream)
+                reports.append(LayerReport(index, **self.directory.notes(number)))
+                resumed += 1
+            else:
+                result = self._compress(index, stream)
+                stream = result.outputs
+                reports.append(LayerReport(index, result.errors, result.layer_error, result.seconds))
+            progress(index + 1, self.spec.layers, reports[-1])
+        return self._finish(reports, resumed)
+
+    def _write_ends(self) -> list[Tensor]:
+        """Embedding, final norm and output projection, as they are; the calibration rows embedded."""
+        model = self.parts.embedding()
+        self._write_plain(EMBEDDING, model)
+        stream = []
+        for tokens in [] if self.calibration is None else self.calibration.batches():
+            here = tokens.to(self.device)
+            stream.append(model.embed_tokens(here, model.token_positions(here, None, None)).detach())
+        del model
+        self._write_plain(HEAD, self.parts.head())
+        return stream
+
+    def _write_plain(self, number: int, model: Decoder) -> None:
+        if self.directory.is_done(number):
+            return
+        state = dict(model.state_dict())
+        if self.written_spec.tied:  # the embedding is written with the first shard alone
+            state.pop("head.weight", None)
+            if number == HEAD:
+                state.pop("embed.weight", None)
+        self.directory.write(number, tensors_to_write(self.written_spec, state, {}, self.form, PLAIN_DTYPE))
+
+    def _compress(self, index: int, stream: list[Tensor]) -> LayerResult:
+        model = self.parts.layer(index)
+        result = compress_layer(model, index, self.job.recipe, stream, PLAIN_DTYPE)
+        prefix = f"layers.{index}."
+        coded = {prefix + (name if name in EXPERT_STACKS else f"{name}.weight"): w for name, w in result.coded.items()}
+        plain = {name: model.state_dict()[name] for name in self.layer_names[index] if name not in coded}
+        tensors = tensors_to_write(self.written_spec, plain, coded, self.form, PLAIN_DTYPE)
+        notes = {"errors": result.errors, "layer_error": result.layer_error, "seconds": result.seconds}
+        self.directory.write(index + LAYER_SHARDS, tensors, notes)
+        return result
+
+    @torch.no_grad()
+    def _through_finished(self, index: int, stream: list[Tensor]) -> list[Tensor]:
+        """The calibration rows after a layer that an earlier run has quantized."""
+        if not stream:
+            return stream
+        tensors, config = self.directory.tensors(index + LAYER_SHARDS), self.config["quantization_config"]
+        model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
+        layer = model.layers._modules[str(index)]
+        assert isinstance(layer, Layer)
+        return [run_layer(model, layer, x) for x in stream]
+
+    def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
+        folder = self.directory.path
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        tokenizer = self._tokenizer()
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
+        self.directory.finish()
+        measured = replace(
+            self.predicted,
+            result_bytes=sum(shards),
+            memory_bytes=_peak_bytes(self.device),
+            bits_per_weight=self.predicted.bits_per_weight,
+            seconds=time.monotonic() - self.began,
+        )
+        recipe = self.job.recipe.describe()
+        return CompressionReport(self.job.out, recipe, self.form.name, reports, self.predicted, measured, resumed)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most memory there was in use: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

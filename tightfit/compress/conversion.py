@@ -1,0 +1,86 @@
+"""A compressed model in another program's layout: the same codes, packed as that program expects them."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightfit.compress.format_choice import choose_format
+from tightfit.compress.recipe import Recipe
+from tightfit.durable import durable_directory
+from tightfit.errors import UserError
+from tightfit.models.huggingface.weights import INDEX_FILE
+from tightfit.models.loading import load_source_tokenizer, source_spec
+from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
+from tightfit.models.quantized.formats.format import FileFormat
+from tightfit.models.quantized.formats.gptq import Gptq
+from tightfit.models.resolve import read_config
+from tightfit.models.saving import Export
+
+SHARD_BYTES = 2 * 10**9
+
+
+def convert(source: str, target: Path, form_name: str) -> Export:
+    """Write the compressed model at `source` to the new directory `target` in another layout."""
+    if target.exists():
+        raise UserError(f"{target} exists already; name a new place or remove it first")
+    path = Path(source)
+    if not path.is_dir() or not is_quantized(path):
+        raise UserError(f"{source} is not a compressed model; run tightfit compress {source} first")
+    files = QuantizedDirectory(path, source_spec(source))
+    schemes = {module: files.scheme(module) for module in files.modules}
+    form = choose_format(schemes, form_name, Recipe(()))
+    form = _with_order(form, files)
+    plain = sorted(
+        name.removesuffix(".weight")
+        for link, name in files.tensor_maps
+        if not files.is_coded(name) and ".layers." in name and len(files.shapes[link.ours[0]].shape) > 1
+    )
+    config = {**read_config(path / "config.json"), "quantization_config": form.config(schemes, plain)}
+    with durable_directory(target) as folder:
+        _write(folder, files, form)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        with suppress(UserError):  # a model without tokenizer stays one
+            load_source_tokenizer(source).save(folder)
+    written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    return Export(target, files.spec.params(), written)
+
+
+def _with_order(form: FileFormat, files: QuantizedDirectory) -> FileFormat:
+    """GPTQ's config says whether groups are out of order, as those of a GPTQ directory may be."""
+    if isinstance(form, Gptq):
+        return Gptq(reordered=bool(files.config.get("desc_act", False)))
+    return form
+
+
+def _write(folder: Path, files: QuantizedDirectory, form: FileFormat) -> None:
+    """All tensors, in as many files as that takes."""
+    held: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    for link, name in files.tensor_maps:
+        if files.is_coded(name):
+            tensors = form.encode(files.coded(link, name))
+            module = name.removesuffix(".weight")
+            held |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
+        else:
+            held[name] = files.plain(link, name).to(torch.float16)
+        if sum(tensor.nbytes for tensor in held.values()) > SHARD_BYTES:
+            shards.append(_save(folder, len(shards), held))
+            held = {}
+    shards.append(_save(folder, len(shards), held))
+    names = {name: _shard_name(i) for i, shard in enumerate(shards) for name in shard}
+    total = sum((folder / _shard_name(i)).stat().st_size for i in range(len(shards)))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shard_name(number: int) -> str:
+    return f"model-{number + 1:05}.safetensors"
+
+
+def _save(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
+    return list(tensors)

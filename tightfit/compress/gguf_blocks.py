@@ -1,0 +1,204 @@
+"""Weights as the blocks of GGUF types, scales searched for the least weighted error as llama.cpp does.
+
+| type | block | a number is | bits |
+|---|---|---|---|
+| Q4_0, Q5_0 | 32 | d · (q − 2^(b−1)) | 4.5, 5.5 |
+| Q4_1, Q5_1 | 32 | d · q + m | 5, 6 |
+| Q8_0 | 32 | d · q | 8.5 |
+| Q4_K, Q5_K | 256 | d · s · q − m · t: 6-bit s and t for each 32 | 4.5, 5.5 |
+| Q6_K | 256 | d · s · (q − 32): 8-bit s for each 16 | 6.5625 |
+
+Errors weigh as their inputs matter: the importance matrix, mean x² of every input channel, times √(σ² + w²), which
+llama.cpp found to do best; without one |w| plus its root mean square. Layouts: ggml-common.h of llama.cpp.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SUPER = 256
+
+
+def fit_scale(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Scales [n, 1] and codes −most … most − 1 [n, k] that minimise Σ w (x − d q)²; the largest number gets −most."""
+    at = x.abs().argmax(-1, keepdim=True)
+    largest = x.gather(-1, at)
+    largest = torch.where(largest == 0, torch.ones_like(largest), largest)
+    best_gain = torch.full_like(largest, -1.0)
+    best = torch.zeros_like(largest)
+    for step in range(-9, 10):
+        codes = (x * (-(most + 0.1 * step) / largest)).round().clamp(-most, most - 1)
+        cross, square = (weights * x * codes).sum(-1, keepdim=True), (weights * codes * codes).sum(-1, keepdim=True)
+        gain = cross * cross / square.clamp(min=1e-30)
+        better = gain > best_gain
+        best_gain, best = (
+            torch.where(better, gain, best_gain),
+            torch.where(better, cross / square.clamp(min=1e-30), best),
+        )
+    return best, _codes(x, best, -most, most - 1)
+
+
+def fit_scale_and_minimum(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Scales and minima [n, 1], d ≥ 0 and m ≥ 0, that minimise Σ w (x − (d q − m))² with q from 0 to `most`."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True)
+    span = (high - low).clamp(min=1e-20)
+    sum_w, sum_x = weights.sum(-1, keepdim=True), (weights * x).sum(-1, keepdim=True)
+    scale, minimum = span / most, -low
+    error = _error(x, weights, scale, minimum, most)
+    for step in range(21):
+        codes = ((x - low) * ((most - 1 + 0.1 * step) / span)).round().clamp(0, most)
+        sum_l, sum_l2 = (weights * codes).sum(-1, keepdim=True), (weights * codes * codes).sum(-1, keepdim=True)
+        sum_xl = (weights * x * codes).sum(-1, keepdim=True)
+        determinant = (sum_w * sum_l2 - sum_l * sum_l).clamp(min=1e-30)
+        new_scale = (sum_w * sum_xl - sum_x * sum_l) / determinant
+        new_low = (sum_l2 * sum_x - sum_l * sum_xl) / determinant
+        positive = new_low > 0
+        new_scale = torch.where(positive, sum_xl / sum_l2.clamp(min=1e-30), new_scale)
+        new_low = new_low.clamp(max=0)
+        new_error = _error(x, weights, new_scale, -new_low, most)
+        better = (new_error < error) & (new_scale > 0)
+        scale, minimum = torch.where(better, new_scale, scale), torch.where(better, -new_low, minimum)
+        error = torch.where(better, new_error, error)
+    return scale, minimum
+
+
+def _error(x: Tensor, weights: Tensor, scale: Tensor, minimum: Tensor, most: int) -> Tensor:
+    codes = _codes(x + minimum, scale, 0, most)
+    return (weights * (codes * scale - minimum - x).square()).sum(-1, keepdim=True)
+
+
+def _codes(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    """Nearest codes; a scale of zero codes zeros."""
+    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return torch.where(scale == 0, torch.zeros_like(x), x / safe).round().clamp(low, high)
+
+
+def error_weights(x: Tensor, importance: Tensor | None) -> Tensor:
+    """How much the error of each of [blocks, k] numbers counts; `importance` is of the same shape."""
+    mean_square = x.square().mean(-1, keepdim=True)
+    if importance is None:
+        return mean_square.sqrt() + x.abs()
+    return importance * (mean_square + x.square()).sqrt()
+
+
+def _half(values: Tensor) -> tuple[Tensor, Tensor]:
+    """As float16 bytes [n, 2 · k], and as the float32 they are read back as."""
+    half = values.to(torch.float16)
+    return half.contiguous().view(torch.uint8).view(len(values), -1), half.to(torch.float32)
+
+
+def q8_0(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 32] as blocks of 34 bytes; 8 bits leave nothing to search."""
+    stored, scale = _half(x.abs().amax(-1, keepdim=True) / 127)
+    return torch.cat([stored, _codes(x, scale, -127, 127).to(torch.int8).view(torch.uint8)], 1)
+
+
+def q4_0(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 32] as blocks of 18 bytes."""
+    stored, scale = _half(fit_scale(x, weights, 8)[0])
+    return torch.cat([stored, _nibbles((_codes(x, scale, -8, 7) + 8).to(torch.uint8))], 1)
+
+
+def q5_0(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 32] as blocks of 22 bytes."""
+    stored, scale = _half(fit_scale(x, weights, 16)[0])
+    codes = (_codes(x, scale, -16, 15) + 16).to(torch.uint8)
+    return torch.cat([stored, _fifth_bits(codes), _nibbles(codes & 15)], 1)
+
+
+def q4_1(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 32] as blocks of 20 bytes."""
+    stored, codes = _with_minimum(x, weights, 15)
+    return torch.cat([stored, _nibbles(codes)], 1)
+
+
+def q5_1(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 32] as blocks of 24 bytes."""
+    stored, codes = _with_minimum(x, weights, 31)
+    return torch.cat([stored, _fifth_bits(codes), _nibbles(codes & 15)], 1)
+
+
+def _with_minimum(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    scale, minimum = fit_scale_and_minimum(x - x.amin(-1, keepdim=True), weights, most)
+    stored, read = _half(torch.cat([scale, x.amin(-1, keepdim=True) - minimum], 1))
+    return stored, _codes(x - read[:, 1:], read[:, :1], 0, most).to(torch.uint8)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """32 codes as 16 bytes: the first half in the low nibbles, the second in the high ones."""
+    return codes[:, :16] | (codes[:, 16:] << 4)
+
+
+def _fifth_bits(codes: Tensor) -> Tensor:
+    """The fifth bits of 32 codes as 4 bytes, lowest first."""
+    bits = ((codes >> 4) & 1).view(-1, 4, 8).to(torch.int32)
+    return (bits << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
+
+
+def q4_k(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 256] as blocks of 144 bytes."""
+    head, codes = _k_block(x, weights, 15)
+    return torch.cat([head, _paired(codes)], 1)
+
+
+def q5_k(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 256] as blocks of 176 bytes."""
+    head, codes = _k_block(x, weights, 31)
+    high = (codes >> 4).view(len(x), 8, 32).to(torch.int32) << torch.arange(8, device=x.device)[:, None]
+    return torch.cat([head, high.sum(1).to(torch.uint8), _paired(codes & 15)], 1)
+
+
+def _paired(codes: Tensor) -> Tensor:
+    """256 codes as 128 bytes: of every 64, the first 32 in the low nibbles and the others in the high ones."""
+    pairs = codes.view(len(codes), 4, 2, 32)
+    return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
+
+
+def _k_block(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Scale bytes [n, 16] and codes [n, 256] of blocks whose 8 scales and minima are coded in 6 bits."""
+    parts = x.view(-1, 32)
+    scale, minimum = (found.view(-1, 8) for found in fit_scale_and_minimum(parts, weights.view(-1, 32), most))
+    stored, read = _half(torch.cat([scale.amax(1, keepdim=True), minimum.amax(1, keepdim=True)], 1) / 63)
+    sixes = [_codes(values, read[:, i : i + 1], 0, 63).to(torch.uint8) for i, values in enumerate((scale, minimum))]
+    wide = [(six.float() * read[:, i : i + 1]).view(-1, 1) for i, six in enumerate(sixes)]
+    codes = _codes(parts + wide[1], wide[0], 0, most).to(torch.uint8)
+    return torch.cat([stored, _six_bits(*sixes)], 1), codes.view(len(x), -1)
+
+
+def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
+    """Eight scales and eight minima of 6 bits as 12 bytes."""
+    low = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
+    middle = minima[:, :4] | ((minima[:, 4:] >> 4) << 6)
+    return torch.cat([low, middle, (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)], 1)
+
+
+def q6_k(x: Tensor, weights: Tensor) -> Tensor:
+    """[n, 256] as blocks of 210 bytes."""
+    parts = x.view(-1, 16)
+    scale = fit_scale(parts, weights.view(-1, 16), 32)[0].view(-1, 16)
+    at = scale.abs().argmax(1, keepdim=True)
+    stored, read = _half(scale.gather(1, at) / -128)
+    eights = _codes(scale, read, -128, 127)
+    codes = (_codes(parts, (eights * read).view(-1, 1), -32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
+    low = torch.cat(
+        [(codes[:, :, 0] & 15) | ((codes[:, :, 2] & 15) << 4), (codes[:, :, 1] & 15) | ((codes[:, :, 3] & 15) << 4)], 2
+    )
+    high = sum(((codes[:, :, i] >> 4) << (2 * i) for i in range(1, 4)), codes[:, :, 0] >> 4)
+    return torch.cat([low.flatten(1), high.flatten(1), eights.to(torch.int8).view(torch.uint8), stored], 1)
+
+
+Coder = Callable[[Tensor, Tensor], Tensor]
+CODERS: dict[str, tuple[int, Coder]] = {
+    "Q8_0": (32, q8_0), "Q4_0": (32, q4_0), "Q4_1": (32, q4_1), "Q5_0": (32, q5_0), "Q5_1": (32, q5_1),
+    "Q4_K": (SUPER, q4_k), "Q5_K": (SUPER, q5_k), "Q6_K": (SUPER, q6_k),
+}  # fmt: skip
+"""Numbers in a block, and what makes its bytes."""
+
+
+def encode_rows(weight: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
+    """A float32 matrix [..., inputs] as rows of blocks, uint8; `importance` [inputs] is mean x²."""
+    size, coder = CODERS[kind]
+    blocks = weight.reshape(-1, size)
+    own = None if importance is None else importance.expand(weight.shape).reshape(-1, size)
+    return coder(blocks, error_weights(blocks, own)).reshape(*weight.shape[:-1], -1)

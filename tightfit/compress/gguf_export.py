@@ -1,0 +1,132 @@
+"""A model as a GGUF file of small types: which tensor gets which, and the importance matrix of its inputs.
+
+Mixtures follow llama.cpp's: `q4_k_m` codes most matrices as Q4_K, the output projection (or the embedding it is tied
+to) and half of the value and down projections, where errors cost most, as Q6_K. Rows that are no whole blocks of 256
+get types with blocks of 32: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tightfit.compress.calibration import Calibration, read_calibration
+from tightfit.compress.gguf_blocks import CODERS, encode_rows
+from tightfit.compress.linear_sets import linear_sets
+from tightfit.compress.model_parts import ModelParts
+from tightfit.compress.observation import observe, run_layer
+from tightfit.errors import UserError
+from tightfit.models.decoder import Layer
+from tightfit.models.gguf.model import write_gguf
+from tightfit.models.loading import load_model
+from tightfit.models.saving import Export
+from tightfit.models.spec import ModelSpec
+
+TYPES: dict[str, tuple[str, str, int]] = {
+    "q8_0": ("Q8_0", "Q8_0", 7),
+    "q4_0": ("Q4_0", "Q6_K", 2),
+    "q4_1": ("Q4_1", "Q6_K", 3),
+    "q4_k_m": ("Q4_K", "Q6_K", 15),
+    "q5_k_m": ("Q5_K", "Q6_K", 17),
+    "q6_k": ("Q6_K", "Q6_K", 18),
+}
+"""The type of most matrices, of the most sensitive ones, and llama.cpp's number of the mixture."""
+FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
+@dataclass(frozen=True)
+class GgufCoder:
+    """Chooses a type for every matrix of a model and makes its blocks."""
+
+    spec: ModelSpec
+    mixture: str
+    importance: dict[str, Tensor] = field(default_factory=dict)
+    """Mean x² of the inputs of linear layers, by our names; others are coded without."""
+
+    @property
+    def file_type(self) -> int:
+        """llama.cpp's number for the mixture."""
+        return TYPES[self.mixture][2]
+
+    def kind(self, name: str, shape: tuple[int, ...]) -> str:
+        """The GGUF type of our parameter `name`."""
+        if len(shape) < 2 or "router" in name or shape[-1] % 32:
+            return "F32" if len(shape) < 2 or "router" in name else "F16"
+        usual, better, _ = TYPES[self.mixture]
+        chosen = better if self._is_sensitive(name) else usual
+        return FALLBACKS[chosen] if chosen in FALLBACKS and shape[-1] % CODERS[chosen][0] else chosen
+
+    def _is_sensitive(self, name: str) -> bool:
+        if name in ("head.weight", "embed.weight"):
+            return name == "head.weight" or self.spec.tied
+        if self.mixture not in ("q4_k_m", "q5_k_m") or not name.startswith("layers."):
+            return False
+        layer, layers = int(name.split(".")[1]), self.spec.layers
+        eighth = layers // 8
+        ends = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+        return ends and any(part in name for part in (".v.", ".down"))
+
+    def encode(self, name: str, values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
+        """The blocks of a matrix."""
+        blocks: NDArray[np.uint8] = encode_rows(torch.from_numpy(values), kind, self.importance.get(name)).numpy()
+        return blocks
+
+
+@torch.no_grad()
+def importance_matrix(source: str, calibration: Calibration, device: torch.device) -> dict[str, Tensor]:
+    """Mean x² of the inputs of every linear layer, by the name of its weight; one layer in memory at a time."""
+    parts, found = ModelParts(source, device, None), dict[str, Tensor]()
+    model = parts.embedding()
+    stream = []
+    for tokens in calibration.batches():
+        here = tokens.to(device)
+        stream.append(model.embed_tokens(here, model.token_positions(here, None, None)))
+    for index in range(parts.spec.layers):
+        model = parts.layer(index)
+        layer = model.layers._modules[str(index)]
+        assert isinstance(layer, Layer)
+        sets = linear_sets(parts.spec, index)
+        seen = observe(model, layer, stream, [group.names[0] for group in sets])
+        for group in sets:
+            diagonal = seen[group.names[0]].hessian.diagonal().cpu()
+            found |= {f"layers.{index}.{name}.weight": diagonal.clone() for name in group.names}
+        stream = [run_layer(model, layer, x) for x in stream]
+    return found
+
+
+def export_gguf(
+    source: str,
+    target: Path,
+    mixture: str,
+    data: tuple[str, ...],
+    *,
+    samples: int,
+    length: int | None,
+    cache: Path,
+    device: torch.device,
+) -> Export:
+    """Write the model at `source` as the GGUF file `target`, with an importance matrix where there is `data`."""
+    if target.exists():
+        raise UserError(f"{target} exists already; name a new place or remove it first")
+    if mixture not in TYPES:
+        raise UserError(f"GGUF type {mixture!r} is not written; use one of {', '.join(TYPES)}")
+    importance: dict[str, Tensor] = {}
+    loaded = load_model(source, packed=False)
+    if data:
+        spec = loaded.model.spec
+        rows = read_calibration(
+            source, spec, data, samples=samples, length=length or min(512, spec.max_positions),
+            cache=cache, field="text", progress=False,
+        )  # fmt: skip
+        importance = importance_matrix(source, rows, device)
+    coder = GgufCoder(loaded.model.spec, mixture, importance)
+    try:
+        write_gguf(loaded.model, loaded.tokenizer, target, "fp16", coder)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {target}: {error.strerror}; choose a place that is writable and has room"
+        ) from None
+    return Export(target, loaded.model.spec.params(), target.stat().st_size)

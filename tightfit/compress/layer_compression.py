@@ -1,0 +1,184 @@
+"""One decoder layer, quantized: its inputs observed, its linear layers coded in the order they compute.
+
+Every set of linear layers sees inputs that came through the sets already coded, so that later ones can make up for
+earlier ones (GPTQ's "true sequential"). AWQ and SmoothQuant first move scales inside the layer, judged on one forward
+pass of the unquantized layer. In place of a coded layer stands what its codes mean, so forward passes cost as before.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.compress.awq import code_clipped, scale_channels
+from tightfit.compress.gptq import GptqOptions, gptq
+from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear, linear_sets
+from tightfit.compress.observation import observe, run_layer
+from tightfit.compress.ranges import fit_grid
+from tightfit.compress.recipe import CALIBRATED, Recipe, Step
+from tightfit.compress.smoothquant import smooth
+from tightfit.compress.spqr import SpqrOptions, spqr
+from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.linear import quantize_linear
+from tightfit.models.quantized.scheme import Scheme
+
+Coded = dict[str, CodedWeight | list[CodedWeight]]
+Coder = Callable[[str, Tensor, InputStatistics | None, Step], CodedWeight]
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """The coded weights of a layer by name, the error of each and of the whole, and the layer's new outputs.
+
+    Errors are relative: the squared change of outputs over the squared outputs; of the layer, of what it adds to the
+    residual stream. Without calibration data they are those of the weights themselves, and the layer has none.
+    """
+
+    index: int
+    coded: Coded
+    errors: dict[str, float]
+    layer_error: float | None
+    outputs: list[Tensor]
+    seconds: float
+
+
+@torch.no_grad()
+def compress_layer(
+    model: Decoder,
+    index: int,
+    recipe: Recipe,
+    inputs: Sequence[Tensor],
+    plain_dtype: torch.dtype = torch.float32,
+    code: Coder | None = None,
+) -> LayerResult:
+    """Code layer `index`, the only one that `model` has; `inputs` are its calibration inputs, [B, T, H] each.
+
+    What stays plain is rounded to `plain_dtype`, in which it will be stored. `code` codes a weight, ours by default.
+    """
+    began = time.monotonic()
+    layer = model.layers._modules[str(index)]
+    assert isinstance(layer, Layer)
+    wanted = [run_layer(model, layer, x) for x in inputs]
+    work = _LayerWork(model, layer, index, recipe, inputs)
+    work.code = code or code_weight
+    work.move_scales()
+    for group in linear_sets(model.spec, index):
+        work.code_set(group)
+    if model.spec.is_routed(index):
+        work.code_experts()
+    for name, parameter in layer.named_parameters():
+        if name not in work.coded and name.removesuffix(".weight") not in work.coded:
+            parameter.copy_(parameter.to(plain_dtype))
+    outputs = [run_layer(model, layer, x) for x in inputs]
+    error = _layer_error(inputs, wanted, outputs) if inputs else None
+    return LayerResult(index, work.coded, work.errors, error, outputs, time.monotonic() - began)
+
+
+def _layer_error(inputs: Sequence[Tensor], wanted: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    """Σ (made − wanted)² / Σ (wanted − input)²."""
+    change = sum(float((made - want).square().sum()) for made, want in zip(outputs, wanted, strict=True))
+    added = sum(float((want - x).square().sum()) for want, x in zip(wanted, inputs, strict=True))
+    return change / max(added, 1e-30)
+
+
+class _LayerWork:
+    """A layer between its first and its last coded weight."""
+
+    def __init__(self, model: Decoder, layer: Layer, index: int, recipe: Recipe, inputs: Sequence[Tensor]) -> None:
+        self.model, self.layer, self.index, self.recipe, self.inputs = model, layer, index, recipe, inputs
+        self.code: Coder = code_weight
+        self.coded: Coded = {}
+        self.errors: dict[str, float] = {}
+
+    def step_of(self, name: str) -> Step | None:
+        """The step that codes a linear layer of this one."""
+        return self.recipe.coding(f"layers.{self.index}.{name}")
+
+    def move_scales(self) -> None:
+        """What AWQ and SmoothQuant do before anything is rounded."""
+        groups = [group for group in linear_sets(self.model.spec, self.index) if group.before is not None]
+        steps = [(group, self.step_of(group.names[0])) for group in groups]
+        chosen = [(group, step) for group, step in steps if step is not None and step.method in ("awq", "smoothquant")]
+        if not chosen:
+            return
+        seen = observe(self.model, self.layer, self.inputs, [group.names[0] for group, _ in chosen])
+        for group, step in chosen:
+            scheme = step.scheme()
+            assert scheme is not None
+            if step.method == "awq":
+                scale_channels(self.layer, group, seen[group.names[0]], scheme)
+            else:
+                smooth(self.layer, group, seen[group.names[0]], scheme, step.alpha)
+
+    def code_set(self, group: LinearSet) -> None:
+        """Code the linear layers of one input."""
+        steps = {name: step for name in group.names if (step := self.step_of(name)) is not None}
+        if not steps:
+            return
+        seen = None
+        if self.inputs:
+            seen = observe(self.model, self.layer, self.inputs, [group.names[0]], stop=True)[group.names[0]]
+        for name, step in steps.items():
+            module = linear(self.layer, name)
+            weight = self.code(name, module.weight.float(), seen, step)
+            self.errors[name] = _relative_error(weight, module.weight.float(), seen)
+            self.coded[name] = weight
+            self._put(name, module, weight)
+
+    def _put(self, name: str, module: nn.Linear, weight: CodedWeight) -> None:
+        """Let the coded layer compute from now on; rounded activations need more than another weight."""
+        if weight.scheme.activations is None:
+            module.weight.copy_(weight.dequantize())
+            return
+        parent, _, own = name.rpartition(".")
+        setattr(self.layer.get_submodule(parent), own, quantize_linear(module, weight))
+
+    def code_experts(self) -> None:
+        """Experts one by one: gate and up know the inputs of all experts together, down is rounded to nearest."""
+        steps = {name: step for name in EXPERT_STACKS if (step := self.step_of(name)) is not None}
+        if not steps:
+            return
+        seen = observe(self.model, self.layer, self.inputs, ["mlp"])["mlp"] if self.inputs else None
+        for name, step in steps.items():
+            stack: Tensor = self.layer.get_parameter(name)
+            own = None if name.endswith("down") else seen
+            weights = [self.code(name, expert.float(), own, step) for expert in stack]
+            changes = [
+                _relative_error(weight, expert.float(), own) for weight, expert in zip(weights, stack, strict=True)
+            ]
+            self.errors[name] = sum(changes) / len(changes)
+            self.coded[name] = weights
+            stack.copy_(torch.stack([weight.dequantize() for weight in weights]))
+
+
+def code_weight(name: str, weight: Tensor, seen: InputStatistics | None, step: Step) -> CodedWeight:
+    """The codes of one float32 matrix by the method of `step`; rounded to nearest where no inputs were seen."""
+    scheme = step.scheme()
+    assert scheme is not None
+    if step.method not in CALIBRATED or seen is None:
+        return _nearest(weight, scheme, step, None if seen is None else seen.hessian.diagonal())
+    if step.method == "gptq":
+        options = GptqOptions(act_order=step.act_order, damping=step.damping, ranges=step.ranges or "mse")
+        return gptq(weight, seen.hessian, scheme, options)
+    if step.method == "spqr":
+        return spqr(weight, seen.hessian, scheme, SpqrOptions(outlier_share=step.outlier_share, damping=step.damping))
+    if step.method == "awq":
+        return code_clipped(name, weight, seen.hessian, scheme)
+    return _nearest(weight, scheme, step, None)
+
+
+def _nearest(weight: Tensor, scheme: Scheme, step: Step, importance: Tensor | None) -> CodedWeight:
+    """Round to nearest; SpQR without inputs has no outliers to find and keeps plain groups."""
+    return fit_grid(weight, scheme, step.ranges or "minmax", importance).code(weight)
+
+
+def _relative_error(coded: CodedWeight, weight: Tensor, seen: InputStatistics | None) -> float:
+    change = coded.dequantize() - weight
+    if seen is None:
+        return float(change.square().sum() / weight.square().sum().clamp(min=1e-30))
+    hessian = seen.hessian
+    return output_error(change, hessian) / max(output_error(weight.clone(), hessian), 1e-30)

@@ -1,0 +1,195 @@
+"""Recipe: what is done to a model, as an ordered list of steps, each for the layers a pattern names.
+
+```yaml
+- method: rotate                     # of the whole model
+- method: gptq                       # how layers are coded: the last step that names a layer decides
+  bits: 4
+  group: 64
+- method: rtn
+  bits: 8
+  layers: "*.mlp.down"
+- method: keep                       # not quantized at all
+  layers: ["layers.0.*", "layers.1.*"]
+```
+
+Names are ours, `layers.3.attention.q`, and patterns those of shells. `--method rotate+gptq` is a recipe of two steps.
+Nothing here imports torch.
+"""
+
+import json
+from dataclasses import MISSING, asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from tightfit.errors import UserError
+from tightfit.models.quantized.scheme import FIXED_BITS, FIXED_GROUPS, Scheme
+
+Method = Literal[
+    "rotate", "keep", "rtn", "gptq", "awq", "smoothquant", "spqr", "nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary"
+]
+METHODS: tuple[str, ...] = get_args(Method)
+CALIBRATED = ("gptq", "awq", "smoothquant", "spqr")
+"""Methods that look at the inputs of layers."""
+KINDS = ("nf4", "mxfp4", "nvfp4", "binary", "fp8")
+SPQR_GROUP = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step. What is None follows from the method: 4 bits, groups of 128, asymmetric below 8 bits."""
+
+    method: Method
+    layers: tuple[str, ...] = ("*",)
+    bits: int | None = None
+    group: int | None = None
+    symmetric: bool | None = None
+    numbers: Literal["int", "nf4", "mxfp4", "nvfp4", "fp8"] | None = None
+    """Number kind for rtn and gptq; integers by default."""
+    ranges: Literal["minmax", "percentile", "kl", "mse"] | None = None
+    act_order: Literal["none", "static", "groups"] = "static"
+    damping: float = 0.01
+    alpha: float | None = None
+    """SmoothQuant's; searched where it is None."""
+    activations: Literal["int8", "fp8"] | None = None
+    outlier_share: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UserError(f"method {self.method!r} is unknown; use one of {', '.join(METHODS)}")
+        if not 0 < self.damping < 1 or not 0 <= self.outlier_share < 0.5:
+            raise UserError("damping lies between 0 and 1 and outlier_share between 0 and 0.5")
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise UserError(f"alpha is {self.alpha}; it lies between 0 and 1")
+
+    def names(self, layer: str) -> bool:
+        """Whether the step is for the layer of this name."""
+        return any(fnmatchcase(layer, pattern) for pattern in self.layers)
+
+    def scheme(self) -> Scheme | None:
+        """How it codes weights; None where it does not."""
+        if self.method in ("rotate", "keep"):
+            return None
+        if self.method == "smoothquant":
+            return Scheme(bits=8, group=0, activations="int8")
+        if self.method == "llm.int8":
+            return Scheme(bits=8, group=0, activations="llm.int8")
+        if self.method == "spqr":
+            return Scheme(bits=self.bits or 3, group=SPQR_GROUP, symmetric=False, outliers=True)
+        kind: Any = self.method if self.method in KINDS else (self.numbers or "int")
+        bits = FIXED_BITS.get(kind, 4) if self.bits is None else self.bits
+        group = FIXED_GROUPS.get(kind, 0 if bits == 8 else 128) if self.group is None else self.group
+        symmetric = (kind != "int" or bits == 8) if self.symmetric is None else self.symmetric
+        return Scheme(kind=kind, bits=bits, group=group, symmetric=symmetric, activations=self.activations)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Steps in order."""
+
+    steps: tuple[Step, ...]
+
+    def coding(self, layer: str) -> Step | None:
+        """The step that codes a layer, if any does."""
+        chosen = [step for step in self.steps if step.method != "rotate" and step.names(layer)]
+        return None if not chosen or chosen[-1].method == "keep" else chosen[-1]
+
+    @property
+    def rotation(self) -> Step | None:
+        """The step that rotates the model."""
+        return next((step for step in self.steps if step.method == "rotate"), None)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether any step needs data."""
+        return any(step.method in CALIBRATED for step in self.steps)
+
+    def describe(self) -> str:
+        """One line."""
+        return ", then ".join(_told(step) for step in self.steps)
+
+    def fingerprint(self) -> str:
+        """What makes two recipes the same."""
+        return json.dumps([asdict(step) for step in self.steps], sort_keys=True)
+
+
+def _told(step: Step) -> str:
+    scheme = step.scheme()
+    coded = step.method if scheme is None or step.method in KINDS else f"{step.method} {scheme.describe()}"
+    return coded if step.layers == ("*",) else f"{coded} for {', '.join(step.layers)}"
+
+
+def recipe_of(method: str, **options: Any) -> Recipe:
+    """The recipe of `--method`, such as gptq or rotate+gptq; options are the last step's."""
+    names = method.split("+")
+    given = {name: value for name, value in options.items() if value is not None}
+    steps = [_step({"method": name}, "--method") for name in names[:-1]]
+    return _checked([*steps, _step({"method": names[-1], **given}, "--method")], "--method")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a YAML file."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the recipe {path}: {error.strerror}; check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]}); see docs/compressing.md") from None
+    steps = content.get("steps") if isinstance(content, dict) else content
+    if not isinstance(steps, list) or not steps:
+        raise UserError(f"{path} is not a list of steps; see docs/compressing.md")
+    return _checked([_step(step, str(path)) for step in steps], str(path))
+
+
+def _step(given: Any, source: str) -> Step:
+    known = {field.name: field for field in fields(Step)}
+    if not isinstance(given, dict) or "method" not in given:
+        raise UserError(f"a step in {source} is {given!r}; it must be an object with a method")
+    values = dict(given)
+    for name in values:
+        if name not in known:
+            raise UserError(f"a step in {source} has {name!r}; it may have {', '.join(known)}")
+    if "layers" in values:
+        named = values["layers"]
+        values["layers"] = (
+            (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list | tuple) else (None,)
+        )
+        if not all(isinstance(pattern, str) for pattern in values["layers"]):
+            raise UserError(f"layers in {source} is {named!r}; it must be a pattern or a list of them")
+    for name, value in values.items():
+        _check_type(name, value, known[name], source)
+    step = Step(**values)
+    step.scheme()
+    return step
+
+
+def _check_type(name: str, value: Any, field: Any, source: str) -> None:
+    """Numbers where numbers belong: a YAML file can say anything."""
+    told = str(field.type)
+    allowed = get_args(field.type) if not isinstance(field.type, str) else ()
+    if name in ("bits", "group", "seed"):
+        ok = isinstance(value, int) and not isinstance(value, bool)
+    elif name in ("damping", "alpha", "outlier_share"):
+        ok = isinstance(value, int | float) and not isinstance(value, bool)
+    elif name == "symmetric":
+        ok = isinstance(value, bool)
+    elif name in ("method", "layers"):
+        ok = True
+    else:
+        choices = [choice for part in allowed for choice in (get_args(part) or (part,))]
+        ok = value in choices
+        told = ", ".join(str(choice) for choice in choices if choice is not type(None))
+    if not ok or (value is None and field.default is MISSING):
+        raise UserError(f"{name} in {source} is {value!r}; it must be {told}")
+
+
+def _checked(steps: list[Step], source: str) -> Recipe:
+    rotations = [i for i, step in enumerate(steps) if step.method == "rotate"]
+    if rotations and (rotations != [0] or steps[0].layers != ("*",)):
+        raise UserError(f"the rotation in {source} must be the first step, once, and of the whole model")
+    if all(step.method in ("rotate", "keep") for step in steps):
+        raise UserError(f"no step in {source} quantizes anything; add one such as gptq")
+    return Recipe(tuple(steps))

@@ -1,0 +1,52 @@
+"""SmoothQuant: outlier channels of the activations are shared out between activations and weights (Xiao et al. 2022).
+
+    s_j = max |x_j|^α / max |w_j|^(1 − α),   x → x / s (in the norm before),   W → W · s        (eq. 4)
+
+Both then fit 8 bits: weights with a scale per row, activations with one per token. α is a number, or searched for the
+least error of the set's outputs with both sides rounded. Only sets behind a norm are smoothed, as in the paper.
+"""
+
+import torch
+from torch import Tensor
+
+from tightfit.compress.inputs import InputStatistics
+from tightfit.compress.linear_sets import LinearSet, linear, move_scale
+from tightfit.compress.ranges import fit_grid
+from tightfit.models.decoder import Layer
+from tightfit.models.quantized.linear import rounded
+from tightfit.models.quantized.scheme import Scheme
+
+STRENGTHS = tuple(i / 20 for i in range(5, 19))
+BEHIND_NORMS = ("attention_norm", "mlp_norm")
+
+
+@torch.no_grad()
+def smooth(layer: Layer, group: LinearSet, seen: InputStatistics, scheme: Scheme, alpha: float | None) -> float | None:
+    """Smooth one set with `alpha`, or with the best one; the α used, None where the set is not behind a norm."""
+    if group.before not in BEHIND_NORMS:
+        return None
+    weights = torch.cat([linear(layer, name).weight.float() for name in group.names])
+    chosen = _best(weights, seen, scheme) if alpha is None else alpha
+    move_scale(layer, group, _scale(seen.largest, weights, chosen))
+    return chosen
+
+
+def _best(weights: Tensor, seen: InputStatistics, scheme: Scheme) -> float:
+    x = seen.sample
+    wanted = x @ weights.T
+
+    def error(alpha: float) -> float:
+        scale = _scale(seen.largest, weights, alpha)
+        made = (
+            rounded(x / scale, scheme.activations or "int8")
+            @ fit_grid(weights * scale, scheme).code(weights * scale).dequantize().T
+        )
+        return float((made - wanted).square().sum())
+
+    return min(STRENGTHS, key=error)
+
+
+def _scale(largest: Tensor, weights: Tensor, alpha: float) -> Tensor:
+    """s of the formula; 1 for channels that are always zero."""
+    scale = largest.pow(alpha) / weights.abs().amax(0).clamp(min=1e-5).pow(1 - alpha)
+    return torch.where(largest > 0, scale.clamp(min=1e-5), torch.ones_like(scale))

@@ -1,0 +1,99 @@
+"""SpQR: a few weights kept as they are, the rest in small groups whose scales are coded too (Dettmers et al. 2023).
+
+Columns are rounded as GPTQ does, in groups of 16 inputs. Before a group is rounded, its outliers are set aside: weights
+whose rounding would cost more than a threshold, (w − q(w))² / [U_jj]², where U is the factor of H⁻¹. The group's range
+is then that of the others; its scales and zero points, in 3 bits each, share a range over 16 rows. Outliers are stored
+sparsely in float16. The threshold is that of a wanted share of outliers, measured on the unrounded matrix.
+There is no low-rank part.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightfit.compress.gptq import _inverse_factor, _without_dead
+from tightfit.compress.ranges import fit_grid
+from tightfit.compress.rounding import SMALLEST_SCALE, decode, encode
+from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
+from tightfit.models.quantized.formats.own import code_statistic, coded_statistic
+from tightfit.models.quantized.scheme import Scheme
+
+GROUP = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpqrOptions:
+    """The share of weights that are set aside, and how much H is damped."""
+
+    outlier_share: float = 0.01
+    damping: float = 0.01
+
+
+def spqr_scheme(bits: int) -> Scheme:
+    """Integers of `bits` in groups of 16 with coded scales."""
+    return Scheme(bits=bits, group=GROUP, symmetric=False, outliers=True)
+
+
+def spqr(weight: Tensor, hessian: Tensor, scheme: Scheme, options: SpqrOptions | None = None) -> CodedWeight:
+    """The codes and outliers of a float32 matrix whose inputs have the second moment `hessian`."""
+    options = options or SpqrOptions()
+    weight, hessian = _without_dead(weight, hessian)
+    upper = _inverse_factor(hessian, options.damping)
+    threshold = _threshold(weight, upper, scheme, options.outlier_share)
+    left, codes = weight.clone(), torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    is_outlier = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)
+    kept, statistics = torch.zeros_like(weight), []
+    for start in range(0, weight.shape[1], GROUP):
+        here = slice(start, start + GROUP)
+        is_outlier[:, here] = _sensitivity(left[:, here], upper.diagonal()[here], scheme) > threshold
+        coded = _group_range(left[:, here], is_outlier[:, here], scheme)
+        statistics.append(coded)
+        scale, zero = (coded_statistic(coded, name, len(left))[:, 0] for name in ("scale", "zero"))
+        errors = torch.empty_like(left[:, here])
+        for j in range(start, start + GROUP):
+            column, aside = left[:, j].clone(), is_outlier[:, j]
+            codes[:, j] = encode(column, scale, zero, scheme)
+            kept[:, j] = torch.where(aside, column.to(torch.float16).float(), 0)
+            made = torch.where(aside, kept[:, j], decode(codes[:, j], scale, zero, scheme))
+            errors[:, j - start] = (column - made) / upper[j, j]
+            left[:, j : start + GROUP] -= errors[:, j - start, None] * upper[j, j : start + GROUP]
+        left[:, start + GROUP :] -= errors @ upper[here, start + GROUP :]
+    return _collected(scheme, codes, statistics, kept, is_outlier)
+
+
+def _sensitivity(block: Tensor, factor: Tensor, scheme: Scheme) -> Tensor:
+    """What rounding each weight of a group costs."""
+    plain = Scheme(bits=scheme.bits, group=0, symmetric=False)
+    return (fit_grid(block, plain).code(block).dequantize() - block).div(factor).square()
+
+
+def _threshold(weight: Tensor, upper: Tensor, scheme: Scheme, share: float) -> float:
+    """The sensitivity that `share` of the weights exceed."""
+    starts = range(0, weight.shape[1], GROUP)
+    found = [_sensitivity(weight[:, i : i + GROUP], upper.diagonal()[i : i + GROUP], scheme) for i in starts]
+    flat = torch.cat(found, 1).flatten()
+    rank = int(len(flat) * (1 - share))
+    return float(flat.kthvalue(min(max(rank, 1), len(flat))).values)
+
+
+def _group_range(block: Tensor, aside: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Scale and zero point of each row's group without its outliers, coded."""
+    low = block.masked_fill(aside, 0).amin(1).clamp(max=0)
+    high = block.masked_fill(aside, 0).amax(1).clamp(min=0)
+    wanted = ((high - low) / (scheme.levels - 1)).clamp(min=SMALLEST_SCALE)
+    coded = code_statistic(wanted[:, None], "scale")
+    scale = coded_statistic(coded, "scale", len(block))[:, 0]
+    return coded | code_statistic((-low / scale)[:, None], "zero")
+
+
+def _collected(
+    scheme: Scheme, codes: Tensor, statistics: list[dict[str, Tensor]], kept: Tensor, is_outlier: Tensor
+) -> CodedWeight:
+    columns = is_outlier.nonzero()[:, 1].to(torch.int32)
+    starts = torch.zeros(len(codes) + 1, dtype=torch.int32, device=codes.device)
+    starts[1:] = is_outlier.sum(1).cumsum(0)
+    coded = {name: torch.cat([group[name] for group in statistics]) for name in statistics[0]}
+    scale, zero = (coded_statistic(coded, name, len(codes)) for name in ("scale", "zero"))
+    outliers = Outliers(starts, columns, kept[is_outlier].to(torch.float16))
+    return CodedWeight(scheme, codes, scale, zero, outliers=outliers, coded_scales=coded)

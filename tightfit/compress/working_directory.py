@@ -1,0 +1,102 @@
+"""The directory in which a compressed model grows, layer by layer, until it is renamed to what the user asked for.
+
+It lies beside the target under a hidden name. Every layer is one safetensors file, written whole, with its errors in
+the file's own metadata; so what exists is finished, and a run killed at any instant goes on with the next layer.
+`work.json` says what work this is: another model, recipe or calibration is refused, not mixed in.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightfit.durable import discard_directory, durable_file, flush, flush_tree, sweep
+from tightfit.errors import UserError
+from tightfit.models.huggingface.weights import INDEX_FILE
+
+WORK_FILE = "work.json"
+
+
+class WorkingDirectory:
+    """Unfinished work for `target`, of `shards` files."""
+
+    def __init__(self, target: Path, work: dict[str, Any], shards: int) -> None:
+        if target.exists():
+            raise UserError(f"{target} exists already; name a new place or remove it first")
+        self.target, self.shards = target, shards
+        self.path = target.parent / f".compressing-{target.name}"
+        self._begin(work)
+
+    def _begin(self, work: dict[str, Any]) -> None:
+        file = self.path / WORK_FILE
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            sweep(self.path)
+            if not file.exists():
+                with durable_file(file) as temporary:
+                    temporary.write_text(json.dumps(work, indent=2) + "\n", encoding="utf-8")
+            known = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"cannot write beside {self.target}: {error.strerror}; choose another place") from None
+        except ValueError:
+            known = None
+        if known != work:
+            differs = [name for name in work if not isinstance(known, dict) or known.get(name) != work[name]]
+            raise UserError(
+                f"{self.path} holds unfinished work for {self.target} with another {' and '.join(differs)}; "
+                "finish that, remove the directory, or write elsewhere"
+            )
+
+    def shard(self, number: int) -> Path:
+        """The file of shard `number`, counted from 0."""
+        return self.path / f"model-{number + 1:05}-of-{self.shards:05}.safetensors"
+
+    def is_done(self, number: int) -> bool:
+        """Whether a shard is complete."""
+        return self.shard(number).is_file()
+
+    def write(self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any] | None = None) -> None:
+        """Write a shard, with notes that `notes` gives back."""
+        metadata = {"format": "pt"} | ({"tightfit": json.dumps(notes)} if notes else {})
+        try:
+            with durable_file(self.shard(number)) as temporary:
+                save_file(tensors, temporary, metadata=metadata)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot write {self.shard(number)}: {reason}; make room and run the same again") from error
+
+    def notes(self, number: int) -> dict[str, Any]:
+        """What was noted with a shard."""
+        with safe_open(self.shard(number), framework="pt") as file:
+            found: dict[str, Any] = json.loads((file.metadata() or {}).get("tightfit", "{}"))
+        return found
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """The tensors of a shard."""
+        with safe_open(self.shard(number), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def finish(self) -> None:
+        """Write the index and rename everything to the target, which exists whole from then on."""
+        names: dict[str, str] = {}
+        total = 0
+        for number in range(self.shards):
+            with safe_open(self.shard(number), framework="pt") as file:
+                names |= dict.fromkeys(file.keys(), self.shard(number).name)
+            total += self.shard(number).stat().st_size
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+        (self.path / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        flush_tree(self.path)
+        if self.target.exists():
+            raise UserError(f"{self.target} has come to exist meanwhile; the result is in {self.path}, rename it")
+        (self.path / WORK_FILE).unlink()
+        os.rename(self.path, self.target)
+        flush(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove the work."""
+        discard_directory(self.path)

@@ -1,0 +1,51 @@
+"""x · Wᵀ with both factors in 8-bit integers: a scale per token, found as tokens come, and a scale per output.
+
+    s_x[m] = max_k |x[m, k]| / 127,   q = round(x / s_x),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
+
+On CUDA the product is torch._int_mm (cuBLASLt's int8 matrix units, twice the rate of 16 bits), which wants more than 16
+rows and K and N in multiples of 8; fewer rows are padded. Elsewhere the integers are multiplied as float32, which is
+exact up to 2^24: the same numbers. Not differentiable.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightfit.errors import UserError
+
+LARGEST = 127
+LEAST_ROWS = 17
+ALIGNED = 8
+
+
+def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """x [..., K] times the transpose of int8 `codes` [N, K] with `scale` [N, 1]."""
+    if codes.dtype != torch.int8 or codes.shape[1] != x.shape[-1] or scale.shape != (codes.shape[0], 1):
+        shapes = f"{list(x.shape)}, {codes.dtype} {list(codes.shape)} and scales {list(scale.shape)}"
+        raise UserError(f"int8_linear got {shapes}; give x [..., K], int8 codes [N, K] and scales [N, 1]")
+    rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]))
+    sums = _products(rows, codes) * row_scale * scale.T.to(torch.float32)
+    return sums.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
+
+
+def int8_linear_eager(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """The reference: both factors rounded, expanded and multiplied as float32."""
+    rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]))
+    made = F.linear(rows.to(torch.float32) * row_scale, codes.to(torch.float32) * scale.to(torch.float32))
+    return made.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] as int8 codes and the float32 scales [M, 1] of its rows."""
+    wide = x.to(torch.float32)
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return (wide / scale).round().to(torch.int8), scale
+
+
+def _products(rows: Tensor, codes: Tensor) -> Tensor:
+    """Σ_k of products of integers, [M, N], as float32."""
+    fits = rows.shape[1] % ALIGNED == 0 and codes.shape[0] % ALIGNED == 0
+    if not (rows.is_cuda and fits):
+        return F.linear(rows.to(torch.float32), codes.to(torch.float32))
+    padded = F.pad(rows, (0, 0, 0, max(LEAST_ROWS - len(rows), 0)))
+    return torch._int_mm(padded, codes.t())[: len(rows)].to(torch.float32)

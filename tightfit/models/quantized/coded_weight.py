@@ -1,0 +1,127 @@
+"""CodedWeight: one weight matrix as codes with scales, which every method makes and every file format stores.
+
+    integers  w = (q − Z) · S        tables  w = number(q) · S        8-bit floats  w = q · S
+
+One scale, and one zero point where there are any, per row and group of inputs. With `group_of`, input j is in group
+group_of[j] instead of j // group (GPTQ's order by activation). Outliers are added on top (SpQR).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.models.quantized.codebooks import TABLES, table
+from tightfit.models.quantized.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Single weights in compressed rows: those of row r are `starts[r]` to `starts[r + 1]`."""
+
+    starts: Tensor
+    columns: Tensor
+    values: Tensor
+
+    def add_to(self, weight: Tensor) -> None:
+        """Put them into the dense matrix, in place of what the codes say there."""
+        counts = self.starts.long().diff()
+        rows = torch.repeat_interleave(torch.arange(len(counts), device=weight.device), counts)
+        weight[rows, self.columns.long()] = self.values.to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A matrix [outputs, inputs]: `codes` uint8 (e4m3 for fp8), `scale` and `zero` [outputs, groups] float32."""
+
+    scheme: Scheme
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    group_of: Tensor | None = None
+    outliers: Outliers | None = None
+    coded_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    """How the scales are coded themselves, by the names under which they are stored, where that is not plainly."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix that the codes stand for."""
+        values = code_values(self.scheme, self.codes)
+        zero = self.scheme.middle if self.scheme.kind == "int" and self.zero is None else self.zero
+        weight = scaled(values, self.scale, zero, self.group_of).to(dtype)
+        if self.outliers is not None:
+            self.outliers.add_to(weight)
+        return weight
+
+    def rows(self, start: int, stop: int) -> "CodedWeight":
+        """Some of the outputs; for computing, as scales that are coded over all of them are not cut."""
+        assert self.outliers is None, "outliers are not cut"
+        scale = self.scale if self.scale.shape[0] == 1 else self.scale[start:stop]
+        zero = None if self.zero is None else self.zero[start:stop]
+        return CodedWeight(self.scheme, self.codes[start:stop], scale, zero, self.group_of)
+
+    def to(self, device: torch.device | str) -> "CodedWeight":
+        """The same on another device."""
+        moved = {name: _moved(getattr(self, name), device) for name in ("codes", "scale", "zero", "group_of")}
+        lost = self.outliers
+        outliers = lost and Outliers(lost.starts.to(device), lost.columns.to(device), lost.values.to(device))
+        scales = {name: tensor.to(device) for name, tensor in self.coded_scales.items()}
+        return CodedWeight(self.scheme, outliers=outliers, coded_scales=scales, **moved)  # type: ignore[arg-type]
+
+    def stored_bytes(self) -> int:
+        """What it takes packed, outliers included."""
+        lost = self.outliers
+        kept = 0 if lost is None else sum(t.nbytes for t in (lost.starts, lost.columns, lost.values))
+        order = 0 if self.group_of is None else 4 * self.codes.shape[1]
+        return self.scheme.weight_bytes(*self.shape) + kept + order
+
+
+def _moved(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def code_values(scheme: Scheme, codes: Tensor) -> Tensor:
+    """What codes mean before zero point and scale, float32."""
+    if scheme.kind in TABLES:
+        return table(scheme.kind, codes.device)[codes.long()]
+    return codes.to(torch.float32)
+
+
+def scaled(values: Tensor, scale: Tensor, zero: Tensor | int | None, group_of: Tensor | None) -> Tensor:
+    """(values − zero) · scale, with scale and zero of each column's group."""
+    outputs, inputs = values.shape
+    if group_of is not None:
+        scale = scale[:, group_of.long()]
+        zero = zero[:, group_of.long()] if isinstance(zero, Tensor) else zero
+    elif scale.shape[1] > 1:
+        values, scale = values.reshape(outputs, scale.shape[1], -1), scale[:, :, None]
+        zero = zero[:, :, None] if isinstance(zero, Tensor) else zero
+    if zero is not None:
+        values = values - zero
+    return (values * scale).reshape(outputs, inputs)
+
+
+def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:
+    """Matrices one above the other, as families that keep query, key and value in one tensor `name` have them."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    alike = all(part.scheme == first.scheme and part.outliers is None and part.group_of is None for part in parts)
+    if not alike or first.scheme.group < 0 or first.coded_scales:
+        raise UserError(
+            f"{name} is one tensor in files of this family and its parts are coded as "
+            f"{' and '.join(part.scheme.describe() for part in parts)}; use integers of one width with groups or rows"
+        )
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return CodedWeight(
+        first.scheme,
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zeros) if zeros else None,
+    )

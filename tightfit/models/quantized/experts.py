@@ -1,0 +1,33 @@
+"""The experts' matrices of a routed layer in packed codes: expanded one expert at a time, as the layer asks."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.linear import QuantizedLinear
+
+
+class QuantizedStack(nn.Module):
+    """Stands where a stacked parameter [experts, outputs, inputs] stood; iterating gives each expert's matrix."""
+
+    def __init__(self, weights: list[CodedWeight], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.experts = nn.ModuleList(QuantizedLinear(weight) for weight in weights)
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (expert.dequantize(self.dtype) for expert in self._linears())
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """All of them, stacked."""
+        return torch.stack([expert.dequantize(dtype) for expert in self._linears()])
+
+    def _linears(self) -> Iterator[QuantizedLinear]:
+        for expert in self.experts:
+            assert isinstance(expert, QuantizedLinear)
+            yield expert

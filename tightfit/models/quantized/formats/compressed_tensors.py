@@ -1,0 +1,200 @@
+"""compressed-tensors' layouts (llm-compressor, vLLM, transformers): our own directories are written in them.
+
+| format | a module's tensors |
+|---|---|
+| pack-quantized | weight_packed int32 [out, ⌈in · bits / 32⌉], weight_scale [out, groups], weight_shape |
+| | and where asymmetric weight_zero_point int32 [⌈out · bits / 32⌉, groups] |
+| int-quantized, float-quantized | weight int8 or e4m3 [out, in], weight_scale [out, 1]; with rounded activations |
+| mxfp4-pack-quantized | weight_packed uint8 [out, in / 2], low half first, weight_scale uint8 exponents |
+| nvfp4-pack-quantized | the same with e4m3 scales, and weight_global_scale, which divides |
+
+Codes of a directory may differ by module: each scheme is a config group with the names of its modules.
+Integers are stored with 2^(bits − 1) added, so that symmetric and asymmetric codes look the same.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.formats.format import Config, FileFormat, stored, wanted
+from tightfit.models.quantized.packing import pack, pack_nibbles, unpack, unpack_nibbles
+from tightfit.models.quantized.scheme import Scheme
+
+EXPONENT_BIAS = 127
+
+
+class CompressedTensors(FileFormat):
+    """`quant_method: compressed-tensors`."""
+
+    name = "compressed-tensors"
+    suffixes = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
+    marks = ("weight_scale",)
+
+    def refuse(self, scheme: Scheme) -> str | None:
+        if scheme.kind in ("nf4", "binary") or scheme.outliers:
+            return "it has integers, 8-bit floats and 4-bit floats"
+        return "LLM.int8 is bitsandbytes' own" if scheme.activations == "llm.int8" else None
+
+    def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
+        if weight.group_of is not None:
+            raise UserError("compressed-tensors has no groups out of order; use act_order: static, or the gptq format")
+        layout = _layout(weight.scheme)
+        if layout in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+            return {"weight_packed": pack_nibbles(weight.codes, high_first=False), **weight.coded_scales}
+        if layout == "float-quantized":
+            return {"weight": weight.codes, "weight_scale": weight.scale}
+        if layout == "int-quantized":
+            return {"weight": _centred(weight.codes, weight.scheme), "weight_scale": weight.scale}
+        made = {
+            "weight_packed": pack(weight.codes, weight.scheme.bits),
+            "weight_scale": weight.scale.to(torch.float16 if weight.scheme.group > 0 else torch.float32),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if weight.zero is not None:
+            made["weight_zero_point"] = pack(weight.zero.T.to(torch.uint8), weight.scheme.bits).T.contiguous()
+        return made
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> CodedWeight:
+        layout, scale = _layout(scheme), stored(tensors, "weight_scale", module)
+        if layout in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+            names = ("weight_scale", "weight_global_scale")[: 1 + (scheme.kind == "nvfp4")]
+            coded = {name: stored(tensors, name, module) for name in names}
+            codes = unpack_nibbles(stored(tensors, "weight_packed", module), high_first=False)
+            return CodedWeight(scheme, codes, small_float_scales(coded), coded_scales=coded)
+        wide = scale.to(torch.float32)
+        wide = wide.view(1, 1) if wide.numel() == 1 else wide.reshape(wide.shape[0], -1)
+        if layout == "float-quantized":
+            return CodedWeight(scheme, stored(tensors, "weight", module), wide)
+        if layout == "int-quantized":
+            codes = stored(tensors, "weight", module).to(torch.int16) + scheme.middle
+            return CodedWeight(scheme, codes.to(torch.uint8), wide)
+        outputs, inputs = (int(size) for size in stored(tensors, "weight_shape", module).tolist())
+        words = stored(tensors, "weight_packed", module)
+        if tuple(words.shape) != (outputs, -(-inputs * scheme.bits // 32)):
+            raise UserError(
+                f"{module} has {list(words.shape)} words for {outputs} × {inputs} codes of {scheme.bits} bits"
+            )
+        zero = None
+        if not scheme.symmetric:
+            packed = stored(tensors, "weight_zero_point", module)
+            zero = unpack(packed.T.contiguous(), scheme.bits, outputs).T.to(torch.float32).contiguous()
+        return CodedWeight(scheme, unpack(words, scheme.bits, inputs), wide, zero)
+
+    def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
+        by_scheme: dict[Scheme, list[str]] = {}
+        for module, scheme in schemes.items():
+            by_scheme.setdefault(scheme, []).append(module)
+        layouts = {_layout(scheme) for scheme in by_scheme}
+        groups = {
+            f"group_{i}": {
+                "targets": ["Linear"] if len(by_scheme) == 1 else names,
+                "weights": _weights_args(scheme),
+                "input_activations": _activation_args(scheme),
+                "output_activations": None,
+                "format": _layout(scheme),
+            }
+            for i, (scheme, names) in enumerate(by_scheme.items())
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": sorted({"lm_head", *plain}),
+            "kv_cache_scheme": None,
+        }
+
+    def scheme(self, config: Config, module: str) -> Scheme:
+        groups = wanted(config, "config_groups", dict, self.name)
+        for group in groups.values():
+            if isinstance(group, dict) and any(_meant(target, module) for target in group.get("targets") or []):
+                return _scheme(group)
+        raise UserError(f"no config group of quantization_config names {module}, though it is quantized")
+
+
+def _layout(scheme: Scheme) -> str:
+    if scheme.kind in ("mxfp4", "nvfp4"):
+        return f"{scheme.kind}-pack-quantized"
+    if scheme.kind == "fp8":
+        return "float-quantized"
+    return "int-quantized" if scheme.activations == "int8" else "pack-quantized"
+
+
+def _centred(codes: Tensor, scheme: Scheme) -> Tensor:
+    return (codes.to(torch.int16) - scheme.middle).to(torch.int8)
+
+
+def _weights_args(scheme: Scheme) -> dict[str, Any]:
+    strategy = "group" if scheme.group > 0 else ("channel" if scheme.group == 0 else "tensor")
+    made = {
+        "num_bits": scheme.bits,
+        "type": "int" if scheme.kind == "int" else "float",
+        "symmetric": scheme.symmetric,
+        "strategy": "tensor_group" if scheme.kind == "nvfp4" else strategy,
+        "group_size": scheme.group if scheme.group > 0 else None,
+        "dynamic": False,
+    }
+    types = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
+    return made | ({"scale_dtype": types[scheme.kind]} if scheme.kind in types else {})
+
+
+def _activation_args(scheme: Scheme) -> dict[str, Any] | None:
+    if scheme.activations is None:
+        return None
+    kind = "int" if scheme.activations == "int8" else "float"
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def _meant(target: Any, module: str) -> bool:
+    """Whether a config group's target is this module: its name, a regular expression, or every linear layer."""
+    if not isinstance(target, str):
+        return False
+    return target == "Linear" or target == module or (target.startswith("re:") and _matches(target[3:], module))
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        raise UserError(f"quantization_config has the target re:{pattern}, which is no regular expression") from None
+
+
+def _scheme(group: Mapping[str, Any]) -> Scheme:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict):
+        raise UserError("a config group of quantization_config says nothing of weights; such models are not read")
+    bits, strategy = wanted(weights, "num_bits", int, "compressed-tensors"), weights.get("strategy")
+    spans: dict[Any, Any] = {
+        "group": weights.get("group_size"),
+        "tensor_group": weights.get("group_size"),
+        "channel": 0,
+        "tensor": -1,
+    }
+    if strategy not in spans or not isinstance(spans[strategy], int):
+        raise UserError(f"quantization_config scales weights by {strategy!r}; group, channel and tensor are read")
+    activations: Any = None
+    if isinstance(inputs, dict):
+        if not inputs.get("dynamic") or inputs.get("strategy") != "token":
+            raise UserError(
+                "quantization_config rounds activations by fixed scales; only dynamic ones a token are read"
+            )
+        activations = "int8" if inputs.get("type") == "int" else "fp8"
+    if weights.get("type") == "int":
+        return Scheme(bits=bits, group=spans[strategy], symmetric=bool(weights.get("symmetric", True)),
+                      activations=activations)  # fmt: skip
+    if bits == 8:
+        return Scheme(kind="fp8", bits=8, group=spans[strategy], activations=activations)
+    return Scheme(kind="mxfp4" if spans[strategy] == 32 else "nvfp4", bits=4, group=spans[strategy])
+
+
+def small_float_scales(coded: Mapping[str, Tensor]) -> Tensor:
+    """The scales of 4-bit floats, float32: 2^(e − 127), or e4m3 divided by the tensor's own."""
+    scale = coded["weight_scale"]
+    if scale.dtype == torch.uint8:
+        return torch.exp2(scale.to(torch.float32) - EXPONENT_BIAS)
+    return scale.to(torch.float32) / coded["weight_global_scale"].to(torch.float32)

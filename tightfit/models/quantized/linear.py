@@ -1,0 +1,131 @@
+"""QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
+
+The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
+`kernels/quantized_linear.py` and `kernels/int8_linear.py` read packed codes. Schemes with rounded activations round
+them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers et al. 2022) leaves input
+channels that reach ±6 anywhere in the batch unrounded.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.kernels.int8_linear import int8_linear
+from tightfit.kernels.quantized_linear import quantized_linear
+from tightfit.kernels.triton_support import Impl
+from tightfit.models.quantized.codebooks import E4M3_LARGEST
+from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
+from tightfit.models.quantized.packing import pack, unpack
+
+OUTLIER = 6.0
+"""LLM.int8: input channels with a value of this size are not rounded."""
+
+
+class QuantizedLinear(nn.Module):
+    """y = x · Wᵀ + b with W in packed codes."""
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    group_of: Tensor | None
+    outlier_starts: Tensor | None
+    outlier_columns: Tensor | None
+    outlier_values: Tensor | None
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto") -> None:
+        super().__init__()
+        self.scheme, self.impl = weight.scheme, impl
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("packed", self._pack(weight.codes))
+        # Scales that a group has are stored in float16 unless they are coded, so float16 holds them exactly.
+        exact = weight.scale.to(torch.float16)
+        is_half = bool((exact.to(torch.float32) == weight.scale).all())
+        self.register_buffer("scale", exact if is_half else weight.scale)
+        self.register_buffer("zero", _narrow(weight.zero))
+        self.register_buffer("group_of", weight.group_of)
+        lost = weight.outliers
+        for name in ("starts", "columns", "values"):
+            self.register_buffer(f"outlier_{name}", None if lost is None else getattr(lost, name))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Codes as they are held: e4m3 as it is, int8 where integers are multiplied, else words."""
+        if self.scheme.kind == "fp8":
+            return codes
+        if self.scheme.activations is not None:
+            return (codes.to(torch.int16) - self.scheme.middle).to(torch.int8)
+        return pack(codes, self.scheme.bits)
+
+    def _unpack(self) -> Tensor:
+        if self.scheme.kind == "fp8":
+            return self.packed
+        if self.scheme.activations is not None:
+            return (self.packed.to(torch.int16) + self.scheme.middle).to(torch.uint8)
+        return unpack(self.packed, self.scheme.bits, self.in_features)
+
+    def coded(self) -> CodedWeight:
+        """The weight with its codes unpacked."""
+        codes = self._unpack()
+        return CodedWeight(
+            self.scheme,
+            codes,
+            self.scale.to(torch.float32),
+            None if self.zero is None else self.zero.to(torch.float32),
+            self.group_of,
+            self._outliers(),
+        )
+
+    def _outliers(self) -> Outliers | None:
+        starts, columns, values = self.outlier_starts, self.outlier_columns, self.outlier_values
+        return None if starts is None or columns is None or values is None else Outliers(starts, columns, values)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The whole matrix."""
+        return self.coded().dequantize(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scheme.activations == "llm.int8":
+            return self._with_outlier_channels(x)
+        made = self._product(x)
+        return made if self.bias is None else made + self.bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        scheme, per_row = self.scheme, self.scale.shape[0] == self.out_features
+        if scheme.activations == "int8" and per_row:
+            return int8_linear(x, self.packed, self.scale)
+        if scheme.activations == "fp8":
+            return F.linear(rounded(x, "fp8"), self.dequantize(x.dtype))
+        if scheme.kind == "int" and per_row and self.group_of is None and self.outlier_starts is None:
+            return quantized_linear(
+                x, self.packed, self.scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl
+            )
+        return F.linear(x, self.dequantize(x.dtype))
+
+    def _with_outlier_channels(self, x: Tensor) -> Tensor:
+        large = (x.abs() >= OUTLIER).flatten(0, -2).any(0)
+        small = rounded(x.masked_fill(large, 0), "int8")
+        return F.linear(torch.where(large, x, small), self.dequantize(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} → {self.out_features}, {self.scheme.describe()}"
+
+
+def rounded(x: Tensor, kind: str) -> Tensor:
+    """x as 8 bits with a scale per token hold it."""
+    most = 127.0 if kind == "int8" else E4M3_LARGEST
+    wide = x.to(torch.float32)
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
+    codes = (wide / scale).round() if kind == "int8" else (wide / scale).to(torch.float8_e4m3fn).to(torch.float32)
+    return (codes * scale).to(x.dtype)
+
+
+def _narrow(zero: Tensor | None) -> Tensor | None:
+    """Zero points as bytes where they are whole numbers, which those of most formats are."""
+    if zero is None or bool(((zero != zero.round()) | (zero < 0) | (zero > 255)).any()):
+        return zero
+    return zero.to(torch.uint8)
+
+
+def quantize_linear(linear: nn.Linear, weight: CodedWeight) -> QuantizedLinear:
+    """The layer that takes the place of `linear`."""
+    return QuantizedLinear(weight.to(linear.weight.device), None if linear.bias is None else linear.bias.detach())

@@ -1,0 +1,79 @@
+"""Codes of 1 to 8 bits laid side by side in 32-bit words, in the orders that public formats have.
+
+The dense order is one stream of bits a row, lowest first: code i has bits [i · b, (i + 1) · b) of little-endian words.
+32 codes fill exactly b words, so widths that do not divide 32 cross word borders there and nowhere else. GPTQ stores
+the same words transposed; AWQ permutes the eight codes of each word; nibble formats store bytes, either half first.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WORD = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight neighbouring codes stands in each nibble of an AWQ word, lowest nibble first."""
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes [rows, n] below 2^bits as int32 words [rows, ⌈n · bits / 32⌉]."""
+    rows, count = codes.shape
+    words = -(-count * bits // WORD)
+    chunks = F.pad(codes.to(torch.int64), (0, -count % WORD)).reshape(rows, -1, WORD)
+    word, offset = _places(bits, codes.device)
+    made = chunks.new_zeros(rows, chunks.shape[1], bits + 1)  # the last is where nothing spills to
+    made.index_add_(2, word, (chunks << offset) & 0xFFFFFFFF)
+    made.index_add_(2, word + 1, chunks >> (WORD - offset))
+    return _signed(made[:, :, :bits].reshape(rows, -1)[:, :words])
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes, uint8, of each row of int32 words: the inverse of `pack`."""
+    rows = words.shape[0]
+    if bits == 8:
+        return words.contiguous().view(torch.uint8)[:, :count]
+    if bits == 4:
+        halves = words.contiguous().view(torch.uint8)
+        return torch.stack((halves & 15, halves >> 4), dim=-1).view(rows, -1)[:, :count]
+    chunks = F.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, -words.shape[1] % bits)).reshape(rows, -1, bits)
+    word, offset = _places(bits, words.device)
+    chunks = F.pad(chunks, (0, 1))
+    pairs = chunks[:, :, word] | (chunks[:, :, word + 1] << WORD)
+    return ((pairs >> offset) & (2**bits - 1)).to(torch.uint8).view(rows, -1)[:, :count]
+
+
+def _places(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The word, of `bits`, in which each of 32 codes begins, and the bit."""
+    starts = torch.arange(WORD, device=device) * bits
+    return starts // WORD, starts % WORD
+
+
+def _signed(words: Tensor) -> Tensor:
+    """Words 0 … 2^32 − 1 as the int32 of the same bits."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def pack_awq(codes: Tensor) -> Tensor:
+    """4-bit codes [rows, n] as AWQ's words [rows, n / 8]."""
+    rows, count = codes.shape
+    assert count % 8 == 0, f"{count} codes make no whole words"
+    return pack(codes.view(rows, -1, 8)[:, :, list(AWQ_ORDER)].reshape(rows, count), 4)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """The inverse of `pack_awq`."""
+    rows = words.shape[0]
+    back = [AWQ_ORDER.index(place) for place in range(8)]
+    return unpack(words, 4, words.shape[1] * 8).view(rows, -1, 8)[:, :, back].reshape(rows, -1)
+
+
+def pack_nibbles(codes: Tensor, *, high_first: bool) -> Tensor:
+    """4-bit codes [..., n] as bytes [..., n / 2]."""
+    assert codes.shape[-1] % 2 == 0, f"{codes.shape[-1]} codes make no whole bytes"
+    first, second = codes[..., 0::2].to(torch.uint8), codes[..., 1::2].to(torch.uint8)
+    return (first << 4) | second if high_first else first | (second << 4)
+
+
+def unpack_nibbles(packed: Tensor, *, high_first: bool) -> Tensor:
+    """The inverse of `pack_nibbles`."""
+    halves = (packed >> 4, packed & 15) if high_first else (packed & 15, packed >> 4)
+    return torch.stack(halves, dim=-1).flatten(-2)

@@ -1,0 +1,106 @@
+"""Scheme: how the numbers of one weight matrix are coded, and what that costs in bits.
+
+| kind | a number is | scales |
+|---|---|---|
+| `int` | (q − Z) · S, q of 2 to 8 bits; Z is 2^(bits−1) where symmetric | per group, row or tensor; float16, float32 |
+| `binary` | ±S | the same |
+| `nf4` | one of 16 quantiles of a normal distribution · S (QLoRA, 2023) | per 64, 8 bits each, float32 per 256 |
+| `mxfp4` | a 4-bit float (e2m1) · S (OCP microscaling) | per 32, a power of two in 8 bits |
+| `nvfp4` | a 4-bit float (e2m1) · S / G | per 16, e4m3, and one float32 G per tensor |
+| `fp8` | an 8-bit float (e4m3) · S | per row or tensor, float32 |
+
+`activations` says that the layer's inputs are rounded too, a scale per token, computed as they come (dynamic).
+A matrix is [outputs, inputs]; a group is `group` consecutive inputs of one output. Nothing here imports torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.errors import UserError
+
+Kind = Literal["int", "binary", "nf4", "mxfp4", "nvfp4", "fp8"]
+Activations = Literal["int8", "fp8", "llm.int8"]
+KINDS: tuple[Kind, ...] = ("int", "binary", "nf4", "mxfp4", "nvfp4", "fp8")
+FIXED_GROUPS = {"nf4": 64, "mxfp4": 32, "nvfp4": 16}
+FIXED_BITS = {"binary": 1, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "fp8": 8}
+WORD = 32
+NESTED_BLOCK = 256
+"""Scales of NF4 that share a float32 scale of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How a weight is coded. `group` is inputs per scale, 0 for one scale a row, −1 for one scale in all."""
+
+    kind: Kind = "int"
+    bits: int = 4
+    group: int = 128
+    symmetric: bool = True
+    activations: Activations | None = None
+    outliers: bool = False
+    """Whether single weights are kept in float16 beside the codes, and scales are coded too (SpQR)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"number kind {self.kind!r} is unknown; use one of {', '.join(KINDS)}")
+        if self.kind == "int" and not 2 <= self.bits <= 8:
+            raise UserError(f"bits is {self.bits}; integers have 2 to 8 (1 bit is the kind binary)")
+        if self.bits != FIXED_BITS.get(self.kind, self.bits):
+            raise UserError(f"bits is {self.bits}, but {self.kind} numbers have {FIXED_BITS[self.kind]}")
+        if self.group != FIXED_GROUPS.get(self.kind, self.group):
+            raise UserError(f"group is {self.group}, but {self.kind} has groups of {FIXED_GROUPS[self.kind]}")
+        if self.group < -1 or (self.kind == "fp8" and self.group > 0):
+            raise UserError(
+                f"group is {self.group} for {self.kind}; give 0 for one scale a row, −1 for one a tensor"
+                + ("" if self.kind == "fp8" else ", or how many inputs share a scale")
+            )
+        if self.kind != "int" and not self.symmetric:
+            raise UserError(f"{self.kind} numbers are symmetric about zero; only integers can have a zero point")
+        if self.activations is not None and (self.bits != 8 or self.group > 0 or not self.symmetric):
+            raise UserError("activations are rounded beside 8-bit weights with a scale per row, symmetric ones, only")
+
+    @property
+    def levels(self) -> int:
+        """How many different codes there are."""
+        return int(2**self.bits)
+
+    @property
+    def middle(self) -> int:
+        """The code of zero where integers are symmetric."""
+        return self.levels // 2
+
+    def groups(self, inputs: int) -> int:
+        """Scales of one row of `inputs` weights."""
+        return 1 if self.group <= 0 else -(-inputs // self.group)
+
+    def check(self, outputs: int, inputs: int, name: str) -> None:
+        """Refuse a matrix that cannot be cut into whole groups."""
+        if self.group > 0 and inputs % self.group:
+            fits = [g for g in (256, 128, 64, 32, 16, 8) if inputs % g == 0]
+            fix = f"use a group of {fits[0]}" if fits and self.kind == "int" else "use int numbers with one scale a row"
+            raise UserError(f"{name} has {inputs} inputs, which are no whole groups of {self.group}; {fix}")
+
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of the packed codes with their scales and zero points, outliers aside."""
+        words = -(-inputs * self.bits // WORD)
+        return outputs * words * 4 + self._scale_bytes(outputs, self.groups(inputs))
+
+    def _scale_bytes(self, outputs: int, groups: int) -> int:
+        count = outputs * groups
+        if self.outliers:  # 3 bits each for scale and zero point, and two float16 pairs per 16 rows
+            return groups * (2 * -(-outputs * 3 // WORD) * 4 + -(-outputs // 16) * 8)
+        if self.kind == "nf4":
+            return count + -(-count // NESTED_BLOCK) * 4
+        if self.kind in ("mxfp4", "nvfp4"):
+            return count + 4 * (self.kind == "nvfp4")
+        per_scale = 2 if self.group > 0 else 4
+        zeros = 0 if self.symmetric else -(-outputs * self.bits // WORD) * 4 * groups
+        return (1 if self.group < 0 else count) * per_scale + zeros
+
+    def describe(self) -> str:
+        """As people write it: int4 g128 asym, fp8, nf4."""
+        if self.kind != "int":
+            return self.kind if self.activations is None else f"{self.kind} ({self.activations} activations)"
+        span = f"g{self.group}" if self.group > 0 else ("per channel" if self.group == 0 else "per tensor")
+        made = f"int{self.bits} {span}{'' if self.symmetric else ' asym'}"
+        return made if self.activations is None else f"{made} ({self.activations} activations)"

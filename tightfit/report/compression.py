@@ -1,0 +1,105 @@
+"""What `tightfit compress` and `tightfit evaluate --against` print."""
+
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tightfit.report.tables import gib, print_json
+
+if TYPE_CHECKING:
+    from tightfit.compress.comparison import Comparison, Interval
+    from tightfit.compress.cost import CompressionCost
+    from tightfit.compress.report import CompressionReport, LayerReport
+
+
+class CompressionProgress:
+    """The announced cost, then a bar: layer, its error, time left. Plain lines where there is no terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.console = Console(stderr=True, quiet=quiet)
+        self._bar = Progress(
+            TextColumn("[bold]layer"), MofNCompleteColumn(), BarColumn(bar_width=24),
+            TextColumn("{task.fields[told]}"), TextColumn("left"), TimeRemainingColumn(),
+            console=self.console, disable=quiet or not self.console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=None, told="")
+
+    def announce(self, cost: "CompressionCost") -> None:
+        """Before anything is written."""
+        ratio = cost.original_bytes / max(cost.result_bytes, 1)
+        self.console.print(
+            f"will write {gib(cost.result_bytes)} ({cost.bits_per_weight:.2f} bits a quantized weight, {ratio:.1f} "
+            f"times smaller than 16 bits), about {gib(cost.memory_bytes)} of memory and {cost.flops / 1e12:.1f} TFLOP",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def layer(self, done: int, total: int, report: "LayerReport") -> None:
+        """After every layer."""
+        error = "" if report.layer_error is None else f"error {report.layer_error:.2e}"
+        self._bar.update(self._task, completed=done, total=total, told=error)
+        if not self.console.is_terminal:
+            self.console.print(f"layer {done}/{total}  {error}  {report.seconds:.1f} s", highlight=False)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
+    """Errors by layer, and the cost as predicted beside the cost as measured."""
+    if as_json:
+        return print_json(asdict(report))
+    names = sorted({name for layer in report.layers for name in layer.errors})
+    table = Table(title="relative squared error of outputs", title_justify="left", box=None, padding=(0, 1))
+    for column in ("layer", *(name.split(".", 1)[-1] for name in names), "whole", "s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for layer in report.layers:
+        errors = (f"{layer.errors[name]:.1e}" if name in layer.errors else "" for name in names)
+        whole = "" if layer.layer_error is None else f"{layer.layer_error:.1e}"
+        table.add_row(str(layer.index), *errors, whole, f"{layer.seconds:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(_costs(report))
+    resumed = f", {report.resumed_layers} layers from an earlier run" if report.resumed_layers else ""
+    told = f"wrote {report.path} ({report.recipe}; {report.format}{resumed})"
+    console.print(told, highlight=False, soft_wrap=True, markup=False)
+
+
+def _costs(report: "CompressionReport") -> Table:
+    table = Table("", "predicted", "measured", box=None, padding=(0, 1))
+    table.add_row("size", gib(report.predicted.result_bytes), gib(report.measured.result_bytes))
+    table.add_row(
+        "peak memory", gib(report.predicted.memory_bytes), f"{gib(report.measured.memory_bytes)} (whole process)"
+    )
+    table.add_row("time", f"{report.predicted.flops / 1e12:.1f} TFLOP", f"{report.measured.seconds:.0f} s")
+    return table
+
+
+def print_comparison(result: "Comparison", *, as_json: bool) -> None:
+    """A compressed model beside its original."""
+    if as_json:
+        facts: dict[str, Any] = {"perplexity": result.perplexity, "original_perplexity": result.original_perplexity}
+        return print_json({**asdict(result), **facts})
+    table = Table("", "compressed", "original", "difference", title=f"{result.tokens:,} tokens in {result.rows} rows",
+                  title_justify="left")  # fmt: skip
+    table.add_row("loss (nats/token)", _told(result.loss), _told(result.original_loss), _told(result.loss_difference))
+    change = result.perplexity / result.original_perplexity - 1
+    table.add_row("perplexity", f"{result.perplexity:.4f}", f"{result.original_perplexity:.4f}", f"{change:+.2%}")
+    table.add_row("KL divergence (nats/token)", _told(result.kl), "", "")
+    table.add_row("same likeliest token", _told(result.agreement), "", "")
+    Console().print(table)
+
+
+def _told(interval: "Interval") -> str:
+    spread = "" if interval.half_width is None else f" ± {interval.half_width:.4f}"
+    return f"{interval.mean:.4f}{spread}"
