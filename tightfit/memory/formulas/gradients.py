@@ -35,6 +35,8 @@ class Gradients(NamedTuple):
     """What a weight adds once its gradient is complete, where it is not there already."""
     limit_bytes: int | None
     """At most so many bytes of complete ones wait for the link to the host; None where all stay to the step's end."""
+    waiting_at_end_bytes: int
+    """Of updates inside backward, those that are not waited for when it ends."""
     left_bytes: int
     """Of the step before, whose updates have not been waited for when forward begins."""
     head_bytes: int
@@ -77,6 +79,7 @@ def make_gradients(
         add_in_place=adds_in_place,
         bytes_per_done_weight=0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes,
         limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
+        waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, element_bytes * stage.vocabulary) if is_limited else 0,
         left_bytes=0 if levers.offload == "none" else _left_bytes(stage, states, stays_bytes, is_limited, late_bytes),
         head_bytes=element_bytes * stage.vocabulary if head_waits else 0,
         head_bytes_at_last_layer=element_bytes * stage.vocabulary if head_waits or (is_limited and makes_head) else 0,

@@ -30,10 +30,6 @@ class LayerMoment(NamedTuple):
     weight_copies: int = 0
     """and further copies of gradients, in weights."""
 
-    def gradients(self, *, summed: bool) -> int:
-        """Gradients of weights that exist beside the sums, where these are there already, or else in all."""
-        return (self.weights_to_add if summed else self.weights_with_gradient) + self.weight_copies
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
