@@ -51,10 +51,10 @@ class Gradients(NamedTuple):
 
     def at_work(self, moment: LayerMoment, done_bytes: int) -> int:
         """Of the layer at work, beside `done_bytes` of others."""
-        new_bytes, copies_bytes = self.element_bytes * moment.weights_to_add, self.element_bytes * moment.weight_copies
+        new_bytes, copies_bytes = self.element_bytes * moment.new_weights, self.element_bytes * moment.weight_copies
         if self.add_in_place:
             return new_bytes + copies_bytes
-        made_bytes = self.element_bytes * moment.weights_with_gradient
+        made_bytes = self.element_bytes * moment.made_weights
         if self.limit_bytes is not None:  # what the operation at work makes is not on its way yet
             made_bytes = min(made_bytes, self.limit_bytes - done_bytes + new_bytes)
         return made_bytes + copies_bytes

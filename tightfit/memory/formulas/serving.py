@@ -81,7 +81,7 @@ def serving_ledger(
         (About("activations", "keys and values", "two vectors a token and layer"), cache_bytes(spec, requests, length)),
         (About("activations", "prefill", "a forward pass that keeps nothing"), work_bytes),
         (
-            About("logits and loss", "last token's logits", "float32, a row a request"),
+            About("logits and loss", "last token's logits", "float32, one a request"),
             WIDE * spec.vocab_size * requests,
         ),
         (About("workspace", "cuBLAS", "one thread"), overheads.workspace_bytes // 2),

@@ -242,7 +242,7 @@ class _StageLayers:
     def _fullest(self, kind: LayerKind, *, summed: bool) -> LayerMoment:
         def size(moment: LayerMoment) -> int:
             held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
-            weights = moment.weights_to_add if summed else moment.weights_with_gradient
+            weights = moment.new_weights if summed else moment.made_weights
             return held_bytes + self.shape.element_bytes * (weights + moment.weight_copies)
 
         return max(self._moments(kind), key=size)
