@@ -212,26 +212,25 @@ class _StageLayers:
         count, counts = len(self.kinds), self.counts
         firsts = {self.kinds.index(kind) for kind in counts}
         lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in counts}
-        inner = max(0, count - 2)
+        visited = range(count) if every_layer else firsts | lasts | {max(0, count - 2)}
         before: Counter[LayerKind] = Counter()
         weights_after = sum(n * self.weights[kind].all for kind, n in counts.items())
         for index, kind in enumerate(self.kinds):
-            own_weights = self.weights[kind].all
-            weights_after -= own_weights
-            is_end = index in firsts or index in lasts
-            growing = self._moments(kind) if every_layer else (self._fullest(kind, summed=False),)
-            for moment in growing if is_end or index == inner or every_layer else ():
-                yield LayerVisit(
+            weights_after -= self.weights[kind].all
+            if index in visited:
+                visit = LayerVisit(
                     saved_before=self.saved(before),
-                    own_weights=own_weights,
+                    own_weights=self.weights[kind].all,
                     done_weights=weights_after,
-                    growing=moment,
+                    growing=self._fullest(kind, summed=False),
                     summing=self._fullest(kind, summed=True),
                     is_first=index == 0,
                     is_last=index == count - 1,
-                    is_inner=not (is_end or every_layer),
+                    is_inner=not every_layer and index not in firsts | lasts,
                     awaits_input=self._awaits_input(kind, before),
                 )
+                moments = self._moments(kind) if every_layer else (visit.growing,)
+                yield from (visit._replace(growing=moment) for moment in moments)
             before[kind] += 1
 
     def _moments(self, kind: LayerKind) -> tuple[LayerMoment, ...]:
