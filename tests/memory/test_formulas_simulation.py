@@ -84,4 +84,4 @@ def test_gradients_that_wait_for_the_host_stop_growing(model: str, length: int, 
     truth = rehearse(workload, layout, levers)
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.01)
     assert found.allocated_bytes("backward") == pytest.approx(truth.allocated_bytes("backward"), rel=0.01)
-    assert truth.fullest()[0] == "backward"
+    assert truth.allocated_bytes("backward") > truth.allocated_bytes("loss")

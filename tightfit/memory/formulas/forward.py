@@ -18,11 +18,12 @@ def forward(rank: RankMemory) -> list[StepMoment]:
         earlier_gradients=earlier_bytes,
         all_gather=rank.weights.all_gather_buffer(earlier_bytes),
     )
+    moments = [end]
     if rank.resident.staging:
-        return [_with_gradients_left(rank), end]
+        moments.append(_with_gradients_left(rank))
     if isinstance(rank.weights, ShardedWeights) and rank.weights.zero == 3:
-        return [_first_gathering(rank, rank.weights), end]
-    return [end]
+        moments.append(_first_gathering(rank, rank.weights))
+    return moments
 
 
 def _with_gradients_left(rank: RankMemory) -> StepMoment:

@@ -35,6 +35,8 @@ class Gradients(NamedTuple):
     """What a weight adds once its gradient is complete, where it is not there already."""
     limit_bytes: int | None
     """At most so many bytes of complete ones wait for the link to the host; None where all stay to the step's end."""
+    waiting_at_end_bytes: int
+    """Of updates inside backward, those that are not waited for when it ends."""
     left_bytes: int
     """Of the step before, whose updates have not been waited for when forward begins."""
     head_bytes: int
@@ -49,10 +51,10 @@ class Gradients(NamedTuple):
 
     def at_work(self, moment: LayerMoment, done_bytes: int) -> int:
         """Of the layer at work, beside `done_bytes` of others."""
-        new_bytes, copies_bytes = self.element_bytes * moment.weights_to_add, self.element_bytes * moment.weight_copies
+        new_bytes, copies_bytes = self.element_bytes * moment.new_weights, self.element_bytes * moment.weight_copies
         if self.add_in_place:
             return new_bytes + copies_bytes
-        made_bytes = self.element_bytes * moment.weights_with_gradient
+        made_bytes = self.element_bytes * moment.made_weights
         if self.limit_bytes is not None:  # what the operation at work makes is not on its way yet
             made_bytes = min(made_bytes, self.limit_bytes - done_bytes + new_bytes)
         return made_bytes + copies_bytes
@@ -68,7 +70,8 @@ def make_gradients(
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
     is_limited = levers.offload != "none" and levers.update_in_backward
     late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
-    stays_bytes = kept_bytes * (1 if weights.sums_whole else owned / max(1, stage.weights))
+    shard_bytes = kept_bytes * owned / max(1, stage.weights)
+    stays_bytes = kept_bytes if weights.sums_whole else shard_bytes
     makes_head = stage.stage.has_head and not adds_in_place
     head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)
     return Gradients(
@@ -77,7 +80,8 @@ def make_gradients(
         add_in_place=adds_in_place,
         bytes_per_done_weight=0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes,
         limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
-        left_bytes=0 if levers.offload == "none" else _left_bytes(stage, states, stays_bytes, is_limited, late_bytes),
+        waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, element_bytes * stage.vocabulary) if is_limited else 0,
+        left_bytes=0 if levers.offload == "none" else _left_bytes(stage, states, shard_bytes, is_limited, late_bytes),
         head_bytes=element_bytes * stage.vocabulary if head_waits else 0,
         head_bytes_at_last_layer=element_bytes * stage.vocabulary if head_waits or (is_limited and makes_head) else 0,
     )
@@ -112,8 +116,8 @@ def has_buckets(layout: Layout) -> bool:
     return layout.zero == 0 and layout.data * layout.context > 1 and layout.pipeline == 1
 
 
-def _left_bytes(stage: StageMemory, states: States, stays_bytes: float, is_limited: bool, late_bytes: int) -> int:
-    """Gradients of matrices that are away (`stays_bytes` a weight), when the next forward pass looks up the embedding.
+def _left_bytes(stage: StageMemory, states: States, shard_bytes: float, is_limited: bool, late_bytes: int) -> int:
+    """Gradients of matrices that are away (`shard_bytes` a weight), when the next forward pass looks up the embedding.
 
     Its own update, the last of a step, has then been waited for. Of updates inside backward so have been all but those
     that were put off, if the embedding has one of its own.
@@ -121,7 +125,7 @@ def _left_bytes(stage: StageMemory, states: States, stays_bytes: float, is_limit
     away = stage.weights * states.host_moments // max(1, states.host_moments + states.moments)
     if not states.moments:
         away -= stage.embedding if is_limited else stage.vocabulary
-    away_bytes = round(stays_bytes * away)
+    away_bytes = round(shard_bytes * away)
     if not is_limited:
         return away_bytes
     return min(away_bytes, late_bytes + (0 if stage.embedding else IN_FLIGHT_BYTES))

@@ -23,16 +23,12 @@ class LayerMoment(NamedTuple):
     gradient_bytes: int
     """Gradients of activations, and what else is alive beside what was kept."""
     workspace_bytes: int = 0
-    weights_with_gradient: int = 0
+    made_weights: int = 0
     """The layer's weights that have a gradient by then,"""
-    weights_to_add: int = 0
+    new_weights: int = 0
     """those of them whose gradient is not yet added to a sum over micro-batches,"""
     weight_copies: int = 0
     """and further copies of gradients, in weights."""
-
-    def gradients(self, *, summed: bool) -> int:
-        """Gradients of weights that exist beside the sums, where these are there already, or else in all."""
-        return (self.weights_to_add if summed else self.weights_with_gradient) + self.weight_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +53,7 @@ def untiled_cost(spec: ModelSpec, layer: int, shape: LocalShape, attention_bytes
     gathered_bytes = _gathered_bytes(spec, shape)
     extra_bytes = _mlp_forward_extra(spec, layer, shape) + gathered_bytes
     mlp = (_experts_moments if spec.is_routed(layer) else _mlp_moments)(spec, kept_bytes, shape)
-    attention = _attention_moments(spec, layer, shape, attention_bytes, mlp[-1].weights_with_gradient)
+    attention = _attention_moments(spec, layer, shape, attention_bytes, mlp[-1].made_weights)
     needs_last_product = spec.sandwich_norms or spec.is_routed(layer)
     last_product_bytes = extra_bytes + gathered_bytes if gathered_bytes or needs_last_product else 0
     return LayerCost(
@@ -83,49 +79,34 @@ def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[Laye
     return tuple(moment._replace(gradient_bytes=moment.gradient_bytes + gathered_bytes) for moment in moments)
 
 
-def _mlp_moments(spec: ModelSpec, kept_bytes: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
+def _mlp_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
     """The product's gradient beside the kept gate and up (whose gradients replace them), then the input's gradient."""
-    stream_bytes = shape.stream_bytes(spec)
+    stream, hidden, inner = shape.stream_bytes(spec), shape.hidden_bytes(spec), shape.inner_bytes(spec.mlp_size)
     matrix = spec.hidden_size * shape.columns(spec.mlp_size)
     matrices = (3 if spec.gated else 2) * matrix
     return (
-        LayerMoment(
-            "gradient of the MLP's product",
-            saved_bytes=kept_bytes,
-            gradient_bytes=stream_bytes + shape.inner_bytes(spec.mlp_size),
-            weights_with_gradient=matrix,
-            weights_to_add=matrix,
-        ),
-        LayerMoment(
-            "gradient of the MLP's input",
-            saved_bytes=kept_bytes,
-            gradient_bytes=stream_bytes + shape.hidden_bytes(spec),
-            weights_with_gradient=matrices,
-            weights_to_add=matrices,
-        ),
+        LayerMoment("gradient of the MLP's product", kept, stream + inner, made_weights=matrix, new_weights=matrix),
+        LayerMoment("gradient of the MLP's input", kept, stream + hidden, made_weights=matrices, new_weights=matrices),
     )
 
 
-def _experts_moments(spec: ModelSpec, kept_bytes: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
+def _experts_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
     """Scaling back holds three gradients of token copies, less what index_add kept; then experts' weights, stacked."""
     experts = spec.experts
     assert experts is not None
-    copies_bytes = experts.per_token * shape.hidden_bytes(spec)
-    inner_bytes = experts.per_token * shape.inner_bytes(experts.mlp_size)
+    copies = experts.per_token * shape.hidden_bytes(spec)
+    inner = experts.per_token * shape.inner_bytes(experts.mlp_size)
     matrix = -(-experts.count // shape.expert) * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
-    outputs = LayerMoment(
-        "gradients of the experts' outputs",
-        saved_bytes=kept_bytes,
-        gradient_bytes=shape.stream_bytes(spec) + 2 * copies_bytes,
-        workspace_bytes=_sent_bytes(spec, shape),
-        weights_with_gradient=shared,
-    )
-    stacked = outputs._replace(
-        name="experts' weights stacked",
-        saved_bytes=kept_bytes - 3 * inner_bytes - 2 * copies_bytes,
-        weights_with_gradient=shared + 3 * matrix,
-        weights_to_add=3 * matrix,
+    gradients, sent = shape.stream_bytes(spec) + 2 * copies, _sent_bytes(spec, shape)
+    outputs = LayerMoment("gradients of the experts' outputs", kept, gradients, sent, made_weights=shared)
+    stacked = LayerMoment(
+        "experts' weights stacked",
+        saved_bytes=kept - 3 * inner - 2 * copies,
+        gradient_bytes=gradients,
+        workspace_bytes=sent,
+        made_weights=shared + 3 * matrix,
+        new_weights=3 * matrix,
         weight_copies=matrix,
     )
     return outputs, stacked
@@ -139,30 +120,29 @@ def _sent_bytes(spec: ModelSpec, shape: LocalShape) -> int:
 
 
 def _attention_moments(
-    spec: ModelSpec, layer: int, shape: LocalShape, attention_bytes: int, mlp_weights: int
+    spec: ModelSpec, layer: int, shape: LocalShape, kept: int, mlp_weights: int
 ) -> tuple[LayerMoment, ...]:
     """Attention's own backward beside the gradients of all it read and wrote, then that of q, k and v's projections."""
-    stream_bytes, query_bytes, key_bytes = shape.stream_bytes(spec), shape.query_bytes(spec), shape.key_bytes(spec)
+    stream, query, key = shape.stream_bytes(spec), shape.query_bytes(spec), shape.key_bytes(spec)
     output_weights = spec.hidden_size * shape.heads(spec) * spec.head_dim
     qkv_weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
-    ring_bytes = 4 * key_bytes if shape.context > 1 else 0  # the neighbours', arriving while others are used
-    return (
-        LayerMoment(
-            "attention",
-            saved_bytes=attention_bytes,
-            gradient_bytes=stream_bytes + 2 * query_bytes + 2 * key_bytes,  # of the stream, the output, q, k and v
-            workspace_bytes=attention_workspace(spec, layer, shape) + ring_bytes,
-            weights_with_gradient=mlp_weights + output_weights,
-            weights_to_add=output_weights,
-        ),
-        LayerMoment(
-            "gradient of the projections' input",
-            saved_bytes=2 * stream_bytes,
-            gradient_bytes=stream_bytes + query_bytes + 2 * key_bytes + 2 * shape.hidden_bytes(spec),
-            weights_with_gradient=mlp_weights + output_weights + qkv_weights,
-            weights_to_add=qkv_weights,
-        ),
+    ring = 4 * key if shape.context > 1 else 0  # the neighbours' keys and values, arriving while others are used
+    attention = LayerMoment(
+        "attention",
+        saved_bytes=kept,
+        gradient_bytes=stream + 2 * query + 2 * key,  # of the stream, the output, q, k and v
+        workspace_bytes=attention_workspace(spec, layer, shape) + ring,
+        made_weights=mlp_weights + output_weights,
+        new_weights=output_weights,
     )
+    projections = LayerMoment(
+        "gradient of the projections' input",
+        saved_bytes=2 * stream,
+        gradient_bytes=stream + query + 2 * key + 2 * shape.hidden_bytes(spec),
+        made_weights=mlp_weights + output_weights + qkv_weights,
+        new_weights=qkv_weights,
+    )
+    return attention, projections
 
 
 def attention_kind(spec: ModelSpec, layer: int, shape: LocalShape) -> AttentionKind:

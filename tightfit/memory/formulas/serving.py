@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.ledger import Component, Ledger, Line, Phase
+from tightfit.memory.formulas.story import About
+from tightfit.memory.ledger import Ledger, Line, Phase
 from tightfit.models.spec import ModelSpec
 
 WeightFormat = Literal["fp32", "fp16", "bf16", "q8_0", "q4_1", "q4_0"]
@@ -72,25 +73,30 @@ def serving_ledger(
     overheads: Overheads = DEFAULT,
 ) -> Ledger:
     """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time."""
-    work = layer_cost(
-        spec, spec.layers - 1, LocalShape(rows=1, length=min(prefill_tokens, length), element_bytes=2)
-    ).forward_working
-    weights = weight_bytes(spec, form)
-    held: list[tuple[Component, str, int, str]] = [
-        ("weights", form, weights, "bytes per block of weights, norms in float32"),
-        ("activations", "keys and values", cache_bytes(spec, requests, length), "two vectors a token and layer"),
-        ("activations", "prefill", work, "a forward pass that keeps nothing"),
-        ("logits and loss", "last token's logits", WIDE * spec.vocab_size * requests, "float32, one row a request"),
-        ("workspace", "cuBLAS", overheads.workspace_bytes // 2, "one thread"),
-    ]  # fmt: skip
-    return Ledger("formulas", (*_lines("load", held[:1], overheads), *_lines("forward", held, overheads)))
+    prompt = LocalShape(rows=1, length=min(prefill_tokens, length), element_bytes=2)
+    work_bytes = layer_cost(spec, spec.layers - 1, prompt).forward_working
+    weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
+    held = [
+        weights,
+        (About("activations", "keys and values", "two vectors a token and layer"), cache_bytes(spec, requests, length)),
+        (About("activations", "prefill", "a forward pass that keeps nothing"), work_bytes),
+        (
+            About("logits and loss", "last token's logits", "float32, one a request"),
+            WIDE * spec.vocab_size * requests,
+        ),
+        (About("workspace", "cuBLAS", "one thread"), overheads.workspace_bytes // 2),
+    ]
+    return Ledger("formulas", (*_lines("load", [weights], overheads), *_lines("forward", held, overheads)))
 
 
-def _lines(phase: Phase, held: list[tuple[Component, str, int, str]], overheads: Overheads) -> list[Line]:
-    found = [Line(component=c, phase=phase, detail=d, bytes=b, why=why) for c, d, b, why in held]
-    slack = int(sum(line.bytes for line in found) * overheads.slack_share)
+def _lines(phase: Phase, held: list[tuple[About, int]], overheads: Overheads) -> list[Line]:
+    found = [
+        Line(component=about.component, phase=phase, detail=about.detail, why=about.why, bytes=size)
+        for about, size in held
+    ]
+    slack_bytes = int(sum(line.bytes for line in found) * overheads.slack_share)
     return [
         *found,
-        Line(component="allocator slack", phase=phase, bytes=slack, why="a flat share of what is allocated"),
+        Line(component="allocator slack", phase=phase, bytes=slack_bytes, why="a flat share of what is allocated"),
         Line(component="cuda context", phase=phase, bytes=overheads.context_bytes, why="driver and kernels"),
     ]

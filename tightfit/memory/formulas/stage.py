@@ -4,7 +4,7 @@ A search tries many ways of holding weights for each. Layers alike (routed or no
 a kind. From one layer of a kind to the next, what is kept shrinks and gradients grow by the same amounts, so backward
 is fullest at the first or the last of a kind: only these are visited, and the last layer but one, as what FSDP2 reduced
 a layer's gradients from is there beside every layer but the last. Where no more than so many bytes of gradients wait
-for the host, they stop growing in between, and every layer is visited.
+for the host, they stop growing in between, and every moment of every layer is visited.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ class LayerVisit(NamedTuple):
     done_weights: int
     """Of the layers after it, which are done."""
     growing: LayerMoment
-    """Its fullest moment where gradients of weights come into being,"""
+    """A moment of it, its fullest where gradients of weights come into being,"""
     summing: LayerMoment
     """and where they are added to sums that are there."""
     is_first: bool
@@ -212,35 +212,39 @@ class _StageLayers:
         count, counts = len(self.kinds), self.counts
         firsts = {self.kinds.index(kind) for kind in counts}
         lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in counts}
-        inner = max(0, count - 2)
+        visited = range(count) if every_layer else firsts | lasts | {max(0, count - 2)}
         before: Counter[LayerKind] = Counter()
         weights_after = sum(n * self.weights[kind].all for kind, n in counts.items())
         for index, kind in enumerate(self.kinds):
-            own_weights = self.weights[kind].all
-            weights_after -= own_weights
-            is_end = index in firsts or index in lasts
-            if is_end or index == inner or every_layer:
-                yield LayerVisit(
+            weights_after -= self.weights[kind].all
+            if index in visited:
+                visit = LayerVisit(
                     saved_before=self.saved(before),
-                    own_weights=own_weights,
+                    own_weights=self.weights[kind].all,
                     done_weights=weights_after,
                     growing=self._fullest(kind, summed=False),
                     summing=self._fullest(kind, summed=True),
                     is_first=index == 0,
                     is_last=index == count - 1,
-                    is_inner=not (is_end or every_layer),
+                    is_inner=not every_layer and index not in firsts | lasts,
                     awaits_input=self._awaits_input(kind, before),
                 )
+                moments = self._moments(kind) if every_layer else (visit.growing,)
+                yield from (visit._replace(growing=moment) for moment in moments)
             before[kind] += 1
+
+    def _moments(self, kind: LayerKind) -> tuple[LayerMoment, ...]:
+        """Of the layer computed again, where it is, and of its backward."""
+        cost = layer_cost(self.spec, self.examples[kind], self.shape)
+        return cost.backward if kind.level == "everything" else (cost.recompute, *cost.backward)
 
     def _fullest(self, kind: LayerKind, *, summed: bool) -> LayerMoment:
         def size(moment: LayerMoment) -> int:
             held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
-            return held_bytes + self.shape.element_bytes * moment.gradients(summed=summed)
+            weights = moment.new_weights if summed else moment.made_weights
+            return held_bytes + self.shape.element_bytes * (weights + moment.weight_copies)
 
-        cost = layer_cost(self.spec, self.examples[kind], self.shape)
-        again = () if kind.level == "everything" else (cost.recompute,)
-        return max((*cost.backward, *again), key=size)
+        return max(self._moments(kind), key=size)
 
     def _awaits_input(self, kind: LayerKind, before: Counter[LayerKind]) -> bool:
         """A recomputed layer, this one or one after it, has called the one before, whose input is on the host."""

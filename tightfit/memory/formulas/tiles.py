@@ -59,8 +59,8 @@ def _second_half(spec: ModelSpec, shape: LocalShape, kept_bytes: int) -> tuple[L
     its_weights = a_tile._replace(
         name="its weights' gradients",
         gradient_bytes=arrived_bytes + _narrow_tile_bytes(spec, shape),
-        weights_with_gradient=weights,
-        weights_to_add=weights,
+        made_weights=weights,
+        new_weights=weights,
     )
     return a_tile, its_weights
 
@@ -77,15 +77,15 @@ def _first_half(spec: ModelSpec, layer: int, shape: LocalShape, kept_bytes: int)
             saved_bytes=kept_bytes,
             gradient_bytes=stream_bytes + query_bytes + (query_bytes + 2 * key_bytes) // groups,
             workspace_bytes=attention_workspace(spec, layer, shape) // groups,
-            weights_with_gradient=done,
-            weights_to_add=done,
+            made_weights=done,
+            new_weights=done,
         ),
         LayerMoment(
             "a tile of the projections",
             saved_bytes=stream_bytes,
             gradient_bytes=2 * stream_bytes + query_bytes + 2 * key_bytes + _narrow_tile_bytes(spec, shape),
-            weights_with_gradient=done + weights,
-            weights_to_add=weights,
+            made_weights=done + weights,
+            new_weights=weights,
             weight_copies=_float32_sums(weights, shape),
         ),
     )
