@@ -81,7 +81,7 @@ def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """One weight over the other, and the biases, where there are any."""
     weight = torch.cat(tuple(linear.weight for linear in linears))
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = torch.cat(biases) if biases else None
+    bias = torch.cat(tuple(biases)) if biases else None
     at = 0
     for linear in linears:
         end = at + linear.weight.shape[0]
