@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 32
-ROUNDS = 5
+ROUNDS = 7
 CLEARLY = 0.8
 """The share of oneDNN's time below which the other is taken."""
 

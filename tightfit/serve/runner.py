@@ -25,7 +25,8 @@ class Runner:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
         self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
-        self.fast_products = fastest_products(model.layers[0].attention.o.weight)  # type: ignore[union-attr, arg-type]
+        matrices = (weight for weight in model.layers[0].parameters() if weight.ndim == 2)
+        self.fast_products = fastest_products(max(matrices, key=Tensor.numel))
         self.program = Program(model, cache, self.ropes, overlap=overlap) if can_join(model.spec) else None
 
     @torch.inference_mode()
