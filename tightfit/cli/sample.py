@@ -30,12 +30,11 @@ def sample(
     """
     import sys
 
-    from tightfit.models.generate import Sampling, continue_text
-    from tightfit.models.loading import load_model
     from tightfit.report.tables import print_samples
-    from tightfit.train.precision import choose_device
+    from tightfit.serve.sampling import Sampling
+    from tightfit.serve.start import sample_streams
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    loaded = load_model(model, device=choose_device(device))
-    print_samples(text, continue_text(loaded, text, sampling, count=count, chat=chat), as_json=as_json)
+    streams = sample_streams(model, text, sampling, count=count, chat=chat, device=device)
+    print_samples(text, streams, as_json=as_json)

@@ -3,8 +3,8 @@
     y = epilogue(prologue(x) · Wᵀ + bias)        x [M, K], W [N, K], M ≤ 16
 
 The prologue may be RMSNorm: with r = 1 / √(mean(x²) + ε), (x · r · w) · Wᵀ = r · ((x · w) · Wᵀ), so the sum of squares
-is taken in the same loop and applied at the end, and no kernel of its own is needed. The epilogue may add the residual, or
-be a gated activation: the weight then holds gate over up, [2N, K], and y = act(g) · u.
+is taken in the same loop and applied at the end, and no kernel of its own is needed. The epilogue may add the residual,
+or be a gated activation: the weight then holds gate over up, [2N, K], and y = act(g) · u.
 
 Such a product reads every weight once and does nothing else worth counting: it is right when memory is busy from the
 first microsecond to the last. One token: weights go straight to registers and are multiplied and summed there; more
