@@ -123,7 +123,7 @@ def start(bench: Bench) -> None:
     bench.engine = Engine(bench.model, None, bench.config)
     bench.wait()
     seconds = time.perf_counter() - began
-    print(bench.engine.budget.describe(bench.config.block_size))
+    print(bench.engine.describe())
     bench.record("start", seconds, "s", seconds)
 
 

@@ -10,6 +10,7 @@ import typer
 
 import tightfit
 from tightfit.cli.batch import batch
+from tightfit.cli.bench import bench
 from tightfit.cli.check import check
 from tightfit.cli.compare import compare
 from tightfit.cli.compress import compress
@@ -43,6 +44,7 @@ app.command(cls=ResumingCommand)(launch)
 VERBS = (sample, serve, generate, evaluate, compress, models, plan, measure, check, compare, batch, hardware, export)
 for verb in VERBS:
     app.command()(verb)
+app.add_typer(bench)
 app.add_typer(picture)
 
 

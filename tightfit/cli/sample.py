@@ -33,9 +33,10 @@ def sample(
     import sys
 
     from tightfit.bounded_files import read_text
-    from tightfit.models.generate import Sampling, continue_text
     from tightfit.models.loading import load_model
     from tightfit.report.tables import print_samples
+    from tightfit.serve.sampling import Sampling
+    from tightfit.serve.start import sample_streams
     from tightfit.train.inference_precision import inference_dtype
     from tightfit.train.precision import choose_device
 
@@ -43,4 +44,4 @@ def sample(
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     target = choose_device(device)
     loaded = load_model(model, device=target, dtype=inference_dtype(model, precision, target), verified=verify)
-    print_samples(text, continue_text(loaded, text, sampling, count=count, chat=chat), as_json=as_json)
+    print_samples(text, sample_streams(loaded, text, sampling, count=count, chat=chat), as_json=as_json)

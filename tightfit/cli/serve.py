@@ -75,7 +75,7 @@ def serve(
         request_seconds=max_seconds,
         requests=max_requests,
     )
-    typer.echo(engine.budget.describe(config.block_size))
+    typer.echo(engine.describe())
     typer.echo(f"{source} on http://{host}:{port} (chat page at /, OpenAI clients at /v1)")
     run_server(
         loaded, engine, ServerOptions(host=host, port=port, name=name, drain_seconds=drain_seconds, limits=limits)

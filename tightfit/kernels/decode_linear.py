@@ -37,14 +37,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(M: int, N: int, K: int) -> Tile:
-    """Tiles by the shape; benchmarks/decode_linear.py times others."""
+def tile_for(M: int, N: int, K: int, element_bytes: int = 2) -> Tile:
+    """Tiles by the shape; benchmarks/decode_linear.py times others. They fit 96 KiB of shared memory."""
     if is_interpreted():
         return Tile(16, 32, 1, 1)
     if M == 1:
         rows = 4 if N * K <= 2**23 else 8 if N <= 32_768 else 16
         return Tile(rows, 1024 if K >= 1024 else 512, 4, 1)
-    return Tile(16 if N <= 16_384 else 32, 256, 4, 4)
+    return Tile(16 if N <= 16_384 else 32, 256, 4, 8 // element_bytes)
 
 
 def decode_linear(
@@ -68,7 +68,7 @@ def decode_linear(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     out = torch.empty((M, N), device=x.device, dtype=out_dtype or x.dtype)
-    chosen = tile or tile_for(M, N, K)
+    chosen = tile or tile_for(M, N, K, x.element_size())
     kernel = _one_row_kernel if M == 1 else _rows_kernel
     options = {"launch_pdl": True} if overlap else {}
     with on_device_of(x):

@@ -46,6 +46,7 @@ def paged_attention(
     assert keys.stride() == values.stride()
     assert tables.stride(1) == 1
     block_k = _block_k(B * kv_heads)
+    assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
     out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)
     if B == 0:
@@ -78,10 +79,10 @@ def paged_attention(
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
             BLOCK_K=block_k,
-            SPLITS=splits,
+            SINGLE=splits == 1,
             OVERLAP=overlap,
             num_warps=4,
-            num_stages=3,
+            num_stages=3 if D * keys.element_size() <= 256 else 2,
             **launch,
         )
         if splits > 1:
@@ -89,10 +90,10 @@ def paged_attention(
                 parts,
                 norms,
                 out,
+                splits,
                 D=D,
                 BLOCK_D=triton.next_power_of_2(D),
-                SPLITS=splits,
-                SPLITS_2=triton.next_power_of_2(splits),
+                MOST=MOST_SPLITS,
                 OVERLAP=overlap,
                 num_warps=4,
                 **launch,
@@ -136,12 +137,13 @@ def _kernel(  # type: ignore[no-untyped-def]
     q_batch, q_head, kv_block, kv_place, kv_head, table_row, window, inner, outer,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one key head over one of `SPLITS` shares of a sequence's keys, in whole blocks of BLOCK_K."""
+    """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K."""
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    splits = tl.num_programs(1)
     rows, columns = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
     in_group, in_head = rows < GROUP, columns < D
     at_query = query + batch * q_batch + (head * GROUP + rows[:, None]) * q_head + columns[None, :]
@@ -150,7 +152,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
     begin_block = first // BLOCK_K
     blocks = tl.cdiv(length, BLOCK_K) - begin_block
-    share = tl.cdiv(blocks, SPLITS)
+    share = tl.cdiv(blocks, splits)
     begin = (begin_block + split * share) * BLOCK_K
     end = tl.minimum(begin + share * BLOCK_K, length)
 
@@ -175,34 +177,33 @@ def _kernel(  # type: ignore[no-untyped-def]
         highest = higher
     store = in_group[:, None] & in_head[None, :]
     row = batch * (tl.num_programs(0) * GROUP) + head * GROUP + rows
-    if SPLITS == 1:
+    if SINGLE:
         out = acc / denominator[:, None]
         tl.store(parts + row[:, None] * D + columns[None, :], out.to(parts.dtype.element_ty), mask=store)
     else:
-        place = row * SPLITS + split
+        place = row * splits + split
         tl.store(parts + place[:, None] * D + columns[None, :], acc, mask=store)
-        total = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * GROUP * SPLITS
+        total = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * GROUP * splits
         tl.store(norms + place, highest, mask=in_group)
         tl.store(norms + total + place, denominator, mask=in_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join_kernel(  # type: ignore[no-untyped-def]
-    parts, norms, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    parts, norms, out, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), for one head."""
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)
     heads = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64) * heads + tl.program_id(0)
-    total = tl.num_programs(1).to(tl.int64) * heads * SPLITS
-    split, columns = tl.arange(0, SPLITS_2), tl.arange(0, BLOCK_D)
-    here = split < SPLITS
-    highest = tl.load(norms + row * SPLITS + split, mask=here, other=-1.0e30)
-    denominator = tl.load(norms + total + row * SPLITS + split, mask=here, other=0.0)
+    total = tl.num_programs(1).to(tl.int64) * heads * splits
+    split, columns = tl.arange(0, MOST), tl.arange(0, BLOCK_D)
+    here = split < splits
+    highest = tl.load(norms + row * splits + split, mask=here, other=-1.0e30)
+    denominator = tl.load(norms + total + row * splits + split, mask=here, other=0.0)
     factor = tl.exp2(highest - tl.max(highest, 0))
-    at = (row * SPLITS + split)[:, None] * D + columns[None, :]
+    at = (row * splits + split)[:, None] * D + columns[None, :]
     part = tl.load(parts + at, mask=here[:, None] & (columns[None, :] < D), other=0.0)
     summed = tl.sum(part * factor[:, None], 0) / tl.sum(denominator * factor, 0)
     tl.store(out + row * D + columns, summed.to(out.dtype.element_ty), mask=columns < D)

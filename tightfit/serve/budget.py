@@ -35,6 +35,11 @@ class Budget:
     cache_bytes: int
     free_bytes: int
 
+    @property
+    def standing_bytes(self) -> int:
+        """What is held between steps: weights and cache."""
+        return self.weight_bytes + self.cache_bytes
+
     def describe(self, block_size: int) -> str:
         """One line for the user."""
         weights, step, cache, free = (

@@ -92,6 +92,19 @@ class Engine:
         """Whether a step would do anything."""
         return self.scheduler.has_work or bool(self._flights)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """What weights, cache and buffers really take: of the GPU's allocator, or of the tensors on a CPU."""
+        if self.runner.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.runner.device)
+        return self.budget.weight_bytes + self.runner.cache.bytes
+
+    def describe(self) -> str:
+        """What was predicted and what was allocated, in a line each."""
+        predicted, allocated = (f"{b / 2**20:,.0f} MiB" for b in (self.budget.standing_bytes, self.allocated_bytes))
+        budget = self.budget.describe(self.config.block_size)
+        return f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+
     def check(self, request: Request) -> Request:
         """The request with its answer no longer than there is room for; a UserError where it cannot be done."""
         prompt, spec = request.prompt, self.model.spec

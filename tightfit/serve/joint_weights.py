@@ -79,10 +79,9 @@ def _joined(index: int, layer: Layer) -> JointLayer:
 
 def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """One weight over the other, and the biases, where there are any."""
-    weights: list[Tensor] = [linear.weight for linear in linears]
-    weight = torch.cat(weights)
-    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    bias = torch.cat(biases) if biases else None
+    weight = torch.cat(tuple(linear.weight for linear in linears))
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = torch.cat(tuple(biases)) if biases else None
     at = 0
     for linear in linears:
         end = at + linear.weight.shape[0]

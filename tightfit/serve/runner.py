@@ -10,6 +10,7 @@ from torch import Tensor
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.models.decoder import Decoder, ForwardContext
+from tightfit.serve.cpu_products import fastest_products
 from tightfit.serve.joint_weights import can_join
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.program import Program
@@ -24,6 +25,8 @@ class Runner:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
         self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
+        matrices = (weight for weight in model.layers[0].parameters() if weight.ndim == 2)
+        self.fast_products = fastest_products(max(matrices, key=Tensor.numel))
         self.program = Program(model, cache, self.ropes, overlap=overlap) if can_join(model.spec) else None
 
     @torch.inference_mode()
@@ -34,8 +37,18 @@ class Runner:
     @torch.inference_mode()
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
-        if self.program is not None:
-            return self.program.states(step)
+        with self.fast_products():
+            return self.program.states(step) if self.program is not None else self._through_layers(step)
+
+    @torch.inference_mode()
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [R, V] of states [R, H]."""
+        with self.fast_products():
+            if self.program is not None:
+                return self.program.project(states)
+            return softcapped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)
+
+    def _through_layers(self, step: Step) -> Tensor:
         self.cache.step = step
         x = self.model.embed_tokens(step.tokens, step.positions)
         count = step.tokens.shape[1]
@@ -43,10 +56,3 @@ class Runner:
         for layer in self.model.layers:
             x, _ = layer(x, ctx)
         return x[0] if step.rows.numel() == count else x[0, step.rows]
-
-    @torch.inference_mode()
-    def project(self, states: Tensor) -> Tensor:
-        """Logits [R, V] of states [R, H]."""
-        if self.program is not None:
-            return self.program.project(states)
-        return softcapped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)

@@ -1,15 +1,20 @@
 """From what a user typed to an engine: which model where there is none named, on which device, in which numbers."""
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tightfit.errors import UserError
+from tightfit.models.generate import prompt_tokens
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
+from tightfit.serve.request import Request
+from tightfit.serve.sampling import Sampling
+from tightfit.serve.streams import text_streams
 
 OWN_RUN = "runs/stdlib"
 """What `make run` trains."""
@@ -43,6 +48,20 @@ def start_engine(
         smaller = load_model(draft, device=where, dtype=dtype).model
         config = replace(config, speculation="draft")
     return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller)
+
+
+def sample_streams(
+    loaded: LoadedModel, text: str, sampling: Sampling, *, count: int = 1, chat: bool = False
+) -> list[Iterator[str]]:
+    """`count` continuations of `text` (with `chat`, answers to it) by an engine just large enough for them."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise UserError(f"{loaded.source} has no tokenizer, so it cannot continue text")
+    prompt = prompt_tokens(tokenizer, text, chat=chat)
+    longest = min(len(prompt) + sampling.max_tokens, loaded.model.spec.max_positions)
+    config = EngineConfig(max_sequences=count, step_tokens=max(2048, count), max_length=max(longest, 1), graphs=False)
+    request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
+    return text_streams(Engine(loaded.model, tokenizer, config), request)
 
 
 def gpu_dtype(device: torch.device) -> torch.dtype:

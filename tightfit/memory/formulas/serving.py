@@ -3,7 +3,7 @@
 Quantized formats are those of GGUF files (ggml's blocks of 32 weights: Q8_0 holds a 16-bit scale and 32 bytes, Q4_0 a
 scale and 16, Q4_1 a scale, a minimum and 16). Matrices are quantized; norms, biases and learned positions stay float32
 there. The cache holds what every layer can still see: all tokens, or the last `window` of them.
-Limits: no pages, whose last one per request is half empty on average; the engine is not here yet.
+Limits: no pages, whose last one per request is half empty on average.
 """
 
 from typing import Literal, NamedTuple

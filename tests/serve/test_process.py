@@ -1,0 +1,137 @@
+"""`tightfit serve` and `tightfit generate` as programs: a signal lets answers finish, a dead engine is an error."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.loading import SMOLLM2, LoadedModel
+from tightfit.models.saving import write_model
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve import start
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.http.server import ServerOptions, serve
+
+
+@pytest.fixture(scope="module")
+def directory(model: Decoder, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-model")
+    write_model(folder, model, tokenizer)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def wait_until_healthy(port: int, alive: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while alive() and time.monotonic() < until:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+
+
+@contextmanager
+def serving(directory: Path) -> Iterator[tuple]:
+    """A server in a process of its own, and its port."""
+    port = free_port()
+    options = ["serve", str(directory), "--port", str(port), "--name", "tiny", "--max-length", "256"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tightfit", *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        wait_until_healthy(port, lambda: process.poll() is None)
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(port: int, **body: object) -> "urllib.request.Request":
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    return urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+
+
+def test_sigterm_lets_open_answers_finish(directory: Path) -> None:
+    with serving(directory) as (process, port):
+        asked = ask(
+            port, prompt="the", max_tokens=200, ignore_eos=True, stream=True, stream_options={"include_usage": True}
+        )
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            response.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = response.read().decode()
+        assert rest.rstrip().endswith("data: [DONE]")
+        usage = json.loads(rest.strip().split("\n\n")[-2].removeprefix("data: "))["usage"]
+        assert usage["completion_tokens"] == 200
+        assert process.wait(timeout=60) == 0
+        output = process.stdout.read().decode()
+    assert f"http://127.0.0.1:{port}" in output
+    assert "blocks of 16 tokens" in output
+
+
+def test_a_dead_engine_ends_the_server_with_its_error(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(loaded.model, loaded.tokenizer, EngineConfig(cache_bytes=2**20, max_sequences=4))
+
+    def broken() -> None:
+        raise MemoryError("no room left")
+
+    monkeypatch.setattr(engine, "step", broken)
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(serve, loaded, engine, ServerOptions(port=port))
+        wait_until_healthy(port, lambda: not ended.done())
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(ask(port, prompt="the"), timeout=60)
+        with pytest.raises(MemoryError, match="no room left"):
+            ended.result(timeout=60)
+
+
+def test_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert start.default_model() == SMOLLM2
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no model to serve"):
+        start.default_model()
+    (tmp_path / "runs/stdlib/checkpoints").mkdir(parents=True)
+    assert start.default_model() == "runs/stdlib"
+
+
+def test_generate_answers_a_file(directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from tightfit.cli.generate import generate
+
+    (tmp_path / "in.jsonl").write_text('{"prompt": "the"}\n{"prompt": "a"}\n')
+    generate(str(directory), tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=4, device="cpu")
+    assert "2 prompts answered" in capfd.readouterr().out
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_bench_serve_prints_a_table(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from tightfit.cli.bench import serve as bench_serve
+
+    bench_serve(str(directory), at_once=[1, 3], prompt_tokens=8, answer_tokens=4, rounds=1, device="cpu", as_json=True)
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    assert [(row["at_once"], row["requests"]) for row in rows] == [(1, 1), (3, 3)]
+    assert all(row["tokens_per_second"] > 0 for row in rows)

@@ -1,0 +1,52 @@
+"""Which of torch's matrix libraries a CPU's products take: measured once, as neither is the faster everywhere.
+
+Torch sends float32 products of 16 rows and more to oneDNN. On Arm cores without its fast kernels (Neoverse N1) that is
+half as fast as OpenBLAS, which torch has as well and takes when oneDNN is off. The switch is the process's, so it is
+turned for the length of a step only.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 32
+ROUNDS = 7
+CLEARLY = 0.8
+"""The share of oneDNN's time below which the other is taken."""
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Products by torch's other library."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def fastest_products(weight: Tensor) -> Callable[[], Any]:
+    """A context in which products with matrices like `weight` are fast."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return nullcontext
+    x = torch.zeros(ROWS, weight.shape[1], dtype=weight.dtype)
+    with torch.inference_mode():
+        usual, other = (_best_seconds(x, weight, context) for context in (nullcontext, without_onednn))
+    return without_onednn if other < CLEARLY * usual else nullcontext
+
+
+def _best_seconds(x: Tensor, weight: Tensor, context: Callable[[], Any]) -> float:
+    found = []
+    with context():
+        F.linear(x, weight)
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            F.linear(x, weight)
+            found.append(time.perf_counter() - began)
+    return min(found)

@@ -1,0 +1,76 @@
+"""Latency and throughput of a served model under load: so many requests at a time, each replaced when it is over."""
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+from tightfit.serve.engine import Engine
+from tightfit.serve.request import Request
+from tightfit.serve.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRow:
+    """What `at_once` requests at a time got."""
+
+    at_once: int
+    requests: int
+    first_token_ms: float
+    first_token_ms_p90: float
+    between_tokens_ms: float
+    between_tokens_ms_p90: float
+    tokens_per_second: float
+
+
+@dataclass
+class Watched:
+    """When the tokens of one request came."""
+
+    began: float
+    came: list[float]
+
+
+def bench_load(
+    engine: Engine, at_once: int, *, prompt_tokens: int, answer_tokens: int, requests: int, seed: int = 0
+) -> LoadRow:
+    """Run `requests` random prompts, `at_once` at a time."""
+    chance, top = random.Random(seed), engine.model.spec.vocab_size
+    watched: dict[str, Watched] = {}
+    started = 0
+    began = time.perf_counter()
+    open_requests: set[str] = set()
+    while started < requests or open_requests:
+        while started < requests and len(open_requests) < at_once:
+            prompt = [chance.randrange(top) for _ in range(prompt_tokens)]
+            request = Request(
+                id=f"{at_once}-{started}", prompt=prompt, sampling=Sampling(max_tokens=answer_tokens, temperature=0)
+            )
+            watched[request.id] = Watched(time.perf_counter(), [])
+            engine.submit(request)
+            open_requests.add(request.id)
+            started += 1
+        for output in engine.step():
+            watched[output.request].came += [time.perf_counter()] * len(output.tokens)
+            if output.finish is not None:
+                open_requests.remove(output.request)
+    return _row(at_once, list(watched.values()), time.perf_counter() - began)
+
+
+def _row(at_once: int, watched: list[Watched], seconds: float) -> LoadRow:
+    first = [each.came[0] - each.began for each in watched]
+    between = [b - a for each in watched for a, b in zip(each.came, each.came[1:], strict=False)] or [0.0]
+    tokens = sum(len(each.came) for each in watched)
+    return LoadRow(
+        at_once=at_once,
+        requests=len(watched),
+        first_token_ms=1e3 * statistics.median(first),
+        first_token_ms_p90=1e3 * _p90(first),
+        between_tokens_ms=1e3 * statistics.median(between),
+        between_tokens_ms_p90=1e3 * _p90(between),
+        tokens_per_second=tokens / seconds,
+    )
+
+
+def _p90(values: list[float]) -> float:
+    return sorted(values)[int(0.9 * (len(values) - 1))]
