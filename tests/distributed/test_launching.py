@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.distributed.group import Group
-from tests.distributed.test_check import TENSOR, judge, subject
+from tests.distributed.test_check import TENSOR, judge, target
 from tests.train.jobs import tiny_job
 from tightfit.cli.main import app
 from tightfit.launch import launcher as launching
@@ -87,7 +87,7 @@ def test_the_rank_that_died_is_named() -> None:
 
 def test_a_job_whose_ranks_differ_is_not_started(group: Callable[[int], Group], tmp_path: Path) -> None:
     """The verdict is a real one; only its processes were started elsewhere."""
-    checked = subject(TENSOR)
+    checked = target(TENSOR)
     wrong, right = (group(2).run(judge, checked, fault)[0] for fault in ("stale shard", None))
     file = tmp_path / "job.yaml"
     file.write_text("model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nlayout: {tensor: 2}\ndevice: cpu\n")
