@@ -1,1 +1,1 @@
-"""What ranks exchange and how they hold one tensor together. Knows no model and no layout."""
+"""Collectives as autograd functions, and sharded tensors. Knows no model and no layout."""

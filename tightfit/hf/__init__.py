@@ -1,8 +1,8 @@
-"""Our kernels inside Hugging Face models, in one line, one instance at a time.
+"""Our kernels inside Hugging Face models: one line, for one model instance.
 
     from tightfit.hf import AutoModelForCausalLM                  # instead of: from transformers import …
     model = tightfit.hf.accelerate(model)                         # or: a model that exists already
-    tightfit.hf.undo(model)                                       # as if it had never been
+    tightfit.hf.undo(model)                                       # its own methods again
 
 Nothing happens at import and no class of transformers is touched: replacements are bound to the modules of the one
 model, so another model in the same process keeps its own code.

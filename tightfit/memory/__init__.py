@@ -1,1 +1,1 @@
-"""Where the memory goes: the ledger, and the three sources that fill it."""
+"""The memory ledger, and the three sources that fill it: formulas, simulation, measurement."""

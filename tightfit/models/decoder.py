@@ -92,7 +92,6 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.o = nn.Linear(spec.query_size, spec.hidden_size, bias=spec.output_bias)
-
         self.q_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
         self.k_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
 

@@ -1,1 +1,1 @@
-"""The mesh, and one file per way of splitting work over ranks."""
+"""The mesh, and one file per kind of parallelism."""

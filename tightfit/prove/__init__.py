@@ -1,1 +1,1 @@
-"""A run before the run: a rehearsal on fake tensors, a few measured steps, and one rank compared with many."""
+"""Checks before a run: a rehearsal on fake tensors, a few measured steps, N ranks against one process."""
