@@ -8,7 +8,7 @@ process does, whatever the schedule.
 With data ranks beside it, gradients are summed over them once a step, after the last micro-batch: by us for `zero: 0`,
 by FSDP2 for `zero: 1`, which gathers weights at the first forward and keeps them to the end of the step. ZeRO-2 and 3
 would reduce gradients, and ZeRO-3 gather weights, at every micro-batch of every stage; they are refused
-(jobs/agreement.py). The first and the last stage of a model with tied embeddings hold a copy of the weight each and
+(jobs/rules). The first and the last stage of a model with tied embeddings hold a copy of the weight each and
 exchange its gradients before the update.
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2023 (zero-bubble).
 """

@@ -10,7 +10,7 @@ which begins near the norm of the step before, follows gradients that grow or sh
 In the first step it is √n · the gradient's own norm, for n weights, so that all are within clip_norm together.
 The norms are saved with the states, so that a resumed run goes on alike.
 A loss that is not finite is noticed before backward; gradients that are not, only when weights have taken them in.
-Refused (jobs/agreement.py): accumulation, several ranks, fp16. As in Lv et al. 2023 (LOMO), here with AdamW.
+Refused (jobs/rules): accumulation, several ranks, fp16. As in Lv et al. 2023 (LOMO), here with AdamW.
 """
 
 import weakref
