@@ -71,8 +71,8 @@ BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]
 
 def run_of(parts: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> Run:
     layout, levers, more = parts
-    fields: dict[str, Any] = {"layout": Layout(**layout), "levers": Levers(**levers), "spec": SPEC} | more
-    return Run(**fields)
+    known: dict[str, Any] = {"layout": Layout(**layout), "levers": Levers(**levers), "spec": SPEC}
+    return Run(**(known | more))
 
 
 def test_every_rule_has_a_case() -> None:

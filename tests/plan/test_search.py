@@ -21,8 +21,8 @@ def by_trying_everything(asked: Question) -> dict[Kind, float]:
     costs = Costs(asked.workload, machine)
     room = COMFORT * machine.accelerator.memory_bytes
     best: dict[Kind, float] = {}
-    known = machine.host_bytes is not None
-    pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, host=known))
+    has_host = machine.host_bytes is not None
+    pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, host=has_host))
     for layout, levers in pairs:
         gpu, host = peak(asked.workload, layout, levers)
         if gpu > room or (machine.host_bytes is not None and host * machine.per_node > machine.host_bytes):

@@ -7,7 +7,7 @@ summed over tokens and divided by the step's token count, so every schedule comp
 With data parallelism, gradients are summed over data ranks once a step, after the last micro-batch: here for `zero: 0`,
 by FSDP2 for `zero: 1`, which all-gathers weights at the first forward and keeps them to the end of the step. ZeRO-2 and
 3 would reduce gradients, and ZeRO-3 all-gather weights, at every micro-batch of every stage; they are refused
-(jobs/agreement.py). With tied embeddings the first and the last stage hold a copy of the weight each and exchange its
+(jobs/rules). With tied embeddings the first and the last stage hold a copy of the weight each and exchange its
 gradients before the update; the gradient norm counts one of them (`counted_elsewhere`).
 Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2023 (zero-bubble).
 """
