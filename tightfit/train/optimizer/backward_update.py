@@ -10,7 +10,7 @@ with T = Σ‖g‖² of the previous step and `seen` the part of Σ‖g‖² tha
 ends at this step's own. In the first step it is √n · the gradient's own norm, for n weights, so that all together stay
 within clip_norm. Norms are saved with the optimizer states, so that a resumed run continues identically.
 A loss that is not finite is noticed before backward; a gradient that is not, only after weights were updated with it.
-Refused (jobs/agreement.py): accumulation, several ranks, fp16. As in LOMO (Lv et al. 2023), here with AdamW.
+Refused (jobs/rules): accumulation, several ranks, fp16. As in LOMO (Lv et al. 2023), here with AdamW.
 """
 
 import weakref
