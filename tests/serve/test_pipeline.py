@@ -29,8 +29,8 @@ def test_greedy_answers_are_the_same(name: str) -> None:
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_our_kernels_give_the_same(name: str) -> None:
+def test_our_kernels_give_the_same() -> None:
+    name = "qwen3"  # which has norms of queries and keys
     engine = Engine(pair(name).ours, None, CONFIG)
     assert engine.runner.program is not None
     engine.runner.program.on_gpu = True
