@@ -99,9 +99,9 @@ def test_logits_of_two_long_rows() -> None:
 def test_constants_are_the_codes_own() -> None:
     from tightfit.kernels import logit_chunks
     from tightfit.levers import state_link, weight_streaming
-    from tightfit.train import optimizer
+    from tightfit.train.optimizer import adamw
 
-    assert BUCKET_BYTES == optimizer.BUCKET_BYTES
+    assert BUCKET_BYTES == adamw.BUCKET_BYTES
     ring = (states_of.PIECE_ELEMENTS, states_of.STATE_SLOTS, states_of.IN_FLIGHT_BYTES, states_of.WEIGHT_SLOTS)
     assert ring == (
         state_link.PIECE_ELEMENTS, state_link.SLOTS, state_link.IN_FLIGHT_BYTES, weight_streaming.SLOTS,
