@@ -36,7 +36,7 @@ ATTENTION_NAMES = (
     "tightfit::flash_attention",
     "tightfit::simulated_attention",
 )
-PRODUCT_NAMES = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "tightfit::fp8_matmul")
+PRODUCT_NAMES = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "tightfit::fp8_matmul", "tightfit::grouped_matmul")
 NAMES: dict[KeepLevel, frozenset[str]] = {
     "attention": frozenset(ATTENTION_NAMES),
     "matmuls": frozenset(ATTENTION_NAMES + PRODUCT_NAMES),

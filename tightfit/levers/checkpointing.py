@@ -20,7 +20,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpoint_keep import SelectiveCheckpoint
 from tightfit.levers.checkpoint_store import HostStore, KeptInput
-from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed
+from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed, needs_last_product
 from tightfit.memory.formulas.keeping import levels_of
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.decoder import Decoder, Layer
@@ -91,7 +91,7 @@ class Checkpointing:
             return forward(first_pass.pop() if first_pass else kept_input.fetch(), *ctx)
 
         # An MoE layer's last product is not its output, and Gemma norms it: both need its result again.
-        skips_last = not (self.spec.sandwich_norms or self.spec.is_routed(self.layer_numbers[index]))
+        skips_last = not needs_last_product(self.spec, self.layer_numbers[index])
         selective = SelectiveCheckpoint(level, skips_last=skips_last)
         # The input is no argument, which torch would keep alive; the empty tensor says whose random state to save.
         output = checkpoint(compute, x.new_empty(0), use_reentrant=False, context_fn=selective.contexts)

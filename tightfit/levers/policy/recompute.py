@@ -15,6 +15,7 @@ from typing import Literal
 
 from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
+from tightfit.models.spec import ModelSpec
 
 KeepLevel = Literal["nothing", "attention", "matmuls", "everything"]
 KEEP_LEVELS: tuple[KeepLevel, ...] = ("nothing", "attention", "matmuls", "everything")
@@ -23,6 +24,12 @@ KEEP_LEVELS: tuple[KeepLevel, ...] = ("nothing", "attention", "matmuls", "everyt
 def is_checkpointed(levers: Levers) -> bool:
     """Whether any layer may be computed again."""
     return bool(levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None)
+
+
+def needs_last_product(spec: ModelSpec, layer: int) -> bool:
+    """Whether backward needs the result of a layer's last product: for a norm after it, or a shared expert's gate."""
+    has_shared_expert = spec.is_routed(layer) and spec.experts is not None and spec.experts.shared_size > 0
+    return spec.sandwich_norms or has_shared_expert
 
 
 def fixed_levels(

@@ -13,7 +13,7 @@ from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
 from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
-from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, is_checkpointed
+from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, is_checkpointed, needs_last_product
 from tightfit.levers.policy.tiles import is_tiled
 from tightfit.memory.formulas.layer import level_kept
 from tightfit.memory.formulas.local_shape import LocalShape
@@ -116,8 +116,7 @@ def _weights_again(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
 
 
 def _mlp_products_again(spec: ModelSpec, layer: int) -> int:
-    needs_last = spec.is_routed(layer) or spec.sandwich_norms
-    return (2 if spec.gated else 1) + needs_last
+    return (2 if spec.gated else 1) + needs_last_product(spec, layer)
 
 
 def _mlp_width(spec: ModelSpec, layer: int) -> int:

@@ -7,6 +7,7 @@ how many of the layer's weights there is a gradient; what such a gradient takes 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import STATISTIC
 from tightfit.models.spec import ModelSpec
@@ -54,15 +55,16 @@ def untiled_cost(spec: ModelSpec, layer: int, shape: LocalShape, attention_bytes
     extra_bytes = _mlp_forward_extra(spec, layer, shape) + gathered_bytes
     mlp = (_experts_moments if spec.is_routed(layer) else _mlp_moments)(spec, kept_bytes, shape)
     attention = _attention_moments(spec, layer, shape, attention_bytes, mlp[-1].made_weights)
-    needs_last_product = spec.sandwich_norms or spec.is_routed(layer)
-    last_product_bytes = extra_bytes + gathered_bytes if gathered_bytes or needs_last_product else 0
+    again_bytes = _copies_bytes(spec, layer, shape)
+    if gathered_bytes or needs_last_product(spec, layer):
+        again_bytes = extra_bytes + gathered_bytes
     return LayerCost(
         kept=kept_bytes,
         entry=stream_bytes,
         forward_extra=extra_bytes,
         forward_working=max(_mlp_working(spec, layer, shape), attention_bytes) + gathered_bytes,
         backward=(*_beside(mlp, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
-        recompute=LayerMoment("recomputed forward", kept_bytes, stream_bytes + last_product_bytes),
+        recompute=LayerMoment("recomputed forward", kept_bytes, stream_bytes + again_bytes),
     )
 
 
@@ -91,25 +93,38 @@ def _mlp_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[LayerMo
 
 
 def _experts_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
-    """Scaling back holds three gradients of token copies, less what index_add kept; then experts' weights, stacked."""
+    """Of kernels/routed_mlp.py: the gradients of all rows beside that of their products, then of the rows' inputs."""
     experts = spec.experts
     assert experts is not None
     copies = experts.per_token * shape.hidden_bytes(spec)
     inner = experts.per_token * shape.inner_bytes(experts.mlp_size)
     matrix = -(-experts.count // shape.expert) * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
-    gradients, sent = shape.stream_bytes(spec) + 2 * copies, _sent_bytes(spec, shape)
-    outputs = LayerMoment("gradients of the experts' outputs", kept, gradients, sent, made_weights=shared)
-    stacked = LayerMoment(
-        "experts' weights stacked",
-        saved_bytes=kept - 3 * inner - 2 * copies,
-        gradient_bytes=gradients,
+    stream, sent = shape.stream_bytes(spec), _sent_bytes(spec, shape)
+    down = LayerMoment(
+        "gradient of the experts' down projections",
+        saved_bytes=kept,
+        gradient_bytes=stream + copies + inner,  # of every row's output, and of its product
+        workspace_bytes=sent,
+        made_weights=shared + matrix,
+        new_weights=matrix,
+    )
+    inputs = LayerMoment(
+        "gradient of the experts' inputs",
+        saved_bytes=kept,
+        gradient_bytes=stream + 2 * copies + shape.hidden_bytes(spec),  # through gate, through up, and their sum
         workspace_bytes=sent,
         made_weights=shared + 3 * matrix,
         new_weights=3 * matrix,
-        weight_copies=matrix,
     )
-    return outputs, stacked
+    return down, inputs
+
+
+def _copies_bytes(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
+    """A routed layer gathers its tokens, once per expert, for gate and up."""
+    if not spec.is_routed(layer) or spec.experts is None:
+        return 0
+    return spec.experts.per_token * shape.hidden_bytes(spec)
 
 
 def _sent_bytes(spec: ModelSpec, shape: LocalShape) -> int:
@@ -172,8 +187,9 @@ def _mlp_forward_extra(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     hidden_bytes = shape.hidden_bytes(spec)
     if spec.is_routed(layer):
         assert spec.experts is not None
-        pieces_bytes = spec.experts.per_token * hidden_bytes  # before they are joined; beside them the sum, its zeros
-        return pieces_bytes + 2 * hidden_bytes + _sent_bytes(spec, shape)
+        inner_bytes = spec.experts.per_token * shape.inner_bytes(spec.experts.mlp_size)
+        outputs_bytes = _copies_bytes(spec, layer, shape)  # of all rows, beside their products or the tokens' sums
+        return outputs_bytes + max(inner_bytes, hidden_bytes) + _sent_bytes(spec, shape)
     product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not spec.mlp_bias else 0
     return product_bytes + hidden_bytes
 
@@ -183,5 +199,7 @@ def _mlp_working(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     stream_bytes, hidden_bytes = shape.stream_bytes(spec), shape.hidden_bytes(spec)
     if spec.is_routed(layer):
         assert spec.experts is not None
-        return 2 * stream_bytes + (4 * spec.experts.per_token + 2) * hidden_bytes + _sent_bytes(spec, shape)
+        inner_bytes = spec.experts.per_token * shape.inner_bytes(spec.experts.mlp_size)
+        rows_bytes = _copies_bytes(spec, layer, shape) + 2 * inner_bytes + max(inner_bytes, hidden_bytes)
+        return 2 * stream_bytes + rows_bytes + _sent_bytes(spec, shape)
     return 2 * stream_bytes + hidden_bytes + (3 if spec.gated else 2) * shape.inner_bytes(spec.mlp_size)

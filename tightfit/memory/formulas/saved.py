@@ -8,11 +8,12 @@ their product again. A test compares each layer's bytes with what autograd reall
 
 from typing import Literal, NamedTuple
 
+from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
 
 Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
-STATISTIC, INDEX = 4, 8
+STATISTIC, INDEX, OFFSET = 4, 8, 4
 """Bytes of a float32 per row, and of an index."""
 
 
@@ -105,21 +106,19 @@ def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTe
 
 
 def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
-    """Token copies sorted by expert; balanced, where experts are on several ranks."""
+    """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row; balanced over expert ranks."""
     experts = spec.experts
     assert experts is not None
     tokens, element_bytes, chosen = shape.tokens, shape.element_bytes, experts.per_token * shape.tokens
     probabilities_bytes = STATISTIC * (tokens + 1) * experts.count
     weights_bytes = chosen * element_bytes + (STATISTIC * (chosen + tokens) if experts.normalise else 0)
-    copies_bytes = experts.per_token * shape.hidden_bytes(spec)
+    indices_bytes = 3 * INDEX * chosen + OFFSET * experts.count
     inner_bytes = experts.per_token * shape.inner_bytes(experts.mlp_size)
     saved = [
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
-        SavedTensor("routing", "chosen experts and order", 3 * INDEX * chosen, "top-k, gather, scatter keep indices"),
-        SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, scaling its factor"),
-        SavedTensor("routing", "tokens sorted by expert", copies_bytes, "the experts' projections share their input"),
-        SavedTensor("routing", "expert outputs before and after scaling", 2 * copies_bytes, "mul, index_add keep them"),
-        SavedTensor("mlp", "experts' gate, up and product", 3 * inner_bytes, "glu keeps gate and up, down its input"),
+        SavedTensor("routing", "chosen experts and rows", indices_bytes, "top-k, each row's token, each token's rows"),
+        SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
+        SavedTensor("mlp", "experts' gate and up", 2 * inner_bytes, "no copies of tokens, no products, no outputs"),
     ]
     if experts.shared_size:
         gated_bytes = shape.hidden_bytes(spec) + tokens * element_bytes
@@ -141,10 +140,11 @@ def product_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedT
     experts = spec.experts
     assert experts is not None
     scores_bytes = shape.tokens * experts.count * shape.element_bytes
-    experts_bytes = experts.per_token * (2 * shape.inner_bytes(experts.mlp_size) + hidden_bytes)
+    output_bytes = hidden_bytes if needs_last_product(spec, layer) else 0
+    experts_bytes = experts.per_token * (2 * shape.inner_bytes(experts.mlp_size) + output_bytes)
     saved += [
         SavedTensor("routing", "router's scores", scores_bytes, "the choice of experts is computed again"),
-        SavedTensor("mlp", "experts' gate, up and output", experts_bytes, "scaled again"),
+        SavedTensor("mlp", "experts' products", experts_bytes, "gate and up; with a shared expert the outputs too"),
     ]
     if experts.shared_size:
         shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + hidden_bytes + shape.tokens * shape.element_bytes
