@@ -177,7 +177,7 @@ MISTAKES = [
       "-o", "layout.data=2", "-o", "layout.micro_batch=1"],
      ["4 rank(s)", "1 process(es)", "torchrun --nproc-per-node=4 -m tightfit train"]),
     (["train", "PLAN", "-o", "data.train=x", "-o", "steps=2", "-o", "output=y", "-o", "layout.nodes=2"], ["nodes"]),
-    (["compare", "PLAN", "absent"], ["cannot read absent"]),
+    (["compare", "PLAN", "absent"], ["cannot read ledger absent"]),
     (["compare", "JOB", "PLAN"], ["JOB is not JSON"]),
     (["compare", "PLAN", "EMPTY"], ["EMPTY holds no ledger.json", "tightfit measure"]),
     (["picture", "timeline", "--model", "tiny-llama", "--seq", "64", "--out", "x.jpg"], ["name it .png or .svg"]),

@@ -6,6 +6,8 @@ is the share of tokens routed to expert e (summing to k) and P_e its mean router
 Hugging Face averages f and P over all layers first, where one layer's imbalance can hide another's.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,6 +54,11 @@ class ExpertWeights(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
 
+def _dense(stack: Tensor | Iterable[Tensor]) -> Tensor:
+    """All experts' matrices in one tensor; quantized ones are expanded for the length of a layer."""
+    return stack if isinstance(stack, Tensor) else torch.stack(tuple(stack))
+
+
 class RoutedMlp(nn.Module):
     """A mixture of experts: every token through its top-k experts, and the shared expert where the family has one."""
 
@@ -73,8 +80,8 @@ class RoutedMlp(nn.Module):
         if self.experts_spec.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         routing = route(chosen, self.experts_spec.count)
-        experts = self.experts.gate, self.experts.up, self.experts.down
-        out = routed_mlp(tokens, weights.to(x.dtype), routing, *experts, self.activation, impl=self.impl)
+        gate, up, down = (_dense(stack) for stack in (self.experts.gate, self.experts.up, self.experts.down))
+        out = routed_mlp(tokens, weights.to(x.dtype), routing, gate, up, down, self.activation, impl=self.impl)
         if self.shared is not None and self.shared_gate is not None:
             out = out + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)[0]
         return out.view_as(x), self._balance_loss(probabilities, routing.offsets)

@@ -5,13 +5,14 @@ MLPs, RMSNorms before attention and MLP, and rotary positions; others run throug
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.mlp import Mlp
-from tightfit.models.spec import ModelSpec, Rope
+from tightfit.models.spec import Rope
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,16 @@ class JointLayer:
     softcap: float | None
 
 
-def can_join(spec: ModelSpec) -> bool:
-    """Whether a model's layers are of the common kind."""
+def can_join(model: Decoder) -> bool:
+    """Whether a model's layers are of the common kind, and their projections plain linear layers (not quantized)."""
+    spec = model.spec
     plain = spec.norm in ("rms", "rms_plus_one") and not spec.sandwich_norms and spec.gated
-    return plain and spec.rope is not None and spec.experts is None
+    if not plain or spec.rope is None or spec.experts is not None:
+        return False
+    layer: Any = model.layers[0]
+    projections = (layer.attention.q, layer.attention.k, layer.attention.v, layer.attention.o)
+    mlp = (layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+    return all(type(projection) is nn.Linear for projection in (*projections, *mlp))
 
 
 @torch.no_grad()

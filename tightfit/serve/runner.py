@@ -4,6 +4,8 @@ Models of the common kind run over joint weights (program.py), others through th
 are.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,9 @@ class Runner:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
         self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
-        matrices = (weight for weight in model.layers[0].parameters() if weight.ndim == 2)
-        self.fast_products = fastest_products(max(matrices, key=Tensor.numel))
-        self.program = Program(model, cache, self.ropes, overlap=overlap) if can_join(model.spec) else None
+        matrices = [weight for weight in model.layers[0].parameters() if weight.ndim == 2]
+        self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if matrices else nullcontext
+        self.program = Program(model, cache, self.ropes, overlap=overlap) if can_join(model) else None
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""The experts' matrices of a routed layer in packed codes: expanded one expert at a time, as the layer asks."""
+"""The experts' matrices of a routed layer in packed codes: expanded for the length of a layer."""
 
 from collections.abc import Iterator
 
