@@ -24,8 +24,8 @@ from tightfit.compress.ranges import fit_grid
 from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize_rows
 from tightfit.kernels.int8_linear import int8_linear
+from tightfit.kernels.packing import pack
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
-from tightfit.models.quantized.packing import pack
 from tightfit.models.quantized.scheme import Scheme
 
 ROWS = (1, 4, 16, 64, 256, 2048)

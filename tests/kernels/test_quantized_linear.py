@@ -7,8 +7,8 @@ from torch import Tensor
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels import quantized_linear as module
+from tightfit.kernels.packing import pack
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear, quantized_linear_eager
-from tightfit.models.quantized.packing import pack
 
 SHAPES = [(1, 64, 48), (5, 96, 33), (17, 160, 32)]
 """Rows, inputs, outputs."""

@@ -15,6 +15,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.section import Section
+from tightfit.models.spec import ModelSpec
 
 EngineName = Literal["tightfit", "deepspeed"]
 PrecisionName = Literal["fp32", "bf16", "fp16", "pure-bf16"]
@@ -217,9 +218,16 @@ class Job(Section):
             raise ValueError(sentence)
         return self
 
-    def refusal(self) -> str | None:
-        """What the engine cannot do of the layout and the levers; the model's shape is not known here."""
-        run = Run(layout=self.layout, levers=self.levers, precision=self.precision, accumulation=self.accumulation)
+    def refusal(self, spec: ModelSpec | None = None) -> str | None:
+        """What the engine cannot do of the layout and the levers, and of the model where its shape is known."""
+        run = Run(
+            layout=self.layout,
+            levers=self.levers,
+            precision=self.precision,
+            accumulation=self.accumulation,
+            spec=spec,
+            sequence_length=self.data.sequence_length,
+        )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 
     @property

@@ -86,19 +86,25 @@ def paged_attention(
             **launch,
         )
         if splits > 1:
-            _join_kernel[(heads, B)](
-                parts,
-                norms,
-                out,
-                splits,
-                D=D,
-                BLOCK_D=triton.next_power_of_2(D),
-                MOST=MOST_SPLITS,
-                OVERLAP=overlap,
-                num_warps=4,
-                **launch,
-            )
+            _join(parts, norms, out, overlap=overlap)
     return out
+
+
+def _join(parts: Tensor, norms: Tensor, out: Tensor, *, overlap: bool) -> None:
+    """Weigh the shares of every sequence into `out`."""
+    B, heads, splits, D = parts.shape
+    _join_kernel[(heads, B)](
+        parts,
+        norms,
+        out,
+        splits,
+        D=D,
+        BLOCK_D=triton.next_power_of_2(D),
+        MOST=MOST_SPLITS,
+        OVERLAP=overlap,
+        num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
+    )
 
 
 def split_count(pairs: int, capacity: int, device: torch.device) -> int:

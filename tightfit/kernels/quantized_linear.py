@@ -8,7 +8,7 @@ output instead of one per weight. Where outputs are too few to fill the card, th
 sums are added afterwards. Many rows cost arithmetic, for which the matrix is expanded once and multiplied by cuBLAS:
 expanding moves 2.5 bytes a weight, little beside the product from `FUSED_ROWS` rows on.
 
-Words are those of `models/quantized/packing.py`: codes along the inputs, lowest bits first. Groups must be multiples of
+Words are those of `kernels/packing.py`: codes along the inputs, lowest bits first. Groups must be multiples of
 16 (or 0: one scale a row). Other widths and groups out of order take the plain path. Not differentiable.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.operators import multiprocessors, on_device_of, operator
+from tightfit.kernels.packing import unpack
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
-from tightfit.models.quantized.packing import unpack
 
 BITS = (2, 4, 8)
 FUSED_ROWS = 64

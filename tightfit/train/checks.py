@@ -16,12 +16,10 @@ from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.job import Job, PrecisionName
 from tightfit.jobs.workload import Workload
-from tightfit.models.decoder import Decoder
 from tightfit.models.loading import has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
-from tightfit.parallel.apply import cut
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.checkpoints.directory import Position, read_position
@@ -160,8 +158,8 @@ def _precision(job: Job, position: Position | None, device: torch.device) -> Pre
 
 def _refuse_split(spec: ModelSpec, job: Job) -> None:
     """A sentence where the layout cannot divide this model."""
-    with torch.device("meta"):
-        cut(Decoder(spec), None, job.layout, job.levers)
+    if sentence := job.refusal(spec):
+        raise UserError(sentence)
 
 
 def _tell_model(spec: ModelSpec, precision: str, device: torch.device, ranks: Ranks, say: Say) -> None:

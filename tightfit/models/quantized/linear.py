@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.kernels.int8_linear import int8_linear
+from tightfit.kernels.packing import pack, unpack
 from tightfit.kernels.quantized_linear import quantized_linear
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.codebooks import E4M3_LARGEST
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
-from tightfit.models.quantized.packing import pack, unpack
 
 OUTLIER = 6.0
 """LLM.int8: input channels with a value of this size are not rounded."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.packing import pack_awq, unpack_awq
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import Config, FileFormat, one_scheme, stored, wanted
-from tightfit.models.quantized.packing import pack_awq, unpack_awq
 from tightfit.models.quantized.scheme import Scheme
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.packing import pack_nibbles, unpack_nibbles
 from tightfit.models.quantized.codebooks import NF4, dynamic_map
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import Config, FileFormat, one_scheme, stored
-from tightfit.models.quantized.packing import pack_nibbles, unpack_nibbles
 from tightfit.models.quantized.scheme import FIXED_GROUPS, NESTED_BLOCK, Scheme
 
 STATE = "weight.quant_state.bitsandbytes__nf4"

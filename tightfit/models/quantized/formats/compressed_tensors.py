@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.packing import pack, pack_nibbles, unpack, unpack_nibbles
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import Config, FileFormat, stored, wanted
-from tightfit.models.quantized.packing import pack, pack_nibbles, unpack, unpack_nibbles
 from tightfit.models.quantized.scheme import Scheme
 
 EXPONENT_BIAS = 127

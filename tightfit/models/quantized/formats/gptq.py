@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import Config, FileFormat, one_scheme, stored, wanted
-from tightfit.models.quantized.packing import pack, unpack
 from tightfit.models.quantized.scheme import Scheme
 
 BITS = (2, 3, 4, 8)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 from tightfit.models.quantized.formats.format import Config, FileFormat, stored, wanted
-from tightfit.models.quantized.packing import pack, unpack
 from tightfit.models.quantized.scheme import Scheme
 
 SUPER = 16
