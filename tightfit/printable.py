@@ -23,7 +23,7 @@ def printable_json(text: str) -> str:
 
 def sentence(text: str) -> str:
     """`printable` text on one line, of a length one can read: of a longer one, its beginning and its end."""
-    text = text.replace("\n", "\\n")
+    text = text.replace("\n", "\\n").replace("\t", "\\t")
     if len(text) > LONGEST_SENTENCE:
         text = f"{text[: LONGEST_SENTENCE - 501]}…{text[-500:]}"
     return printable(text)

@@ -226,7 +226,7 @@ class Job(Section):
             precision=self.precision,
             accumulation=self.accumulation,
             spec=spec,
-            sequence_length=self.data.sequence_length,
+            sequence_length=self.data.sequence_length if spec is not None else None,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 

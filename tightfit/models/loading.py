@@ -78,6 +78,11 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
     held = sum(file.stat().st_size for file in files)
     least = SMALLEST_QUANTIZED_BYTES if is_quantized(path) else SMALLEST_DTYPE_BYTES
     if files and spec.params() * least > held:
+        if has_sharded(path):
+            raise UserError(
+                f"{path / 'sharded'} is damaged or of another model ({held:,} bytes cannot hold the "
+                f"{spec.params():,} parameters of config.json); go back to an older checkpoint"
+            )
         raise UserError(
             f"config.json in {path} describes {spec.params():,} parameters, but its .safetensors have only {held:,} "
             "bytes; config.json and weights must belong to the same model"

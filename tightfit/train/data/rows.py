@@ -132,6 +132,8 @@ def _saved_dataset(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
     if not any(path.rglob("*.arrow")):
         return  # `datasets` itself fails to load a dataset it saved without rows
     try:
+        for file in sorted(path.rglob("*.arrow")):
+            _check_arrow(file)
         loaded = datasets.load_from_disk(str(path))
         dataset = _train_split(loaded, path) if isinstance(loaded, datasets.DatasetDict) else loaded
         dataset = dataset.select_columns(_columns(path, wanted, dataset.column_names))
@@ -141,6 +143,19 @@ def _saved_dataset(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
         raise
     except Exception as error:  # whatever a damaged dataset makes of its many readers
         raise UserError(f"{path} cannot be read as a saved dataset ({_first_line(error)}); save it again") from error
+
+
+def _check_arrow(path: Path) -> None:
+    """Read the file once without mapping it: behind the end of a mapped file is no error but the end of the process.
+
+    That takes a second per GB, where tokenizing takes minutes.
+    """
+    import pyarrow
+
+    require_regular(path)
+    with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
+        for batch in reader:
+            batch.validate(full=True)
 
 
 def _train_split(splits: Mapping[str, Any], path: Path) -> Any:
