@@ -44,7 +44,7 @@ def compress(
     """Quantize a model layer by layer, with one layer in memory at a time.
 
     Killed, it goes on where it was when the same command is given again. What comes out is a model everywhere:
-    tightfit sample, evaluate --against and export take it, and transformers and vLLM load it.
+    tightfit sample, evaluate --against and export take it, and transformers loads it.
 
     \b
     tightfit compress my-model --method gptq --bits 4 --group 128 --data wiki.txt --out my-model-4bit
