@@ -16,6 +16,8 @@ from pathlib import Path
 from tightfit.errors import UserError
 
 LOCK_FILE = ".lock"
+NAMING_S = 2.0
+"""How long a lock may be nameless before nobody expects a name."""
 
 
 @contextmanager
@@ -81,8 +83,12 @@ def _flock(descriptor: int, path: Path) -> None:
 
 
 def _holder(path: Path) -> str:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {int(found['pid'])} on {found['host']} since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+    """Who holds the lock; one that has just taken it gets a moment to write its name."""
+    limit = time.monotonic() + NAMING_S
+    while time.monotonic() < limit:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return f"process {int(found['pid'])} on {found['host']} since {found['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            time.sleep(0.02)
+    return "another process"
