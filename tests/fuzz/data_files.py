@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,6 @@ KINDS = {
     "chats": chats,
     "plain text": plain_text,
     "parquet": parquet,
-    "saved dataset": saved_dataset,
+    **({"saved dataset": saved_dataset} if find_spec("datasets") else {}),
     "token store": token_store,
 }

@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.models.huggingface.reference import CASES, pair
 from tightfit.serve.config import EngineConfig
@@ -13,6 +15,9 @@ from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
 
 SKIPPED = {"llama-dynamic-beyond"}  # its prompts would be longer than the model's positions, which we refuse
+LONGROPE = "phi3-longrope-long"
+RECOMPUTING = Version("5.22")
+"""Of transformers, that generates past the trained length with the keys of all tokens made anew, as the engine does."""
 LENGTHS = (3, 17, 9, 20)
 NEW_TOKENS = 10
 SMALL = EngineConfig(max_sequences=4, step_tokens=11, block_size=4, cache_bytes=2**20)
@@ -27,6 +32,8 @@ def prompts(name: str) -> list[list[int]]:
 @cache
 def expected(name: str) -> list[list[int]]:
     """What transformers says to each prompt, one at a time."""
+    if name == LONGROPE and Version(transformers.__version__) < RECOMPUTING:
+        pytest.skip(f"transformers {transformers.__version__} keeps keys rotated for the trained length")
     theirs = pair(name).theirs
     made = []
     for prompt in prompts(name):
@@ -52,7 +59,7 @@ def test_answers_are_what_transformers_generates(name: str) -> None:
     assert engine.pool.free == engine.pool.size
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "phi3-longrope-long"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", LONGROPE])
 def test_one_request_at_a_time_gives_the_same(name: str) -> None:
     for request, wanted in zip(greedy(name), expected(name), strict=True):
         assert Engine(pair(name).ours, None, SMALL).generate([request])[request.id][0].tokens == wanted
