@@ -98,5 +98,5 @@ def test_interleaved_and_zero_bubble_wait_less(group: Make) -> None:
 
 
 def test_what_is_no_record_gets_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not the record of a pipeline"):
+    with pytest.raises(UserError, match="cannot read record of a pipeline"):
         read_record(tmp_path)
