@@ -82,7 +82,7 @@ class TiledLayer:
             cos, sin = (table[:, :, tile] for table in ctx.rope_tables[own.rope])
             rotated = rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin, impl=own.impl.rope)
             query, key = (heads.transpose(1, 2) for heads in rotated)
-        groups = head_groups(key.shape[2], self.tiles)
+        groups = 1 if ctx.attend is not None else head_groups(key.shape[2], self.tiles)
         return tuple(group for heads in (query, key, value) for group in heads.chunk(groups, dim=2))
 
     def _attend(self, heads: tuple[Tensor, ...], ctx: ForwardContext) -> list[Tensor]:
@@ -90,6 +90,8 @@ class TiledLayer:
         own, count = self.layer.attention, len(heads) // 3
         groups = [group.transpose(1, 2) for group in heads]
         limits: dict[str, Any] = {"scale": own.scale, "window": own.window, "softcap": own.softcap}
+        if ctx.attend is not None:  # which makes groups of its own
+            return [ctx.attend(own.layer, *groups, **limits).transpose(1, 2)]
         return [
             attention(query, key, value, ctx.mask, **limits, impl=own.impl.attention).transpose(1, 2)
             for query, key, value in zip(groups[:count], groups[count : 2 * count], groups[2 * count :], strict=True)
