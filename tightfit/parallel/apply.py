@@ -1,4 +1,4 @@
-"""Applies levers and parallelism to a decoder in one order: tensor, context, loss, fp8, tiling, checkpointing, data, pipeline.
+"""Applies splits and levers to a decoder in one order: tensor, context, loss, fp8, tiles, checkpoints, data or stages.
 
 Tensor parallelism comes first (`cut`): it cuts weights on the meta device and puts collectives around attention and
 MLP, inside everything else. Context parallelism changes no weight: it gives the decoder this rank's tokens, and layers

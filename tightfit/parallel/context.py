@@ -2,8 +2,8 @@
 
 Every context rank is given the same whole rows and keeps its tokens (row_split.py). Labels are those of the loader,
 where `labels[t]` follows `tokens[t]` already, so cutting both at the same places loses no pair at a border. Positions
-are those of the whole row, restarted at documents, before they are cut; rope tables are made from them. The loss is that
-of a rank's own tokens, divided by the counted tokens of the step; gradients of weights are summed over data and context
+are those of the whole row, restarted at documents, before they are cut; rope tables are made from them. The loss is of
+a rank's own tokens, divided by the counted tokens of the step; gradients of weights are summed over data and context
 ranks together, and ZeRO splits over both (mesh.py). Everything but attention is as on one process.
 
 | | attention of a rank | what it sends in a layer, forward |
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tightfit.collectives.conjugate import all_reduce
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.rules.shapes import unshared_rows
@@ -35,9 +36,11 @@ from tightfit.kernels.attention import AttentionMask, attention
 from tightfit.levers.policy.tiles import head_groups
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder, ForwardContext
+from tightfit.models.mlp import RoutedMlp
 from tightfit.models.rope import tables
 from tightfit.parallel.head_exchange import gather_rows, scatter_rows
 from tightfit.parallel.mesh import context_group
+from tightfit.parallel.ring import ring_attention
 from tightfit.parallel.row_split import RowSplit
 
 APPLIED = "row_split"
@@ -64,6 +67,17 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout, *, tiles:
     own["embed_tokens"] = context.embed_tokens
     own["forward_context"] = context.forward_context
     own["loss"] = context.loss
+    for module in model.modules():
+        if isinstance(module, RoutedMlp):
+            vars(module)["_balance_loss"] = partial(_balance_loss, mesh.get_group("context"))
+
+
+def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, offsets: Tensor) -> Tensor:
+    """E · Σ_e f_e · P_e as models/mlp.py has it, of the tokens of all ranks; gradients are of this rank's share."""
+    load = offsets.diff(prepend=offsets.new_zeros(1)).to(probabilities.dtype)
+    sums = all_reduce(torch.cat([load, probabilities.sum(0)]), group)
+    load, probability = (sums / (len(probabilities) * group.size())).chunk(2)
+    return len(load) * (load * probability).sum()
 
 
 @dataclass(frozen=True)
@@ -137,5 +151,28 @@ class Context:
             return scatter_rows(attended, self.heads_group)
         return attended[0] if groups == 1 else torch.cat(attended, dim=1)
 
-    def _attend(self, mask: AttentionMask, query: Tensor, key: Tensor, value: Tensor, **own: Any) -> Tensor:
-        return attention(query, key, value, mask, **own, impl=self.model.impl.attention)
+    def _attend(
+        self,
+        mask: AttentionMask,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if self.ring_group is not None:
+            first = self._first_keys(mask, window, len(query))
+            return ring_attention(query, key, value, first, self.ring_group, scale=scale, softcap=softcap)
+        impl = self.model.impl.attention
+        return attention(query, key, value, mask, scale=scale, window=window, softcap=softcap, impl=impl)
+
+    def _first_keys(self, mask: AttentionMask, window: int | None, rows: int) -> Tensor | None:
+        """The first key of every query of this rank's place in the ring, [B, tokens]; None where it is the row's."""
+        window = mask.effective_window(window)
+        if mask.is_causal_only(window):
+            return None
+        first = mask.first(window).int()
+        pieces = [first[:, begin:end] for begin, end in self.split.ring_intervals(mask.keys)]
+        return torch.cat(pieces, dim=1).expand(rows, -1)

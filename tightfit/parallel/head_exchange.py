@@ -21,9 +21,7 @@ from torch import Tensor
 from tightfit.collectives.conjugate import all_to_all
 
 
-def gather_rows(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def gather_rows(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens of this rank's heads, [B, heads, T, D], from this rank's tokens of all heads [B, heads, t, D]."""
     pieces = [_by_receiver(heads, group.size()) for heads in (query, key, value)]
     arrived = all_to_all(torch.cat(pieces, dim=3), group)  # [ranks, B, t, heads, D]

@@ -81,10 +81,8 @@ def _context_axes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
     """The axes of CONTEXT that have more than one rank."""
     degrees = dict(zip(CONTEXT, (layout.ring, layout.exchanging), strict=True))
     used = [axis for axis, degree in degrees.items() if degree > 1]
-    if len(used) < len(CONTEXT):
-        return {axis: mesh["context"] for axis in used}
-    both = _with_axes(mesh, {"context": degrees})
-    return {axis: both[axis] for axis in used}
+    both = mesh if len(used) < len(CONTEXT) else _with_axes(mesh, {"context": degrees})
+    return {axis: both["context" if both is mesh else axis] for axis in used}
 
 
 def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:

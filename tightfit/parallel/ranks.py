@@ -1,8 +1,8 @@
 """Ranks: this process's rank on the data axis and among all processes, and small collectives of the training loop.
 
-On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). On the context axis: sums over
-pieces of the same rows (`sum_pieces`). Over all processes of a run,
-of every axis: `first`, `sum_over_all`, `max`, `broadcast`, `barrier`.
+On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). On the context axis: sums
+over pieces of the same rows (`sum_pieces`). Over all processes of a run, of every axis: `first`,
+`sum_over_all`, `max`, `broadcast`, `barrier`.
 
 `ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
 by all ranks.

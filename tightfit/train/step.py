@@ -172,7 +172,7 @@ def _step_in_backward(
 def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """The step's loss and gradient norm.
 
-    Data and context ranks have parts of the loss, tensor ranks the same value; gradients may be replicated on several ranks.
+    Data and context ranks have parts of the loss, tensor ranks the same value; gradients may be replicated.
     """
     if ranks.processes == 1:
         assert optimizer.is_whole, "sharded parameters need `ranks`"

@@ -39,8 +39,8 @@ def unshared_heads(spec: ModelSpec, tensor: int, exchanging: int, context: int) 
         return None
     split = f", after layout.tensor={tensor}" if tensor > 1 else ""
     return (
-        f"{exchanging} of layout.context={context} ranks exchange heads, but the model has {heads} query and {kv_heads} "
-        f"key heads{split}; set layout.ring so that context / ring divides them, or to {context}"
+        f"{exchanging} of layout.context={context} ranks exchange heads, but the model has {heads} query and "
+        f"{kv_heads} key heads{split}; set layout.ring so that context / ring divides them, or to {context}"
     )
 
 
