@@ -39,7 +39,7 @@ def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers)
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
     if mesh is not None and layout.context > 1:
-        context_parallel(model, mesh, layout, tiles=levers.tiles)
+        context_parallel(model, mesh, layout)
 
 
 def apply(

@@ -33,7 +33,6 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.rules.shapes import unshared_rows
 from tightfit.kernels.attention import AttentionMask, attention
-from tightfit.levers.policy.tiles import head_groups
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder, ForwardContext
 from tightfit.models.mlp import RoutedMlp
@@ -49,8 +48,8 @@ BY_LONGEST_ROW = ("dynamic", "longrope")
 """Scalings of rope that depend on the last position of a row, which another rank may have."""
 
 
-def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout, *, tiles: int = 1) -> None:
-    """Give `model` this rank's tokens of every row, in place and once; `tiles` as in levers/tiling.py."""
+def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
+    """Give `model` this rank's tokens of every row, in place and once."""
     if APPLIED in vars(model):
         return
     ring, heads = context_group(mesh, "ring"), context_group(mesh, "heads")
@@ -60,7 +59,7 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout, *, tiles:
         exchanging=layout.exchanging,
         exchanging_rank=0 if heads is None else heads.rank(),
     )
-    context = Context(model, split, heads, ring, tiles)
+    context = Context(model, split, heads, ring)
     own: Any = vars(model)
     own[APPLIED] = split
     own["token_positions"] = context.token_positions
@@ -88,7 +87,6 @@ class Context:
     split: RowSplit
     heads_group: dist.ProcessGroup | None
     ring_group: dist.ProcessGroup | None
-    tiles: int
 
     def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """Positions of this rank's tokens in their documents, from whole rows."""
@@ -113,7 +111,7 @@ class Context:
         ctx = Decoder.forward_context(self.model, x, positions, None, cache)
         length = positions.shape[1] * self.split.ranks
         mask = AttentionMask(length, length, x.device, documents)
-        ctx.attend = partial(self.attend, mask)
+        ctx.attend, ctx.heads_multiple = partial(self.attend, mask), self.split.exchanging
         for rope in ctx.rope_tables:
             if rope.scaling in BY_LONGEST_ROW:
                 ctx.rope_tables[rope] = self._tables_of_whole_rows(rope, x, length, documents)
@@ -143,13 +141,9 @@ class Context:
         """Attention of this rank's tokens to all of their rows, [B, heads, t, D]."""
         if self.heads_group is not None:
             query, key, value = gather_rows(query, key, value, self.heads_group)
-        groups = head_groups(key.shape[1], self.tiles)
-        by_group = zip(*(heads.chunk(groups, dim=1) for heads in (query, key, value)), strict=True)
-        own: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        attended = [self._attend(mask, *heads, **own) for heads in by_group]
-        if self.heads_group is not None:
-            return scatter_rows(attended, self.heads_group)
-        return attended[0] if groups == 1 else torch.cat(attended, dim=1)
+        attended = self._attend(mask, query, key, value, scale=scale, window=window, softcap=softcap)
+        del query, key, value  # before more is received
+        return attended if self.heads_group is None else scatter_rows(attended, self.heads_group)
 
     def _attend(
         self,

@@ -12,8 +12,6 @@ The volume per rank falls with u while a ring's does not. What it costs beside t
 twice, as attention made it and as it came back for the output projection.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,8 +35,8 @@ def _by_receiver(heads: Tensor, ranks: int) -> Tensor:
     return heads.transpose(1, 2).unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
 
 
-def scatter_rows(attended: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens of all heads, [B, heads, t, D]; `attended` are all tokens of consecutive groups of its own."""
-    pieces = [heads.transpose(1, 2).unflatten(1, (group.size(), -1)).transpose(0, 1) for heads in attended]
-    arrived = all_to_all(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=3), group)  # [ranks, B, t, heads, D]
+def scatter_rows(attended: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's tokens of all heads, [B, heads, t, D], from all tokens of its own [B, heads, T, D]."""
+    pieces = attended.transpose(1, 2).unflatten(1, (group.size(), -1)).transpose(0, 1)
+    arrived = all_to_all(pieces, group)  # [ranks, B, t, heads, D]
     return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
