@@ -197,7 +197,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     x = qkv + batch * x_row
     at_heads = x + (head * GROUP + rows[:, None]) * D
     group_mask = in_group[:, None] & in_head[None, :]
-    position = newest.to(tl.int64)
+    position = tl.maximum(newest, 0).to(tl.int64)
     q = _turned(at_heads, q_norm, columns, group_mask, position, cos, sin, angle_row, eps, offset, D, HALF, HAS_NORM)
     acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     highest = tl.full([GROUP_2], -1.0e30, tl.float32)
