@@ -219,8 +219,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     stores = (columns < tl.where(has_newest, D, 0)) & in_head
     tl.store(keys + place + columns[None, :], k_new, mask=stores[None, :])
     tl.store(values + place + columns, v_new, mask=stores)
-    scores, _ = softcapped_scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP)
-    highest = tl.where(has_newest, scores, -1.0e30)
+    newest_scores, _ = softcapped_scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP)
+    highest = tl.where(has_newest, newest_scores, -1.0e30)
     denominator = tl.where(has_newest, 1.0, 0.0) + tl.zeros([GROUP_2], tl.float32)
     acc = tl.where(has_newest, v_new.to(tl.float32)[None, :], 0.0) + tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     before = tl.minimum(end, newest)
@@ -228,10 +228,10 @@ def _kernel(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, BLOCK_K)
         here = (at < before) & (at >= first)
         block = tl.load(table + at // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
-        place = block * kv_block + (at % BLOCK_SIZE) * kv_place + head * kv_head
+        older = (block * kv_block + (at % BLOCK_SIZE) * kv_place + head * kv_head)[:, None] + columns[None, :]
         mask = here[:, None] & in_head[None, :]
-        k = tl.load(keys + place[:, None] + columns[None, :], mask=mask, other=0.0)
-        v = tl.load(values + place[:, None] + columns[None, :], mask=mask, other=0.0)
+        k = tl.load(keys + older, mask=mask, other=0.0)
+        v = tl.load(values + older, mask=mask, other=0.0)
         scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
         scores = tl.where(here[None, :], scores, -1.0e30)
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -247,10 +247,10 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(to_out, (acc / denominator[:, None]).to(out.dtype.element_ty), mask=group_mask)
     else:
         total = tl.num_programs(2).to(tl.int64) * kv_heads * GROUP * most_splits
-        place = row * most_splits + split
-        tl.store(parts + place[:, None] * D + columns[None, :], acc, mask=group_mask)
-        tl.store(norms + place, highest, mask=in_group)
-        tl.store(norms + total + place, denominator, mask=in_group)
+        shares = row * most_splits + split
+        tl.store(parts + shares[:, None] * D + columns[None, :], acc, mask=group_mask)
+        tl.store(norms + shares, highest, mask=in_group)
+        tl.store(norms + total + shares, denominator, mask=in_group)
         tl.debug_barrier()  # all of the program's threads have stored before it is counted
         counter = counters + batch * kv_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
