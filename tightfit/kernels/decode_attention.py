@@ -219,7 +219,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     stores = (columns < tl.where(has_newest, D, 0)) & in_head
     tl.store(keys + place + columns[None, :], k_new, mask=stores[None, :])
     tl.store(values + place + columns, v_new, mask=stores)
-    newest_scores, _ = softcapped_scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP)
+    newest_scores, _unused = softcapped_scores(
+        tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP
+    )
     highest = tl.where(has_newest, newest_scores, -1.0e30)
     denominator = tl.where(has_newest, 1.0, 0.0) + tl.zeros([GROUP_2], tl.float32)
     acc = tl.where(has_newest, v_new.to(tl.float32)[None, :], 0.0) + tl.zeros([GROUP_2, BLOCK_D], tl.float32)
