@@ -131,15 +131,15 @@ def _backend(query: Tensor, key: Tensor, value: Tensor, part: Part) -> str:
     return "triton" if query.shape[3] <= LARGEST_HEAD else "eager"
 
 
-def _seed() -> tuple[Tensor, Tensor]:
-    """Of the random numbers that are not drawn without dropout."""
-    return torch.empty(0, dtype=torch.uint64), torch.empty(0, dtype=torch.uint64)
+def _unused_seed(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seed and offset of the random numbers of dropout, which are not drawn here."""
+    return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _cudnn_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, part: Part
 ) -> Gradients:
-    seed, offset = _seed()
+    seed, offset = _unused_seed(query.device)
     found = aten._scaled_dot_product_cudnn_attention_backward(
         d_out,
         query,
@@ -164,7 +164,7 @@ def _cudnn_backward(
 def _flash_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor, part: Part
 ) -> Gradients:
-    seed, offset = _seed()
+    seed, offset = _unused_seed(query.device)
     found = aten._scaled_dot_product_flash_attention_backward(
         d_out,
         query,
