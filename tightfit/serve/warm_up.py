@@ -48,7 +48,8 @@ def _calls(program: Program, padding_block: int) -> list[Callable[[], object]]:
         lambda: program.norm_of_sum(many, many, layer.mlp_norm),
         lambda: glu(gate, up, spec.activation),
     ]
-    for sequences in (1, 2, 8, 64):  # which divide the keys of a sequence differently
+    most = program.counters.numel() // spec.kv_heads
+    for sequences in (n for n in (1, 2, 8, 64) if n <= most):  # which divide the keys of a sequence differently
         step = _step(program, padding_block, singles=sequences, prompt=0)
         qkv = zeros(sequences, qkv_size)
         overlap = program.overlap and sequences == 1
