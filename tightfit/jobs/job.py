@@ -37,6 +37,15 @@ class ModelChoice(Section):
         return self
 
 
+VOCAB_MULTIPLE = 64
+"""Vocabularies of new models are rounded up to this, which keeps the output GEMM aligned on every GPU."""
+
+
+def rounded_vocabulary(tokens: int) -> int:
+    """The vocabulary of a model for a tokenizer of `tokens` that was trained for it."""
+    return -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
 class TokenizerChoice(Section):
     source: str = "model"
     """`model` uses the one beside the model, `train` makes a byte-level BPE from the data, else a directory."""
