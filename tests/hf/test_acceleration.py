@@ -149,6 +149,7 @@ def test_a_modeling_file_of_the_models_own_is_not_taken_for_transformers() -> No
         ({"impl": "cuda"}, "impl is 'cuda'; give one of auto, triton, torch"),
         ({"parts": ["norms"]}, r"parts is \['norms'\]; give a list of some of norm, rope, mlp, loss"),
         ({"parts": "loss"}, "parts is 'loss'; give a list"),
+        ({"parts": []}, r"parts is \[\]; give a list"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

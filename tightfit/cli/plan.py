@@ -138,9 +138,11 @@ def _question(
         loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
         job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
         pins = [*_decided("layout", loaded.layout), *_decided("levers", loaded.levers), *pins]
-        seq, precision = seq or loaded.data.sequence_length, precision or _known(loaded.precision)
-        rows = rows or (None if batch_tokens else loaded.global_batch)
-        steps, model, shape = steps or loaded.steps, loaded.model.source, dict(loaded.model.shape)
+        seq = loaded.data.sequence_length if seq is None else seq
+        precision = precision or _known(loaded.precision)
+        rows = loaded.global_batch if rows is None and batch_tokens is None else rows
+        steps = loaded.steps if steps is None and tokens is None else steps
+        model, shape = loaded.model.source, dict(loaded.model.shape)
         if loaded.tokenizer.source == "train":
             shape["vocab_size"] = rounded_vocabulary(loaded.tokenizer.vocab_size)
     spec = reshaped(resolve_spec(model), shape, model)

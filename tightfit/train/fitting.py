@@ -65,7 +65,7 @@ def with_memory(machine: Machine, memory_bytes: int) -> Machine:
 def cap_memory(cap_bytes: int) -> None:
     """Make this process's GPU the size of `cap_bytes`, its CUDA context included."""
     if not torch.cuda.is_available():
-        return
+        raise UserError("--memory makes a GPU smaller, but this machine has none; leave it out")
     total = torch.cuda.mem_get_info()[1]
     if cap_bytes <= 2 * DEFAULT.context_bytes:
         raise UserError(f"--memory is {cap_bytes / GIB:.2f} GiB, of which CUDA itself takes 0.5; give 2 GiB or more")
