@@ -54,7 +54,6 @@ def test_accelerating_twice_changes_nothing() -> None:
         (["rope"], {"LlamaAttention"}),
         (["mlp"], {"LlamaMLP"}),
         (["loss"], {"LlamaForCausalLM", "Linear"}),
-        ([], set()),
     ],
 )
 def test_parts(parts: list[str], changed: set[str]) -> None:

@@ -24,7 +24,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16", "pure-bf16"]
 
 class ModelChoice(Section):
     source: str
-    """A preset (`tightfit models` lists them), a Hugging Face directory, a run or checkpoint, or a GGUF file."""
+    """A preset (`tightfit models` lists them), a Hugging Face directory, `hf:org/name`, a run, or a GGUF file."""
     weights: Literal["auto", "random", "pretrained"] = "auto"
     """`pretrained` needs a source with weights; `auto` takes them where there are some, else starts at random."""
     shape: dict[str, int] = Field(default_factory=dict)
@@ -152,8 +152,8 @@ def _source_only(value: object) -> object:
 
 
 def _one_or_many(value: object) -> object:
-    """`data: PATH` is short for `data: {train: [PATH]}`."""
-    return {"train": [value]} if isinstance(value, str) else value
+    """`data: PATH` and `data: [PATH, …]` are short for `data: {train: […]}`."""
+    return {"train": _listed(value)} if isinstance(value, str | list) else value
 
 
 class Job(Section):

@@ -19,10 +19,11 @@ from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path
 from tightfit.models.gguf.weights import fill
+from tightfit.models.hub import hub_directory, hub_hint, is_hub_name
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
 from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
-from tightfit.models.resolve import resolve_spec
+from tightfit.models.resolve import refuse_adapter, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -162,6 +163,8 @@ def _located(source: str) -> Path:
     """The file or directory that `source` means, whether or not it exists."""
     if source == SMOLLM2:
         return smollm2_path()
+    if is_hub_name(source):
+        return hub_directory(source, weights=True)
     path = user_path(source, "model")
     is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
     if not is_run:
@@ -178,10 +181,11 @@ def _weights_path(source: str) -> Path:
         raise UserError(f"{source} is a preset, and a preset has no weights; name a directory or a GGUF file that has")
     path = _located(source)
     if not path.exists():
-        known = f"a directory with config.json and safetensors, a run directory, a GGUF file or {SMOLLM2}"
-        raise UserError(f"there is no model at {source!r}; give {known}")
+        known = f"give a directory with config.json and safetensors, a run directory, a GGUF file or {SMOLLM2}"
+        raise UserError(f"there is no model at {source!r}; {hub_hint(source) or known}")
     if path.suffix == ".json" and path.is_file():
         raise UserError(f"{path} is a shape without weights; give the directory or the GGUF file that has them")
+    refuse_adapter(path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json, so it is not a model directory")
     return path

@@ -52,9 +52,25 @@ def read_rows(source: Source, wanted: Sequence[str]) -> Iterator[Row]:
         raise UserError(f"{source.path} has no rows; remove it from the data or fill it")
 
 
+CONVERSATIONS = (
+    ("messages",),
+    ("conversations",),
+    ("instruction", "output"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+)
+"""Fields by which conversations are recognised, first come first served."""
+
+
 def missing_fields(where: str, wanted: Sequence[str], present: Sequence[str]) -> UserError:
     """The error of a row or file without any of the `wanted` fields."""
     has = f"it has {', '.join(map(repr, present))}" if present else "it has none at all"
+    if len(wanted) == 1 and any(set(fields) <= set(present) for fields in CONVERSATIONS):
+        return UserError(
+            f"{where} has no field {wanted[0]!r} but a conversation ({has}); to learn its answers set objective: sft "
+            "(evaluate: --chat), or name the field that holds the text"
+        )
     if len(wanted) == 1:
         return UserError(f"{where} has no field {wanted[0]!r} ({has}); name the field that holds the text")
     return UserError(f"{where} has none of the fields {', '.join(map(repr, wanted))} ({has}); rename its fields")
