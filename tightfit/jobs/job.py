@@ -62,7 +62,9 @@ def _listed(value: object) -> object:
 
 class Data(Section):
     train: Annotated[list[str], BeforeValidator(_listed)] = Field(min_length=1)
-    """Files (.txt, .jsonl, .parquet, source code), directories, Hugging Face datasets on disk, or `stdlib`."""
+    """Files (text, .jsonl, .json, .csv, .parquet; .gz and .zst), patterns, folders, saved datasets, `stdlib`."""
+    weights: list[Annotated[float, Field(gt=0)]] | None = None
+    """How much of each entry of `train` is seen, relative to the others; without, as much as there is."""
     held_out: float | list[str] = 0.01
     """Share of documents kept aside for evaluation, or the files to evaluate on; 0 for none."""
     field: str = "text"
@@ -75,6 +77,14 @@ class Data(Section):
     """Pack several conversations into one row (fine-tuning)."""
     cache: Path = Path("~/.cache/tightfit")
     """Where tokenized shards are kept between runs."""
+
+    @model_validator(mode="after")
+    def _weight_each(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.train):
+            raise ValueError(
+                f"data.weights has {len(self.weights)} numbers for {len(self.train)} data.train; give one each"
+            )
+        return self
 
     @model_validator(mode="after")
     def _held_out_in_range(self) -> Self:
@@ -144,6 +154,12 @@ class Logging(Section):
     """Steps between rows of metrics.jsonl."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
+    wandb: bool = False
+    """Also log to Weights & Biases, where it is installed; `WANDB_MODE=offline` for later."""
+    mlflow: bool = False
+    """Also log to MLflow, where it is installed: to `MLFLOW_TRACKING_URI`, or a file in the run's directory."""
+    project: str = Field(default="tightfit", min_length=1)
+    """The project (Weights & Biases) or experiment (MLflow) that the run belongs to."""
 
 
 def _source_only(value: object) -> object:

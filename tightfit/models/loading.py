@@ -13,7 +13,7 @@ import torch
 from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
 from tightfit.models.blank import blank_decoder
-from tightfit.models.checksums import verify
+from tightfit.models.checksums import verify, verify_file
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
@@ -58,6 +58,8 @@ def load_model(
     """
     path = _weights_path(source)
     if path.is_file():
+        if verified:
+            verify_file(path)
         file = GgufFile(path)
         tokenizer = load_gguf_tokenizer(file)
         return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
@@ -94,6 +96,7 @@ def load_into(model: Decoder, source: str) -> None:
     """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards take their rows."""
     path = _weights_path(source)
     if path.is_file():
+        verify_file(path)
         fill(model, GgufFile(path))
     else:
         _load_directory(model, path)
@@ -112,9 +115,11 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
 
 
 def verify_weights(path: Path) -> None:
-    """Compare the weight files of a directory with its checksums, where it has some."""
-    patterns = ("model*.safetensors", "sharded/*.distcp")
-    verify(path, (file.relative_to(path).as_posix() for pattern in patterns for file in sorted(path.glob(pattern))))
+    """Compare the weight files of a directory with its checksums, where it has some; of pieces, each rank its share."""
+    whole, pieces = (sorted(path.glob(pattern)) for pattern in ("model*.safetensors", "sharded/*.distcp"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        pieces = pieces[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    verify(path, (file.relative_to(path).as_posix() for file in (*whole, *pieces)))
 
 
 def has_sharded(checkpoint: Path) -> bool:

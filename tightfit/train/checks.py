@@ -25,9 +25,9 @@ from tightfit.plan.host_room import refuse_host_shortage
 from tightfit.train.checkpoints.directory import Position, read_position
 from tightfit.train.checkpoints.room import refuse_full_disk
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
-from tightfit.train.metrics import require_tensorboard
 from tightfit.train.precision import choose_precision
 from tightfit.train.run_data import RunData, Say, find_data, find_tokenizer, tell_lost
+from tightfit.train.trackers import require_trackers
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def check_run(
 def _refuse_missing_packages(job: Job, checkpoint: Path | None, device: torch.device, *, saves: bool) -> None:
     if job.engine == "deepspeed":
         refuse_what_deepspeed_cannot(job, checkpoint, device)
-    if saves and job.logging.tensorboard:
-        require_tensorboard()
+    if saves:
+        require_trackers(job)
 
 
 def _found(
