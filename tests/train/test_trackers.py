@@ -1,5 +1,6 @@
 """Trackers: what they are told, offline; that they never fail a run; and the real packages where they are installed."""
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -43,8 +44,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         module = ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    pretend_installed(monkeypatch, True)
     return record
+
+
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """That both packages are, or are not, whatever is true here."""
+    found = importlib.util.find_spec
+
+    def spec(name: str, *rest: Any) -> Any:
+        return (object() if installed else None) if name in ("wandb", "mlflow") else found(name, *rest)
+
+    monkeypatch.setattr("importlib.util.find_spec", spec)
 
 
 def test_both_are_told_every_step(make_small: Callable[..., Job], recorded: Recorded) -> None:
@@ -73,10 +84,18 @@ def test_a_tracker_that_fails_is_a_warning(
     assert capfd.readouterr().err.count("WeightsAndBiases takes no metrics (no network)") == 1
 
 
-def test_one_that_cannot_begin_is_a_sentence_before_anything_is_written(
+def test_a_tracker_that_cannot_begin_is_a_warning(
+    make_small: Callable[..., Job], recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.delattr("mlflow.set_experiment")
+    assert run_job(make_small(logging={"mlflow": True}), quiet=False).step == 2
+    assert "MLflow cannot begin" in capfd.readouterr().err
+
+
+def test_one_that_is_not_installed_is_a_sentence_before_anything_is_written(
     make_small: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    pretend_installed(monkeypatch, False)
     job = make_small(logging={"mlflow": True})
     with pytest.raises(UserError, match=r"logging.mlflow is true, but it is not installed: pip install mlflow"):
         run_job(job, quiet=True)
@@ -94,6 +113,7 @@ def test_weights_and_biases_offline(make_small: Callable[..., Job], monkeypatch:
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="pip install mlflow")
 def test_mlflow_offline(make_small: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
     run_job(make_small(logging={"mlflow": True}), quiet=True)
     (losses,) = (tmp_path / "mlruns").glob("*/*/metrics/loss")

@@ -194,7 +194,9 @@ class _Run:
     def _metrics_log(self) -> AbstractContextManager[MetricsLog | None]:
         if not self.ranks.first or not self.writes:
             return nullcontext()
-        return MetricsLog(self.job.output, self.step, open_trackers(self.job, self.step), self.side_files)
+        return MetricsLog(
+            self.job.output, self.step, open_trackers(self.job, self.step, self.progress.say), self.side_files
+        )
 
     def _log(self, **values: Any) -> None:
         if self.metrics is not None:

@@ -38,14 +38,22 @@ def require_trackers(job: Job) -> None:
             raise UserError(f"logging.{field} is true, but it is not installed: {remedy}")
 
 
-def open_trackers(job: Job, resumed_step: int) -> list[Tracker]:
-    """Those that `job` asks for."""
+def open_trackers(job: Job, resumed_step: int, say: Callable[[str], None]) -> list[Tracker]:
+    """Those that `job` asks for; one that cannot begin (no login, no network) is a warning."""
     makers: dict[str, Callable[[Job, int], Tracker]] = {
         "tensorboard": TensorBoard,
         "wandb": WeightsAndBiases,
         "mlflow": MLflow,
     }
-    return [make(job, resumed_step) for field, make in makers.items() if getattr(job.logging, field)]
+    made: list[Tracker] = []
+    for field, make in makers.items():
+        if getattr(job.logging, field):
+            try:
+                made.append(make(job, resumed_step))
+            except Exception as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                say(f"warning: {make.__name__} cannot begin ({reason:.200}); the run goes on without")
+    return made
 
 
 class TensorBoard:
