@@ -15,7 +15,7 @@ M micro-batches run through the slowest pipeline rank. Each cause has its file i
 | gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
-Not modelled: stragglers, data loading. `Costs` belongs to one workload and machine and does what depends on the layout
+Cards that work in step wait for the slowest (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to one workload and machine and does what depends on the layout
 once (`of`), so that a search can try many levers on it (`LayoutCost.step`).
 """
 
@@ -39,6 +39,7 @@ from tightfit.plan.seconds.parameters import RankParams, model_params, rank_para
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
+from tightfit.plan.seconds.stragglers import straggler_share
 from tightfit.plan.seconds.tensor import tensor_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
@@ -153,6 +154,7 @@ class LayoutCost:
         whole_forward_s = forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
         whole_backward_s = backward_s + self.tensor.one_way_s + regather_s + self.expert_s + self.context_backward_s
         sends_s = 2 * self.send_s
+        exposed_share = 1 - costs.workload.engine.tensor_hidden_share
 
         # Of the step, what hides behind these.
         hiding_s = whole_backward_s + again.seconds + waits_s
@@ -160,7 +162,8 @@ class LayoutCost:
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
             launch_s=micro * waits_s,
-            tensor_s=micro * (2 * self.tensor.one_way_s + regather_s + again.share * self.tensor.recompute_s),
+            tensor_s=micro
+            * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
             expert_s=micro * (2 + again.share) * self.expert_s,
             data_s=self.data.step_s(layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_s),
@@ -174,14 +177,17 @@ class LayoutCost:
             ),
             offload_s=self._offload_s(levers, again, forward_s=whole_forward_s, backward_s=hiding_s),
             optimizer_s=max(update, self._update_launch_s(levers)),
+            straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
         )
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
         costs, tensor = self.costs, self.layout.tensor
-        fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor)
+        engine = costs.workload.engine
+        fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor, engine)
         tiled = tiled_more_s(costs.workload, costs.rates, self.layer, tiles=levers.tiles, tensor=tensor)
-        plain_loss_s = self.layer.elementwise.plain_loss_more_s if levers.loss == "plain" else 0.0
+        plain = levers.loss == "plain" or engine.passes.logits is not None
+        plain_loss_s = self.layer.elementwise.plain_loss_more_s if plain else 0.0
         forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
         return forward_s, self.backward_s + self.layers * (fp8[1] + tiled[1]) + plain_loss_s
 
@@ -193,7 +199,8 @@ class LayoutCost:
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
-        host_forward_s, host_backward_s = launch_s(levers, again, self.layers)
+        engine_share = self.costs.workload.engine.launch_share
+        host_forward_s, host_backward_s = (engine_share * each for each in launch_s(levers, again, self.layers))
         if self.layout.pipeline > 1 and self.layout.schedule == "zero-bubble":
             host_backward_s *= 2  # autograd goes back twice, for inputs and for weights
         forward_late_s = max(0.0, host_forward_s - forward_s)

@@ -54,6 +54,7 @@ def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
         elementwise=layer_elementwise(
             spec,
             rates,
+            workload.engine,
             tokens=tokens,
             tensor=tensor,
             sequence_parallel=layout.sequence_parallel,
