@@ -94,11 +94,15 @@ ATTENTION: dict[str, dict[Generation, tuple[float, float]]] = {
 """Shares of the peak at long rows and heads of 128, forward and backward, by kernel; elsewhere DEFAULT_ATTENTION."""
 DEFAULT_ATTENTION = 0.60, 0.52
 """FlashAttention-2 on the cards it was written for."""
+NARROW_HEADS = {"flash-triton": 0.75}
+"""What a kernel reaches with heads of 64, as a share of what it does with 128; 0.89 for the others (kernels.csv)."""
+WIDE_HEAD = 128
 
 
-def attention_shares(card: Accelerator, kernel: str, peak_tflop_s: float) -> tuple[float, float]:
+def attention_shares(card: Accelerator, kernel: str, peak_tflop_s: float, head_dim: int) -> tuple[float, float]:
     """Of one kernel on this card, forward and backward."""
     generation = generation_of(card)
     forward, backward = ATTENTION.get(kernel, {}).get(generation, DEFAULT_ATTENTION)
     factor = min(power_factor(card, peak_tflop_s), LIMIT / REFERENCES[generation].share)
+    factor *= 1.0 if head_dim >= WIDE_HEAD else NARROW_HEADS.get(kernel, 0.89)
     return min(LIMIT, forward * factor), min(LIMIT, backward * factor)

@@ -55,8 +55,10 @@ class EngineMemory:
     """Copies of queries and keys that unfused rope keeps."""
     gate_copies: float = 0.0
     """Copies of the MLP's columns that an unfused activation keeps."""
-    logit_bytes: float = 0.0
-    """Per logit, beyond the plain loss's."""
+    activation_copies: float = 0.0
+    """The same without a gate."""
+    keeps_gathered: bool = False
+    """Whether what tensor ranks gather for a block is kept, rather than gathered again."""
     slack_share: float = 0.05
     """What its allocator reserves beyond what is allocated."""
     fixed_gib: float = 0.0
@@ -86,6 +88,12 @@ class Engine:
     overlaps_gradients: bool = True
     bucket_bytes: int | None = None
     """Of one collective of data ranks; None: a layer at a time."""
+    fuses_accumulation: bool = False
+    """Whether products add a micro-batch's gradients to the sum themselves."""
+    overlaps_sends: bool = False
+    """Whether a pipeline's sends run beside compute."""
+    expert_hidden_share: float = 0.0
+    """Of tokens' ways to experts and back, what runs beside compute."""
     code_share: float = 1.0
     """Time to make fp8 codes, as a share of ours."""
     memory: EngineMemory = EngineMemory()
@@ -105,21 +113,19 @@ ENGINES: dict[EngineName, Engine] = {
         Engine(
             name="hf",
             is_for="Hugging Face's models with FSDP or accelerate",
-            attention="flash2",
             passes=NATIVE,
             eager_norm_passes=HF_RMS,
             skips_last_product=False,
-            memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, logit_bytes=4, slack_share=0.10),
+            memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, slack_share=0.10),
         ),
         Engine(
             name="deepspeed",
             is_for="Hugging Face's models with DeepSpeed",
-            attention="flash2",
             passes=NATIVE,
             eager_norm_passes=HF_RMS,
             skips_last_product=False,
             reduces_wide=False,
-            memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, logit_bytes=4, slack_share=0.12),
+            memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, slack_share=0.12),
         ),
         Engine(
             name="torchtitan",
@@ -129,7 +135,7 @@ ENGINES: dict[EngineName, Engine] = {
             launch_share=0.4,
             skips_last_product=False,
             kept_product_share=0.5,
-            memory=EngineMemory(slack_share=0.10, fixed_gib=1.5),
+            memory=EngineMemory(gate_copies=1, slack_share=0.20, fixed_gib=1.5),
         ),
         Engine(
             name="torchtitan-eager",
@@ -139,7 +145,7 @@ ENGINES: dict[EngineName, Engine] = {
             eager_norm_passes=TITAN_EAGER,
             skips_last_product=False,
             kept_product_share=0.5,
-            memory=EngineMemory(norm_copies=1, rope_copies=2, gate_copies=1, slack_share=0.10, fixed_gib=1.5),
+            memory=EngineMemory(norm_copies=1, rope_copies=2, gate_copies=2, slack_share=0.20, fixed_gib=1.5),
         ),
         Engine(
             name="megatron",
@@ -148,6 +154,9 @@ ENGINES: dict[EngineName, Engine] = {
             launch_share=0.35,
             skips_last_product=False,
             tensor_hidden_share=0.6,
+            fuses_accumulation=True,
+            overlaps_sends=True,
+            expert_hidden_share=0.25,
             code_share=0.4,
             memory=EngineMemory(gradient_bytes=4, slack_share=0.06, fixed_gib=2.0),
         ),
@@ -169,7 +178,9 @@ ENGINES: dict[EngineName, Engine] = {
             skips_last_product=False,
             overlaps_gradients=False,
             bucket_bytes=25 * 2**20,
-            memory=EngineMemory(gradient_bytes=4, slack_share=0.08),
+            memory=EngineMemory(
+                gradient_bytes=4, gate_copies=2, rope_copies=1, norm_copies=1, keeps_gathered=True, slack_share=0.06
+            ),
         ),
         Engine(
             name="llm-foundry",

@@ -112,9 +112,12 @@ class LayoutCost:
         self.context_forward_s = self.layers * ring.forward_s(layer.attention.forward_s)
         self.context_backward_s = self.layers * ring.backward_s(layer.attention.backward_s)
         experts = costs.group(tensor, layout.expert)
-        self.expert_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
+        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
+        self.expert_s = (1 - workload.engine.expert_hidden_share) * sent_s
         stages = costs.group(tensor * layout.context * layout.data, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
+        if workload.engine.overlaps_sends:
+            self.send_s /= layout.stages_per_rank  # the first of a micro-batch's only
         self.offload = OffloadTime(
             workload=workload,
             machine=costs.machine,

@@ -38,7 +38,9 @@ class StepTime:
         """All of it."""
         compute_s = self.compute_s + self.recompute_s
         traffic_s = self.tensor_s + self.context_s + self.expert_s + self.data_s + self.pipeline_s
-        return compute_s + traffic_s + self.bubble_s + self.offload_s + self.optimizer_s + self.launch_s + self.straggler_s
+        return (
+            compute_s + traffic_s + self.bubble_s + self.offload_s + self.optimizer_s + self.launch_s + self.straggler_s
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

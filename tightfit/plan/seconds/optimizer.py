@@ -31,6 +31,8 @@ def update_s(
     """The card's seconds of adding up the gradients of a step's micro-batches, and of AdamW."""
     summed_params = params.owned if layout.zero >= 2 else params.held
     added_bytes = (micro_batches - 1) * summed_params * sum_bytes(workload, layout)
+    if workload.engine.fuses_accumulation:
+        added_bytes = 0
     update_bytes = params.owned * moved_bytes(workload, layout, levers)
     return (added_bytes + update_bytes / _reached(levers, efficiency, wide=workload.updates_wide)) / bytes_s
 

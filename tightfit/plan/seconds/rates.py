@@ -81,6 +81,4 @@ def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficien
     if kernel == "cudnn" and generation_of(card) == "hopper":
         factor = power_factor(card, peak_tflop_s)
         return measured[0] * factor, measured[1] * factor
-    narrow_heads = min(1.0, measured[0] / by_head_size(shares.attention_forward, 128))
-    forward_share, backward_share = attention_shares(card, kernel, peak_tflop_s)
-    return forward_share * narrow_heads, backward_share * narrow_heads
+    return attention_shares(card, kernel, peak_tflop_s, head_dim)
