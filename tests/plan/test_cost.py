@@ -197,7 +197,7 @@ def test_tensor_ranks_pay_for_slow_links() -> None:
     fast = step("llama-3.1-8b", "8xA100-80GB", 4096, 8, layout)
     slow = step("llama-3.1-8b", "8xA100-80GB:pcie", 4096, 8, layout)
     assert slow.tensor_s > 8 * fast.tensor_s
-    assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.02)
+    assert 1 < slow.compute_s / fast.compute_s < (400 / 300) ** 0.5, "PCIe cards have 300 W, not 400"
 
 
 @pytest.mark.parametrize("stages", [1, 7, 63, 64])

@@ -15,8 +15,9 @@ M micro-batches run through the slowest pipeline rank. Each cause has its file i
 | gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
-Cards that work in step wait for the slowest (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to one workload and machine and does what depends on the layout
-once (`of`), so that a search can try many levers on it (`LayoutCost.step`).
+Cards that work in step wait for the slowest (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to one
+workload and machine and does what depends on the layout once (`of`), so that a search can try many levers on it
+(`LayoutCost.step`).
 """
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
