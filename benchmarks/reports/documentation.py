@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.reports.levers import measured_block, predicted_rows
 from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
+from benchmarks.reports.published import engine_rows, group_rows
 from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from benchmarks.reports.scale import plan_rows, published_rows, stage_rows, time_rows
 from benchmarks.reports.step_profile import profile_rows
@@ -135,6 +136,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
     "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
     "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
+    "engines": lambda: markdown_table(*engine_rows()),
+    "published-groups": lambda: markdown_table(*group_rows()),
     "scale-plans": lambda: markdown_table(*plan_rows(RESULTS)),
     "scale-times": lambda: markdown_table(*time_rows(RESULTS)),
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),

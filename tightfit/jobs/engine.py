@@ -11,9 +11,10 @@ queries and keys for rope, of the MLP's columns for its activation.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tightfit.errors import UserError
+from tightfit.jobs.levers import Levers
 
 AttentionKernel = Literal["cudnn", "flash2", "flash-triton", "unfused"]
 EngineName = Literal[
@@ -97,8 +98,23 @@ class Engine:
     code_share: float = 1.0
     """Time to make fp8 codes, as a share of ours."""
     memory: EngineMemory = EngineMemory()
+    fixed_layout: tuple[tuple[str, Any], ...] = ()
+    """What it does not split; the search leaves these alone."""
+    fixed_levers: tuple[tuple[str, Any], ...] = ()
+    recomputes_all_or_nothing: bool = False
+    """Whether it recomputes every layer or none."""
 
 
+DATA_ONLY = (("tensor", 1), ("pipeline", 1), ("context", 1), ("expert", 1))
+NOT_THEIRS = (
+    ("tiles", 1),
+    ("update_in_backward", False),
+    ("loss", "plain"),
+    ("loss_chunk_bytes", Levers().loss_chunk_bytes),
+    ("offload_checkpoints", False),
+)
+"""Levers that only ours have."""
+NO_HOST = (*NOT_THEIRS, ("offload", "none"))
 NATIVE = Passes(stream=(10, 18), rope=3, gate=(3, 6), activation=(2, 3), logits=21)
 """One kernel per operation, residual sums apart: torch's own LayerNorm and GELU, or what torch.compile makes."""
 HF_RMS = Passes(stream=(56, 132), rope=35, gate=(5, 8), activation=(2, 3), logits=21)
@@ -116,6 +132,9 @@ ENGINES: dict[EngineName, Engine] = {
             passes=NATIVE,
             eager_norm_passes=HF_RMS,
             skips_last_product=False,
+            fixed_levers=NO_HOST,
+            fixed_layout=DATA_ONLY,
+            recomputes_all_or_nothing=True,
             memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, slack_share=0.10),
         ),
         Engine(
@@ -125,6 +144,9 @@ ENGINES: dict[EngineName, Engine] = {
             eager_norm_passes=HF_RMS,
             skips_last_product=False,
             reduces_wide=False,
+            fixed_levers=NOT_THEIRS,
+            fixed_layout=DATA_ONLY,
+            recomputes_all_or_nothing=True,
             memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, slack_share=0.12),
         ),
         Engine(
@@ -135,6 +157,7 @@ ENGINES: dict[EngineName, Engine] = {
             launch_share=0.4,
             skips_last_product=False,
             kept_product_share=0.5,
+            fixed_levers=NO_HOST,
             memory=EngineMemory(gate_copies=1, slack_share=0.20, fixed_gib=1.5),
         ),
         Engine(
@@ -145,6 +168,7 @@ ENGINES: dict[EngineName, Engine] = {
             eager_norm_passes=TITAN_EAGER,
             skips_last_product=False,
             kept_product_share=0.5,
+            fixed_levers=NO_HOST,
             memory=EngineMemory(norm_copies=1, rope_copies=2, gate_copies=2, slack_share=0.20, fixed_gib=1.5),
         ),
         Engine(
@@ -158,6 +182,7 @@ ENGINES: dict[EngineName, Engine] = {
             overlaps_sends=True,
             expert_hidden_share=0.25,
             code_share=0.4,
+            fixed_levers=NO_HOST,
             memory=EngineMemory(gradient_bytes=4, slack_share=0.06, fixed_gib=2.0),
         ),
         Engine(
@@ -167,6 +192,7 @@ ENGINES: dict[EngineName, Engine] = {
             passes=NATIVE,
             launch_share=0.5,
             skips_last_product=False,
+            fixed_levers=NO_HOST,
             memory=EngineMemory(gradient_bytes=4, slack_share=0.06, fixed_gib=2.0),
         ),
         Engine(
@@ -178,6 +204,7 @@ ENGINES: dict[EngineName, Engine] = {
             skips_last_product=False,
             overlaps_gradients=False,
             bucket_bytes=25 * 2**20,
+            fixed_levers=NO_HOST,
             memory=EngineMemory(
                 gradient_bytes=4, gate_copies=2, rope_copies=1, norm_copies=1, keeps_gathered=True, slack_share=0.06
             ),
@@ -189,6 +216,9 @@ ENGINES: dict[EngineName, Engine] = {
             passes=NATIVE,
             skips_last_product=False,
             reduces_wide=False,
+            fixed_levers=NO_HOST,
+            fixed_layout=DATA_ONLY,
+            recomputes_all_or_nothing=True,
             memory=EngineMemory(slack_share=0.10),
         ),
     )

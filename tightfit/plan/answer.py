@@ -12,6 +12,7 @@ from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
+from tightfit.jobs.engine import EngineName
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
@@ -52,7 +53,8 @@ class Question:
     @property
     def space(self) -> SearchSpace:
         """Where to look for plans."""
-        return SearchSpace(self.workload, self.machine, self.pins, self.lossy, self.runnable)
+        pins = self.pins.with_engine(self.workload.engine)
+        return SearchSpace(self.workload, self.machine, pins, self.lossy, self.runnable)
 
     def plan(self, candidate: Candidate) -> Plan:
         """`candidate` as a plan for this question."""
@@ -119,6 +121,7 @@ def make_workload(
     rows: int | None = None,
     tokens: int | None = None,
     precision: PrecisionName | None = None,
+    engine: EngineName = "tightfit",
 ) -> Workload:
     """The workload a user means, with the defaults above for what was not said."""
     if rows is not None and tokens is not None:
@@ -133,7 +136,11 @@ def make_workload(
     if length > spec.max_positions:
         spec = replace(spec, max_positions=length)
     workload = Workload(
-        spec=spec, sequence_length=length, global_batch=1 if rows is None else rows, precision=precision
+        spec=spec,
+        sequence_length=length,
+        global_batch=1 if rows is None else rows,
+        precision=precision,
+        engine_name=engine,
     )
     return replace(workload, global_batch=default_rows(workload, machine)) if rows is None else workload
 
@@ -172,12 +179,20 @@ def _refused(plan: Plan) -> str | None:
     return refused_by_trainer(run)
 
 
+def _engine_note(workload: Workload) -> str | None:
+    """For whom the numbers are, where that is not us."""
+    if workload.engine_name == "tightfit":
+        return None
+    return f"memory and time are those of {workload.engine.is_for}, not of `tightfit train`"
+
+
 def _notes(question: Question, plan: Plan) -> list[str]:
     machine, workload = question.machine, question.workload
     room = machine.accelerator.memory_bytes
     said = [
         warning(workload.tokens, machine.ranks),
-        f"{refused} (--runnable plans only what is trained)" if (refused := _refused(plan)) else None,
+        _engine_note(workload)
+        or (f"{refused} (--runnable plans only what is trained)" if (refused := _refused(plan)) else None),
         None
         if question.positions is None or workload.sequence_length <= question.positions
         else f"rows have {workload.sequence_length:,} tokens, but the model has {question.positions:,} positions; "

@@ -8,8 +8,10 @@ import yaml
 
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
+from tightfit.jobs.engine import EngineName
 from tightfit.plan.export.accelerate import accelerate_config
 from tightfit.plan.export.deepspeed import deepspeed_config
+from tightfit.plan.export.estimate import engine_estimate
 from tightfit.plan.export.launch import slurm_script, torchrun_line
 from tightfit.plan.plan import Plan
 
@@ -17,10 +19,12 @@ PLAN_FILE = "plan.json"
 Text = Callable[[Plan], str]
 EXPORTS: dict[str, tuple[str, Text]] = {
     "deepspeed": ("deepspeed.json", lambda plan: json.dumps(deepspeed_config(plan), indent=2) + "\n"),
-    "accelerate": ("accelerate.yaml", lambda plan: yaml.safe_dump(accelerate_config(plan), sort_keys=False)),
+    "accelerate": ("accelerate.yaml", lambda plan: _accelerate_text(plan)),
     "torchrun": ("torchrun.sh", lambda plan: f"#!/usr/bin/env bash\n{torchrun_line(plan)}\n"),
     "slurm": ("slurm.sh", slurm_script),
 }
+ENGINE_OF: dict[str, EngineName] = {"deepspeed": "deepspeed", "accelerate": "hf"}
+"""Exports that other code runs: whose memory and time they are written with."""
 
 
 def export(plan: Plan, wanted: str) -> list[str]:
@@ -29,15 +33,26 @@ def export(plan: Plan, wanted: str) -> list[str]:
     if equals:
         if kind not in EXPORTS:
             raise UserError(f"there is no export {kind!r}; write one of {', '.join(EXPORTS)}, or a folder for all")
-        return [_write(Path(place), EXPORTS[kind][1](plan))]
+        return [_written(plan, kind, Path(place))]
     folder = Path(wanted)
     said = [_write(folder / PLAN_FILE, json.dumps(plan.to_json(), indent=1))]
-    for name, text in EXPORTS.values():
+    for kind, (name, _) in EXPORTS.items():
         try:
-            said.append(_write(folder / name, text(plan)))
+            said.append(_written(plan, kind, folder / name))
         except UserError as error:
             said.append(f"no {name}: {error}")
     return said
+
+
+def _written(plan: Plan, kind: str, path: Path) -> str:
+    """Write one export; what is said of it includes the estimate for the engine that runs it."""
+    said = _write(path, EXPORTS[kind][1](plan))
+    return f"{said}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else said
+
+
+def _accelerate_text(plan: Plan) -> str:
+    config = yaml.safe_dump(accelerate_config(plan), sort_keys=False)
+    return f"# {engine_estimate(plan, ENGINE_OF['accelerate'])}\n{config}"
 
 
 def _write(path: Path, text: str) -> str:
