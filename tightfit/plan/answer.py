@@ -12,6 +12,7 @@ from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
+from tightfit.hardware.sustained import product_share
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.rules.refusals import refused_by_trainer
@@ -132,7 +133,8 @@ def make_workload(
     if tokens is not None:
         rows = rows_of_tokens(tokens, length, machine.ranks)
     if precision is None:
-        precision = "bf16" if machine.accelerator.rates.bf16 else "fp16"
+        rates = machine.accelerator.rates
+        precision = "fp32" if machine.accelerator.form == "cpu" else "bf16" if rates.bf16 else "fp16"
     if length > spec.max_positions:
         spec = replace(spec, max_positions=length)
     workload = Workload(
@@ -179,6 +181,20 @@ def _refused(plan: Plan) -> str | None:
     return refused_by_trainer(run)
 
 
+def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
+    """Whose rates the times are made of, where they are not the measured card's."""
+    card = machine.accelerator
+    if machine.calibration is not None:
+        return f"times use what `tightfit calibrate` measured on this machine on {machine.calibration.date}"
+    if card.family == MEASURED_CARD:
+        return None
+    share = product_share(card, peak_flop_s(precision, machine) / machine.ranks / 1e12)
+    return (
+        f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
+        "measures it where you have one"
+    )
+
+
 def _engine_note(workload: Workload) -> str | None:
     """For whom the numbers are, where that is not us."""
     if workload.engine_name == "tightfit":
@@ -212,8 +228,6 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         "counts more exactly"
         if plan.fits and plan.gpu_peak_bytes > COMFORT * room
         else None,
-        f"times assume the shares of peak that were measured on an {MEASURED_CARD}"
-        if machine.accelerator.family != MEASURED_CARD
-        else None,
+        _rates_note(machine, workload.precision),
     ]
     return [sentence for sentence in said if sentence]

@@ -31,7 +31,7 @@ from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
 from tightfit.plan.seconds.groups import Group, make_group
-from tightfit.plan.seconds.launches import launch_s, update_launch_s
+from tightfit.plan.seconds.launches import host_share, launch_s, update_launch_s
 from tightfit.plan.seconds.layer import LayerTime, layer_time
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
@@ -50,6 +50,8 @@ class Costs:
     """Step times of one workload on one machine."""
 
     def __init__(self, workload: Workload, machine: Machine, efficiency: Efficiency = MEASURED) -> None:
+        if machine.calibration is not None:
+            efficiency = machine.calibration.efficiency(machine.accelerator)
         self.workload, self.machine, self.efficiency = workload, machine, efficiency
         self.rates = card_rates(workload, machine, efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
@@ -203,7 +205,7 @@ class LayoutCost:
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
-        engine_share = self.costs.workload.engine.launch_share
+        engine_share = self.costs.workload.engine.launch_share * host_share(self.costs.machine.calibration)
         host_forward_s, host_backward_s = (engine_share * each for each in launch_s(levers, again, self.layers))
         if self.layout.pipeline > 1 and self.layout.schedule == "zero-bubble":
             host_backward_s *= 2  # autograd goes back twice, for inputs and for weights

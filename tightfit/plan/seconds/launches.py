@@ -8,6 +8,7 @@ Layers of other families launch a few kernels more or fewer; routed ones many mo
 from collections.abc import Iterator
 from functools import lru_cache
 
+from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.launches import CHUNK_WEIGHTS, FURTHER_CHUNK_MS, LAYER, REST, UPDATE_MS, UPDATE_REST_MS, Launch
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
@@ -20,6 +21,11 @@ RECOMPUTED = {
     "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
 }
 LAYER_MATRICES = 7
+
+
+def host_share(calibration: Calibration | None) -> float:
+    """The time that this machine's host takes to launch a layer and its update, as a share of the measured host's."""
+    return 1.0 if calibration is None else calibration.layer_launch_ms / (sum(PLAIN) + UPDATE_MS[""])
 
 
 def launch_s(levers: Levers, recompute: Recompute, layers: int) -> tuple[float, float]:

@@ -56,7 +56,7 @@ class OffloadTime:
 
     @property
     def _one_way_bytes_s(self) -> float:
-        return self.machine.accelerator.host.copy_bytes_s
+        return self.machine.host_copy_bytes_s
 
     def _weights_s(self, levers: Levers) -> float:
         """Seconds to fetch the layers' weights once."""

@@ -51,7 +51,8 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
     wide, head_dim = workload.precision == "fp32", workload.spec.head_dim
     shares = efficiency.shares(wide=wide)
-    sustained = 1.0 if wide else product_share(card, peak_flop_s / 1e12) / REFERENCES["hopper"].share
+    as_measured = wide or machine.calibration is not None
+    sustained = 1.0 if as_measured else product_share(card, peak_flop_s / 1e12) / REFERENCES["hopper"].share
     forward_share, backward_share = _attention_shares(workload, machine, efficiency)
     unfused = workload.engine.attention == "unfused"
     return Rates(
@@ -74,7 +75,7 @@ def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficien
     shares = efficiency.shares(wide=wide)
     measured = tuple(by_head_size(each, head_dim) for each in (shares.attention_forward, shares.attention_backward))
     peak_tflop_s = card_peak_flop_s(workload.precision, machine) / 1e12
-    if wide:
+    if wide or (machine.calibration is not None and kernel == "cudnn"):
         return measured[0], measured[1]
     if kernel == "unfused":
         return (product_share(card, peak_tflop_s),) * 2
