@@ -21,6 +21,7 @@ workload and machine and does what depends on the layout once (`of`), so that a 
 """
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
+from tightfit.hardware.launches import STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -167,7 +168,7 @@ class LayoutCost:
         return StepTime(
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
-            launch_s=micro * waits_s,
+            launch_s=max(micro * waits_s, self._idle_s),
             tensor_s=micro
             * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
@@ -185,6 +186,14 @@ class LayoutCost:
             optimizer_s=max(update, self._update_launch_s(levers)),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
         )
+
+    @property
+    def _idle_s(self) -> float:
+        """Of a step that is otherwise ahead of its host; ranks of a pipeline wait for one another instead."""
+        if self.layout.pipeline > 1:
+            return 0.0
+        workload, machine = self.costs.workload, self.costs.machine
+        return 1e-3 * STEP_IDLE_MS * workload.engine.launch_share * host_share(machine.calibration)
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
@@ -206,7 +215,9 @@ class LayoutCost:
         launches of one layer at least.
         """
         engine_share = self.costs.workload.engine.launch_share * host_share(self.costs.machine.calibration)
-        host_forward_s, host_backward_s = (engine_share * each for each in launch_s(levers, again, self.layers))
+        host_forward_s, host_backward_s = (
+            engine_share * each for each in launch_s(levers, again, self.layers, self.costs.workload.spec)
+        )
         if self.layout.pipeline > 1 and self.layout.schedule == "zero-bubble":
             host_backward_s *= 2  # autograd goes back twice, for inputs and for weights
         forward_late_s = max(0.0, host_forward_s - forward_s)

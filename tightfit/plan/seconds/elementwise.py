@@ -14,11 +14,15 @@ from dataclasses import dataclass
 
 from tightfit.jobs.engine import Engine, Passes
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.seconds.products import mlp_columns
+from tightfit.plan.seconds.products import mlp_columns, routed_share
 from tightfit.plan.seconds.rates import Rates
 
 NORM_PASSES = 2, 3
 """Of one more norm after a block, forward and backward."""
+CAP_PASSES = 12.0
+ROUTED_PASSES = 3, 7
+"""Over experts' rows: gathered (2) and added up (1); in backward gradients and tokens gathered (4), two input gradients
+added up (2), the sum written (kernels/routed_mlp.py)."""
 LOGIT_PASSES = {"fused": 3.0, "plain": 21.0}
 """Passes over bf16 logits outside the three products; from H=4096, V=128256: fused 82.3 ms, plain 99.3, products 77."""
 
@@ -57,6 +61,7 @@ def layer_elementwise(
     norm_width = spec.hidden_size * (passes.stream[0] + 2 * (norms - 1) * NORM_PASSES[0])
     norm_backward_width = spec.hidden_size * (passes.stream[1] + 2 * (norms - 1) * NORM_PASSES[1])
     rope_width = passes.rope * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
+    routed_width = _routed_rows(spec) * spec.hidden_size
     gate_passes = passes.gate if spec.gated else passes.activation
     gate_width, gate_backward_width = (each * mlp_columns(spec) for each in gate_passes)
     width_s = tokens * number_bytes / rates.bytes_s
@@ -66,11 +71,22 @@ def layer_elementwise(
     return Elementwise(
         norms_s=stream_s * norm_width,
         rope_s=split_s * rope_width,
-        gate_s=split_s * gate_width,
-        backward_s=stream_s * norm_backward_width + split_s * (rope_width + gate_backward_width),
+        gate_s=split_s * (gate_width + ROUTED_PASSES[0] * routed_width),
+        backward_s=stream_s * norm_backward_width
+        + split_s * (rope_width + gate_backward_width + ROUTED_PASSES[1] * routed_width),
         fused_loss_s=LOGIT_PASSES["fused"] * logits_s,
-        plain_loss_more_s=((passes.logits or LOGIT_PASSES["plain"]) - LOGIT_PASSES["fused"]) * logits_s,
+        plain_loss_more_s=(_plain_passes(passes, spec) - LOGIT_PASSES["fused"]) * logits_s,
     )
+
+
+def _routed_rows(spec: ModelSpec) -> float:
+    """Copies of a token that go to experts, averaged over the layers."""
+    return 0.0 if spec.experts is None else routed_share(spec) * spec.experts.per_token
+
+
+def _plain_passes(passes: Passes, spec: ModelSpec) -> float:
+    """Over whole logits; a cap goes over float32 ones four times more, and twice in backward."""
+    return (passes.logits or LOGIT_PASSES["plain"]) + (CAP_PASSES if spec.logit_softcap else 0.0)
 
 
 def layer_passes(engine: Engine, spec: ModelSpec) -> Passes:

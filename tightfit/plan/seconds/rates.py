@@ -13,6 +13,10 @@ from tightfit.jobs.workload import Workload
 UNFUSED_SCORE_PASSES = 10.0, 14.0
 """Widths of the scores read and written without a flash kernel: written, masked, softmax, dropout, read by the next
 product; backward the same with gradients."""
+WIDEST_HEAD = 128
+ALIGNED, UNALIGNED_SHARE = 8, 0.25
+"""A vocabulary that is no multiple of 8 (GPT-2's 50 257) leaves products without Hopper's fast copies: a quarter of the
+rate (family_truth.csv, gpt2)."""
 NUMBERS: dict[PrecisionName, Number] = {"fp32": "fp32", "bf16": "bf16", "pure-bf16": "bf16", "fp16": "fp16"}
 
 
@@ -32,6 +36,8 @@ class Rates:
     backward_token_keys: float
     bytes_s: float
     """Read and written, of kernels that memory bounds."""
+    unaligned_share: float = 1.0
+    """Of the head's rate, where the vocabulary is no multiple of 8."""
     score_passes: tuple[float, float] = (0.0, 0.0)
     """Over all scores of attention, forward and backward, where no kernel spares them."""
 
@@ -64,8 +70,22 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
         forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
         backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
         bytes_s=card.bandwidth_gb_s * 1e9 * efficiency.bandwidth,
+        unaligned_share=UNALIGNED_SHARE if _is_unaligned(workload, machine) else 1.0,
         score_passes=UNFUSED_SCORE_PASSES if unfused else (0.0, 0.0),
     )
+
+
+def _is_unaligned(workload: Workload, machine: Machine) -> bool:
+    """Whether Hopper's copies cannot take the vocabulary's rows; other engines pad theirs."""
+    fast = generation_of(machine.accelerator) in ("hopper", "blackwell") and workload.precision != "fp32"
+    return fast and workload.engine_name == "tightfit" and workload.spec.vocab_size % ALIGNED != 0
+
+
+def needs_own_attention(workload: Workload) -> bool:
+    """Whether layers see through windows or cap their scores, or heads are too wide for cuDNN's backward."""
+    spec = workload.spec
+    windowed = bool(spec.window_layers) and (spec.window or 0) < workload.sequence_length
+    return windowed or spec.attention_softcap is not None or spec.head_dim > WIDEST_HEAD
 
 
 def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficiency) -> tuple[float, float]:
@@ -81,5 +101,8 @@ def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficien
         return (product_share(card, peak_tflop_s),) * 2
     if kernel == "cudnn" and generation_of(card) == "hopper":
         factor = power_factor(card, peak_tflop_s)
+        if needs_own_attention(workload):
+            own = efficiency.own_attention_forward, efficiency.own_attention_backward
+            measured = tuple(by_head_size(each, head_dim) for each in own)
         return measured[0] * factor, measured[1] * factor
     return attention_shares(card, kernel, peak_tflop_s, head_dim)
