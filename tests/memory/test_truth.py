@@ -50,7 +50,7 @@ SIMULATED = {
     ],
     "family_truth": ["gemma-3-270m", "gpt2"],
 }
-"""The first case of each of these levers, splits and models is simulated here; all of them are when predictions are made."""
+"""The first case of each of these is simulated here; all of them are when predictions are made."""
 
 
 def table(name: str) -> list[Row]:
