@@ -195,7 +195,7 @@ def _predict(wanted: list[Case], path: Path, workers: int) -> None:
 
 def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | None) -> None:
     known = {_case_of(entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
-    for case in wanted:
+    for case in (case for case in wanted if case in known):
         row = _row(case, Prediction(**known[case]["prediction"]), measure(case), known[case]["commit"])
         append_row(case.table, row, folder=folder, commit=commit)
         print(" ".join(str(value) or "-" for value in row.values()), flush=True)
@@ -225,6 +225,13 @@ def _repredict(wanted: list[Case], folder: Path, workers: int) -> None:
             csv.DictWriter(file, fieldnames=list(old)).writerow(row)
             file.flush()
             print(" ".join(str(value) or "-" for value in row.values()), flush=True)
+
+
+def _unmeasured(wanted: list[Case], folder: Path) -> list[Case]:
+    """Those that the table does not have yet."""
+    path = folder / f"{wanted[0].table}.csv"
+    measured = {Case.of_row(row) for row in newest(path)} if path.exists() else set()
+    return [case for case in wanted if case not in measured]
 
 
 def _repredict_times(wanted: list[Case], folder: Path) -> None:
@@ -259,6 +266,7 @@ def main() -> None:
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--splits", action="store_true", help="cases of splits and their mixtures, for split_truth.csv")
     parser.add_argument("--families", action="store_true", help="cases of every family, for family_truth.csv")
+    parser.add_argument("--new", action="store_true", help="only cases that the table does not have yet")
     parser.add_argument("--times", action="store_true", help="repredict step times alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that predict")
@@ -272,7 +280,10 @@ def main() -> None:
         and chosen.length in (None, case.sequence_length)
         and chosen.ranks in (None, "one" if case.ranks == 1 else "many")
     ]
+    if chosen.new:
+        wanted = _unmeasured(wanted, RESULTS)
     if chosen.action == "repredict":
+        wanted = [case for case in wanted if case not in _unmeasured(wanted, chosen.results)]
         if chosen.times:
             return _repredict_times(wanted, chosen.results)
         return _repredict(wanted, chosen.results, chosen.workers)

@@ -40,11 +40,15 @@ def test_every_card_has_a_generation_and_a_power(card: Accelerator) -> None:
         ("RTX4000Ada", "ada"),
         ("L4", "ada"),
         ("T4", "turing"),
-        ("H20", "hopper"),
+        ("H20-96GB", "hopper"),
         ("RTX5090", "blackwell"),
         ("RTXPRO6000", "blackwell"),
         ("MI300X", "cdna3"),
         ("V100S", "volta"),
+        ("QuadroGV100", "volta"),
+        ("RTX2000Ada", "ada"),
+        ("RTX5880Ada", "ada"),
+        ("RTX2080Super", "turing"),
     ],
 )
 def test_generations(name: str, generation: str) -> None:

@@ -58,9 +58,9 @@ REFERENCES: dict[Generation, Reference] = {
 }
 FAMILIES: tuple[tuple[str, Generation], ...] = (
     (r"P100", "pascal"),
-    (r"(V100|TITANV)", "volta"),
-    (r"(T4|T1000|T600|RTX20|GTX16|TITANRTX|QuadroRTX)", "turing"),
-    (r"(RTX\d000Ada|RTX2000Ada|RTX40|L4|L20|L2$)", "ada"),
+    (r"(V100|TITANV|QuadroGV100)", "volta"),
+    (r"(RTX\d+(SFF)?Ada|RTX40|L4|L20)", "ada"),
+    (r"(T4|RTX20|TITANRTX|QuadroRTX)", "turing"),
     (r"(RTX50|RTXPRO|B\d|GB\d)", "blackwell"),
     (r"(H\d|GH\d)", "hopper"),
     (r"(MI2)", "cdna2"),
