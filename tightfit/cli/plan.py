@@ -27,6 +27,10 @@ def plan(
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "pure-bf16"] | None, typer.Option(help="By default what suits the card.")
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="Whose training code the numbers are for: tightfit, hf, deepspeed, torchtitan, megatron."),
+    ] = "tightfit",
     steps: Annotated[int | None, typer.Option(help="Steps of the job, to tell how long it takes.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The same in tokens: 15T.")] = None,
     pin: Annotated[
@@ -86,6 +90,7 @@ def plan(
         rows=global_batch,
         batch_tokens=batch_tokens,
         precision=precision,
+        engine=engine,
         steps=steps,
         tokens=tokens,
         pins=pin or [],
@@ -115,6 +120,7 @@ def _question(
     rows: int | None,
     batch_tokens: str | None,
     precision: Any,
+    engine: str,
     steps: int | None,
     tokens: str | None,
     pins: list[str],
@@ -123,6 +129,7 @@ def _question(
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
+    from tightfit.jobs.engine import find_engine
     from tightfit.jobs.paths import absolute, with_absolute_paths
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
@@ -149,7 +156,15 @@ def _question(
     if not job and model not in PRESETS:
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
-    workload = make_workload(spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision)
+    workload = make_workload(
+        spec,
+        machine,
+        sequence_length=seq,
+        rows=rows,
+        tokens=step_tokens,
+        precision=precision,
+        engine=find_engine(engine).name,
+    )
     return Question(
         model=model,
         workload=workload,
