@@ -24,12 +24,11 @@ def some_splits_are_not_trained_yet(run: Run) -> str | None:
 
 
 @rule(TRAINER_RULES, "levers.offload", "layout")
-def offload_is_for_one_gpu(run: Run) -> str | None:
-    """States pass through one GPU row by row."""
-    if run.levers.offload != "none" and run.layout.ranks > 1:
+def weights_are_streamed_on_one_gpu(run: Run) -> str | None:
+    if run.levers.offload == "weights" and run.layout.ranks > 1:
         return (
-            f"levers.offload is {run.levers.offload}, which is for one GPU, but the layout has {run.layout.ranks}; "
-            "use ZeRO"
+            f"levers.offload is weights, which is for one GPU, but the layout has {run.layout.ranks}; set it to "
+            "optimizer"
         )
     return None
 
