@@ -97,6 +97,14 @@ def test_every_state_format_is_updated_on_the_host_as_on_the_gpu(
         assert torch.allclose(ours.last[name].float(), weight.float(), atol=tolerance, rtol=1e-2), name
 
 
+@pytest.mark.parametrize("name", ["zero-0", "tensor-zero-3", "stages", "interleaved", "stages-zero-1"])
+def test_checkpoints_on_the_host(group: Make, name: str) -> None:
+    layout = LAYOUTS[name]
+    spec = replace(DEEP, layers=6) if layout.pipeline > 1 else TINY
+    levers = Levers(checkpoint_every=1, offload_checkpoints=True, offload="optimizer")
+    assert_same(group, CheckTarget(spec, layout, levers, passes=4))
+
+
 def test_uneven_shards(group: Make) -> None:
     """One of four ranks has no rows of some matrices."""
     assert_same(group, CheckTarget(UNEVEN, Layout(data=4, zero=3, micro_batch=1), Levers(offload="optimizer")))

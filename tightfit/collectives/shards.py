@@ -112,7 +112,7 @@ def _described(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = TensorMeta(shape, _contiguous(shape), part.dtype)
-    return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def _strided(placements: Any, split: Split) -> list[Any]:

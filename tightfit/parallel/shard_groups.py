@@ -28,7 +28,7 @@ class ShardGroup:
         """Its sharded parameters."""
         return [each.sharded_param for each in self.torch_group.fsdp_params]
 
-    def relocated(self, parameter: nn.Parameter) -> None:
+    def relocated(self, parameter: Tensor) -> None:
         """FSDP2 all-gathers `parameter` from where its shard lies now."""
         next(each for each in self.torch_group.fsdp_params if each.sharded_param is parameter).reset_sharded_param()
 

@@ -50,16 +50,6 @@ def pipelines_shard_optimizer_states_at_most(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "levers.offload_checkpoints", "layout.pipeline")
-def offloaded_checkpoints_come_in_order(run: Run) -> str | None:
-    if run.levers.offload_checkpoints and run.layout.pipeline > 1:
-        return (
-            f"levers.offload_checkpoints keeps inputs of one micro-batch in order, but layout.pipeline is "
-            f"{run.layout.pipeline}; set it to false"
-        )
-    return None
-
-
 @rule(TRAINER_RULES, "layout.schedule", "levers.checkpoint_every", "levers.tiles")
 def zero_bubble_keeps_activations(run: Run) -> str | None:
     piped = run.layout.pipeline > 1 and run.layout.schedule == "zero-bubble"

@@ -3,7 +3,8 @@
 Mixed precision with Adam (Micikevicius et al. 2017; Rajbhandari et al. 2020): 2 weights + 2 gradients + 4 master
 weights + 4 + 4 moments = 16 bytes. ZeRO-1 splits masters and moments over data ranks, ZeRO-2 gradients too, ZeRO-3
 weights too. `paper_bytes` is that rule; `resident_states` is what parallel/data.py makes of it with FSDP2, where the
-float32 shards are the masters and 16-bit weights exist while gathered only.
+float32 shards are the masters and 16-bit weights exist while gathered only. With masters on the host, FSDP2's shards
+and their gradients have 16 bits.
 
 Offload (levers/offload.py): matrices' moments, masters and with `weights` the layers' weights are on the host; they
 pass through a ring of staging memory on the GPU to be updated there, and layers' weights through two slots.
@@ -67,7 +68,9 @@ class States(NamedTuple):
     updated_bytes: int
     """Of a weight as the optimizer updates it: float32 where masters are."""
     kept_gradient_bytes: int
-    """Of a gradient as it is summed and kept: under FSDP2, which reduces it so, float32 where masters are."""
+    """Of a gradient as it is kept: under FSDP2 in the dtype of the shards, float32 where these are the masters."""
+    reduced_gradient_bytes: int
+    """Of a gradient as FSDP2 reduces it, and ZeRO-1 sums it over micro-batches: float32 where masters are."""
     weights: int
     masters: int
     moments: int
@@ -83,14 +86,15 @@ def resident_states(workload: Workload, layout: Layout, levers: Levers, params: 
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
     updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.data * layout.context // layout.copies
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
-    narrow_copy_stays = not (layout.zero and has_masters)  # else it exists while FSDP2 has it gathered
+    shards_are_masters = layout.zero > 0 and has_masters and levers.offload == "none"
     states = States(
         owned=owned,
         ranks=ranks,
         element_bytes=element_bytes,
         updated_bytes=updated_bytes,
-        kept_gradient_bytes=updated_bytes if layout.zero else element_bytes,
-        weights=element_bytes * owned if narrow_copy_stays else 0,
+        kept_gradient_bytes=updated_bytes if shards_are_masters else element_bytes,
+        reduced_gradient_bytes=updated_bytes if layout.zero else element_bytes,
+        weights=0 if shards_are_masters else element_bytes * owned,  # a 16-bit copy exists while FSDP2 has it gathered
         masters=MASTER * owned if has_masters else 0,
         moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
     )

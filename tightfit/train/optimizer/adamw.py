@@ -6,9 +6,10 @@ torch's fused AdamW on its masters, cast the result back, free the copies. State
 first step needs no more memory than the others.
 
 Under FSDP2 a rank updates its shards. In mixed precision these are float32 and are the masters themselves (unless those
-are on the host); FSDP2 casts what it all-gathers. Moments of other formats and stochastic rounding are done by our kernels (updaters.py), which take
-gradients of any dtype. States of matrices may be offloaded to the host (levers/offload.py, streamed_updater.py): their
-updates are still in flight when `step` returns, and waited for where the weight is used.
+are on the host); FSDP2 casts what it all-gathers. Moments of other formats and stochastic rounding are done by our
+kernels (updaters.py), which take gradients of any dtype. States of matrices may be offloaded to the host
+(levers/offload.py, streamed_updater.py): their updates are still in flight when `step` returns, and waited for where
+the weight is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

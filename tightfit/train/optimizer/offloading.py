@@ -23,7 +23,7 @@ from tightfit.levers.host_update import HostUpdates, faster_route
 from tightfit.levers.offload import LAYERS, ON_GPU, placements
 from tightfit.levers.state_link import OffloadedMatrix, StateLink
 from tightfit.levers.weight_streaming import WEIGHT, StreamedParameter, WeightStream
-from tightfit.memory.host import host_empty
+from tightfit.memory.host import host_empty, known_on_host
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.shard_groups import ShardGroup, Shards
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
@@ -47,9 +47,8 @@ class Offloading:
         self.device, self.masters, self.update_route = device, compute_dtype is not None, levers.offload_update
         self.dtype = compute_dtype or named[0][1].dtype
         wide = named[0][1].dtype == torch.float32
-        self.placements = placements(
-            [(n, local(p)) for n, p in named], levers, moment_bytes(levers, wide=wide) + 4 * self.masters
-        )
+        own = [(name, known_on_host(local(parameter.data))) for name, parameter in named]
+        self.placements = placements(own, levers, moment_bytes(levers, wide=wide) + 4 * self.masters)
         self.link = StateLink(device, frees_gradients=levers.update_in_backward)
         self.matrices: dict[str, OffloadedMatrix] = {}
         self.stream: WeightStream | None = None
@@ -60,7 +59,10 @@ class Offloading:
 
     def move_to_gpu(self, parameter: nn.Parameter) -> None:
         """Keep this parameter on the GPU."""
-        self.shards.place(parameter, local(parameter.data).to(self.device))
+        self.shards.place(parameter, self._on_gpu(local(parameter.data)))
+
+    def _on_gpu(self, given: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(given.shape, dtype=dtype or given.dtype, device=self.device).copy_(given)
 
     def offload(self, updater: StreamedUpdater, name: str, parameter: nn.Parameter, first: int) -> Tensor:
         """Put this parameter's states, and its weight if placed so, on the host; returns what AdamW updates.
@@ -75,7 +77,7 @@ class Offloading:
         if placement.weight_offloaded:  # weight streaming gives it memory
             parameter.data = torch.empty((), dtype=self.dtype, device=self.device).expand(given.shape)
         else:
-            placed = self.shards.place(parameter, given.to(self.device, self.dtype))
+            placed = self.shards.place(parameter, self._on_gpu(given, self.dtype))
             updated = updated if on_host else placed
         matrix = updater.add(name, updated, on_host=on_host, deferred=placement.deferred, first=first)
         matrix.weight_offloaded = placement.weight_offloaded
@@ -102,7 +104,7 @@ class Offloading:
         """Modules in forward order, and the matrices that each uses; the loss reads the head's weight, which may be
         the embedding's, right after the final norm. Other pipeline ranks have the modules that are None."""
         layers = [(layer, (f"{LAYERS}{name}.",)) for name, layer in model.layers._modules.items()]
-        first = [(model.embed, ("embed.",)), (model.positions, ("positions.",))]
+        first = [(model, ("embed.", "positions.")), (model.embed, ("embed.",)), (model.positions, ("positions.",))]
         for module, prefixes in [*first, *layers, (model.norm, ("head.", "embed."))]:
             if module is not None:
                 yield module, [m for name, m in self.matrices.items() if name.startswith(prefixes)], None
