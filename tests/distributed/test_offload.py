@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.distributed.group import Group
-from tests.distributed.training import UNEVEN, Case, mesh_of, run_rank, together
+from tests.distributed.training import UNEVEN, Case, mesh_of, run_rank, together, truth
 from tests.train.models import TINY, TINY_ROUTED
+from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.prove.check_target import CheckTarget
@@ -41,10 +42,10 @@ def target_of(layout: Layout, **levers: Any) -> CheckTarget:
     return CheckTarget(spec, layout, Levers(**levers), passes=2)
 
 
-def assert_same(group: Make, target: CheckTarget) -> None:
+def assert_same(group: Make, target: CheckTarget, least: int = 60) -> None:
     verdict = group(target.layout.ranks).run(judged, target)[0]
     assert verdict.same, verdict.first
-    assert verdict.compared > 60
+    assert verdict.compared > least
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -108,3 +109,31 @@ def test_checkpoints_on_the_host(group: Make, name: str) -> None:
 def test_uneven_shards(group: Make) -> None:
     """One of four ranks has no rows of some matrices."""
     assert_same(group, CheckTarget(UNEVEN, Layout(data=4, zero=3, micro_batch=1), Levers(offload="optimizer")))
+
+
+UNCLIPPED = Optimizer(lr=1e-3, eps=1e-4, clip_norm=0)
+IN_BACKWARD: dict[str, dict[str, Any]] = {
+    "zero-1": {},
+    "zero-2": {"offload": "optimizer"},
+    "zero-3": {"offload": "optimizer", "offload_update": "host"},
+    "hybrid": {"checkpoint_every": 1},
+}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_updates_inside_backward(group: Make, name: str) -> None:
+    """Unclipped: what clips is an estimate, which depends on the order of the gradients."""
+    levers = Levers(update_in_backward=True, **IN_BACKWARD[name])
+    assert_same(group, CheckTarget(replace(TINY, tied=True), LAYOUTS[name], levers, settings=UNCLIPPED), least=40)
+
+
+def test_ranks_that_clip_inside_backward_clip_alike(group: Make) -> None:
+    case = Case(data=2, zero=3, micro_batch=4, steps=3, settings=Optimizer(lr=1e-3, eps=1e-4, clip_norm=0.5))
+    case = replace(case, levers=Levers(update_in_backward=True))
+    alone = truth(replace(case, data=1, zero=0, micro_batch=8))
+    found = group(2).run(run_rank, case)
+    assert found[0].results == found[1].results
+    assert found[0].results[0].gradient_norm == pytest.approx(alone.results[0].gradient_norm, rel=1e-4)
+    for ours, theirs in zip(found[0].results, alone.results, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-2)
+        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=5e-2)

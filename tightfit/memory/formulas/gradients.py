@@ -72,6 +72,7 @@ def make_gradients(
     is_limited = levers.offload != "none" and levers.update_in_backward
     late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
     shard_bytes = kept_bytes * owned / max(1, stage.weights)
+    vocabulary_bytes = round(element_bytes * stage.vocabulary * owned / max(1, stage.weights))
     stays_bytes = summed_bytes if weights.sums_whole else shard_bytes
     makes_head = stage.stage.has_head and not adds_in_place
     head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)
@@ -81,7 +82,7 @@ def make_gradients(
         add_in_place=adds_in_place,
         bytes_per_done_weight=0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes,
         limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
-        waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, element_bytes * stage.vocabulary) if is_limited else 0,
+        waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, vocabulary_bytes) if is_limited else 0,
         left_bytes=0
         if levers.offload == "none"
         else _left_bytes(stage, states, shard_bytes, late_bytes, is_limited=is_limited, is_sharded=layout.zero > 0),
@@ -93,12 +94,13 @@ def make_gradients(
 def _late_bytes(levers: Levers, stage: StageMemory, states: States) -> int:
     """Gradients whose updates are put off until backward is over: whole matrices, from the last layer back.
 
-    levers/offload.py chooses them by their bytes as they are updated.
+    levers/offload.py chooses them by their bytes as they are updated; of a shard, by the shard's.
     """
+    share = states.owned / max(1, stage.weights)
     matrices = stage.last_layer_matrices[::-1] * (stage.stage.last - stage.stage.first)
-    sizes_bytes = (states.updated_bytes * matrix for matrix in matrices)
+    sizes_bytes = (states.updated_bytes * share * matrix for matrix in matrices)
     count = whole_that_fit(sizes_bytes, put_off_bytes(levers.offload_gradient_bytes))
-    return states.element_bytes * sum(matrices[:count])
+    return round(states.element_bytes * share * sum(matrices[:count]))
 
 
 def _earlier_weights(layout: Layout, owned: int, whole: int, summed: int) -> int:
