@@ -137,3 +137,10 @@ def test_ranks_that_clip_inside_backward_clip_alike(group: Make) -> None:
     for ours, theirs in zip(found[0].results, alone.results, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-2)
         assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=5e-2)
+
+
+@pytest.mark.parametrize("name", ["zero-0", "tensor", "stages", "interleaved", "stages-data"])
+def test_weights_on_the_host(group: Make, name: str) -> None:
+    layout = LAYOUTS[name]
+    levers = Levers(offload="weights", checkpoint_every=1, offload_checkpoints=layout.pipeline > 1)
+    assert_same(group, CheckTarget(replace(DEEP, layers=6), layout, levers, passes=4))

@@ -47,7 +47,7 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "a_stage_has_a_layer": ({"pipeline": 17}, {}, {}),
     "checkpointed_layers_exist": ({}, {"num_checkpoints": 17}, {}),
     "some_splits_are_not_trained_yet": ({"context": 2}, {}, {}),
-    "weights_are_streamed_on_one_gpu": ({"data": 2}, {"offload": "weights", "checkpoint_every": 1}, {}),
+    "streamed_weights_are_whole": ({"data": 2, "zero": 3}, {"offload": "weights", "checkpoint_every": 1}, {}),
     "offloaded_states_are_rows": ({}, {"offload": "optimizer", "optimizer_states": "factored"}, {}),
     "pipelines_shard_optimizer_states_at_most": (PIPED | {"data": 2, "zero": 2}, {}, {}),
     "zero_bubble_keeps_activations": (PIPED | {"schedule": "zero-bubble"}, {"tiles": 2}, {}),
@@ -127,7 +127,7 @@ def test_what_deepspeed_refuses(name: str) -> None:
 def test_a_job_asks_the_rulebook() -> None:
     job = {"model": "llama-3.2-1b", "data": "x.txt", "output": "o", "steps": 1, "global_batch": 8}
     for layout, levers, _ in (
-        BROKEN_RUNS["weights_are_streamed_on_one_gpu"],
+        BROKEN_RUNS["streamed_weights_are_whole"],
         BROKEN_RUNS["some_splits_are_not_trained_yet"],
     ):
         with pytest.raises(ValidationError, match="which "):

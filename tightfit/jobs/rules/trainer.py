@@ -23,12 +23,13 @@ def some_splits_are_not_trained_yet(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "levers.offload", "layout")
-def weights_are_streamed_on_one_gpu(run: Run) -> str | None:
-    if run.levers.offload == "weights" and run.layout.ranks > 1:
+@rule(TRAINER_RULES, "levers.offload", "layout.zero")
+def streamed_weights_are_whole(run: Run) -> str | None:
+    """Layers' weights are copied from the host to two slots of the GPU, where FSDP2 would look for shards."""
+    if run.levers.offload == "weights" and run.layout.zero:
         return (
-            f"levers.offload is weights, which is for one GPU, but the layout has {run.layout.ranks}; set it to "
-            "optimizer"
+            f"levers.offload is weights, which keeps each rank's weights whole on its host, but layout.zero is "
+            f"{run.layout.zero}; set levers.offload to optimizer or layout.zero to 0"
         )
     return None
 

@@ -72,7 +72,7 @@ def make_gradients(
     is_limited = levers.offload != "none" and levers.update_in_backward
     late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
     shard_bytes = kept_bytes * owned / max(1, stage.weights)
-    vocabulary_bytes = round(element_bytes * stage.vocabulary * owned / max(1, stage.weights))
+    vocabulary_bytes = element_bytes * stage.vocabulary * owned // max(1, stage.weights)
     stays_bytes = summed_bytes if weights.sums_whole else shard_bytes
     makes_head = stage.stage.has_head and not adds_in_place
     head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)

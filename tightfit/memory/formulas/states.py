@@ -81,8 +81,11 @@ class States(NamedTuple):
     """GPU memory that what is on the host passes through."""
 
 
-def resident_states(workload: Workload, layout: Layout, levers: Levers, params: Params, widest_layer: int) -> States:
-    """Of a rank that has `params` before data ranks split them, `widest_layer` of them in one layer."""
+def resident_states(
+    workload: Workload, layout: Layout, levers: Levers, params: Params, *, layer_weights: int, widest_layer: int
+) -> States:
+    """Of a rank that has `params` before data ranks split them, `layer_weights` of them in layers, at most
+    `widest_layer` in one."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
     updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.data * layout.context // layout.copies
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
@@ -98,18 +101,22 @@ def resident_states(workload: Workload, layout: Layout, levers: Levers, params: 
         masters=MASTER * owned if has_masters else 0,
         moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
     )
-    return states if levers.offload == "none" else _offloaded(states, workload, layout, levers, widest_layer)
+    if levers.offload == "none":
+        return states
+    in_layers = round(owned * layer_weights / max(1, params.all))
+    return _offloaded(states, workload, layout, levers, in_layers, widest_layer)
 
 
-def _offloaded(states: States, workload: Workload, layout: Layout, levers: Levers, widest_layer: int) -> States:
-    """The same with what is away moved to the host."""
+def _offloaded(
+    states: States, workload: Workload, layout: Layout, levers: Levers, in_layers: int, widest_layer: int
+) -> States:
+    """The same with what is away moved to the host; of the weights that are updated here, `in_layers` are in layers."""
     owned, element_bytes, streams_weights = states.owned, states.element_bytes, levers.offload == "weights"
     state_bytes = moment_bytes(levers, wide=workload.updates_wide) + (MASTER if workload.has_masters else 0)
     belongings_bytes = state_bytes + (element_bytes if streams_weights else 0)
-    ends, kept = kept_weights(workload, layout, levers, owned, belongings_bytes)
-    away = owned - kept
+    away = owned - kept_weights(workload, layout, levers, owned, belongings_bytes)
     away_share = away / owned if owned else 0.0
-    streamed = max(0, min(away, owned - ends)) if streams_weights and states.weights else 0
+    streamed = min(away, in_layers) if streams_weights and states.weights else 0
     slots_bytes = WEIGHT_SLOTS * element_bytes * widest_layer if streamed else 0
     # A piece on its way has moments and what is updated: the master, or a weight that is away itself.
     piece_bytes = state_bytes if workload.has_masters else belongings_bytes
@@ -126,11 +133,12 @@ def _offloaded(states: States, workload: Workload, layout: Layout, levers: Lever
     )
 
 
-def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> tuple[int, int]:
-    """Weights outside layers, and those whose belongings stay: whole vocabulary matrices, then layers."""
+def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> int:
+    """Weights whose belongings stay on the GPU, of `count`: whole vocabulary matrices (or shards), then layers."""
     spec = workload.spec
-    matrix = vocabulary_params(spec, layout.tensor)
+    sharing = layout.data * layout.context // layout.copies if layout.zero else 1
+    matrix = vocabulary_params(spec, layout.tensor) // sharing
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)
     whole = whole_that_fit([matrix] * matrices, room)
-    return matrices * matrix, whole * matrix if whole < matrices else min(count, room)
+    return min(count, whole * matrix if whole < matrices else room)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tightfit.collectives.shards import local
+from tightfit.collectives.shards import as_dtensor, local, splits_of
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.levers.host_update import HostUpdates, faster_route
@@ -122,18 +122,27 @@ class Offloading:
 
     def weights(self, model: Decoder) -> dict[str, Tensor]:
         """The model's state dict, with offloaded weights taken from the host."""
-        self.synchronize()
-        offloaded = {name: matrix for name, matrix in self.matrices.items() if matrix.weight_offloaded}
+        away, splits = self.streamed_weights(model), splits_of(model)
         return {
-            name: offloaded[name].tensors[WEIGHT].view(tensor.shape).to(self.dtype) if name in offloaded else tensor
+            name: as_dtensor(away[name], splits.get(name)) if name in away else tensor
             for name, tensor in model.state_dict().items()
+        }
+
+    def streamed_weights(self, model: Decoder) -> dict[str, Tensor]:
+        """The weights that are on the host, in the model's dtype, by name; what the parameters hold changes by layer."""
+        self.synchronize()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        return {
+            name: matrix.tensors[WEIGHT].view(shapes[name]).to(self.dtype)
+            for name, matrix in self.matrices.items()
+            if matrix.weight_offloaded
         }
 
     def _stream_weights(self, model: Decoder, parameters: dict[str, nn.Parameter]) -> None:
         offloaded = {name: matrix for name, matrix in self.matrices.items() if matrix.weight_offloaded}
         streamed = [
-            [StreamedParameter(parameters[n], m) for n, m in offloaded.items() if n.startswith(f"{LAYERS}{index}.")]
-            for index in range(len(model.layers))
+            [StreamedParameter(parameters[n], m) for n, m in offloaded.items() if n.startswith(f"{LAYERS}{layer}.")]
+            for layer in model.layers._modules  # by name: a pipeline rank has some layers only
         ]
         self.stream = WeightStream(streamed, self.dtype, self.link)
 
