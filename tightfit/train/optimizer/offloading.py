@@ -129,7 +129,7 @@ class Offloading:
         }
 
     def streamed_weights(self, model: Decoder) -> dict[str, Tensor]:
-        """The weights that are on the host, in the model's dtype, by name; what the parameters hold changes by layer."""
+        """The weights that are on the host, in the model's dtype, by name; parameters hold those of some layer."""
         self.synchronize()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return {
