@@ -145,8 +145,9 @@ class Saving(Section):
     """How many of the latest checkpoints stay."""
     keep_best: bool = False
     """Also keep the checkpoint with the lowest held-out loss; evaluate as often as you save."""
-    sharded: bool = False
-    """Several ranks write their own parts, while training goes on; `tightfit export` makes one model of them."""
+    sharded: bool | None = None
+    """Ranks write their own parts while training goes on, and `tightfit export` makes one model of them; `false`: the
+    first rank gathers everything in its host's memory and writes it. `null` is true for several ranks."""
 
 
 class Logging(Section):
@@ -254,6 +255,12 @@ class Job(Section):
             sequence_length=self.data.sequence_length if spec is not None else None,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
+
+    @property
+    def saves_sharded(self) -> bool:
+        """Whether ranks write their own parts of a checkpoint."""
+        wanted = self.engine == "tightfit" if self.saving.sharded is None else self.saving.sharded
+        return wanted and self.layout.ranks > 1
 
     @property
     def accumulation(self) -> int:

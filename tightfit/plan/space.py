@@ -200,7 +200,8 @@ class SearchSpace:
     def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
         accumulates, split = self.micro_batches(layout) > 1, layout.ranks > 1
-        alike = (host, layout.tensor, layout.pipeline > 1, layout.schedule, layout.zero > 0, split, accumulates)
+        degrees = (layout.tensor, layout.pipeline > 1, layout.expert > 1, layout.schedule, layout.zero > 0)
+        alike = (host, *degrees, split, accumulates)
         if alike not in self._levers:
             every = self._all_levers if host else self._all_levers_without_host
             self._levers[alike] = [each for each in every if self.refusal(layout, each) is None]

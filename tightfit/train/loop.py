@@ -171,8 +171,7 @@ class _Run:
         self.quiet = quiet
         self.phase: Phase = "forward"
         self.saved: Path | None = prepared.checkpoint
-        sharded = self.job.saving.sharded and self.ranks.processes > 1
-        self.saver = ShardedSaver(self.ranks) if sharded else None
+        self.saver = ShardedSaver(self.ranks, self.job.layout) if self.job.saves_sharded else None
 
     def go(self) -> RunResult:
         """Evaluate, train to the last step, save, evaluate again, sample."""
