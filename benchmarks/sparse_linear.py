@@ -1,8 +1,8 @@
 """Milliseconds of x · Wᵀ with a 2:4 weight in torch's semi-structured form beside the dense product: MLP of 8B.
 
 Weights rotate through more memory than the L2 cache holds, as in a model. `gain` is dense time over sparse time; twice
-is the limit of the arithmetic, 16/9 that of reading the weight. Appends to benchmarks/results/sparse_linear.csv; about a
-minute on an H200.
+is the limit of the arithmetic, 16/9 that of reading the weight. Appends to benchmarks/results/sparse_linear.csv; takes
+about a minute on an H200.
 
     python -m benchmarks.sparse_linear
     python -m benchmarks.sparse_linear --tiny --device cpu      # the dense product alone: checks that the script runs
@@ -51,7 +51,7 @@ def sparse_forms(weights: list[Tensor]) -> dict[str, list[Tensor]]:
     for name, cutlass in (("cusparselt", False), ("cutlass", True)):
         SparseSemiStructuredTensor._FORCE_CUTLASS = cutlass
         try:
-            forms = [to_sparse_semi_structured(weight) for weight in weights]
+            forms: list[Tensor] = [to_sparse_semi_structured(weight) for weight in weights]
             F.linear(torch.zeros(64, weights[0].shape[1], device="cuda", dtype=weights[0].dtype), forms[0])
             made[name] = forms
         except (RuntimeError, NotImplementedError, ValueError) as error:

@@ -1,5 +1,7 @@
 """2:4 weights through torch's semi-structured products: the same numbers as the dense weights, in fewer bytes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -42,6 +44,6 @@ def test_sparse_products_are_the_dense_ones(dtype: torch.dtype) -> None:
         assert made is not None
         own_error = float((dense.float() - truth).abs().max())
         assert float((made.float() - truth).abs().max()) <= 2 * own_error + 1e-3
-    weight = model.get_parameter("layers.0.mlp.up.weight")
+    weight: Any = model.get_parameter("layers.0.mlp.up.weight")
     held = sum(getattr(weight, part).nbytes for part in weight.__tensor_flatten__()[0])
     assert held <= before * 9 / 16 + 1024
