@@ -123,12 +123,14 @@ def _question(
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
+    from tightfit.jobs.workload import with_teacher
     from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
     from tightfit.plan.pins import parse_pins
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}
+    taught: Any = None
     if model.endswith(JOB_FILES):
         from tightfit.jobs.load import load_job
 
@@ -138,9 +140,12 @@ def _question(
         seq, precision = seq or loaded.data.sequence_length, precision or _known(loaded.precision)
         rows = rows or (None if batch_tokens else loaded.global_batch)
         steps, model, shape = steps or loaded.steps, loaded.model.source, loaded.model.shape
+        taught = loaded
     spec = reshaped(resolve_spec(model), shape, model)
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
     workload = make_workload(spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision)
+    if taught is not None:
+        workload = with_teacher(workload, taught)
     return Question(
         model=model,
         workload=workload,

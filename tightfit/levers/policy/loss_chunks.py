@@ -4,6 +4,8 @@ ALIGNMENT = 64
 """Rows of logits start at multiples of 128 bytes (in bf16), whatever the vocabulary: GEMMs on odd strides crawl."""
 TILE_ROWS = 256
 """Chunks are whole tiles of the GEMMs; a ragged one costs as much as a whole one."""
+DISTILLATION_BUFFERS = 6
+"""Wide copies of a chunk of logits that kernels/linear_distillation.py holds at once: of two models, with gradients."""
 
 
 def padded(columns: int) -> int:

@@ -17,7 +17,7 @@ from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
-from tightfit.memory.formulas.story import StepMoment, fullest, lines
+from tightfit.memory.formulas.story import TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
 
 
@@ -83,7 +83,7 @@ def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:
     """safetensors puts a whole file together in memory before it writes it (train/checkpoint.py)."""
     for line in lines(rank.resident, "save", number, "host"):
-        if line.component in ("weights", "master weights", "optimizer states"):
+        if line.component in ("weights", "master weights", "optimizer states") and line.detail != TEACHER:
             yield replace(line, detail="to be written", why="save_file")
 
 
