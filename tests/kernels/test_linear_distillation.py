@@ -1,10 +1,12 @@
 """The fused distillation loss against float64 autograd of the formulas, in chunks of every size."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.truth import assert_no_worse
+from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import linear_cross_entropy
 from tightfit.kernels.linear_distillation import (
@@ -45,19 +47,24 @@ def by_autograd(terms: DistillationTerms, parts: tuple[Tensor, ...], divisor: fl
         "jsd": terms.beta * q * (q / m).log() + (1 - terms.beta) * p * (p / m).log(),
     }[terms.divergence].sum(-1)
     counted = labels != -100
-    entropy = -torch.log_softmax(logits, -1)[torch.arange(N), labels.clamp(min=0)]
+    entropy = -torch.log_softmax(logits, -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
     loss = ((1 - terms.alpha) * entropy + terms.alpha * tau**2 * divergence)[counted].sum() / divisor
     gradients = torch.autograd.grad(loss, (h, w))
     return loss.detach(), *gradients
 
 
 def fused(
-    terms: DistillationTerms, parts: tuple[Tensor, ...], divisor: float, chunk_bytes: int, factor: float = 1.0
+    terms: DistillationTerms,
+    parts: tuple[Tensor, ...],
+    divisor: float,
+    chunk_bytes: int,
+    factor: float = 1.0,
+    impl: Any = "torch",
 ) -> tuple[Tensor, ...]:
     """Loss and gradients; `factor` comes in as the gradient of the loss and is taken out again."""
     hidden, weight = (x.clone().requires_grad_() for x in parts[:2])
     loss = linear_distillation(
-        hidden, weight, parts[2], parts[3], parts[4], terms, divisor=divisor, chunk_bytes=chunk_bytes
+        hidden, weight, parts[2], parts[3], parts[4], terms, divisor=divisor, chunk_bytes=chunk_bytes, impl=impl
     )
     (loss * factor).backward()
     assert hidden.grad is not None
@@ -74,18 +81,24 @@ CASES = [
 
 
 @pytest.mark.parametrize("terms", CASES, ids=str)
-@pytest.mark.parametrize("chunk_bytes", [1, 20_000, 2**30])
-def test_against_float64_autograd(terms: DistillationTerms, chunk_bytes: int) -> None:
-    parts = problem()
-    for found, wanted in zip(fused(terms, parts, 11.0, chunk_bytes, 3.0), by_autograd(terms, parts, 11.0), strict=True):
+@pytest.mark.parametrize(
+    ("impl", "chunk_bytes"), [("torch", 1), ("torch", 20_000), ("torch", 2**30), ("triton", 20_000)]
+)
+def test_against_float64_autograd(terms: DistillationTerms, impl: str, chunk_bytes: int) -> None:
+    parts = tuple(x.to(DEVICE) for x in problem())
+    for found, wanted in zip(
+        fused(terms, parts, 11.0, chunk_bytes, 3.0, impl), by_autograd(terms, parts, 11.0), strict=True
+    ):
         torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_no_worse_than_eager_in_the_same_dtype(divergence: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("impl", "dtype"), [("torch", torch.bfloat16), *(("triton", d) for d in DTYPES), ("torch", torch.float16)]
+)
+def test_no_worse_than_eager_in_the_same_dtype(divergence: str, impl: str, dtype: torch.dtype) -> None:
     terms = DistillationTerms(divergence=divergence, temperature=2.0)  # type: ignore[arg-type]
-    parts = problem(dtype)
+    parts = tuple(x.to(DEVICE) for x in problem(dtype))
     truth = by_autograd(terms, parts, 11.0)
     hidden, weight = (x.clone().requires_grad_() for x in parts[:2])
     loss = linear_distillation_eager(hidden, weight, parts[2], parts[3], parts[4], terms).sum() / 11
@@ -93,7 +106,7 @@ def test_no_worse_than_eager_in_the_same_dtype(divergence: str, dtype: torch.dty
     assert hidden.grad is not None
     assert weight.grad is not None
     eager = (loss.detach(), hidden.grad, weight.grad)
-    assert_no_worse(fused(terms, parts, 11.0, 20_000), eager, truth)
+    assert_no_worse(fused(terms, parts, 11.0, 20_000, impl=impl), eager, truth)
 
 
 def test_without_a_teacher_it_is_cross_entropy() -> None:
@@ -116,8 +129,10 @@ def test_far_apart_predictions_stay_finite() -> None:
     hidden, weight, taught, teacher, labels = problem()
     for divergence in DIVERGENCES:
         terms = DistillationTerms(divergence=divergence, temperature=1.0)
-        for found in fused(terms, (hidden * 40, weight, taught * 40, teacher, labels), 1.0, 20_000):
-            assert bool(found.isfinite().all())
+        for impl in ("torch", "triton"):
+            parts = tuple(x.to(DEVICE) for x in (hidden * 40, weight, taught * 40, teacher, labels))
+            for found in fused(terms, parts, 1.0, 20_000, impl=impl):
+                assert bool(found.isfinite().all())
 
 
 def test_other_vocabularies_and_terms_are_refused() -> None:

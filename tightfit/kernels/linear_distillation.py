@@ -26,11 +26,14 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import softcapped
+from tightfit.kernels.distillation_rows import read_pair_rows
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, FP16_LIFT, IGNORE
 from tightfit.kernels.logit_chunks import add_product, spans, write_product
 from tightfit.kernels.loss_reduction import wide
+from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.scaled_copy import scaled_copy
-from tightfit.levers.policy.loss_chunks import DISTILLATION_BUFFERS, chunk_rows
+from tightfit.kernels.triton_support import Impl, use_triton
+from tightfit.levers.policy.loss_chunks import chunk_rows, distillation_row_bytes, padded
 
 Divergence = Literal["forward", "reverse", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = ("forward", "reverse", "jsd")
@@ -65,10 +68,12 @@ def linear_distillation(
     *,
     divisor: float | Tensor = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
+    impl: Impl = "auto",
 ) -> Tensor:
     """L / divisor for hidden [..., H], teacher_hidden [..., H'] and labels [...]; float32 or better."""
     _check(hidden, weight, teacher_hidden, teacher_weight, labels)
-    rows = chunk_rows(labels.numel(), chunk_bytes // (DISTILLATION_BUFFERS * wide(hidden).itemsize * weight.shape[0]))
+    triton = use_triton(impl, hidden)
+    rows = _rows_at_a_time(hidden, weight, labels.numel(), chunk_bytes, triton=triton)
     divided_by = torch.as_tensor(divisor, device=hidden.device, dtype=wide(hidden))
     loss: Tensor = _LinearDistillation.apply(
         hidden.reshape(-1, hidden.shape[-1]).contiguous(),
@@ -77,10 +82,18 @@ def linear_distillation(
         teacher_weight,
         labels.reshape(-1),
         terms,
-        max(rows, 1),
+        rows,
         divided_by,
+        triton,
     )
     return loss
+
+
+def _rows_at_a_time(hidden: Tensor, weight: Tensor, total: int, chunk_bytes: int, *, triton: bool) -> int:
+    """Rows whose logits fit into `chunk_bytes` plus the memory of the weight's future 16-bit gradient."""
+    free_bytes = weight.numel() * weight.element_size() if triton and weight.dtype != wide(hidden) else 0
+    row_bytes = distillation_row_bytes(weight.shape[0], hidden.element_size(), fused=triton)
+    return max(1, chunk_rows(total, (chunk_bytes + free_bytes) // row_bytes))
 
 
 def linear_distillation_eager(
@@ -137,22 +150,31 @@ class _LinearDistillation(torch.autograd.Function):
         terms: DistillationTerms,
         rows: int,
         divisor: Tensor,
+        triton: bool,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        teacher_hidden = teacher_hidden.to(hidden.dtype) if triton else teacher_hidden
         matrix, taught = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight: Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=wide(hidden))
+        buffers = _buffers(hidden, matrix, min(rows, len(labels)), 2) if triton else []
         for span in spans(len(labels), rows):
-            h = hidden[span]
-            losses, d_logits = _read_rows(h @ matrix.T, teacher_hidden[span] @ taught.T, labels[span], terms)
+            h, lift = hidden[span], _lift(hidden.dtype)
+            if triton:
+                d_logits, theirs = (buffer[: len(h), : len(matrix)] for buffer in buffers)
+                torch.mm(h, matrix.T, out=d_logits)
+                torch.mm(teacher_hidden[span], taught.T, out=theirs)
+                with on_device_of(hidden):
+                    losses = read_pair_rows(d_logits, theirs, labels[span], terms, lift)
+            else:
+                losses, wide_logits = _read_rows(h @ matrix.T, teacher_hidden[span] @ taught.T, labels[span], terms)
+                d_logits = wide_logits.mul_(lift).to(hidden.dtype)
             total += losses.sum()
-            d_logits = d_logits.mul_(_lift(hidden.dtype)).to(hidden.dtype)
             if d_hidden is not None:
                 write_product(d_hidden[span], d_logits, matrix, wide(hidden))
             if wants_weight:
                 d_weight = add_product(d_weight, d_logits, h, wide(hidden))
-            del d_logits
         ctx.save_for_backward(d_hidden, d_weight, divisor)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total / divisor
@@ -165,7 +187,15 @@ class _LinearDistillation(torch.autograd.Function):
             None if x is None else scaled_copy(x, factor.view(1), dtype)
             for x, dtype in zip((d_hidden, d_weight), ctx.dtypes, strict=True)
         ]
-        return *made, *(None,) * 6
+        return *made, *(None,) * 7
+
+
+def _buffers(hidden: Tensor, weight: Tensor, rows: int, count: int) -> list[Tensor]:
+    """Room for logits, with zeros where rows are padded."""
+    made = [hidden.new_empty(rows, padded(weight.shape[0])) for _ in range(count)]
+    for buffer in made:
+        buffer[:, weight.shape[0] :] = 0
+    return made
 
 
 def _lift(dtype: torch.dtype) -> float:

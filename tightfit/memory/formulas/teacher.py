@@ -5,14 +5,14 @@
 | always | its weights, on the GPU or on the host |
 | before forward | its residual stream, a layer at work; from the host that layer's weights too |
 | until the loss | its normed hidden states, and those of compared layers |
-| loss | a chunk of both models' logits in float32, with temporaries; from the host its output projection |
+| loss | a chunk of both models' logits; from the host its output projection |
 """
 
 from dataclasses import dataclass
 
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.teacher import Teacher
-from tightfit.levers.policy.loss_chunks import DISTILLATION_BUFFERS, chunk_rows
+from tightfit.levers.policy.loss_chunks import chunk_rows, distillation_row_bytes
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
@@ -43,8 +43,9 @@ def teacher_memory(teacher: Teacher | None, student: ModelSpec, shape: LocalShap
     head_bytes = shape.element_bytes * spec.vocab_size * spec.hidden_size
     arriving_bytes = max(spec.layer_params(i) for i in range(spec.layers)) * shape.element_bytes if on_host else 0
     features_bytes = teacher.features * shape.hidden_bytes(student)
-    row_bytes = DISTILLATION_BUFFERS * WIDE * student.vocab_size
-    rows = max(1, chunk_rows(shape.tokens, levers.loss_chunk_bytes // row_bytes))
+    row_bytes = distillation_row_bytes(student.vocab_size, shape.element_bytes, fused=True)
+    free_bytes = student.vocab_size * student.hidden_size * shape.element_bytes if shape.element_bytes < WIDE else 0
+    rows = max(1, chunk_rows(shape.tokens, (levers.loss_chunk_bytes + free_bytes) // row_bytes))
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,
         host_weights=teacher.weight_bytes if on_host else 0,
