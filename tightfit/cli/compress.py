@@ -37,6 +37,10 @@ def compress(
     keep_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads that stay (structured).")] = None,
     keep_mlp: Annotated[int | None, typer.Option(min=1, help="MLP channels that stay (structured).")] = None,
     keep_experts: Annotated[int | None, typer.Option(min=1, help="Experts that stay (structured).")] = None,
+    fit: Annotated[
+        str | None, typer.Option(metavar="CARD", help="Choose bits layer by layer so that it serves on this card.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None,
     data: Annotated[
         list[str] | None, typer.Option("--data", "-d", help="Text to calibrate with; may be repeated.")
@@ -63,6 +67,7 @@ def compress(
     tightfit compress my-model --method gptq --bits 4 --group 128 --data wiki.txt --out my-model-4bit
     tightfit compress my-model --recipe steps.yaml --data wiki.txt --out small
     tightfit compress my-model --method sparsegpt --pattern 2:4 --data wiki.txt --out sparse
+    tightfit compress my-model --fit T4 --context 4096 --data wiki.txt --out fits-a-T4
     tightfit compress my-model --method structured --keep-layers 24 --keep-mlp 1024 --data wiki.txt --out narrow
     tightfit evaluate my-model-4bit --data test.txt --against my-model
     """
@@ -79,6 +84,10 @@ def compress(
         raise UserError(f"--{', --'.join(options)} belong to --method; a recipe says them in its steps")
     if method == "structured" and any(option is not None for option in options.values()):
         raise UserError(f"--{', --'.join(options)} belong to other methods than structured; say --keep-…")
+    if fit is not None and (recipe is not None or any(option is not None for option in options.values())):
+        raise UserError(f"--fit chooses bits itself; drop --recipe and --{', --'.join(options)}")
+    if context is not None and fit is None:
+        raise UserError("--context says what --fit makes room for; name a card with --fit")
     common: dict[str, Any] = {
         "model": model,
         "out": out,
@@ -93,6 +102,8 @@ def compress(
     with CompressionProgress(quiet=as_json) as progress:
         if recipe is None and method == "structured":
             report = _narrowed(kept, form, common, progress)
+        elif fit is not None:
+            report = _fitted(fit, context, method, form, common, progress)
         else:
             report = _compressed(method, recipe, options, form, common, progress)
     print_compression(report, as_json=as_json)
@@ -123,3 +134,25 @@ def _compressed(
     steps = recipe_of(method, **options) if recipe is None else read_recipe(recipe)
     job = CompressionJob(recipe=steps, format=form, **common)
     return compress(job, progress.announce, progress.layer)
+
+
+def _fitted(
+    card: str,
+    context: int | None,
+    method: str,
+    form: str | None,
+    common: dict[str, Any],
+    progress: "CompressionProgress",
+) -> "CompressionReport":
+    from dataclasses import replace
+
+    from tightfit.compress.compression import CompressionJob, compress
+    from tightfit.compress.fitting import fit_bits
+    from tightfit.compress.recipe import Recipe
+    from tightfit.hardware.machine import parse_machine
+
+    machine = parse_machine(card)
+    job = CompressionJob(recipe=Recipe(()), format=form, **common)
+    found = fit_bits(job, machine, context, method, progress.say)
+    progress.say(found.describe(machine))
+    return compress(replace(job, recipe=found.recipe), progress.announce, progress.layer)

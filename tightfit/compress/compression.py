@@ -33,6 +33,7 @@ from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import has_weights, load_source_tokenizer
 from tightfit.models.quantized.directory import shapes_of, tensors_to_write
+from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 
 PLAIN_DTYPE = torch.float16
@@ -56,6 +57,19 @@ class CompressionJob:
     device: str = "cpu"
     cache: Path = Path("~/.cache/tightfit")
     progress: bool = False
+
+    def read_calibration(self, spec: ModelSpec) -> Calibration:
+        """Rows of `data`, at most 2048 tokens each where no length was given."""
+        return read_calibration(
+            self.model,
+            spec,
+            self.data,
+            samples=self.samples,
+            length=min(2048, spec.max_positions) if self.length is None else self.length,
+            cache=self.cache,
+            field=self.field,
+            progress=self.progress,
+        )
 
 
 Progress = Callable[[int, int, LayerReport], None]
@@ -87,7 +101,7 @@ class _Compression:
         if not self.schemes and job.format is not None:
             raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
         self.form = choose_format(self.schemes, job.format, job.recipe)
-        self.calibration = self._read_calibration()
+        self.calibration = job.read_calibration(self.spec) if job.data else None
         rows, length = (0, 0) if self.calibration is None else self.calibration.tokens.shape
         self.predicted = predict(self.spec, job.recipe, rows, length)
         self.config = self._config()  # refused before work, if it cannot be said
@@ -95,16 +109,6 @@ class _Compression:
         names = shapes_of(self.spec)
         self.layer_names = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(self.spec.layers)]
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
-
-    def _read_calibration(self) -> Calibration | None:
-        job = self.job
-        if not job.data:
-            return None
-        length = min(2048, self.spec.max_positions) if job.length is None else job.length
-        return read_calibration(
-            job.model, self.spec, job.data,
-            samples=job.samples, length=length, cache=job.cache, field=job.field, progress=job.progress,
-        )  # fmt: skip
 
     def _identity(self) -> dict[str, str]:
         seen = self.calibration

@@ -39,6 +39,10 @@ class CompressionProgress:
             soft_wrap=True,
         )
 
+    def say(self, text: str) -> None:
+        """A line before the layers."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
     def layer(self, done: int, total: int, report: "LayerReport") -> None:
         """After every layer."""
         error = "" if report.layer_error is None else f"error {report.layer_error:.2e}"
