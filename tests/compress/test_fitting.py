@@ -128,7 +128,9 @@ def test_what_is_refused(
     with pytest.raises(UserError, match="128 positions"):
         fit_bits(job, parse_machine("T4"), 1000, "gptq")
     with pytest.raises(UserError, match="--data"):
-        fit_bits(replace(job, data=()), parse_machine("T4"), 100, "gptq")
+        fit_bits(replace(job, data=()), sized(fitted[1].card_bytes), 100, "gptq")
+    with pytest.raises(UserError, match="in 16 bits already"):
+        fit_bits(job, parse_machine("T4"), 100, "gptq")
     (tmp_path / "routed").mkdir()
     write_model(tmp_path / "routed", random_model(FAMILIES["qwen3_moe"]), tokenizer)
     with pytest.raises(UserError, match="experts"):

@@ -21,7 +21,7 @@ def compress(
         typer.Option(
             help="rtn, gptq, awq, smoothquant, spqr, nf4, llm.int8, fp8, mxfp4, nvfp4, binary; with rotate+ before. "
             "Pruning: magnitude, wanda, sparsegpt; alone, or before others, as in wanda+gptq. "
-            "structured: cut layers, heads, MLP channels or experts."
+            "structured: cut layers, heads, MLP channels or experts. svd, whitened-svd: two layers of low rank for one."
         ),
     ] = "gptq",
     bits: Annotated[int | None, typer.Option(help="Bits a weight: 2 to 8; 4 by default, 3 for spqr.")] = None,
@@ -37,6 +37,7 @@ def compress(
     keep_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads that stay (structured).")] = None,
     keep_mlp: Annotated[int | None, typer.Option(min=1, help="MLP channels that stay (structured).")] = None,
     keep_experts: Annotated[int | None, typer.Option(min=1, help="Experts that stay (structured).")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of the matrices' numbers that stays (svd); 0.7.")] = None,
     fit: Annotated[
         str | None, typer.Option(metavar="CARD", help="Choose bits layer by layer so that it serves on this card.")
     ] = None,
@@ -82,8 +83,10 @@ def compress(
         raise UserError("--keep-layers, -heads, -mlp and -experts belong to --method structured")
     if recipe is not None and any(option is not None for option in options.values()):
         raise UserError(f"--{', --'.join(options)} belong to --method; a recipe says them in its steps")
-    if method == "structured" and any(option is not None for option in options.values()):
-        raise UserError(f"--{', --'.join(options)} belong to other methods than structured; say --keep-…")
+    if method in ("structured", "svd", "whitened-svd") and any(option is not None for option in options.values()):
+        raise UserError(f"--{', --'.join(options)} belong to other methods than {method}; say --keep…")
+    if keep is not None and method not in ("svd", "whitened-svd"):
+        raise UserError(f"--keep belongs to --method svd and whitened-svd, not to {method}")
     if fit is not None and (recipe is not None or any(option is not None for option in options.values())):
         raise UserError(f"--fit chooses bits itself; drop --recipe and --{', --'.join(options)}")
     if context is not None and fit is None:
@@ -102,6 +105,8 @@ def compress(
     with CompressionProgress(quiet=as_json) as progress:
         if recipe is None and method == "structured":
             report = _narrowed(kept, form, common, progress)
+        elif recipe is None and method in ("svd", "whitened-svd"):
+            report = _factored(method, keep, form, common, progress)
         elif fit is not None:
             report = _fitted(fit, context, method, form, common, progress)
         else:
@@ -118,6 +123,19 @@ def _narrowed(
     if form is not None:
         raise UserError(f"--format is {form}, a layout of codes, but structured pruning quantizes nothing; drop it")
     return narrow(NarrowingJob(kept=kept, **common), progress.announce, progress.layer)
+
+
+def _factored(
+    method: str, keep: float | None, form: str | None, common: dict[str, Any], progress: "CompressionProgress"
+) -> "CompressionReport":
+    from tightfit.compress.factoring import FactoringJob, factorise
+    from tightfit.errors import UserError
+
+    if form is not None:
+        raise UserError(f"--format is {form}, a layout of codes, but {method} quantizes nothing; drop it")
+    fields = common | ({} if keep is None else {"keep": keep})
+    job = FactoringJob(method="svd" if method == "svd" else "whitened", **fields)
+    return factorise(job, progress.announce, progress.layer)
 
 
 def _compressed(

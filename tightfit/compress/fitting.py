@@ -88,10 +88,15 @@ def fit_bits(
         raise UserError(f"--fit chooses bits for {' and '.join(FITTED_METHODS)}, not for --method {method}")
     if spec.experts is not None:
         raise UserError("--fit does not know how sensitive experts are; say their bits in a --recipe")
-    if not job.data:
-        raise UserError("--fit looks at the inputs and gradients of layers; give it text with --data")
     card_bytes = machine.accelerator.memory_bytes
     budget = weight_budget_bytes(spec, card_bytes, length)
+    if budget >= 2 * spec.params():
+        raise UserError(
+            f"{job.model} fits {machine.accelerator.name} with {length:,} tokens in 16 bits already; there is nothing to "
+            "compress (--method makes it smaller all the same)"
+        )
+    if not job.data:
+        raise UserError("--fit looks at the inputs and gradients of layers; give it text with --data")
     group = group_of(spec)
     calibration = job.read_calibration(spec)
     rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
