@@ -92,8 +92,8 @@ def fit_bits(
     budget = weight_budget_bytes(spec, card_bytes, length)
     if budget >= 2 * spec.params():
         raise UserError(
-            f"{job.model} fits {machine.accelerator.name} with {length:,} tokens in 16 bits already; there is nothing to "
-            "compress (--method makes it smaller all the same)"
+            f"{job.model} fits {machine.accelerator.name} with {length:,} tokens in 16 bits already; there is nothing "
+            "to compress (--method makes it smaller all the same)"
         )
     if not job.data:
         raise UserError("--fit looks at the inputs and gradients of layers; give it text with --data")

@@ -3,8 +3,8 @@
 config.json says the rank of every such module under `low_rank`, by Hugging Face's names; files hold `NAME.0.weight`
 (A) and `NAME.1.weight` (B). Beside them lies a short modelling file of ours that puts two linear layers where the
 family has one, so transformers loads the directory with `trust_remote_code=True`. (Adapters over a base of zeros would
-need no code, but store and multiply the zeros.) Our loader never runs that file. Families whose files stack or transpose
-matrices, and experts, are not factored.
+need no code, but store and multiply the zeros.) Our loader never runs that file. Families whose files stack or
+transpose matrices, and experts, are not factored.
 """
 
 from collections.abc import Mapping
