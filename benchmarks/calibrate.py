@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.calibrate_families import family_kernels, family_launches
 from benchmarks.calibrate_host import launches, link_updates
 from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
@@ -32,14 +33,15 @@ from tightfit.kernels.attention import AttentionMask, attention
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize, quantize_columns, quantize_rows
 from tightfit.levers.host_update import fused_adamw
+from tightfit.prove import timing
+from tightfit.prove.timing import Do
 from tightfit.train.optimizer.adamw import MasterAdamW
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SHRINK = 1 if ON_GPU else 64
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
-WARM_S, LEAST_S = 1.0 if ON_GPU else 0.0, 0.015
-Do = Callable[[], object]
+WARM_S = 1.0 if ON_GPU else 0.0
 
 
 @dataclass(frozen=True)
@@ -61,33 +63,15 @@ class Found:
 
 def timed_ms(do: Do, *, graph: bool = True) -> float:
     """Of one call among many that follow each other."""
-    if not ON_GPU:
-        return _looped_ms(do, 2)
-    do()
-    torch.cuda.synchronize()
-    once_ms = _looped_ms(do, 3)
-    count = max(3, min(50, int(LEAST_S * 1e3 / max(once_ms, 1e-3))))
-    if not graph:
-        return _looped_ms(do, count)
-    side = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(side):
-        for _ in range(count):
-            do()
-    return statistics.median(_looped_ms(side.replay, 1) for _ in range(3)) / count
+    return timing.timed_ms(do, DEVICE, graph=graph)
 
 
 def _looped_ms(do: Do, count: int) -> float:
-    _wait()
-    began = time.perf_counter()
-    for _ in range(count):
-        do()
-    _wait()
-    return (time.perf_counter() - began) * 1e3 / count
+    return timing.looped_ms(do, count, DEVICE)
 
 
 def _wait() -> None:
-    if ON_GPU:
-        torch.cuda.synchronize()
+    timing.wait(DEVICE)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -270,9 +254,17 @@ def away() -> Iterator[Found]:
         yield Found("away", case, "bf16", milliseconds, gb=weights / 1e9)
 
 
+def families() -> Iterator[Found]:
+    """Kernels that other families' layers are made of, and what the host needs to launch those."""
+    for each in family_kernels(DEVICE):
+        yield Found(each.kind, each.case, "bf16", each.ms, each.tflop, each.gb)
+    for case, milliseconds in family_launches(DEVICE):
+        yield Found("host", case, "bf16", milliseconds)
+
+
 PARTS: dict[str, Callable[[], Iterator[Found]]] = {
     "host": host, "products": products, "fp8": narrow_products, "attention": attentions, "copies": copies,
-    "updates": updates, "link": link, "away": away,
+    "updates": updates, "link": link, "away": away, "families": families,
 }  # fmt: skip
 
 

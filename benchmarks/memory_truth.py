@@ -2,7 +2,7 @@
 
 Predictions are made first, by formula and by simulation, and need no GPU; then each step runs on one. Rows of several
 ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/memory_truth.csv,
-lever_truth.csv with `--levers` and split_truth.csv with `--splits`.
+lever_truth.csv with `--levers`, split_truth.csv with `--splits` and family_truth.csv with `--families`.
 
     python -m benchmarks.memory_truth predict --predictions FILE     (no GPU; minutes)
     python -m benchmarks.memory_truth measure --predictions FILE --results DIR     (an H200; minutes)
@@ -27,6 +27,7 @@ import torch
 from benchmarks.reports.scatter import newest
 from benchmarks.rows import RESULTS, append_row, current_commit
 from benchmarks.truth.case import Case
+from benchmarks.truth.families import family_cases
 from benchmarks.truth.prediction import GIB, Measurement, Prediction, measure, predict
 
 
@@ -172,7 +173,7 @@ def _row(case: Case, said: Prediction, found: Measurement, commit: str) -> dict[
         "reserved_error_percent": _error(said.simulated_reserved_bytes, found.reserved_bytes),
         "predicted_step_ms": "" if said.step_s is None else f"{1e3 * said.step_s:.1f}",
         "measured_step_ms": "" if found.step_s is None else f"{1e3 * found.step_s:.1f}",
-        **(_host(said, found) if case.more else {}),
+        **(_host(said, found) if case.more or case.is_family else {}),
     }
 
 
@@ -192,11 +193,15 @@ def _predict(wanted: list[Case], path: Path, workers: int) -> None:
 
 
 def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | None) -> None:
-    known = {Case(**entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
+    known = {_case_of(entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
     for case in wanted:
         row = _row(case, Prediction(**known[case]["prediction"]), measure(case), known[case]["commit"])
         append_row(case.table, row, folder=folder, commit=commit)
         print(" ".join(str(value) or "-" for value in row.values()), flush=True)
+
+
+def _case_of(columns: dict[str, Any]) -> Case:
+    return Case(**columns, is_family="layers" in columns)
 
 
 def _measured(row: dict[str, str]) -> Measurement:
@@ -221,6 +226,12 @@ def _repredict(wanted: list[Case], folder: Path, workers: int) -> None:
             print(" ".join(str(value) or "-" for value in row.values()), flush=True)
 
 
+def _table_cases(chosen: argparse.Namespace) -> Iterator[Case]:
+    if chosen.families:
+        return family_cases()
+    return lever_cases() if chosen.levers else split_cases() if chosen.splits else cases()
+
+
 def main() -> None:
     """Predict into a file, measure beside the predictions in it, or predict anew beside what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -231,11 +242,12 @@ def main() -> None:
     parser.add_argument("--ranks", choices=("one", "many"), help="cases of one rank, which are timed, or of many alone")
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--splits", action="store_true", help="cases of splits and their mixtures, for split_truth.csv")
+    parser.add_argument("--families", action="store_true", help="cases of every family, for family_truth.csv")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that predict")
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
-    every = lever_cases() if chosen.levers else split_cases() if chosen.splits else cases()
+    every = _table_cases(chosen)
     wanted = [
         case
         for case in every
