@@ -62,9 +62,13 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),
     "fp8_needs_aligned_sizes": ({}, {"matmul": "fp8-row"}, {"spec": replace(SPEC, mlp_size=8193)}),
     "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
+    "a_student_is_whole": ({"tensor": 2}, {}, {"distills": True}),
+    "distillation_is_fused": ({}, {"loss": "plain"}, {"distills": True}),
+    "features_are_kept": ({}, {"checkpoint_every": 1}, {"distills": True, "compares_features": True}),
 }
 BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "deepspeed_splits_over_data_ranks": ({"tensor": 2}, {}, {}),
+    "deepspeed_has_no_teacher": ({"data": 2, "zero": 1}, {}, {"distills": True}),
     "deepspeed_has_something_to_do": ({"data": 2}, {}, {}),
     "deepspeed_keeps_masters": ({"data": 2, "zero": 1}, {}, {"precision": "pure-bf16"}),
     "deepspeed_has_no_other_levers": ({"data": 2, "zero": 1}, {"optimizer_states": "8bit"}, {}),

@@ -131,6 +131,7 @@ def _question(
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
     from tightfit.jobs.paths import absolute, with_absolute_paths
+    from tightfit.jobs.workload import with_teacher
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
@@ -138,6 +139,7 @@ def _question(
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}
+    taught: Any = None
     if model.endswith(JOB_FILES):
         from tightfit.jobs.job import rounded_vocabulary
         from tightfit.jobs.load import load_job
@@ -152,6 +154,7 @@ def _question(
         model, shape = loaded.model.source, dict(loaded.model.shape)
         if loaded.tokenizer.source == "train":
             shape["vocab_size"] = rounded_vocabulary(loaded.tokenizer.vocab_size)
+        taught = loaded
     spec = reshaped(resolve_spec(model), shape, model)
     if not job and model not in PRESETS:
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
@@ -165,6 +168,8 @@ def _question(
         precision=precision,
         engine=find_engine(engine).name,
     )
+    if taught is not None:
+        workload = with_teacher(workload, taught)
     return Question(
         model=model,
         workload=workload,

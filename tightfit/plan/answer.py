@@ -180,6 +180,7 @@ def _refused(plan: Plan) -> str | None:
         accumulation=batch_of(workload, plan.layout).accumulation,
         spec=workload.spec,
         sequence_length=workload.sequence_length,
+        distills=workload.teacher is not None,
     )
     return refused_by_trainer(run)
 

@@ -95,6 +95,7 @@ class SearchSpace:
             accumulation=self.micro_batches(layout),
             spec=workload.spec,
             sequence_length=workload.sequence_length,
+            distills=workload.teacher is not None,
         )
         return refused_by_trainer(run) if self.runnable else refused_by_planner(run)
 

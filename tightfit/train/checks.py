@@ -26,6 +26,7 @@ from tightfit.plan.host_room import refuse_host_shortage, refuse_saving_shortage
 from tightfit.train.checkpoints.directory import Position, read_position
 from tightfit.train.checkpoints.room import refuse_full_disk
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
+from tightfit.train.distillation import check_teacher, teacher_spec
 from tightfit.train.precision import choose_precision
 from tightfit.train.run_data import RunData, Say, find_data, find_tokenizer, tell_lost
 from tightfit.train.trackers import require_trackers
@@ -50,7 +51,7 @@ class CheckedRun:
     @property
     def workload(self) -> Workload:
         """The shape of a step."""
-        return Workload.of_job(self.job, self.spec, self.precision)
+        return Workload.of_job(self.job, self.spec, self.precision, teacher_spec(self.job))
 
     @property
     def first_step(self) -> int:
@@ -86,6 +87,7 @@ def check_run(
         _refuse_contradictions(job, precision, position, checkpoint)
     _refuse_missing_packages(job, checkpoint, device, saves=saves)
     spec, tokenizer, data = _found(job, checkpoint, say, show_bars, ranks)
+    check_teacher(job, spec, tokenizer)
     facts = {"precision": precision, "data": data.store.fingerprint, "rows": len(data.train)}
     _refuse_other_facts(job, facts, position, checkpoint, ranks)
     _tell_model(spec, precision, device, ranks, say)

@@ -17,7 +17,7 @@ from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
-from tightfit.memory.formulas.story import StepMoment, fullest, lines
+from tightfit.memory.formulas.story import TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
 
 SAVED = ("weights", "master weights", "optimizer states")
@@ -89,7 +89,7 @@ def _written(rank: RankMemory, number: int) -> Iterator[Line]:
     memory, of several what each stages while training goes on (train/checkpoints)."""
     for told in (rank.resident, rank.host):
         for line in lines(told, "save", number, "host"):
-            if line.component in SAVED:
+            if line.component in SAVED and line.detail != TEACHER:
                 yield replace(line, detail="to be written", why="copied before it is written")
 
 
