@@ -25,6 +25,9 @@ def serve(
     draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")] = None,
     lookup: Annotated[bool, typer.Option(help="Guess ahead from what the prompt says.")] = False,
     guesses: Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)] = 4,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that clients may ask for. Repeatable.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="TIGHTFIT_API_KEY", help="Clients have to send it as their API key.")
     ] = None,
@@ -63,7 +66,11 @@ def serve(
     tightfit serve my-model --export k8s --on 8xH100-80GB
     """
     from tightfit.errors import UserError
+    from tightfit.models.huggingface.adapter_config import named_directories
 
+    adapters = named_directories(adapter or [])
+    if (name or model) in adapters:
+        raise UserError(f"--adapter names {name or model!r}, which is the model; give the adapter another name")
     if export is not None:
         options = {"name": name, "host": host, "port": port, "draft": draft, "lookup": lookup, "guesses": guesses}
         return _export(
@@ -74,6 +81,7 @@ def serve(
             image=image,
             weights=weights,
             options=options | {"prefix_cache": prefix_cache},
+            adapters=adapters,
             asked={
                 "length": max_length,
                 "requests": max_sequences,
@@ -106,7 +114,7 @@ def serve(
         speculation="draft" if draft else "lookup" if lookup else "none",
         speculated_tokens=guesses,
     )
-    loaded, engine = start_engine(source, config, device=device, draft=draft)
+    loaded, engine = start_engine(source, config, device=device, draft=draft, adapters=adapters)
     limits = ServerLimits(
         api_key=api_key,
         body_bytes=int(max_body_mib * 2**20),
@@ -129,10 +137,12 @@ def _export(
     image: str | None,
     weights: str | None,
     options: dict[str, Any],
+    adapters: dict[str, Path],
     asked: dict[str, Any],
 ) -> None:
     from tightfit.errors import UserError
     from tightfit.hardware.machine import parse_machine
+    from tightfit.models.huggingface.adapter_config import largest_rank
     from tightfit.models.resolve import resolve_spec
     from tightfit.plan.deployment import make_deployment
     from tightfit.plan.export.serving_files import export_serving, served_weights
@@ -142,7 +152,12 @@ def _export(
         raise UserError("--export needs a MODEL: a Hugging Face directory, or a preset with --weights")
     loads = served_weights(model, weights)
     deployment = make_deployment(model, resolve_spec(model), parse_machine(on or "local"), **asked)
-    told = EngineOptions(weights=loads, **options | {"name": options["name"] or model})
+    told = EngineOptions(
+        weights=loads,
+        adapters={key: str(path.resolve()) for key, path in adapters.items()},
+        largest_rank=max(map(largest_rank, adapters.values()), default=0),
+        **options | {"name": options["name"] or model},
+    )
     path = export_serving(target, deployment, told, out=out, image=image)
     typer.echo(deployment.describe())
     typer.echo(f"wrote {path}")

@@ -52,8 +52,10 @@ class Budget:
         )
 
 
-def decide_budget(model: Decoder, config: EngineConfig, draft: Decoder | None = None) -> Budget:
-    """The budget of an engine of `config` for a model whose weights are on their device already."""
+def decide_budget(
+    model: Decoder, config: EngineConfig, draft: Decoder | None = None, *, adapter_bytes: int = 0
+) -> Budget:
+    """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already."""
     spec, weight = model.spec, model.embed.weight
     per_block = config.block_size * _token_bytes(spec, weight.element_size())
     if draft is not None:
@@ -72,7 +74,7 @@ def decide_budget(model: Decoder, config: EngineConfig, draft: Decoder | None = 
     return Budget(
         blocks=blocks,
         max_length=min(longest, blocks * config.block_size),
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weight_bytes=adapter_bytes + sum(p.numel() * p.element_size() for p in model.parameters()),
         step_bytes=step_bytes,
         cache_bytes=blocks * per_block,
         free_bytes=free,

@@ -6,14 +6,16 @@ of the one before it are read (`pipeline.py`); the schedule needs lengths only.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.budget import Budget, decide_budget
 from tightfit.serve.chooser import Asked, Chosen, choose
@@ -68,14 +70,18 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         draft: Decoder | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
         spec, weight = model.spec, model.embed.weight
-        self.budget: Budget = decide_budget(model, self.config, draft)
+        self.adapters = dict(adapters or {})
+        adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())
+        self.budget: Budget = decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes)
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
         cache = PagedCache(spec, self.budget.blocks, self.config.block_size, weight.device, weight.dtype)
-        self.runner = Runner(model, cache, self.max_length, overlap=self.config.overlap)
+        chosen = AdapterSet(model, self.adapters) if self.adapters else None
+        self.runner = Runner(model, cache, self.max_length, overlap=self.config.overlap, adapters=chosen)
         self.counts = Counts()
         self._proposer = self._make_proposer(draft)
         self.scheduler = Scheduler(self.pool, self._limits())
@@ -116,6 +122,9 @@ class Engine:
             raise UserError(f"the prompt is {len(prompt)} tokens long; there is room for {self.max_length}, shorten it")
         if not 1 <= request.count <= 128:
             raise UserError(f"count is {request.count}; it must lie between 1 and 128")
+        if request.adapter is not None and request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise UserError(f"there is no adapter {request.adapter!r}; there are {known}")
         if request.sampling.grammar is not None:
             self._matcher(request)
         return request
@@ -239,7 +248,14 @@ class Engine:
         room = self.max_length - len(request.prompt)
         if sampling.max_tokens > room:
             sampling = replace(sampling, max_tokens=room)
-        sequence = Sequence(request.prompt, sampling, index, priority=request.priority, arrival=self._arrivals)
+        sequence = Sequence(
+            request.prompt,
+            sampling,
+            index,
+            priority=request.priority,
+            arrival=self._arrivals,
+            adapter=request.adapter,
+        )
         text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
         running = Running(request, sequence, text, self._matcher(request))
         self._running[sequence] = running

@@ -59,10 +59,11 @@ class Pipeline:
         return self._flight(choosing, tokens)
 
     def _logits(self, chunks: list[Chunk]) -> Tensor:
-        if all(chunk.count == 1 and chunk.chooses for chunk in chunks):
+        plain = not any(chunk.sequence.adapter for chunk in chunks)
+        if plain and all(chunk.count == 1 and chunk.chooses for chunk in chunks):
             self._send_known(chunks)
             return self.graphs.decode(chunks)
-        if len(chunks) == 1 and self.graphs.takes_prompt(chunks[0]):
+        if plain and len(chunks) == 1 and self.graphs.takes_prompt(chunks[0]):
             return self.graphs.read_prompt(chunks[0])
         step = make_step(chunks, self.block_size, self.device)
         unknown = [(row, chunk.sequence.slot) for row, chunk in enumerate(chunks) if chunk.sequence.pending]

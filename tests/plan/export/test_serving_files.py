@@ -44,6 +44,19 @@ def test_the_script_says_what_was_planned() -> None:
     assert yaml.safe_load(options["--speculative-config"])["method"] == "ngram"
 
 
+def test_adapters_have_the_rank_that_vllm_asks_for() -> None:
+    options = EngineOptions(weights="/m", name="m", adapters={"a": "/a", "b": "/b"}, largest_rank=20)
+    words = vllm_arguments(deployment(), options)
+    assert words[words.index("--enable-lora") :] == [
+        "--enable-lora",
+        "--max-lora-rank",
+        "32",
+        "--lora-modules",
+        "a=/a",
+        "b=/b",
+    ]
+
+
 def test_what_spans_machines_says_how() -> None:
     text = vllm_script(deployment("4x8xA100-80GB", "llama-3.1-405b"), OPTIONS)
     assert "--distributed-executor-backend ray" in text

@@ -14,6 +14,8 @@ from tightfit.errors import UserError
 from tightfit.plan.deployment import PREFILL_TOKENS, SHARE, Deployment
 
 MARK = "Written by tightfit from its plan"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1024)
+"""Of adapters, as vLLM takes them."""
 NO_ADAPTERS: Mapping[str, str] = {}
 
 
@@ -108,4 +110,5 @@ def _adapters(options: EngineOptions) -> list[str]:
     if not options.adapters:
         return []
     modules = [f"{name}={path}" for name, path in options.adapters.items()]
-    return ["--enable-lora", "--max-lora-rank", str(options.largest_rank), "--lora-modules", *modules]
+    rank = next(size for size in RANKS if size >= options.largest_rank)
+    return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", *modules]
