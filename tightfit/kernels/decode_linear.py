@@ -42,9 +42,16 @@ def tile_for(M: int, N: int, K: int, element_bytes: int = 2) -> Tile:
     if is_interpreted():
         return Tile(16, 32, 1, 1)
     if M == 1:
-        rows = 4 if N * K <= 2**23 else 8 if N <= 32_768 else 16
-        return Tile(rows, 1024 if K >= 1024 else 512, 4, 1)
+        return _one_row_tile(N, K)
     return Tile(16 if N <= 16_384 else 32, 256, 4, 8 // element_bytes)
+
+
+def _one_row_tile(N: int, K: int) -> Tile:
+    """At least two programs for every multiprocessor of a large card, and no more than 32 KiB of W in a program's
+    registers at a time."""
+    cols = 512 if K < 1024 else 1024 if K < 2048 or K % 2048 or K > 8 * N else 2048
+    rows = 2 if N * K <= 2**22 else 4 if N * K <= 2**23 or cols == 2048 else 8
+    return Tile(rows, cols, 4 if N <= 32_768 else 8, 1)
 
 
 def decode_linear(

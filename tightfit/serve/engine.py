@@ -80,8 +80,14 @@ class Engine:
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
         cache = PagedCache(spec, self.budget.blocks, self.config.block_size, weight.device, weight.dtype)
-        chosen = AdapterSet(model, self.adapters) if self.adapters else None
-        self.runner = Runner(model, cache, self.max_length, overlap=self.config.overlap, adapters=chosen)
+        self.runner = Runner(
+            model,
+            cache,
+            self.max_length,
+            self.config.max_sequences,
+            overlap=self.config.overlap,
+            adapters=AdapterSet(model, self.adapters) if self.adapters else None,
+        )
         self.counts = Counts()
         self._proposer = self._make_proposer(draft)
         self.scheduler = Scheduler(self.pool, self._limits())

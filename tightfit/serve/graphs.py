@@ -31,8 +31,8 @@ def decode_sizes(most: int) -> list[int]:
 
 @dataclass
 class Captured:
-    """A function of nothing, run as a graph where there is one. The output projection is not part of it: logits of
-    every captured size would be kept."""
+    """A function of nothing, run as a graph where there is one. What it returns is kept for every captured size: so
+    the layers return states, the output projection is another one, and logits lie in memory all of them share."""
 
     run: Callable[[], Tensor]
     graph: "torch.cuda.CUDAGraph | None"
@@ -83,12 +83,16 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._longest = max_length  # what steps that are not captured gather
         self._decoding: dict[int, Captured] = {}
+        self._choosing: dict[int, Captured] = {}
+        self._states: dict[int, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
 
     def capture_all(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
         for size in sorted(self.sizes, reverse=True):
-            self._decoding[size] = self._captured(partial(self._decode, size))
+            self._decoding[size] = decoding = self._captured(partial(self._decode, size))
+            self._states[size] = decoding.made if decoding.made is not None else decoding()
+            self._choosing[size] = self._captured(partial(self._choose, size))
         for size in sorted((s for s in PROMPT_SIZES if s <= self.max_length), reverse=True):
             self._prompts[size] = self._captured(partial(self._read_prompt, size))
 
@@ -98,9 +102,8 @@ class Graphs:
         return chunk.start == 0 and chunk.chooses and chunk.count <= longest
 
     def decode(self, chunks: list[Chunk]) -> Tensor:
-        """Logits [chunks, V] of a step with one token of each sequence."""
-        count = len(chunks)
-        size = next(size for size in self.sizes if size >= count)
+        """States [chunks, H] of a step with one token of each sequence; `highest` or a projection comes after."""
+        count, size = len(chunks), self._size(chunks)
         numbers = self._numbers.host()
         slots = [chunk.sequence.slot for chunk in chunks]
         ends = [chunk.end for chunk in chunks]
@@ -116,7 +119,16 @@ class Graphs:
         tables[count:size] = self.padding_block
         self._numbers.send()
         self._tables.send(size)
-        return self.runner.project(self._get(self._decoding, size, self._decode)()[:count])
+        self._states[size] = self._get(self._decoding, size, self._decode)()
+        return self._states[size][:count]
+
+    def highest(self, chunks: list[Chunk]) -> Tensor:
+        """The most likely tokens [chunks] after the step of `chunks` that `decode` has just run, for the next one to
+        find at their sequences' slots."""
+        return self._get(self._choosing, self._size(chunks), self._choose)()[: len(chunks)]
+
+    def _size(self, chunks: list[Chunk]) -> int:
+        return next(size for size in self.sizes if size >= len(chunks))
 
     def read_prompt(self, chunk: Chunk) -> Tensor:
         """Logits [1, V] after a short prompt."""
@@ -161,6 +173,11 @@ class Graphs:
             block_size=self.block_size,
         )
         return self.runner.states(step)
+
+    def _choose(self, size: int) -> Tensor:
+        tokens = self.runner.project(self._states[size]).argmax(-1)
+        self.last_tokens.index_copy_(0, self._numbers.device_side[0, :size], tokens)
+        return tokens
 
     def _read_prompt(self, size: int) -> Tensor:
         tokens, places, rows = self._prompt.device_side

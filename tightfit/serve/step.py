@@ -8,10 +8,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.paged_prefill import Rows, query_tiles
 from tightfit.serve.device import to_device
 from tightfit.serve.scheduler import Chunk
 
@@ -55,6 +57,7 @@ class Step:
     block_size: int
     adapters: dict[str, Tensor] = field(default_factory=dict)
     """Rows of tokens by the LoRA adapter they use."""
+    _tiles: Tensor | None = None
 
     @cached_property
     def masks(self) -> list[AttentionMask]:
@@ -77,6 +80,18 @@ class Step:
     def piece_tables(self) -> list[Tensor]:
         """The blocks of each piece's sequence, [1, blocks]."""
         return [to_device([piece.blocks], self.tokens.device) for piece in self.pieces]
+
+    @cached_property
+    def joint_tables(self) -> Tensor:
+        """The blocks of all pieces' sequences, int32 [pieces, most blocks], padded with 0."""
+        return _padded([piece.blocks for piece in self.pieces], self.tokens.device)
+
+    def tiles(self, rows: int) -> Tensor:
+        """The pieces cut into tiles of `rows` queries, int32 [tiles, 4]; made once for all layers."""
+        if self._tiles is None:
+            pieces = [Rows(piece.at, piece.count, piece.before) for piece in self.pieces]
+            self._tiles = to_device(query_tiles(pieces, rows), self.tokens.device, torch.int32)
+        return self._tiles
 
     @cached_property
     def _masks(self) -> dict[int | None, Tensor | None]:
@@ -130,15 +145,13 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
             rows.append(len(tokens) - 1)
         elif chunk.chooses:
             rows += range(at + chunk.count - 1, len(tokens))
-    most = max((len(chunk.sequence.blocks) for chunk in singles), default=0)
-    tables = [chunk.sequence.blocks + [0] * (most - len(chunk.sequence.blocks)) for chunk in singles]
     lengths = [chunk.end + len(chunk.proposal) for chunk in singles]
     return Step(
         tokens=to_device([tokens], device),
         positions=to_device([positions], device),
         slots=to_device(slots, device),
         singles=len(singles),
-        tables=to_device(tables, device, torch.int32).view(len(singles), most),
+        tables=_padded([chunk.sequence.blocks for chunk in singles], device),
         lengths=to_device(lengths, device, torch.int32),
         longest=max(lengths, default=0),
         pieces=pieces,
@@ -158,6 +171,15 @@ def _adapter_rows(chunks: Items[Chunk], device: torch.device) -> dict[str, Tenso
             rows.setdefault(chunk.sequence.adapter, []).extend(range(at, at + count))
         at += count
     return {adapter: to_device(own, device) for adapter, own in rows.items()}
+
+
+def _padded(tables: list[list[int]], device: torch.device) -> Tensor:
+    """Block tables as int32 [tables, most blocks], padded with 0."""
+    most = max(map(len, tables), default=0)
+    rows = np.zeros((len(tables), most), dtype=np.int32)
+    for row, table in zip(rows, tables, strict=True):
+        row[: len(table)] = table
+    return to_device(rows, device)
 
 
 def _is_single(chunk: Chunk) -> bool:
