@@ -37,6 +37,9 @@ def serve(
     cache_gib: Annotated[
         float | None, typer.Option(help="Memory for keys and values; decided from what is free where not given.")
     ] = None,
+    cache_format: Annotated[
+        Literal["model", "int8", "fp8"], typer.Option(help="What keys and values are kept in; int8 and fp8 take half.")
+    ] = "model",
     prefix_cache: Annotated[bool, typer.Option(help="Find equal beginnings of prompts in the cache.")] = True,
     max_requests: Annotated[int, typer.Option(help="Requests open at a time; more get status 429.", min=1)] = 512,
     max_body_mib: Annotated[float, typer.Option(help="Size of a request's body.")] = 8.0,
@@ -88,6 +91,7 @@ def serve(
                 "tensor": tensor,
                 "pipeline": pipeline,
                 "replicas": replicas,
+                "cache": cache_format,
             },
         )
     ranks = (("tensor", tensor), ("pipeline", pipeline), ("replicas", replicas))
@@ -110,6 +114,7 @@ def serve(
         step_tokens=max(step_tokens, max_sequences),
         max_length=max_length,
         cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
+        cache_format=cache_format,
         prefix_cache=prefix_cache,
         speculation="draft" if draft else "lookup" if lookup else "none",
         speculated_tokens=guesses,

@@ -21,7 +21,7 @@ from tightfit.jobs.rules.shapes import indivisible
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.overheads import DEFAULT
-from tightfit.memory.formulas.serving import cache_bytes
+from tightfit.memory.formulas.serving import CacheFormat, cache_bytes
 from tightfit.models.spec import ModelSpec
 
 ELEMENT_BYTES = 2
@@ -45,7 +45,7 @@ class Deployment:
     tensor: int = 1
     pipeline: int = 1
     replicas: int = 1
-    cache_element_bytes: int = ELEMENT_BYTES
+    cache: CacheFormat = "model"
 
     @property
     def cards(self) -> int:
@@ -87,7 +87,7 @@ class Deployment:
     @property
     def request_bytes(self) -> int:
         """Keys and values of one request at full length, on one card."""
-        whole = cache_bytes(self.spec, 1, self.length, self.cache_element_bytes)
+        whole = cache_bytes(self.spec, 1, self.length, ELEMENT_BYTES, self.cache)
         shared = min(self.tensor, self.spec.kv_heads)
         return ceil(whole * self.stage_layers, self.spec.layers * shared)
 
@@ -124,7 +124,7 @@ def make_deployment(
     tensor: int | None = None,
     pipeline: int | None = None,
     replicas: int | None = None,
-    cache_element_bytes: int = ELEMENT_BYTES,
+    cache: CacheFormat = "model",
 ) -> Deployment:
     """The deployment of `model`: splits that are given are kept, others are the smallest that fit.
 
@@ -139,7 +139,7 @@ def make_deployment(
         machine=machine,
         length=wanted,
         requests=requests,
-        cache_element_bytes=cache_element_bytes,
+        cache=cache,
     )
     for number, name in ((tensor, "tensor"), (pipeline, "pipeline"), (replicas, "replicas")):
         if number is not None and number < 1:

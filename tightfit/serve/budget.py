@@ -57,9 +57,9 @@ def decide_budget(
 ) -> Budget:
     """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already."""
     spec, weight = model.spec, model.embed.weight
-    per_block = config.block_size * _token_bytes(spec, weight.element_size())
+    per_block = config.block_size * cache_bytes_per_token(spec, weight.element_size(), config.cache_format)
     if draft is not None:
-        per_block += config.block_size * _token_bytes(draft.spec, draft.embed.weight.element_size())
+        per_block += config.block_size * cache_bytes_per_token(draft.spec, draft.embed.weight.element_size())
     longest = min(config.max_length or spec.max_positions, spec.max_positions)
     step_bytes = step_activation_bytes(spec, config, weight.element_size())
     free = free_bytes(weight.device)
@@ -104,7 +104,3 @@ def _room(config: EngineConfig, device: torch.device, free: int, step_bytes: int
     if device.type == "cuda":
         return int(free * config.memory_share) - step_bytes - GRAPH_BYTES
     return int(free * config.memory_share * HOST_SHARE) - step_bytes
-
-
-def _token_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    return cache_bytes_per_token(spec, element_bytes)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.errors import UserError
+from tightfit.memory.formulas.serving import CacheFormat
 
 Speculation = Literal["none", "lookup", "draft"]
 
@@ -22,6 +23,8 @@ class EngineConfig:
     memory_share: float = 0.9
     """The share of free memory that weights, activations and cache may take together."""
     block_size: int = 16
+    cache_format: CacheFormat = "model"
+    """What keys and values are kept in: the model's own numbers, or a byte each (cache_format.py)."""
     prefix_cache: bool = True
     pipelined: bool | None = None
     """Launch a step before the tokens of the last one are read; None: on GPUs."""

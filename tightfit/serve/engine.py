@@ -79,7 +79,9 @@ class Engine:
         self.budget: Budget = decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes)
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
-        cache = PagedCache(spec, self.budget.blocks, self.config.block_size, weight.device, weight.dtype)
+        cache = PagedCache(
+            spec, self.budget.blocks, self.config.block_size, weight.device, weight.dtype, self.config.cache_format
+        )
         self.runner = Runner(
             model,
             cache,

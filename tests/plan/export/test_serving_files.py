@@ -2,6 +2,7 @@
 
 import shlex
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def test_what_an_export_cannot_say_is_refused() -> None:
     with pytest.raises(UserError, match="--name is '/'"):
         object_name("/")
     with pytest.raises(UserError, match="--cache-format is int8"):
-        vllm_arguments(deployment(), EngineOptions(weights="x", name="x", cache="int8"))
+        vllm_arguments(replace(deployment(), cache="int8"), OPTIONS)
+    assert said(vllm_arguments(replace(deployment(), cache="fp8"), OPTIONS))["--kv-cache-dtype"] == "fp8"
     with pytest.raises(UserError, match=r"llama-3\.1-8b is a shape without weights.*--weights"):
         served_weights("llama-3.1-8b", None)
 

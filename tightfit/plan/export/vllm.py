@@ -32,8 +32,6 @@ class EngineOptions:
     lookup: bool = False
     guesses: int = 4
     prefix_cache: bool = True
-    cache: str = "model"
-    """What keys and values are kept as: model (as computed) or fp8."""
     adapters: Mapping[str, str] = field(default_factory=lambda: NO_ADAPTERS)
     """LoRA adapters by the name clients ask for."""
     largest_rank: int = 16
@@ -41,7 +39,7 @@ class EngineOptions:
 
 def vllm_arguments(deployment: Deployment, options: EngineOptions, *, replicas: int = 1) -> list[str]:
     """The arguments of `vllm`, for `replicas` copies in one process tree."""
-    _refuse_unknown(deployment, options)
+    _refuse_unknown(deployment)
     arguments = ["serve", options.weights, "--served-model-name", options.name]
     arguments += ["--host", options.host, "--port", str(options.port)]
     arguments += ["--dtype", deployment.dtype, "--max-model-len", str(deployment.length)]
@@ -56,7 +54,7 @@ def vllm_arguments(deployment: Deployment, options: EngineOptions, *, replicas: 
     if deployment.spans_nodes:
         arguments += ["--distributed-executor-backend", "ray"]
     arguments += [] if options.prefix_cache else ["--no-enable-prefix-caching"]
-    arguments += ["--kv-cache-dtype", "fp8"] if options.cache == "fp8" else []
+    arguments += ["--kv-cache-dtype", "fp8"] if deployment.cache == "fp8" else []
     return [*arguments, *_guessing(options), *_adapters(options)]
 
 
@@ -87,12 +85,12 @@ def _step_tokens(deployment: Deployment) -> int:
     return max(PREFILL_TOKENS, deployment.requests)
 
 
-def _refuse_unknown(deployment: Deployment, options: EngineOptions) -> None:
+def _refuse_unknown(deployment: Deployment) -> None:
     vendor = deployment.machine.accelerator.vendor
     if vendor not in ("NVIDIA", "AMD"):
         raise UserError(f"--on is {deployment.machine.text}, but vLLM serves on NVIDIA and AMD cards; name such cards")
-    if options.cache not in ("model", "fp8"):
-        raise UserError(f"--cache-format is {options.cache}, which vLLM does not have; use model or fp8")
+    if deployment.cache == "int8":
+        raise UserError(f"--cache-format is {deployment.cache}, which vLLM does not have; use model or fp8")
 
 
 def _guessing(options: EngineOptions) -> list[str]:
