@@ -47,7 +47,7 @@ def test_it_is_norm_rope_write_and_attention(
     def run(kind: torch.dtype, eager: bool) -> list[torch.Tensor]:
         own = cache.to(kind, copy=True)
         q_norm, k_norm = (None if weight is None else weight.to(kind) for weight in weights)
-        inputs = (qkv.to(kind), own[0], own[1], tables, lengths, cos.to(kind), sin.to(kind))
+        inputs: Any = (qkv.to(kind), own[0], own[1], tables, lengths, cos.to(kind), sin.to(kind))
         if eager:
             made = decode_attention_eager(*inputs, q_norm=q_norm, k_norm=k_norm, norm_offset=0.5, **settings)
         else:

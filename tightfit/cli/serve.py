@@ -1,5 +1,7 @@
 """`tightfit serve`: an OpenAI-compatible server."""
 
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,6 +68,7 @@ def serve(
     tightfit serve
     tightfit serve my-model --max-length 4096 --port 9000
     tightfit serve my-model --draft my-smaller-model
+    tightfit serve my-model --tensor 2 --replicas 4
     tightfit serve my-model --export k8s --on 8xH100-80GB
     """
     from tightfit.errors import UserError
@@ -94,15 +97,18 @@ def serve(
                 "cache": cache_format,
             },
         )
-    ranks = (("tensor", tensor), ("pipeline", pipeline), ("replicas", replicas))
-    for option, given in (("on", on), ("weights", weights), ("image", image), ("out", out), *ranks):
+    for option, given in (("on", on), ("weights", weights), ("image", image), ("out", out)):
         if given is not None:
             raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
+    from tightfit.launch.forked import Forked
     from tightfit.serve.config import EngineConfig
-    from tightfit.serve.start import default_model, start_engine
+    from tightfit.serve.rank_start import check_ranks, run_other_rank, start_first_rank
+    from tightfit.serve.ranks import Spread, open_meeting
+    from tightfit.serve.start import default_model, gpu_count, start_engine
 
     try:
         from tightfit.serve.http.guards import ServerLimits
+        from tightfit.serve.http.replicas import serve_replicas
         from tightfit.serve.http.server import ServerOptions
         from tightfit.serve.http.server import serve as run_server
     except ModuleNotFoundError as error:
@@ -119,18 +125,38 @@ def serve(
         speculation="draft" if draft else "lookup" if lookup else "none",
         speculated_tokens=guesses,
     )
-    loaded, engine = start_engine(source, config, device=device, draft=draft, adapters=adapters)
     limits = ServerLimits(
         api_key=api_key,
         body_bytes=int(max_body_mib * 2**20),
         request_seconds=max_seconds,
         requests=max_requests,
     )
-    typer.echo(engine.describe())
-    typer.echo(f"{source} on http://{host}:{port} (chat page at /, OpenAI clients at /v1)")
-    run_server(
-        loaded, engine, ServerOptions(host=host, port=port, name=name, drain_seconds=drain_seconds, limits=limits)
-    )
+    spread = Spread(tensor or 1, pipeline or 1)
+    if spread.ranks > 1:
+        check_ranks(source, spread, device, adapters=bool(adapters), draft=draft is not None)
+    if (replicas or 1) > 1:
+        return serve_replicas(
+            sys.argv[1:],
+            replicas=replicas or 1,
+            cards=spread.ranks,
+            host=host,
+            port=port,
+            drain_seconds=drain_seconds,
+            limits=limits,
+            gpus=gpu_count(device),
+        )
+    server_options = ServerOptions(host=host, port=port, name=name, drain_seconds=drain_seconds, limits=limits)
+    with ExitStack() as others:
+        if spread.ranks > 1:
+            store = open_meeting(spread.ranks)
+            arguments = (source, config, spread, store.port, device)
+            others.enter_context(Forked(spread.ranks - 1, run_other_rank, arguments, [run_other_rank.__module__]))
+            loaded, engine = start_first_rank(source, config, spread, store, device)
+        else:
+            loaded, engine = start_engine(source, config, device=device, draft=draft, adapters=adapters)
+        typer.echo(engine.describe())
+        typer.echo(f"{source} on http://{host}:{port} (chat page at /, OpenAI clients at /v1)")
+        run_server(loaded, engine, server_options)
 
 
 def _export(

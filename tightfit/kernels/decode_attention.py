@@ -22,6 +22,10 @@ from tightfit.kernels.paged_attention import MOST_SPLITS, keys_at_a_time, paged_
 from tightfit.kernels.rotate_store import rotate_store_eager
 from tightfit.kernels.triton_support import tl, triton
 
+MANY_PAIRS = 256
+"""Pairs of sequence and key head from which on a share of a sequence has at least four blocks of keys: there are
+programs enough for the card, and joining shares costs more than it brings."""
+
 
 def decode_attention(
     qkv: Tensor,
@@ -53,7 +57,8 @@ def decode_attention(
     assert keys.stride() == values.stride()
     assert tables.stride(1) == qkv.stride(1) == 1
     assert counters.numel() >= B * kv_heads
-    splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], qkv.device)
+    pairs = B * kv_heads
+    splits = splits or split_count(pairs, tables.shape[1] * keys.shape[1], qkv.device)
     assert splits <= MOST_SPLITS
     out = torch.empty((B, heads, D), device=qkv.device, dtype=qkv.dtype)
     parts = torch.empty((B, heads, splits, D), device=qkv.device, dtype=torch.float32)
@@ -94,9 +99,9 @@ def decode_attention(
             GROUP=group,
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
-            BLOCK_K=keys_at_a_time(B * kv_heads),
+            BLOCK_K=keys_at_a_time(pairs),
+            LEAST_BLOCKS=1 if pairs < MANY_PAIRS else 4,
             MOST=MOST_SPLITS,
-            SINGLE=splits == 1,
             OVERLAP=overlap,
             num_warps=4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
@@ -146,12 +151,10 @@ def decode_attention_eager(
 
 @triton.jit
 def _turned(  # type: ignore[no-untyped-def]
-    x, norm, columns, here, position, cos, sin, table_row, eps, offset,
-    D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    x, norm, columns, here, c, s, eps, offset, D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
 ):  # fmt: skip
     """Heads at x [rows, BLOCK_D], normed and turned: column i < HALF with column i + HALF, those after 2 HALF as is."""
-    in_rope = columns < 2 * HALF
-    partner = tl.where(columns < HALF, columns + HALF, tl.where(in_rope, columns - HALF, columns))
+    partner = tl.where(columns < HALF, columns + HALF, tl.where(columns < 2 * HALF, columns - HALF, columns))
     own = tl.load(x + columns[None, :], mask=here, other=0.0)
     other = tl.load(x + partner[None, :], mask=here, other=0.0)
     kind = own.dtype
@@ -163,11 +166,8 @@ def _turned(  # type: ignore[no-untyped-def]
         other_weight = tl.load(norm + partner, mask=in_head, other=0.0).to(tl.float32) + offset
         own = (own * factor * own_weight[None, :]).to(kind).to(tl.float32)  # as the norm alone would have left it
         other = (other * factor * other_weight[None, :]).to(kind).to(tl.float32)
-    at = position * table_row + columns % HALF
-    c = tl.load(cos + at, mask=in_rope, other=1.0).to(tl.float32)
-    s = tl.load(sin + at, mask=in_rope, other=0.0).to(tl.float32)
-    s = tl.where(columns < HALF, -s, s)
-    return (own * c[None, :] + other * s[None, :]).to(kind)
+    signed = tl.where(columns < HALF, -s, s)
+    return (own * c[None, :] + other * signed[None, :]).to(kind)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -176,46 +176,53 @@ def _kernel(  # type: ignore[no-untyped-def]
     x_row, kv_block, kv_place, kv_head, table_row, angle_row, eps, offset, window, inner, outer,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, MOST: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, LEAST_BLOCKS: tl.constexpr, MOST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K."""
+    """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K.
+
+    What does not depend on the projection (lengths, tables, angles, older keys) is asked for before it is waited for.
+    """
     launch_next(OVERLAP)
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    kv_heads, splits = tl.num_programs(0), tl.num_programs(1)
+    kv_heads, most_splits = tl.num_programs(0), tl.num_programs(1)
     rows, columns = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
     in_group, in_head = rows < GROUP, columns < D
     length = tl.load(lengths + batch).to(tl.int32)
     newest = length - 1
     first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
     begin_block = first // BLOCK_K
-    share = tl.cdiv(tl.cdiv(length, BLOCK_K) - begin_block, splits)
+    blocks = tl.cdiv(length, BLOCK_K) - begin_block
+    splits = tl.maximum(tl.minimum(most_splits, blocks // LEAST_BLOCKS), 1)
+    share = tl.cdiv(blocks, splits)
     begin = (begin_block + split * share) * BLOCK_K
     end = tl.minimum(begin + share * BLOCK_K, length)
+    if split >= splits:
+        return
     table = tables + batch * table_row
+    has_newest = (begin <= newest) & (newest < end)
+    position = tl.maximum(newest, 0).to(tl.int64)
+    place = tl.load(table + position // BLOCK_SIZE).to(tl.int64) * kv_block + (position % BLOCK_SIZE) * kv_place
+    place += head * kv_head
+    in_rope = columns < 2 * HALF
+    c = tl.load(cos + position * angle_row + columns % HALF, mask=in_rope, other=1.0).to(tl.float32)
+    s = tl.load(sin + position * angle_row + columns % HALF, mask=in_rope, other=0.0).to(tl.float32)
     wait_for_previous(OVERLAP)
 
     x = qkv + batch * x_row
     at_heads = x + (head * GROUP + rows[:, None]) * D
+    at_key = x + (kv_heads * GROUP + head) * D + tl.zeros([1, 1], tl.int32)
     group_mask = in_group[:, None] & in_head[None, :]
-    position = newest.to(tl.int64)
-    q = _turned(at_heads, q_norm, columns, group_mask, position, cos, sin, angle_row, eps, offset, D, HALF, HAS_NORM)
-    acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
-    highest = tl.full([GROUP_2], -1.0e30, tl.float32)
-    denominator = tl.zeros([GROUP_2], tl.float32)
-    if (begin <= newest) & (newest < end):
-        one = tl.arange(0, 1)
-        at_key = x + (kv_heads * GROUP + head) * D + one[:, None]
-        k_new = _turned(
-            at_key, k_norm, columns, in_head[None, :], position, cos, sin, angle_row, eps, offset, D, HALF, HAS_NORM
-        )
-        v_new = tl.load(x + (kv_heads * (GROUP + 1) + head) * D + columns, mask=in_head, other=0.0)
-        place = tl.load(table + newest // BLOCK_SIZE).to(tl.int64) * kv_block + (newest % BLOCK_SIZE) * kv_place
-        tl.store(keys + place + head * kv_head + columns[None, :] + one[:, None], k_new, mask=in_head[None, :])
-        tl.store(values + place + head * kv_head + columns, v_new, mask=in_head)
-        products = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1)
-        highest, _ = softcapped_scores(products, inner, outer, HAS_SOFTCAP)
-        denominator += 1.0
-        acc += v_new.to(tl.float32)[None, :]
+    v_new = tl.load(x + (kv_heads * (GROUP + 1) + head) * D + columns, mask=in_head, other=0.0)
+    q = _turned(at_heads, q_norm, columns, group_mask, c, s, eps, offset, D, HALF, HAS_NORM)
+    k_new = _turned(at_key, k_norm, columns, in_head[None, :], c, s, eps, offset, D, HALF, HAS_NORM)
+    stores = (columns < tl.where(has_newest, D, 0)) & in_head
+    tl.store(keys + place + columns[None, :], k_new, mask=stores[None, :])
+    tl.store(values + place + columns, v_new, mask=stores)
+    scores, _ = softcapped_scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP)
+    highest = tl.where(has_newest, scores, -1.0e30)
+    denominator = tl.where(has_newest, 1.0, 0.0) + tl.zeros([GROUP_2], tl.float32)
+    acc = tl.where(has_newest, v_new.to(tl.float32)[None, :], 0.0) + tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     before = tl.minimum(end, newest)
     for start in range(begin, before, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
@@ -236,11 +243,11 @@ def _kernel(  # type: ignore[no-untyped-def]
 
     row = batch * (kv_heads * GROUP) + head * GROUP + rows
     to_out = out + row[:, None] * D + columns[None, :]
-    if SINGLE:
+    if splits == 1:
         tl.store(to_out, (acc / denominator[:, None]).to(out.dtype.element_ty), mask=group_mask)
     else:
-        total = tl.num_programs(2).to(tl.int64) * kv_heads * GROUP * splits
-        place = row * splits + split
+        total = tl.num_programs(2).to(tl.int64) * kv_heads * GROUP * most_splits
+        place = row * most_splits + split
         tl.store(parts + place[:, None] * D + columns[None, :], acc, mask=group_mask)
         tl.store(norms + place, highest, mask=in_group)
         tl.store(norms + total + place, denominator, mask=in_group)
@@ -248,26 +255,26 @@ def _kernel(  # type: ignore[no-untyped-def]
         counter = counters + batch * kv_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)
-            _join(parts, norms, out, row, total, splits, columns, D, GROUP, MOST)
+            _join(parts, norms, out, tl.min(row, 0), total, splits, most_splits, columns, D, GROUP, MOST)
 
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    parts, norms, out, rows, total, splits, columns, D: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr
+    parts, norms, out, row, total, splits, most_splits, columns,
+    D: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), for the heads of `rows`.
+    """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), heads from `row` on.
 
     Read past the first-level cache, which does not see what other programs wrote.
     """
-    base = tl.min(rows, 0)
     split = tl.arange(0, MOST)
     here = split < splits
-    for head in range(GROUP):
-        at = (base + head) * splits + split
+    for head in tl.static_range(GROUP):
+        at = (row + head) * most_splits + split
         highest = tl.load(norms + at, mask=here, other=-1.0e30, cache_modifier=".cg")
         denominator = tl.load(norms + total + at, mask=here, other=0.0, cache_modifier=".cg")
         factor = tl.exp2(highest - tl.max(highest, 0))
         mask = here[:, None] & (columns < D)[None, :]
         part = tl.load(parts + at[:, None] * D + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         made = tl.sum(part * factor[:, None], 0) / tl.sum(denominator * factor, 0)
-        tl.store(out + (base + head) * D + columns, made.to(out.dtype.element_ty), mask=columns < D)
+        tl.store(out + (row + head) * D + columns, made.to(out.dtype.element_ty), mask=columns < D)

@@ -37,21 +37,28 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(M: int, N: int, K: int, element_bytes: int = 2) -> Tile:
+MEASURED = {
+    (3072, 2048, False): Tile(4, 2048, 4, 1),
+    (2048, 2048, False): Tile(4, 2048, 4, 1),
+    (8192, 2048, True): Tile(2, 2048, 4, 1),
+    (2048, 8192, False): Tile(4, 1024, 4, 1),
+    (6144, 4096, False): Tile(4, 2048, 8, 1),
+    (4096, 4096, False): Tile(2, 2048, 8, 1),
+    (14_336, 4096, True): Tile(2, 2048, 8, 1),
+    (4096, 14_336, False): Tile(2, 2048, 4, 1),
+    (128_256, 4096, False): Tile(4, 2048, 8, 1),
+}
+"""The fastest for one token by (N, K, gated) on an H200, by benchmarks/decode_linear.py: Llama's 1B and 8B."""
+
+
+def tile_for(M: int, N: int, K: int, element_bytes: int = 2, *, gated: bool = False) -> Tile:
     """Tiles by the shape; benchmarks/decode_linear.py times others. They fit 96 KiB of shared memory."""
     if is_interpreted():
         return Tile(16, 32, 1, 1)
     if M == 1:
-        return _one_row_tile(N, K)
+        cols = 2048 if K % 2048 == 0 else 1024 if K >= 1024 else 512
+        return MEASURED.get((N, K, gated), Tile(2 if gated else 4, cols, 8 if K == 4096 else 4, 1))
     return Tile(16 if N <= 16_384 else 32, 256, 4, 8 // element_bytes)
-
-
-def _one_row_tile(N: int, K: int) -> Tile:
-    """At least two programs for every multiprocessor of a large card, and no more than 32 KiB of W in a program's
-    registers at a time."""
-    cols = 512 if K < 1024 else 1024 if K < 2048 or K % 2048 or K > 8 * N else 2048
-    rows = 2 if N * K <= 2**22 else 4 if N * K <= 2**23 or cols == 2048 else 8
-    return Tile(rows, cols, 4 if N <= 32_768 else 8, 1)
 
 
 def decode_linear(
@@ -75,7 +82,7 @@ def decode_linear(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     out = torch.empty((M, N), device=x.device, dtype=out_dtype or x.dtype)
-    chosen = tile or tile_for(M, N, K, x.element_size())
+    chosen = tile or tile_for(M, N, K, x.element_size(), gated=activation is not None)
     kernel = _one_row_kernel if M == 1 else _rows_kernel
     options = {"launch_pdl": True} if overlap else {}
     with on_device_of(x):

@@ -53,10 +53,18 @@ class Budget:
 
 
 def decide_budget(
-    model: Decoder, config: EngineConfig, draft: Decoder | None = None, *, adapter_bytes: int = 0
+    model: Decoder,
+    config: EngineConfig,
+    draft: Decoder | None = None,
+    *,
+    adapter_bytes: int = 0,
+    spec: ModelSpec | None = None,
 ) -> Budget:
-    """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already."""
-    spec, weight = model.spec, model.embed.weight
+    """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already.
+
+    `spec` is the shape of what this rank keeps keys and values of, where several ranks share the model.
+    """
+    spec, weight = spec or model.spec, next(model.parameters())
     per_block = config.block_size * cache_bytes_per_token(spec, weight.element_size(), config.cache_format)
     if draft is not None:
         per_block += config.block_size * cache_bytes_per_token(draft.spec, draft.embed.weight.element_size())

@@ -24,6 +24,7 @@ from tightfit.serve.draft import make_draft_runner
 from tightfit.serve.grammar import Constraints, Matcher
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.pipeline import Flight, Pipeline
+from tightfit.serve.rank_runner import RankRunner
 from tightfit.serve.request import Answer, Output, Request, TokenChance
 from tightfit.serve.rope_tables import length_of_change
 from tightfit.serve.runner import Runner
@@ -71,25 +72,20 @@ class Engine:
         *,
         draft: Decoder | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        ranks: RankRunner | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
-        spec, weight = model.spec, model.embed.weight
         self.adapters = dict(adapters or {})
         adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())
-        self.budget: Budget = decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes)
+        self.spread = ranks is not None
+        self.budget: Budget = (
+            ranks.steps.budget
+            if ranks is not None
+            else decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes)
+        )
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
-        cache = PagedCache(
-            spec, self.budget.blocks, self.config.block_size, weight.device, weight.dtype, self.config.cache_format
-        )
-        self.runner = Runner(
-            model,
-            cache,
-            self.max_length,
-            self.config.max_sequences,
-            overlap=self.config.overlap,
-            adapters=AdapterSet(model, self.adapters) if self.adapters else None,
-        )
+        self.runner: Runner | RankRunner = ranks if ranks is not None else self._make_runner()
         self.counts = Counts()
         self._proposer = self._make_proposer(draft)
         self.scheduler = Scheduler(self.pool, self._limits())
@@ -174,8 +170,8 @@ class Engine:
         if chunks:
             self.counts.steps += 1
             self._flights.append(pipeline.launch(chunks))
+            self.scheduler.launched(chunks)
             for chunk in chunks:
-                self.scheduler.launched(chunk)
                 if not chunk.chooses:
                     self.scheduler.settle(chunk.sequence)
         return self._landed(1 if chunks else 0)
@@ -187,10 +183,9 @@ class Engine:
             flight = self._flights.popleft()
             for chunk, token in zip(flight.chunks, flight.read(), strict=True):
                 chunk.sequence.pending -= 1
-                if chunk.sequence in self._running:
-                    outputs.append(self._took(chunk, Chosen([token], [])))
-                    self.scheduler.settle(chunk.sequence)
-                    self._start_siblings(chunk.sequence)
+                running = self._running.get(chunk.sequence)
+                if running is not None:
+                    outputs.append(self._took_token(running, token))
         return outputs
 
     def _run(self, chunks: list[Chunk]) -> list[Output]:
@@ -222,6 +217,20 @@ class Engine:
                 answers[output.request][output.index].add(output)
         return answers
 
+    def _make_runner(self) -> Runner:
+        config, weight = self.config, self.model.embed.weight
+        cache = PagedCache(
+            self.model.spec, self.budget.blocks, config.block_size, weight.device, weight.dtype, config.cache_format
+        )
+        return Runner(
+            self.model,
+            cache,
+            self.max_length,
+            config.max_sequences,
+            overlap=config.overlap,
+            adapters=AdapterSet(self.model, self.adapters) if self.adapters else None,
+        )
+
     def _limits(self) -> Limits:
         config, change = self.config, length_of_change(self.model.spec)
         return Limits(
@@ -235,6 +244,8 @@ class Engine:
     def _make_pipeline(self) -> Pipeline | None:
         """Steps that do not wait for the host: on a GPU, unless the host has to see every token."""
         config, on_gpu = self.config, self.runner.device.type == "cuda"
+        if not isinstance(self.runner, Runner):
+            return None
         if self._proposer is not None or self.scheduler.limits.rewind_at is not None:
             return None
         if not (on_gpu if config.pipelined is None else config.pipelined):
@@ -303,9 +314,27 @@ class Engine:
         chances: list[TokenChance] = chosen.chances[: len(taken)]
         return Output(running.request.id, sequence.index, tuple(taken), text, tuple(chances), finish, cached)
 
+    def _took_token(self, running: Running, token: int) -> Output:
+        """The same for one token without guesses or chances: hundreds of times in the milliseconds a step takes."""
+        sequence = running.sequence
+        cached = sequence.cached if len(sequence.tokens) == len(sequence.prompt) else 0
+        taken, text, finish = self._extended(running, [token])
+        self.counts.answer_tokens += len(taken)
+        self.counts.cached_tokens += cached
+        if finish is not None:
+            self._finish(running, finish)
+        elif self.scheduler.limits.prefix_cache:
+            self.scheduler.settle(sequence)
+        if running.siblings:
+            self._start_siblings(sequence, running)
+        return Output(running.request.id, sequence.index, tuple(taken), text, (), finish, cached)
+
     def _extended(self, running: Running, tokens: list[int]) -> tuple[list[int], str, Finish | None]:
         """Append `tokens` until one ends the answer: which were taken, their text, and why it is over."""
         sequence, text, taken = running.sequence, "", []
+        if running.text is None and running.matcher is None and len(tokens) == 1:  # plain tokens in, plain tokens out
+            sequence.append(tokens[0])
+            return tokens, "", self._ends(running, tokens[0])
         for token in tokens:
             sequence.append(token)
             taken.append(token)
@@ -326,7 +355,8 @@ class Engine:
             running.matcher.advance(token)
             if running.matcher.is_over:
                 return "stop"
-        return "length" if running.sequence.answered >= sampling.max_tokens else None
+        sequence = running.sequence
+        return "length" if len(sequence.tokens) - len(sequence.prompt) >= sampling.max_tokens else None
 
     def _finish(self, running: Running, finish: Finish) -> None:
         self.scheduler.settle(running.sequence)

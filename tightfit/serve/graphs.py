@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightfit.kernels.greedy import choose_greedily
 from tightfit.serve.runner import Runner
 from tightfit.serve.scheduler import Chunk
+from tightfit.serve.sequence import Sequence
 from tightfit.serve.step import Piece, Step
 
 PROMPT_SIZES = (64, 128, 256, 512)
@@ -78,7 +80,8 @@ class Graphs:
         self._numbers = Staged((NUMBERS, sequences), torch.int64, self.device)
         self._tables = Staged((sequences, self.columns), torch.int32, self.device)
         self._by_slot = np.zeros((sequences, self.columns), dtype=np.int32)
-        self._known: dict[int, tuple[tuple[int, int, int], int]] = {}  # slot → whose blocks, how many of them
+        self._counters = torch.zeros(sequences, device=self.device, dtype=torch.int32)
+        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences  # whose blocks, how many of them
         self._prompt = Staged((3, PROMPT_SIZES[-1]), torch.int64, self.device)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._longest = max_length  # what steps that are not captured gather
@@ -105,15 +108,15 @@ class Graphs:
         """States [chunks, H] of a step with one token of each sequence; `highest` or a projection comes after."""
         count, size = len(chunks), self._size(chunks)
         numbers = self._numbers.host()
-        slots = [chunk.sequence.slot for chunk in chunks]
-        ends = [chunk.end for chunk in chunks]
-        numbers[0, :count], numbers[1, :count] = slots, [end - 1 for end in ends]
-        numbers[2, :count], numbers[3, :count] = [self._place(chunk) for chunk in chunks], ends
+        for chunk in chunks:
+            self._note_blocks(chunk.sequence)
+        slots = np.array([chunk.sequence.slot for chunk in chunks])
+        last = np.array([chunk.start for chunk in chunks])
+        blocks = self._by_slot[slots, last // self.block_size].astype(np.int64)
+        numbers[:, :count] = slots, last, blocks * self.block_size + last % self.block_size, last + 1
         padding = self.padding_block * self.block_size
         numbers[:, count:size] = np.array([len(self.last_tokens) - 1, 0, padding, 1])[:, None]
-        self._longest = max(ends)
-        for chunk in chunks:
-            self._note_blocks(chunk)
+        self._longest = int(last.max()) + 1
         tables = self._tables.host()
         tables[:count] = self._by_slot[slots]
         tables[count:size] = self.padding_block
@@ -143,19 +146,15 @@ class Graphs:
         self._prompt.send()
         return self.runner.project(self._get(self._prompts, size, self._read_prompt)())
 
-    def _place(self, chunk: Chunk) -> int:
-        last = chunk.end - 1
-        return chunk.sequence.blocks[last // self.block_size] * self.block_size + last % self.block_size
-
-    def _note_blocks(self, chunk: Chunk) -> None:
-        """Keep the table of the sequence's slot as long as the sequence."""
-        sequence = chunk.sequence
-        stamp, blocks = (sequence.arrival, sequence.index, sequence.preemptions), sequence.blocks
-        whose, known = self._known.get(sequence.slot, (None, 0))
-        if whose != stamp or known < len(blocks):
-            known = known if whose == stamp else 0
-            self._by_slot[sequence.slot, known : len(blocks)] = blocks[known:]
-            self._known[sequence.slot] = (stamp, len(blocks))
+    def _note_blocks(self, sequence: Sequence) -> None:
+        """Keep the table of the sequence's slot as long as the sequence, whose list of blocks is a new one whenever it
+        is admitted."""
+        slot, blocks = sequence.slot, sequence.blocks
+        whose, known = self._known[slot]
+        if whose is not blocks or known != len(blocks):
+            known = known if whose is blocks else 0
+            self._by_slot[slot, known : len(blocks)] = blocks[known:]
+            self._known[slot] = (blocks, len(blocks))
 
     def _decode(self, size: int) -> Tensor:
         slots, positions, places, lengths = self._numbers.device_side[:, :size]
@@ -175,9 +174,8 @@ class Graphs:
         return self.runner.states(step)
 
     def _choose(self, size: int) -> Tensor:
-        tokens = self.runner.project(self._states[size]).argmax(-1)
-        self.last_tokens.index_copy_(0, self._numbers.device_side[0, :size], tokens)
-        return tokens
+        logits = self.runner.project(self._states[size])
+        return choose_greedily(logits, self.last_tokens, self._numbers.device_side[0, :size], self._counters)
 
     def _read_prompt(self, size: int) -> Tensor:
         tokens, places, rows = self._prompt.device_side

@@ -115,13 +115,18 @@ class PagedCache:
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if not step.pieces:
             return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
+        whole = all(_has_round_length(piece) for piece in step.pieces)
+        if whole and not step.singles and len(step.groups) == 1:
+            return self._whole_prompts(step, step.groups[0], query, keys, values, settings)
         out = torch.empty(query.shape, device=query.device, dtype=query.dtype)
         if step.singles:
             single = query[: step.singles]
             out[: step.singles] = paged_attention(single, keys, values, step.tables, step.lengths, **settings)
-        if all(_has_round_length(piece) for piece in step.pieces):
+        if whole:
             for group in step.groups:
-                self._whole_prompts(step, group, query, keys, values, out, settings)
+                made = self._whole_prompts(step, group, query, keys, values, settings)
+                at = step.pieces[group.start].at
+                out[at : at + len(made)] = made
         else:
             paged_prefill(query, keys, values, step.joint_tables, step.tiles(tile_rows(query)), out, **settings)
         return out
@@ -133,16 +138,15 @@ class PagedCache:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        out: Tensor,
         settings: dict[str, Any],
-    ) -> None:
-        """Attention of prompts of one length that begin at position 0, by the fastest there is for that shape."""
+    ) -> Tensor:
+        """Attention [tokens, heads, D] of prompts of one length that begin at position 0, by the fastest there is."""
         piece, count = step.pieces[group.start], len(group)
         rows = slice(piece.at, piece.at + count * piece.count)
         own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
         made = attention(q, k, v, step.masks[group.start], impl=self.attention, **settings)
-        out[rows] = made.transpose(1, 2).flatten(0, 1)
+        return made.transpose(1, 2).flatten(0, 1)
 
     def _singles(
         self,

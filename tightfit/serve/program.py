@@ -109,8 +109,10 @@ class Program:
             norm_eps=self.spec.norm_eps,
             norm_offset=self.offset,
         )
-        settings = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
-        return self.cache.attend_stored(step, layer.index, query, **settings).flatten(1)
+        mixed = self.cache.attend_stored(
+            step, layer.index, query, scale=layer.scale, window=layer.window, softcap=layer.softcap
+        )
+        return mixed.flatten(1)
 
     def _decode(self, qkv: Tensor, layer: JointLayer, step: Step, overlap: bool = False) -> Tensor:
         """The same in one kernel where every sequence has one token."""

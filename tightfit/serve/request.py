@@ -1,6 +1,7 @@
 """A request and what comes back for it, step by step."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tightfit.serve.sampling import Sampling
 from tightfit.serve.sequence import Finish
@@ -28,8 +29,7 @@ class TokenChance:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """What one step added to one answer."""
 
     request: str
@@ -55,7 +55,9 @@ class Answer:
     def add(self, output: Output) -> None:
         """The next of them."""
         self.tokens += output.tokens
-        self.text += output.text
-        self.chances += output.chances
+        if output.text:
+            self.text += output.text
+        if output.chances:
+            self.chances += output.chances
         self.finish = output.finish
         self.cached += output.cached

@@ -40,9 +40,9 @@ class Runner:
         matrices = [weight for weight in model.layers[0].parameters() if weight.ndim == 2]
         self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if matrices else nullcontext
         self.adapters = adapters
-        self.program = (
-            Program(model, cache, self.ropes, overlap=overlap, sequences=sequences) if can_join(model) else None
-        )
+        self.program = None
+        if can_join(model):
+            self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences)
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

@@ -37,6 +37,11 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def gpu_count(wanted: str) -> int:
+    """GPUs that `wanted` may use."""
+    return torch.cuda.device_count() if pick_device(wanted).type == "cuda" else 0
+
+
 def start_engine(
     source: str,
     config: EngineConfig,

@@ -125,8 +125,8 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
     Logits are wanted where a token is chosen or a guess checked; with `last_rows` after the last token of each chunk.
     """
     tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
     rows: list[int] = []
     pieces: list[Piece] = []
     runs: list[tuple[int, int]] = []
@@ -136,8 +136,10 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         at, end = len(tokens), chunk.end + len(guesses)
         known = own.tokens[chunk.start : chunk.end]
         tokens += known + [0] * (chunk.count - len(known)) + guesses  # what is not known yet is on the device
-        positions += range(chunk.start, end)
-        slots += (own.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
+        at_positions = np.arange(chunk.start, end)
+        blocks = np.array(own.blocks)[at_positions // block_size]
+        positions.append(at_positions)
+        slots.append(blocks * block_size + at_positions % block_size)
         runs.append((end - chunk.start, own.length))
         if not _is_single(chunk):
             pieces.append(Piece(at, end - chunk.start, chunk.start, own.blocks))
@@ -148,8 +150,8 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
     lengths = [chunk.end + len(chunk.proposal) for chunk in singles]
     return Step(
         tokens=to_device([tokens], device),
-        positions=to_device([positions], device),
-        slots=to_device(slots, device),
+        positions=to_device(np.concatenate(positions)[None], device),
+        slots=to_device(np.concatenate(slots), device),
         singles=len(singles),
         tables=_padded([chunk.sequence.blocks for chunk in singles], device),
         lengths=to_device(lengths, device, torch.int32),
