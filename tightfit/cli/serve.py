@@ -26,6 +26,9 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model; MODEL where not given.")] = None,
     draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")] = None,
     lookup: Annotated[bool, typer.Option(help="Guess ahead from what the prompt says.")] = False,
+    skip: Annotated[
+        int | None, typer.Option(help="Guess ahead with the model itself, leaving out so many of its layers.", min=1)
+    ] = None,
     guesses: Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)] = 4,
     adapter: Annotated[
         list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that clients may ask for. Repeatable.")
@@ -39,6 +42,9 @@ def serve(
     cache_gib: Annotated[
         float | None, typer.Option(help="Memory for keys and values; decided from what is free where not given.")
     ] = None,
+    host_cache_gib: Annotated[
+        float, typer.Option(help="Host memory for answers that have to give way; else they are computed again.", min=0)
+    ] = 0.0,
     cache_format: Annotated[
         Literal["model", "int8", "fp8"], typer.Option(help="What keys and values are kept in; int8 and fp8 take half.")
     ] = "model",
@@ -114,6 +120,9 @@ def serve(
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}, which the base install leaves out: {SERVE_EXTRA}") from None
 
+    ways = [option for option, given in (("--draft", draft), ("--lookup", lookup), ("--skip", skip)) if given]
+    if len(ways) > 1:
+        raise UserError(f"{' and '.join(ways)} are ways to guess ahead; choose one")
     source = model or default_model()
     config = EngineConfig(
         max_sequences=max_sequences,
@@ -122,7 +131,9 @@ def serve(
         cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         cache_format=cache_format,
         prefix_cache=prefix_cache,
-        speculation="draft" if draft else "lookup" if lookup else "none",
+        speculation="draft" if draft else "lookup" if lookup else "skip" if skip else "none",
+        skipped_layers=skip or 0,
+        host_bytes=int(host_cache_gib * 2**30),
         speculated_tokens=guesses,
     )
     limits = ServerLimits(
@@ -133,7 +144,7 @@ def serve(
     )
     spread = Spread(tensor or 1, pipeline or 1)
     if spread.ranks > 1:
-        check_ranks(source, spread, device, adapters=bool(adapters), draft=draft is not None)
+        check_ranks(source, spread, device, adapters=bool(adapters), draft=draft is not None, skip=skip is not None)
     if (replicas or 1) > 1:
         return serve_replicas(
             sys.argv[1:],

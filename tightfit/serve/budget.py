@@ -59,15 +59,19 @@ def decide_budget(
     *,
     adapter_bytes: int = 0,
     spec: ModelSpec | None = None,
+    draft_spec: ModelSpec | None = None,
 ) -> Budget:
     """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already.
 
-    `spec` is the shape of what this rank keeps keys and values of, where several ranks share the model.
+    `spec` is the shape of what this rank keeps keys and values of, where several ranks share the model; `draft_spec`
+    that of what it keeps besides to guess with.
     """
     spec, weight = spec or model.spec, next(model.parameters())
     per_block = config.block_size * cache_bytes_per_token(spec, weight.element_size(), config.cache_format)
     if draft is not None:
         per_block += config.block_size * cache_bytes_per_token(draft.spec, draft.embed.weight.element_size())
+    if draft_spec is not None:
+        per_block += config.block_size * cache_bytes_per_token(draft_spec, weight.element_size())
     longest = min(config.max_length or spec.max_positions, spec.max_positions)
     step_bytes = step_activation_bytes(spec, config, weight.element_size())
     free = free_bytes(weight.device)

@@ -14,14 +14,16 @@ import torch
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
+from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.budget import Budget, decide_budget
 from tightfit.serve.chooser import Asked, Chosen, choose
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.draft import make_draft_runner
+from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
+from tightfit.serve.host_store import HostStore
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.pipeline import Flight, Pipeline
 from tightfit.serve.rank_runner import RankRunner
@@ -81,14 +83,15 @@ class Engine:
         self.budget: Budget = (
             ranks.steps.budget
             if ranks is not None
-            else decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes)
+            else decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes, draft_spec=self._skipping_spec())
         )
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
         self.runner: Runner | RankRunner = ranks if ranks is not None else self._make_runner()
         self.counts = Counts()
         self._proposer = self._make_proposer(draft)
-        self.scheduler = Scheduler(self.pool, self._limits())
+        self.host = self._make_host()
+        self.scheduler = Scheduler(self.pool, self._limits(), self.host)
         self._running: dict[Sequence, Running] = {}
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
@@ -253,11 +256,23 @@ class Engine:
         capture = on_gpu and config.graphs and self.model.spec.experts is None
         return Pipeline(self.runner, config.max_sequences, self.max_length, config.block_size, capture=capture)
 
+    def _skipping_spec(self) -> ModelSpec | None:
+        return skipping_spec(self.model.spec, self.config) if self.config.speculation == "skip" else None
+
+    def _make_host(self) -> HostStore | None:
+        """Where answers that give way are kept; not where all their keys may have to be made anew, or have ranks."""
+        if not self.config.host_bytes or self.spread or length_of_change(self.model.spec) is not None:
+            return None
+        return HostStore(self.runner.cache, self.config.host_bytes)
+
     def _make_proposer(self, draft: Decoder | None) -> Proposer | None:
         if self.config.speculation == "lookup":
             return PromptLookup()
         if self.config.speculation == "none":
             return None
+        if self.config.speculation == "skip":
+            assert isinstance(self.runner, Runner), "ranks do not guess by skipping layers"
+            return DraftModel(make_skipping_runner(self.runner, self.budget, self.config))
         if draft is None:
             raise UserError("speculation is 'draft', but no draft model was given")
         return DraftModel(make_draft_runner(draft, self.model, self.budget, self.config))

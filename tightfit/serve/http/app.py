@@ -17,6 +17,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
+from tightfit import __version__
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.embedding import embed
@@ -71,7 +72,7 @@ def make_app(served: Served) -> Guards:
         yield
         served.service.stop()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, title="tightfit", version=__version__)
     _add_errors(app)
     _add_numbers(app, served)
     _add_generation(app, served)
