@@ -164,7 +164,7 @@ def together(shares: Sequence[Share]) -> Trace:
 
 
 def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module, MasterAdamW]:
-    decoder = unfilled(case.spec, case.layout, case.precision, CPU)
+    decoder = unfilled(case.spec, case.layout, case.precision, CPU, case.levers)
 
     def fill(model: Decoder) -> None:
         torch.manual_seed(5)

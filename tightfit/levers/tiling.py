@@ -13,6 +13,10 @@ Heads: the backward of fused attention holds dQ in float32 and dK and dV per que
 all else of a layer. So heads run in groups (at most one per key/value head, and no more than there are tiles), which
 divides that workspace by the number of groups.
 
+Tensor ranks meet at the same places as without tiles, once a tile: what goes into attention and what comes out of it
+passes the layer's `Exchange`, which parallel/tensor.py leaves with the attention module. Not under sequence
+parallelism, where a rank's tokens are no tile of all ranks' tokens.
+
 Limits: MoE layers are not tiled, as their load-balancing loss is no sum over tiles. Hooks on modules inside a layer see
 tiles; hooks on the attention module are not called. Generation with a key/value cache is not tiled.
 """
@@ -20,7 +24,7 @@ tiles; hooks on the attention module are not called. Generation with a key/value
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +40,19 @@ from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles
 from tightfit.models.decoder import Decoder, ForwardContext, Layer
 from tightfit.models.mlp import Mlp
+
+EXCHANGE = "exchange"
+"""Attribute of an attention module with the collectives of tensor ranks around it."""
+
+
+class Exchange(Protocol):
+    """The collectives of tensor ranks around attention."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Before its projections."""
+
+    def leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """After its output projection, whose bias is added here."""
 
 
 def tile_layers(model: Decoder, tiles: int) -> None:
@@ -73,9 +90,17 @@ class TiledLayer:
         )
         return out, None
 
+    @property
+    def exchange(self) -> Exchange | None:
+        """Of tensor ranks; None on one."""
+        found: Exchange | None = vars(self.layer.attention).get(EXCHANGE)
+        return found
+
     def _project_qkv(self, x: Tensor, tile: slice, ctx: ForwardContext) -> tuple[Tensor, ...]:
         """Queries, then keys, then values of every group of heads, each [B, t, heads, D]."""
         own, normed = self.layer.attention, self.layer.attention_norm(x)
+        if (exchange := self.exchange) is not None:
+            normed = exchange.enter(normed)
         query, key, value = (m(normed).unflatten(-1, (-1, own.head_dim)) for m in (own.q, own.k, own.v))
         if own.q_norm is not None and own.k_norm is not None:
             query, key = own.q_norm(query), own.k_norm(key)
@@ -101,6 +126,8 @@ class TiledLayer:
         """From attention's output to the new residual stream."""
         layer = self.layer
         added = layer.attention.o(torch.cat(attended, dim=2).flatten(2))
+        if (exchange := self.exchange) is not None:
+            added = exchange.leave(added, layer.attention.o.bias)
         if layer.attention_post_norm is not None:
             added = layer.attention_post_norm(added)
         normed, x = layer.mlp_norm(added, residual=x)

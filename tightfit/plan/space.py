@@ -95,6 +95,7 @@ class SearchSpace:
             accumulation=self.micro_batches(layout),
             spec=workload.spec,
             sequence_length=workload.sequence_length,
+            distills=workload.teacher is not None,
         )
         return refused_by_trainer(run) if self.runnable else refused_by_planner(run)
 
@@ -205,12 +206,16 @@ class SearchSpace:
             long_rows=workload.sequence_length >= TILED_LENGTH,
             one_rank=self.machine.ranks == 1,
         )
-        return lever_sets(wanted, self.pins.levers)
+        sets = lever_sets(wanted, self.pins.levers)
+        if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
+            sets = [each for each in sets if each.checkpoint_every <= 1]
+        return sets
 
     def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
         accumulates, split = self.micro_batches(layout) > 1, layout.ranks > 1
-        alike = (host, layout.tensor, layout.pipeline > 1, layout.schedule, layout.zero > 0, split, accumulates)
+        degrees = (layout.tensor, layout.pipeline > 1, layout.expert > 1, layout.schedule, layout.zero > 0)
+        alike = (host, *degrees, split, accumulates)
         if alike not in self._levers:
             every = self._all_levers if host else self._all_levers_without_host
             self._levers[alike] = [each for each in every if self.refusal(layout, each) is None]
