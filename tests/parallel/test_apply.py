@@ -61,7 +61,6 @@ def test_the_loss_is_chosen_from_outside() -> None:
 @pytest.mark.parametrize(
     ("layout", "levers", "words"),
     [
-        (Layout(context=2), Levers(), ["layout.context is 2", "layout.data"]),
         (Layout(data=2, expert=2), Levers(), ["layout.expert is 2", "layout.tensor"]),
     ],
 )
