@@ -53,6 +53,7 @@ class Case:
     zero: int = 0
     shard_inside: int = 0
     tensor: int = 1
+    expert: int = 1
     sequence_parallel: bool = True
     micro_batch: int = 8
     precision: PrecisionName = "fp32"
@@ -66,12 +67,12 @@ class Case:
     def layout(self) -> Layout:
         return Layout(
             data=self.data, zero=self.zero, shard_inside=self.shard_inside, tensor=self.tensor,  # type: ignore[arg-type]
-            sequence_parallel=self.sequence_parallel, micro_batch=self.micro_batch,
+            sequence_parallel=self.sequence_parallel, micro_batch=self.micro_batch, expert=self.expert,
         )  # fmt: skip
 
     def alone(self) -> "Case":
         """The same on one process that takes all rows at once."""
-        return replace(self, data=1, zero=0, shard_inside=0, tensor=1, micro_batch=self.rows, levers=PLAIN)
+        return replace(self, data=1, zero=0, shard_inside=0, tensor=1, expert=1, micro_batch=self.rows, levers=PLAIN)
 
     def alone_in(self, precision: PrecisionName) -> "Case":
         """The same on one process, in another precision."""
@@ -121,13 +122,14 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
     Made once: each of gloo's groups has a thread that wakes a hundred times a second for as long as the process lives.
     """
-    return _mesh(layout.pipeline, layout.data, layout.tensor, layout.copies)
+    return _mesh(layout.pipeline, layout.data, layout.tensor, layout.copies, layout.expert)
 
 
 @cache
-def _mesh(pipeline: int, data: int, tensor: int, copies: int) -> DeviceMesh:
+def _mesh(pipeline: int, data: int, tensor: int, copies: int, expert: int) -> DeviceMesh:
     inside = {"zero": 1, "shard_inside": data // copies} if copies > 1 else {}
-    return make_mesh(Layout.model_validate({"pipeline": pipeline, "data": data, "tensor": tensor} | inside), "cpu")
+    degrees = {"pipeline": pipeline, "data": data, "tensor": tensor, "expert": expert}
+    return make_mesh(Layout.model_validate(degrees | inside), "cpu")
 
 
 def train(case: Case, mesh: DeviceMesh | None, ranks: Ranks) -> Share:

@@ -1,9 +1,11 @@
-"""Applies levers and parallelism to a decoder in one order: tensor, loss, fp8, tiling, checkpointing, data or pipeline.
+"""Applies levers and parallelism to a decoder in one order.
 
-Tensor parallelism comes first (`cut`): it cuts weights on the meta device and puts collectives around attention and
-MLP, inside everything else. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
-that recomputation uses the weights all-gathered for backward. Sharded weights are filled afterwards (each rank its
-shards); a replicated model must have its values and dtype before. `train/assembly.py` does both, with the optimizer.
+Tensor, expert, loss, fp8, tiling, checkpointing, data or pipeline. Tensor parallelism comes first (`cut`): it cuts
+weights on the meta device and puts collectives around attention and MLP, inside everything else; expert parallelism
+cuts the experts of what is left. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around
+that, so that recomputation uses the weights all-gathered for backward. Sharded weights are filled afterwards (each rank
+its shards); a replicated model must have its values and dtype before. `train/assembly.py` does both, with the
+optimizer.
 """
 
 from collections.abc import Callable
@@ -23,16 +25,19 @@ from tightfit.levers.loss import choose_loss
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import replicate, shard
+from tightfit.parallel.expert import expert_sharding, split_experts
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
 from tightfit.parallel.tensor import tensor_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
-    """Cut weights to this rank's tensor-parallel shards, before they have values. Once, before `apply`."""
+    """Cut weights to this tensor and expert rank's shards, before they have values. Once, before `apply`."""
     refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
+    if mesh is not None and layout.expert > 1 and expert_sharding(model) is None:
+        split_experts(model, mesh)
 
 
 def apply(

@@ -4,13 +4,15 @@ The axes, outermost first, are `AXES`: neighbours on the innermost axis are neig
 links. Only axes of more than one rank exist, except `data`, which always does. For hybrid sharding a second mesh has
 the data axis split in two, `replicate` over groups and `shard` inside them. The mesh is made once and passed
 explicitly; no global holds it. Processes are torchrun's; its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) are
-read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert parallelism
-will reuse ranks of these axes.
+read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert ranks are
+neighbouring data ranks: a mesh of their own has the data axis split in `expert_data` (which hold the same experts) and
+`expert` (which hold different ones).
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -43,7 +45,7 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     degrees = {axis: getattr(layout, axis) for axis in AXES}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    vars(mesh)[SUBMESHES] = _submeshes(mesh, _hybrid_mesh(mesh, layout))
+    vars(mesh)[SUBMESHES] = _submeshes(mesh, _hybrid_mesh(mesh, layout)) | _expert_submeshes(mesh, layout)
     return mesh
 
 
@@ -51,11 +53,31 @@ def _hybrid_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     """The mesh with its data axis split in two for hybrid sharding; the mesh itself without."""
     if layout.copies == 1:
         return mesh
+    return _with_data_axis(mesh, dict(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True)))
+
+
+def _with_data_axis(mesh: DeviceMesh, split: dict[str, int]) -> DeviceMesh:
+    """The same ranks with the data axis split in several."""
     shape: dict[str, int] = {}
     for axis, degree in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
-        split = dict(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True))
         shape |= split if axis == "data" else {axis: degree}
     return init_device_mesh(mesh.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _expert_submeshes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
+    """Those of experts: the expert axis, FSDP2's axes of experts, both, and all that split them without FSDP2."""
+    if layout.expert == 1:
+        return {}
+    copies = {"replicate": layout.copies} if layout.copies > 1 else {}
+    holders = copies | {"expert_data": layout.data // layout.copies // layout.expert}
+    grid = _with_data_axis(mesh, holders | {"expert": layout.expert})
+    inner = ("expert", "tensor") if layout.tensor > 1 else ("expert",)
+    return {
+        "expert": grid["expert"],
+        "expert_sharding": grid[tuple(holders)],
+        "expert_grid": grid[(*holders, *inner)],
+        "expert_cuts": grid[inner],
+    }
 
 
 def _submeshes(mesh: DeviceMesh, hybrid: DeviceMesh) -> dict[str, DeviceMesh]:
@@ -76,6 +98,29 @@ def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """The tensor axis alone, and together with FSDP2's axes."""
     submeshes = vars(mesh)[SUBMESHES]
     return submeshes["tensor"], submeshes["both"]
+
+
+@dataclass(frozen=True)
+class ExpertAxes:
+    """The submeshes of expert parallelism."""
+
+    expert: DeviceMesh
+    """Ranks that hold different experts, and send each other tokens."""
+    sharding: DeviceMesh
+    """Ranks that hold the same experts: FSDP2's axes of experts."""
+    grid: DeviceMesh
+    """FSDP2's axes, expert axis and tensor axis."""
+    cuts: DeviceMesh
+    """Expert axis and tensor axis."""
+
+
+def expert_axes(mesh: DeviceMesh) -> ExpertAxes | None:
+    """The submeshes of experts; None where every data rank holds all of them."""
+    found = vars(mesh)[SUBMESHES]
+    if "expert" not in found:
+        return None
+    names = ("expert", "expert_sharding", "expert_grid", "expert_cuts")
+    return ExpertAxes(*(found[name] for name in names))
 
 
 def long_wait_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -19,6 +19,7 @@ from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import micro_batch
+from tightfit.parallel.expert import sum_expert_gradients
 from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.parallel.tensor import sum_partial_gradients
@@ -90,6 +91,7 @@ def accumulate(
             on_phase("backward")
             (loss * scale).backward()
     sum_partial_gradients(decoder_of(model))
+    sum_expert_gradients(decoder_of(model))
     return mean, tokens
 
 

@@ -6,7 +6,7 @@ from tightfit.jobs.rules.shapes import mlp_widths, uneven_share
 from tightfit.jobs.state_format import BLOCK_8BIT
 
 TRAINER_RULES: list[Rule[Run]] = []
-NOT_TRAINED = ("context", "expert")
+NOT_TRAINED = ("context",)
 """Splits that can be planned but not trained yet."""
 FP8_MULTIPLE = 16
 """Sizes of matrices whose fp8 codes tensor cores multiply; kernels/fp8_quantize.py pads to the same."""
@@ -20,6 +20,17 @@ def some_splits_are_not_trained_yet(run: Run) -> str | None:
                 f"layout.{name} is {degree}, which can be planned but not trained yet; set it to 1 and use "
                 "layout.data, layout.tensor or layout.pipeline"
             )
+    return None
+
+
+@rule(TRAINER_RULES, "layout.expert", "layout.context")
+def expert_ranks_are_data_ranks(run: Run) -> str | None:
+    layout = run.layout
+    if layout.expert > 1 and layout.data % layout.expert:
+        return (
+            f"layout.expert is {layout.expert}, which does not divide the {layout.data} data ranks; experts over "
+            "context ranks can be planned but not trained yet; change one"
+        )
     return None
 
 

@@ -106,13 +106,17 @@ def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTe
 
 
 def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
-    """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row; balanced over expert ranks."""
+    """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row.
+
+    Expert ranks (parallel/expert.py, in balance) keep what they received, and the way of their rows on both sides.
+    """
     experts = spec.experts
     assert experts is not None
     tokens, element_bytes, chosen = shape.tokens, shape.element_bytes, experts.per_token * shape.tokens
     probabilities_bytes = STATISTIC * (tokens + 1) * experts.count
     weights_bytes = chosen * element_bytes + (STATISTIC * (chosen + tokens) if experts.normalise else 0)
-    indices_bytes = 3 * INDEX * chosen + OFFSET * experts.count
+    travels = shape.expert > 1
+    indices_bytes = (5 if travels else 3) * INDEX * chosen + OFFSET * experts.count // shape.expert
     inner_bytes = experts.per_token * shape.inner_bytes(experts.mlp_size)
     saved = [
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
@@ -120,6 +124,9 @@ def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
         SavedTensor("mlp", "experts' gate and up", 2 * inner_bytes, "no copies of tokens, no products, no outputs"),
     ]
+    if travels:
+        received_bytes = experts.per_token * shape.hidden_bytes(spec)
+        saved.append(SavedTensor("mlp", "received rows", received_bytes, "the input of this rank's experts"))
     if experts.shared_size:
         gated_bytes = shape.hidden_bytes(spec) + tokens * element_bytes
         saved += _dense_saved(spec, experts.shared_size, shape)
