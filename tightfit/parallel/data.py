@@ -53,7 +53,7 @@ from torch.utils import _pytree
 
 from tightfit.jobs.job import PrecisionName
 from tightfit.models.decoder import Decoder, DecoderOutput
-from tightfit.models.mlp import RoutedMlp
+from tightfit.models.mlp import ExpertWeights, RoutedMlp
 from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
 from tightfit.parallel.expert import expert_parameters, expert_sharding
 
@@ -92,7 +92,8 @@ def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName)
         model.embed.set_unshard_in_backward(False)  # its gradient does not depend on its weight
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for group in _fsdp_modules(model):
-        group.set_gradient_divide_factor(1.0)
+        if not (isinstance(group, ExpertWeights) and _is_alone(model)):  # it would divide by 1 into another copy
+            group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # else it uses PREMUL_SUM, which gloo lacks
     vars(model)["zero"] = zero  # read by `micro_batch`
     return model
@@ -102,6 +103,12 @@ def _shard_experts(layer: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *
     """Experts that are split over expert ranks are a group of their own, over the ranks that hold the same ones."""
     if isinstance(layer.mlp, RoutedMlp):
         fully_shard(layer.mlp.experts, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+
+
+def _is_alone(model: nn.Module) -> bool:
+    """Whether no other data rank holds this one's experts."""
+    mesh = expert_sharding(model)
+    return mesh is not None and mesh.size() == 1
 
 
 def _mixed_precision(precision: PrecisionName) -> MixedPrecisionPolicy:

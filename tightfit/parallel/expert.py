@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -100,14 +99,12 @@ def sum_expert_gradients(model: nn.Module) -> None:
     mesh = expert_sharding(model)
     if mesh is None or mesh.size() == 1:
         return
-    for _, experts in _experts(model):
-        gradients = [p.grad for p in experts.parameters() if p.grad is not None]
-        if any(is_shard(gradient) for gradient in gradients):
-            return  # FSDP2 has summed them
-        flat = _flatten_dense_tensors(gradients)
-        dist.all_reduce(flat, group=mesh.get_group())
-        for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
-            gradient.copy_(summed)
+    gradients = [p.grad for _, experts in _experts(model) for p in experts.parameters() if p.grad is not None]
+    if any(is_shard(gradient) for gradient in gradients):
+        return  # FSDP2 has summed them
+    for work in [dist.all_reduce(gradient, group=mesh.get_group(), async_op=True) for gradient in gradients]:
+        assert work is not None
+        work.wait()
 
 
 def expert_parameters(model: nn.Module) -> list[str]:
