@@ -35,6 +35,7 @@ BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
     "zero_needs_ranks": {"zero": 1},
     "groups_divide_data_ranks": {"shard_inside": 3, "data": 4, "zero": 1},
     "expert_ranks_are_data_ranks": {"expert": 2},
+    "groups_hold_all_experts": {"data": 4, "zero": 1, "shard_inside": 2, "expert": 4},
     "several_stages_interleave": {"stages_per_rank": 2},
 }
 PIPED = {"pipeline": 2}
@@ -46,7 +47,9 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "tensor_ranks_divide_the_model": ({"tensor": 3}, {}, {}),
     "a_stage_has_a_layer": ({"pipeline": 17}, {}, {}),
     "checkpointed_layers_exist": ({}, {"num_checkpoints": 17}, {}),
+    "expert_ranks_divide_the_experts": ({"data": 2, "expert": 2}, {}, {}),
     "some_splits_are_not_trained_yet": ({"context": 2}, {}, {}),
+    "experts_are_not_over_context_ranks": ({"context": 2, "expert": 2}, {}, {"spec": ROUTED}),
     "offload_is_for_one_gpu": ({"data": 2}, {"offload": "optimizer"}, {}),
     "offloaded_states_are_rows": ({}, {"offload": "optimizer", "optimizer_states": "factored"}, {}),
     "pipelines_shard_optimizer_states_at_most": (PIPED | {"data": 2, "zero": 2}, {}, {}),

@@ -24,7 +24,7 @@ def some_splits_are_not_trained_yet(run: Run) -> str | None:
 
 
 @rule(TRAINER_RULES, "layout.expert", "layout.context")
-def expert_ranks_are_data_ranks(run: Run) -> str | None:
+def experts_are_not_over_context_ranks(run: Run) -> str | None:
     layout = run.layout
     if layout.expert > 1 and layout.data % layout.expert:
         return (
