@@ -120,12 +120,13 @@ def lever_cases() -> Iterator[Case]:
 
 
 def split_cases() -> Iterator[Case]:
-    """8B over groups of shards, tensor ranks, pipeline stages and mixtures of them; plain ZeRO is among the others."""
+    """8B over groups of shards, tensor ranks, pipeline stages and mixtures of them; plain ZeRO is among the others.
 
-    def of(split: str, ranks: int, length: int = 4096, **others: Any) -> Case:
-        return Case(
-            model="llama-3.1-8b", sequence_length=length, micro_batch=1, ranks=ranks, split=split, **others
-        )  # fmt: skip
+    And routed models over expert ranks.
+    """
+
+    def of(split: str, ranks: int, length: int = 4096, *, model: str = "llama-3.1-8b", **others: Any) -> Case:
+        return Case(model=model, sequence_length=length, micro_batch=1, ranks=ranks, split=split, **others)
 
     yield of("shard_inside=4", 8, zero=3, checkpoint_every=1)
     yield of("shard_inside=4", 8, zero=2, checkpoint_every=1)
@@ -141,6 +142,11 @@ def split_cases() -> Iterator[Case]:
         yield of("pipeline=4 schedule=zero-bubble", 4, 2048, accumulation=8, stage=stage)
     yield of("pipeline=4 schedule=interleaved stages_per_rank=2", 4, accumulation=8)
     yield of("pipeline=2 tensor=2", 8, zero=1, accumulation=4)
+    yield of("expert=8", 8, model="qwen3-30b-a3b", zero=3, checkpoint_every=1)
+    yield of("expert=4", 8, model="qwen3-30b-a3b", zero=3, checkpoint_every=1, accumulation=2)
+    yield of("expert=8", 8, 8192, model="qwen3-30b-a3b", zero=1, precision="pure-bf16", checkpoint_every=1)
+    yield of("expert=8", 8, 8192, model="mixtral-8x7b", zero=1, precision="pure-bf16", checkpoint_every=1)
+    yield of("expert=4 tensor=2", 8, 8192, model="mixtral-8x7b", precision="pure-bf16", checkpoint_every=1)
 
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:

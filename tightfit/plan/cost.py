@@ -111,7 +111,7 @@ class LayoutCost:
         self.context_forward_s = self.layers * ring.forward_s(layer.attention.forward_s)
         self.context_backward_s = self.layers * ring.backward_s(layer.attention.backward_s)
         experts = costs.group(tensor, layout.expert)
-        self.expert_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
+        self.expert_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=hidden_bytes)
         stages = costs.group(tensor * layout.context * layout.data, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
         self.offload = OffloadTime(
