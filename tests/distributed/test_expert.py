@@ -26,7 +26,7 @@ SHARED = replace(TINY_ROUTED, experts=replace(EIGHT, shared_size=16, dense_layer
 DEEP = replace(SHARED, layers=4, experts=replace(EIGHT, shared_size=16, dense_layers=(1,)))
 
 
-def choose_some(experts: tuple[int, ...], probabilities: Tensor, spec: Experts) -> tuple[Tensor, Tensor]:
+def choose_some(experts: tuple[int, ...], probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """In place of the router's choice: the same experts for every token."""
     chosen = torch.tensor(experts).expand(len(probabilities), -1)
     return probabilities.gather(1, chosen), chosen
@@ -34,7 +34,7 @@ def choose_some(experts: tuple[int, ...], probabilities: Tensor, spec: Experts) 
 
 def judge(target: CheckTarget, chosen: tuple[int, ...] = ()) -> Verdict:
     """The verdict of all ranks; where experts are given, every token goes to those."""
-    always = (lambda p, spec: choose_some(chosen, p, spec)) if chosen else None
+    always = (lambda scores, *_: choose_some(chosen, scores)) if chosen else None
     mesh = mesh_of(target.layout)
     if always is None:
         return compare(target, mesh, torch.device("cpu"), steps=2)

@@ -1,6 +1,6 @@
 """The MLP of a layer: dense (gated or plain) or a mixture of experts (MoE).
 
-Routing: softmax over all experts in float32, top k, weights renormalised where the family does so.
+Which experts a token goes to, and with what weights: routing.py.
 The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4), per layer: E · Σ_e f_e · P_e, where f_e
 is the share of tokens routed to expert e (summing to k) and P_e its mean router probability; it is k when balanced.
 Hugging Face averages f and P over all layers first, where one layer's imbalance can hide another's.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.collectives.conjugate import is_recomputing
@@ -18,6 +17,7 @@ from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
 from tightfit.kernels.glu import ACTIVATIONS, glu, relu2
 from tightfit.kernels.routed_mlp import Routing, route, routed_mlp
 from tightfit.kernels.triton_support import Impl, use_triton
+from tightfit.models.routing import choose, scored
 from tightfit.models.spec import Experts, ModelSpec
 
 Beside = Callable[[], Tensor] | None
@@ -77,12 +77,6 @@ def _dense(stack: Tensor | Iterable[Tensor]) -> Tensor:
     return stack if isinstance(stack, Tensor) else torch.stack(tuple(stack))
 
 
-def choose(probabilities: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of every token's experts, [N, k] each."""
-    weights, chosen = probabilities.topk(experts.per_token, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) if experts.normalise else weights, chosen
-
-
 class RoutedMlp(nn.Module):
     """A mixture of experts: every token through its top-k experts, and the shared expert where the family has one."""
 
@@ -95,14 +89,19 @@ class RoutedMlp(nn.Module):
         self.router = nn.Linear(spec.hidden_size, spec.experts.count, bias=False)
         self.experts = ExpertWeights(spec, spec.experts, impl)
         self.shared = Mlp(spec, spec.experts.shared_size, impl) if spec.experts.shared_size else None
-        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.experts.shared_size else None
+        gated = spec.experts.shared_size and spec.experts.shared_gated
+        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if gated else None
+        self.correction: nn.Parameter | None = None
+        """Added to the scores of experts where they are chosen; not trained, but moved by the load of each step."""
+        if spec.experts.corrected:
+            self.correction = nn.Parameter(torch.zeros(spec.experts.count), requires_grad=False)
         self.load: Tensor | None = None
         """Tokens that training has sent to each expert, [E], since it was last set to None."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)  # [N, H]
-        probabilities = F.softmax(self.router(tokens), dim=-1, dtype=torch.float32)
-        weights, chosen = choose(probabilities, self.experts_spec)
+        probabilities = scored(self.router(tokens), self.experts_spec.score)
+        weights, chosen = choose(probabilities, self.experts_spec, self.correction)
         routing = route(chosen, self.experts_spec.count)
         beside = None if self.shared is None else partial(self._shared, tokens)
         out, shared = self.experts(tokens, weights.to(x.dtype), routing, beside)
@@ -114,8 +113,8 @@ class RoutedMlp(nn.Module):
 
     def _shared(self, tokens: Tensor) -> Tensor:
         assert self.shared is not None
-        assert self.shared_gate is not None
-        return torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)[0]
+        out: Tensor = self.shared(tokens)[0]
+        return out if self.shared_gate is None else torch.sigmoid(self.shared_gate(tokens)) * out
 
     def _count(self, load: Tensor) -> None:
         """Add `load` to what training has sent each expert; not again when the layer is recomputed."""

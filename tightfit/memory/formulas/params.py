@@ -34,19 +34,19 @@ class Params(NamedTuple):
 @lru_cache(maxsize=4096)
 def layer_params(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) -> Params:
     """Of one layer."""
-    norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + 2 * spec.head_dim * spec.qk_norm
+    norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + spec.qk_norm_params
     dense = norms + _attention_params(spec, tensor)
     if not spec.is_routed(layer):
         return Params(dense + ceil(spec.mlp_params(spec.mlp_size), tensor), 0)
     experts = spec.experts
     assert experts is not None
-    shared = spec.mlp_params(experts.shared_size) + spec.hidden_size if experts.shared_size else 0
-    router = spec.hidden_size * experts.count
     one_expert = ceil(spec.mlp_params(experts.mlp_size), tensor)
-    return Params(dense + ceil(shared, tensor) + router, ceil(experts.count, expert) * one_expert)
+    return Params(dense + ceil(spec.shared_params, tensor) + spec.router_params, ceil(experts.count, expert) * one_expert)
 
 
 def _attention_params(spec: ModelSpec, tensor: int) -> int:
+    if spec.latent is not None:
+        return spec.attention_params()  # not split over tensor ranks
     q, kv = ceil(spec.heads, tensor) * spec.head_dim, ceil(spec.kv_size, tensor)
     return spec.hidden_size * (2 * q + 2 * kv) + (q + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
 
