@@ -62,11 +62,17 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "states_share_whole_rows": ({"tensor": 2}, {"optimizer_states": "factored"}, {}),
     "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),
     "fp8_needs_aligned_sizes": ({}, {"matmul": "fp8-row"}, {"spec": replace(SPEC, mlp_size=8193)}),
+    "some_attention_is_whole": ({"tensor": 2}, {}, {"spec": preset("tiny-deepseek-v3")}),
     "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
 }
 BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "deepspeed_splits_over_data_ranks": ({"tensor": 2}, {}, {}),
     "deepspeed_has_something_to_do": ({"data": 2}, {}, {}),
+    "deepspeed_does_not_correct_choices": (
+        {"data": 2, "zero": 1},
+        {},
+        {"spec": preset("tiny-deepseek-v3")},
+    ),
     "deepspeed_keeps_masters": ({"data": 2, "zero": 1}, {}, {"precision": "pure-bf16"}),
     "deepspeed_has_no_other_levers": ({"data": 2, "zero": 1}, {"optimizer_states": "8bit"}, {}),
 }

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, H hidden size, D head size, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +141,9 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, impl: Implementations) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec, impl.norm)
-        self.attention = (Attention if spec.latent is None else LatentAttention)(spec, layer, impl)
+        # Latent attention has no k and v: whatever takes attention apart is refused for it (jobs/rules).
+        kind = Attention if spec.latent is None else cast(type[Attention], LatentAttention)
+        self.attention = kind(spec, layer, impl)
         self.attention_post_norm = make_norm(spec, impl.norm) if spec.sandwich_norms else None
         self.mlp_norm = make_norm(spec, impl.norm)
         self.mlp = RoutedMlp(spec, impl.glu) if spec.is_routed(layer) else Mlp(spec, spec.mlp_size, impl.glu)

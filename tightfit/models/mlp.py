@@ -96,7 +96,9 @@ class RoutedMlp(nn.Module):
         if spec.experts.corrected:
             self.correction = nn.Parameter(torch.zeros(spec.experts.count), requires_grad=False)
         self.load: Tensor | None = None
-        """Tokens that training has sent to each expert, [E], since it was last set to None."""
+        """Tokens that training has sent to each expert, [E], since it was last set to None,"""
+        self.corrected_load: Tensor | None = None
+        """and what it was when the choice of experts was last corrected (train/expert_load.py)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)  # [N, H]

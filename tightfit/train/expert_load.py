@@ -2,6 +2,11 @@
 
 Routed layers count while they train (models/mlp.py). `ExpertMeter.take` adds up all ranks: data ranks have their own
 tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers, experts] a logged step.
+
+Families that correct the choice of experts (models/routing.py) balance their load without a loss: after every step the
+bias of an expert that got more than its share falls by CORRECTION_RATE, and that of the others rises (Wang et al. 2024;
+DeepSeek-V3's rate). All ranks have the same loads, so the biases stay equal. With `pure-bf16` the biases are bf16,
+whose steps are coarser than the rate once a bias is above a quarter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,9 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightfit.collectives.shards import local, local_region
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.mlp import RoutedMlp
 from tightfit.parallel.ranks import Ranks
+
+CORRECTION_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,35 @@ class ExpertMeter:
         for layer, mlp in self.own.items():
             if mlp.load is not None:
                 counts[layer] = mlp.load.to(counts)
-                mlp.load = None
+                mlp.load = mlp.corrected_load = None
         copies = self.ranks.processes // (self.ranks.world * self.ranks.stages)  # tensor ranks count the same tokens
         return (self.ranks.sum_over_all(counts) / copies).cpu()
+
+
+@torch.no_grad()
+def correct_choices(model: Decoder, ranks: Ranks) -> None:
+    """Move the biases that experts are chosen by, by the load of this step. Every rank calls it alike."""
+    experts = model.spec.experts
+    if experts is None or not experts.corrected:
+        return
+    layers = [mlp for _, mlp in routed_layers(model) if mlp.load is not None]
+    if not layers:
+        return
+    loads = ranks.sum(torch.stack([_new_load(mlp) for mlp in layers]).float())
+    for mlp, load in zip(layers, loads, strict=True):
+        assert mlp.correction is not None
+        step = CORRECTION_RATE * torch.sign(load.mean() - load)
+        own = local(mlp.correction)
+        ((first, count),) = local_region(mlp.correction)
+        own.add_(step[first : first + count].to(own))
+
+
+def _new_load(mlp: RoutedMlp) -> Tensor:
+    """Tokens by expert since the last correction."""
+    assert mlp.load is not None
+    found = mlp.load if mlp.corrected_load is None else mlp.load - mlp.corrected_load
+    mlp.corrected_load = mlp.load
+    return found
 
 
 def routed_layers(model: Decoder) -> Iterator[tuple[int, RoutedMlp]]:

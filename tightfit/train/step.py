@@ -23,6 +23,7 @@ from tightfit.parallel.expert import sum_expert_gradients
 from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.parallel.tensor import sum_partial_gradients
+from tightfit.train.expert_load import correct_choices
 from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
 from tightfit.train.optimizer.backward_update import BackwardUpdate
 from tightfit.train.precision import LossScale
@@ -143,6 +144,7 @@ def train_step(
         optimizer.drop_gradients()
     else:
         optimizer.step(lr, _factor(norm, optimizer.settings.clip_norm, scale.value))
+        correct_choices(model.decoder if isinstance(model, Pipeline) else decoder_of(model), ranks)
     scale.update(overflowed=overflowed)
     return StepResult(loss_value, norm_value, int(counted[0]) if counted else int(tokens), skipped=overflowed)
 
@@ -166,6 +168,7 @@ def _step_in_backward(
     mean, tokens = accumulate(model, batches, device, on_phase=on_phase, check_first=True)
     on_phase("optimizer")
     loss, norm = torch.stack([mean, updates.finish()]).tolist()
+    correct_choices(decoder_of(model), ALONE)
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)
     return StepResult(loss, norm, int(tokens), skipped=False)

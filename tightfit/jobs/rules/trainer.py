@@ -170,6 +170,21 @@ def fp8_needs_aligned_sizes(run: Run) -> str | None:
     return None
 
 
+@rule(TRAINER_RULES, "layout.tensor", "levers.tiles", "levers.matmul", "model")
+def some_attention_is_whole(run: Run) -> str | None:
+    """Latent attention has vectors that all heads share; norms over all heads together need all of them."""
+    spec = run.spec
+    if spec is None or (spec.latent is None and not spec.qk_norm_joint):
+        return None
+    wanted = {"layout.tensor": run.layout.tensor, "levers.tiles": run.levers.tiles}
+    for name, degree in wanted.items():
+        if degree > 1:
+            return f"{name} is {degree}, but attention of {spec.family} is not taken apart by heads; set it to 1"
+    if spec.latent is not None and run.levers.matmul != "native":
+        return f"levers.matmul is {run.levers.matmul}, but {spec.family} is trained without fp8; set it to native"
+    return None
+
+
 @rule(TRAINER_RULES, "levers.tiles", "model")
 def routed_layers_are_not_tiled(run: Run) -> str | None:
     spec = run.spec

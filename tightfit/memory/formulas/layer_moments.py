@@ -134,6 +134,9 @@ def _attention_moments(
     stream, query, key = shape.stream_bytes(spec), shape.query_bytes(spec), shape.key_bytes(spec)
     output_weights = spec.hidden_size * shape.heads(spec) * spec.head_dim
     qkv_weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
+    if spec.latent is not None:
+        output_weights = spec.hidden_size * spec.output_size
+        qkv_weights = spec.attention_params() - output_weights
     ring = 4 * key if shape.context > 1 else 0  # the neighbours' keys and values, arriving while others are used
     attention = LayerMoment(
         "attention",

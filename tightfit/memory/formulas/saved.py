@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Latent, ModelSpec
 
 Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
 STATISTIC, INDEX, OFFSET = 4, 8, 4
@@ -46,13 +46,16 @@ def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     ]
     if spec.qk_norm:
         before_bytes = shape.query_bytes(spec) + shape.key_bytes(spec)
-        rows = shape.tokens * (shape.heads(spec) + shape.kv_heads(spec))
+        heads = 2 if spec.qk_norm_joint else shape.heads(spec) + shape.kv_heads(spec)
+        rows = shape.tokens * heads
         saved += [
             SavedTensor("norms", "queries and keys before their norms", before_bytes, "row_norm keeps its input"),
             SavedTensor(
                 "norms", "query and key norm statistics", statistic_bytes(spec, rows), "row_norm keeps float32 per row"
             ),
         ]
+    if spec.latent is not None:
+        saved += _latent_saved(spec, spec.latent, shape)
     saved += attended(spec, shape)
     if spec.sandwich_norms:
         saved += [
@@ -65,12 +68,33 @@ def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
 def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     """Of attention itself."""
     logsumexp_bytes = STATISTIC * shape.tokens * shape.heads(spec)
+    unpadded = []
+    if spec.latent is not None:
+        unpadded_bytes = shape.tokens * spec.output_size * shape.element_bytes
+        unpadded = [SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input")]
     return [
         SavedTensor("attention", "queries", shape.query_bytes(spec), "flash attention keeps what rope wrote"),
         SavedTensor("attention", "keys and values", 2 * shape.key_bytes(spec), "kept once per key head"),
         SavedTensor("attention", "output", shape.query_bytes(spec), "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
+        *unpadded,
     ]
+
+
+def _latent_saved(spec: ModelSpec, latent: Latent, shape: LocalShape) -> list[SavedTensor]:
+    """Of latent attention (models/latent_attention.py): each small vector before and after its norm."""
+    vectors = [("keys' and values'", latent.kv_rank)]
+    if latent.query_rank:
+        vectors.append(("queries'", latent.query_rank))
+    saved = []
+    for whose, rank in vectors:
+        vector_bytes, norm_bytes = shape.tokens * rank * shape.element_bytes, STATISTIC * shape.tokens
+        saved += [
+            SavedTensor("norms", f"{whose} small vectors", vector_bytes, "row_norm keeps its input"),
+            SavedTensor("norms", f"{whose} norm statistics", norm_bytes, "row_norm keeps float32 per row"),
+            SavedTensor("attention", f"{whose} normed vectors", vector_bytes, "the input of what is made of them"),
+        ]
+    return saved
 
 
 def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTensor]:
@@ -130,6 +154,7 @@ def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     if experts.shared_size:
         gated_bytes = shape.hidden_bytes(spec) + tokens * element_bytes
         saved += _dense_saved(spec, experts.shared_size, shape)
+    if experts.shared_size and experts.shared_gated:
         saved.append(SavedTensor("mlp", "shared expert's output and gate", gated_bytes, "mul keeps both sides"))
     return saved
 
@@ -154,7 +179,8 @@ def product_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedT
         SavedTensor("mlp", "experts' products", experts_bytes, "gate and up; with a shared expert the outputs too"),
     ]
     if experts.shared_size:
-        shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + hidden_bytes + shape.tokens * shape.element_bytes
+        gate_bytes = hidden_bytes + shape.tokens * shape.element_bytes if experts.shared_gated else 0
+        shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + gate_bytes
         saved.append(SavedTensor("mlp", "shared expert's gate, up, output and share", shared_bytes, "multiplied again"))
     return saved
 

@@ -300,6 +300,6 @@ def _for_weights_bytes(spec: ModelSpec, shape: LocalShape) -> int:
 def _tables_bytes(spec: ModelSpec, shape: LocalShape, stage: PipelineStage, layers: _StageLayers) -> int:
     """Rope keeps cosines and sines, one row for all; learned positions their numbers."""
     ropes = {rope for layer in layers.examples.values() if (rope := spec.rope_of(layer)) is not None}
-    pairs = sum(int(spec.head_dim * rope.rotated_share) // 2 for rope in ropes)
+    pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)
     positions_bytes = INDEX * shape.length if spec.rope is None and stage.has_embedding else 0
     return 2 * shape.length * pairs * shape.element_bytes + positions_bytes

@@ -189,14 +189,14 @@ _DEEPSEEK_V2 = _LLAMA | {
     "v_head_dim": 128,
     "n_routed_experts": 64,
     "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
+    "num_experts_per_tok": None,
     "moe_intermediate_size": 1407,
     "first_k_dense_replace": 0,
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
     "topk_method": "greedy",
-    "n_group": 1,
-    "topk_group": 1,
+    "n_group": None,
+    "topk_group": None,
     "aux_loss_alpha": 0.001,
 }
 _DEEPSEEK_V3 = _DEEPSEEK_V2 | {
