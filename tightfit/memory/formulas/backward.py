@@ -25,6 +25,7 @@ def backward(rank: RankMemory) -> list[StepMoment]:
     # Whole sums are reduced in the last backward of a step, whose other micro-batches are gone.
     if sharded is not None and (rank.gradients.earlier_bytes or not sharded.sums_whole):
         moments += [_at_reduction(rank, sharded, visit) for visit in visits if not visit.is_inner]
+        moments += [_after_experts(rank, sharded, visit) for visit in visits if visit.apart_weights]
         if rank.stage.root:
             moments.append(_at_last_reduction(rank, sharded))
     return moments
@@ -97,6 +98,15 @@ def _at_reduction(rank: RankMemory, weights: ShardedWeights, visit: LayerVisit) 
         done_gradients=weights.shards(visit.done_weights),
         layer_gradients=0,
         vocabulary_gradients=0,
+    )
+
+
+def _after_experts(rank: RankMemory, weights: ShardedWeights, visit: LayerVisit) -> StepMoment:
+    """Attention, where a layer's experts are a group apart: beside what their gradients were reduced from and to."""
+    return _at_reduction(rank, weights, visit)._replace(
+        layer_gradients=weights.reduced_experts(visit),
+        layer_saved=visit.attention_after,
+        activation_gradients=0,
     )
 
 

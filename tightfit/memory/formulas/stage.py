@@ -46,7 +46,9 @@ class LayerVisit(NamedTuple):
     apart_weights: int
     """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
     kept_at_reduction: int
-    """and what the layer still holds when their gradients are reduced."""
+    """and what the layer still holds when their gradients are reduced,"""
+    attention_after: int
+    """and at its attention's fullest moment after that."""
     done_weights: int
     """Of the layers after it, which are done."""
     growing: LayerMoment
@@ -230,6 +232,13 @@ class _StageLayers:
         kept_bytes = sum(tensor.bytes for tensor in attention_saved(self.spec, self.shape))
         return kept_bytes + self.shape.hidden_bytes(self.spec)
 
+    def _attention_after(self, kind: LayerKind) -> int:
+        if not self.apart(kind):
+            return 0
+        moments = layer_cost(self.spec, self.examples[kind], self.shape).backward
+        attention = next(moment for moment in moments if moment.name == "attention")
+        return attention.saved_bytes + attention.gradient_bytes + attention.workspace_bytes
+
     def saved(self, counts: Counter[LayerKind]) -> SavedBytes:
         """What so many layers of each kind keep; of the first `offloaded` recomputed ones the input is not there."""
         total = SavedBytes()
@@ -255,6 +264,7 @@ class _StageLayers:
                     own_weights=self.weights[kind].all,
                     apart_weights=self.apart(kind),
                     kept_at_reduction=self._kept_at_reduction(kind),
+                    attention_after=self._attention_after(kind),
                     done_weights=weights_after,
                     growing=self._fullest(kind, summed=False),
                     summing=self._fullest(kind, summed=True),
