@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from tightfit.collectives.shards import Split, is_shard, remember_splits, splits_of
+from tightfit.kernels.gather_rows import gather_rows
 from tightfit.kernels.recomputation import is_result_wanted, placeholder
 from tightfit.kernels.routed_mlp import Routing, combine, route
 from tightfit.kernels.triton_support import Impl
@@ -202,7 +203,7 @@ class _Depart(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, by_row: Tensor, tokens: Tensor, rows: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
         ctx.trip = trip
-        return trip.start(x.index_select(0, tokens)), trip.start(by_row)
+        return trip.start(gather_rows(x, tokens, impl=trip.impl)), trip.start(by_row)
 
     @staticmethod
     @once_differentiable
@@ -245,5 +246,5 @@ class _Return(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (tokens,) = ctx.saved_tensors
-        ctx.trip.start(dy.index_select(0, tokens))
+        ctx.trip.start(gather_rows(dy, tokens, impl=ctx.trip.impl))
         return ctx.trip.wait()[0], None, None, None
