@@ -133,7 +133,12 @@ def test_a_run_goes_on_from_pieces_in_another_layout(group: Make, make: Callable
 def test_damaged_pieces_get_a_sentence(group: Make, make: Callable[..., Job]) -> None:
     job = make("damaged", LAYOUTS["replicas"], steps=1)
     run_on(group, job)
-    for piece in (checkpoints_of(job.output)[-1] / "sharded").glob("*.distcp"):
+    pieces = sorted((checkpoints_of(job.output)[-1] / "sharded").glob("*.distcp"))
+    content = pieces[-1].read_bytes()
+    pieces[-1].write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(UserError, match=r"distcp is damaged: its bytes are not those that were written"):
+        load_model(str(job.output))
+    for piece in pieces:
         piece.write_bytes(piece.read_bytes()[:100])
     with pytest.raises(UserError, match=r"is damaged or of another model|must belong to the same model"):
         load_model(str(job.output))

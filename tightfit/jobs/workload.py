@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tightfit.errors import UserError
+from tightfit.jobs.engine import ENGINES, Engine, EngineName
 from tightfit.jobs.job import Job, PrecisionName
 from tightfit.models.spec import ModelSpec
 
@@ -15,6 +16,8 @@ class Workload:
     sequence_length: int
     global_batch: int
     precision: PrecisionName = "bf16"
+    engine_name: EngineName = "tightfit"
+    """Whose code runs it."""
 
     def __post_init__(self) -> None:
         for name, least in (("sequence_length", 2), ("global_batch", 1)):
@@ -35,6 +38,11 @@ class Workload:
             global_batch=job.global_batch,
             precision=precision,
         )
+
+    @property
+    def engine(self) -> Engine:
+        """Whose code runs it."""
+        return ENGINES[self.engine_name]
 
     @property
     def tokens(self) -> int:

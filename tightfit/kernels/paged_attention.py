@@ -45,7 +45,7 @@ def paged_attention(
     assert query.stride(2) == 1
     assert keys.stride() == values.stride()
     assert tables.stride(1) == 1
-    block_k = _block_k(B * kv_heads)
+    block_k = keys_at_a_time(B * kv_heads)
     assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
     out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)
@@ -110,10 +110,11 @@ def _join(parts: Tensor, norms: Tensor, out: Tensor, *, overlap: bool) -> None:
 def split_count(pairs: int, capacity: int, device: torch.device) -> int:
     """How many programs share a sequence of up to `capacity` keys, given pairs of sequence and key head."""
     wanted = -(-WAVES * multiprocessors(device) // pairs)
-    return max(1, min(wanted, -(-capacity // _block_k(pairs)), MOST_SPLITS))
+    return max(1, min(wanted, -(-capacity // keys_at_a_time(pairs)), MOST_SPLITS))
 
 
-def _block_k(pairs: int) -> int:
+def keys_at_a_time(pairs: int) -> int:
+    """Keys of a block, given pairs of sequence and key head."""
     return 16 if is_interpreted() else SHORT_BLOCK_K if pairs < FEW_PAIRS else BLOCK_K
 
 

@@ -135,7 +135,8 @@ def long_wait_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def check_world(layout: Layout, processes: int) -> None:
     """Raise a UserError unless there are as many processes as the layout has ranks."""
     if processes != layout.ranks:
-        many = f"start it with torchrun --nproc-per-node={layout.ranks} -m tightfit train JOB"
+        program = f"torchrun --nproc-per-node={layout.ranks} -m tightfit train JOB"
+        many = f"start it with `tightfit launch JOB`, or with {program}"
         fix = many if layout.ranks > 1 else f"start it without torchrun or set layout.data={processes}"
         raise UserError(f"the job's layout has {layout.ranks} rank(s), but {processes} process(es) run; {fix}")
 

@@ -192,7 +192,10 @@ class SearchSpace:
             long_rows=workload.sequence_length >= TILED_LENGTH,
             one_rank=self.machine.ranks == 1,
         )
-        return lever_sets(wanted, self.pins.levers)
+        sets = lever_sets(wanted, self.pins.levers)
+        if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
+            sets = [each for each in sets if each.checkpoint_every <= 1]
+        return sets
 
     def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""

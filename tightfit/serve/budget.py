@@ -72,7 +72,7 @@ def decide_budget(model: Decoder, config: EngineConfig, draft: Decoder | None = 
     return Budget(
         blocks=blocks,
         max_length=min(longest, blocks * config.block_size),
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weight_bytes=sum(each.nbytes for each in (*model.parameters(), *model.buffers())),  # packed weights are buffers
         step_bytes=step_bytes,
         cache_bytes=blocks * per_block,
         free_bytes=free,

@@ -42,4 +42,4 @@ def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: E
         )
     weight = draft.embed.weight
     cache = PagedCache(draft.spec, budget.blocks, config.block_size, weight.device, weight.dtype)
-    return DraftSteps(Runner(draft.eval(), cache, budget.max_length), config.block_size)
+    return DraftSteps(Runner(draft.eval(), cache, budget.max_length, config.max_sequences), config.block_size)

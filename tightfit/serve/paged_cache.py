@@ -2,21 +2,28 @@
 
 Keys and values of a layer lie in blocks of `block_size` positions, [blocks, block_size, kv_heads, D], and a sequence's
 blocks anywhere among them. A step writes its new positions first. On a GPU single tokens are one kernel over block
-tables (kernels/paged_attention.py); elsewhere their blocks are gathered, and the queries of one group of heads are the
-rows of one product. Pieces of prompts that begin at position 0 have all their keys in the step; others gather.
+tables (kernels/paged_attention.py) and pieces of prompts another (kernels/paged_prefill.py), whatever their lengths;
+whole prompts of round lengths take the library's attention, which is faster and plans for every new shape. Elsewhere
+blocks are gathered: the queries of one group of heads are the rows of one product, pieces go one length at a time.
 
 Windowed layers keep all positions: blocks are shared by all layers, and one table serves them.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.kernels.attention import AttentionImpl, attention, attention_eager
+from tightfit.kernels.flash_attention import LARGEST_HEAD
 from tightfit.kernels.paged_attention import paged_attention
+from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
 from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.models.spec import ModelSpec
-from tightfit.serve.step import Step
+from tightfit.serve.step import Piece, Step
+
+ROUND_LENGTHS = frozenset((64, 128, 256, *range(512, 16_385, 512)))
 
 
 class PagedCache:
@@ -59,6 +66,10 @@ class PagedCache:
         keys, values = self.storage[layer, 0], self.storage[layer, 1]
         keys.flatten(0, 1).index_copy_(0, step.slots, key[0].transpose(0, 1))
         values.flatten(0, 1).index_copy_(0, step.slots, value[0].transpose(0, 1))
+        if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD:
+            rows = query[0].transpose(0, 1)
+            stored = self.attend_stored(step, layer, rows, scale=scale, window=window, softcap=softcap)
+            return stored.transpose(0, 1)[None]
         made = []
         if step.singles:
             rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
@@ -67,6 +78,54 @@ class PagedCache:
         for group in step.groups:
             made.append(self._pieces(step, group, query, key, value, layer, scale, window, softcap))
         return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+
+    def attend_stored(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """The same by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
+        keys, values = self.storage[layer, 0], self.storage[layer, 1]
+        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if not step.pieces:
+            return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
+        whole = all(_has_round_length(piece) for piece in step.pieces)
+        if whole and not step.singles and len(step.groups) == 1:
+            return self._whole_prompts(step, step.groups[0], query, keys, values, settings)
+        out = torch.empty(query.shape, device=query.device, dtype=query.dtype)
+        if step.singles:
+            single = query[: step.singles]
+            out[: step.singles] = paged_attention(single, keys, values, step.tables, step.lengths, **settings)
+        if whole:
+            for group in step.groups:
+                made = self._whole_prompts(step, group, query, keys, values, settings)
+                at = step.pieces[group.start].at
+                out[at : at + len(made)] = made
+        else:
+            paged_prefill(query, keys, values, step.joint_tables, step.tiles(tile_rows(query)), out, **settings)
+        return out
+
+    def _whole_prompts(
+        self,
+        step: Step,
+        group: range,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        settings: dict[str, Any],
+    ) -> Tensor:
+        """Attention [tokens, heads, D] of prompts of one length that begin at position 0, by the fastest there is."""
+        piece, count = step.pieces[group.start], len(group)
+        rows = slice(piece.at, piece.at + count * piece.count)
+        own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
+        made = attention(q, k, v, step.masks[group.start], impl=self.attention, **settings)
+        return made.transpose(1, 2).flatten(0, 1)
 
     def _singles(
         self,
@@ -79,10 +138,6 @@ class PagedCache:
         softcap: float | None,
     ) -> Tensor:
         """Attention of one query each, [singles, heads, D], over the blocks of their tables."""
-        if use_triton(self.impl, query):
-            return paged_attention(
-                query, keys, values, step.tables, step.lengths, scale=scale, window=window, softcap=softcap
-            )
         count, heads, D = query.shape
         found = (self._gathered(part, step.tables, step.longest) for part in (keys, values))
         key, value = (part.transpose(1, 2) for part in found)  # [singles, kv_heads, keys, D]
@@ -132,6 +187,12 @@ class PagedCache:
         else:
             found = part[tables[:, :blocks].long()]
         return found.flatten(1, 2)[:, :longest]
+
+
+def _has_round_length(piece: Piece) -> bool:
+    """Whether a piece is a whole prompt of a length that comes again, which a library may plan for: planning takes
+    tens of milliseconds, and prompts have all lengths. Those of captured graphs are among them."""
+    return piece.before == 0 and piece.count in ROUND_LENGTHS
 
 
 def _apart(x: Tensor, count: int) -> Tensor:

@@ -23,13 +23,15 @@ from tightfit.serve.step import Step
 class Runner:
     """A decoder, its cache and its rope tables."""
 
-    def __init__(self, model: Decoder, cache: PagedCache, length: int, *, overlap: bool = True) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, length: int, sequences: int, *, overlap: bool = True) -> None:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
         self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
         matrices = [weight for weight in model.layers[0].parameters() if weight.ndim == 2]
         self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if matrices else nullcontext
-        self.program = Program(model, cache, self.ropes, overlap=overlap) if can_join(model) else None
+        self.program = None
+        if can_join(model):
+            self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences)
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

@@ -74,11 +74,6 @@ class Sequence:
         """Who goes first: the smaller."""
         return self.priority, self.arrival, self.index
 
-    @property
-    def wants_step(self) -> bool:
-        """Whether there is something to compute: the last token, once chosen, has none after it."""
-        return self.stored < self.length and self.generated < self.sampling.max_tokens
-
     @cached_property
     def said(self) -> Counter[int]:
         """How often each token is in the answer; `append` keeps it."""

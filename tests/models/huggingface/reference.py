@@ -36,7 +36,8 @@ _QWEN2_MOE = _BASE | {
 _DEEPSEEK = _BASE | {
     "num_key_value_heads": 4, "num_hidden_layers": 3, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0,
+    "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 _DEEPSEEK_V2 = _DEEPSEEK | {"model_type": "deepseek_v2", "routed_scaling_factor": 1.7}
 _DEEPSEEK_V3 = _DEEPSEEK | {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5}

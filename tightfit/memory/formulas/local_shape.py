@@ -8,6 +8,7 @@ for a projection is gathered again in backward rather than kept. Context ranks h
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tightfit.jobs.engine import EngineName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -31,6 +32,7 @@ class LocalShape:
     context: int = 1
     expert: int = 1
     tiles: int = 1
+    engine_name: EngineName = "tightfit"
 
     @property
     def tokens(self) -> int:
@@ -94,4 +96,5 @@ def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShap
         context=layout.context,
         expert=layout.expert,
         tiles=levers.tiles,
+        engine_name=workload.engine_name,
     )

@@ -89,7 +89,7 @@ def resident_states(workload: Workload, layout: Layout, levers: Levers, params: 
         ranks=ranks,
         element_bytes=element_bytes,
         updated_bytes=updated_bytes,
-        kept_gradient_bytes=updated_bytes if layout.zero else element_bytes,
+        kept_gradient_bytes=updated_bytes if layout.zero else max(element_bytes, workload.engine.memory.gradient_bytes),
         weights=element_bytes * owned if narrow_copy_stays else 0,
         masters=MASTER * owned if has_masters else 0,
         moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
