@@ -18,7 +18,7 @@ from tightfit.models.presets import preset
 from tightfit.models.spec import Experts
 from tightfit.parallel import expert
 from tightfit.prove.check_target import CheckTarget
-from tightfit.prove.equivalence import Verdict, compare
+from tightfit.prove.equivalence import Verdict, build_trained, compare
 
 Make = Callable[[int], Group]
 EIGHT = Experts(count=8, per_token=3, mlp_size=32, balance_weight=0.01)
@@ -98,6 +98,31 @@ def test_whatever_the_load(group: Make, chosen: tuple[int, ...], zero: int) -> N
     """A rank that gets nothing still answers, and experts that get nothing have gradients of zero."""
     layout = Layout.model_validate({"data": 2, "expert": 2, "zero": zero, "micro_batch": 2})
     require_same(group(2).run(judge, CheckTarget(ROUTED, layout, passes=2), chosen))
+
+
+def count_sent(target: CheckTarget) -> int:
+    """Elements of hidden size that this rank sends to expert ranks in a step, to itself included."""
+    sent, send = [], expert.dist.all_to_all_single
+
+    def counted(out: Tensor, given: Tensor, *sizes: Any, **options: Any) -> Any:
+        sent.append(given.numel() if given.ndim == 2 and given.is_floating_point() else 0)
+        return send(out, given, *sizes, **options)
+
+    mesh, device = mesh_of(target.layout), torch.device("cpu")
+    model = build_trained(target, mesh, device)
+    with patch.object(expert.dist, "all_to_all_single", counted):
+        model.step(target, 1, lambda phase: None)
+    return sum(sent)
+
+
+@pytest.mark.parametrize(("every", "times"), [(0, 4), (1, 5)])
+def test_rows_are_sent_as_often_as_the_page_says(group: Make, every: int, times: int) -> None:
+    """There and back, forward and backward; a recomputed layer sends them there once more, and not back."""
+    layout, passes = Layout(data=2, expert=2, micro_batch=2), 2
+    target = CheckTarget(ROUTED, layout, Levers(checkpoint_every=every), passes=passes)
+    found = sum(group(2).run(count_sent, target))
+    rows = layout.data * passes * layout.micro_batch * target.length * EIGHT.per_token
+    assert found == times * ROUTED.layers * rows * ROUTED.hidden_size
 
 
 def lose_gradients(target: CheckTarget) -> Verdict:
