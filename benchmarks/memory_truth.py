@@ -122,7 +122,7 @@ def lever_cases() -> Iterator[Case]:
 
 
 def split_cases() -> Iterator[Case]:
-    """8B over groups of shards, tensor ranks, pipeline stages and mixtures of them; plain ZeRO is among the others.
+    """8B over groups of shards, tensor, pipeline and context ranks, and mixtures; plain ZeRO is among the others.
 
     And routed models over expert ranks.
     """
@@ -149,6 +149,13 @@ def split_cases() -> Iterator[Case]:
     yield of("expert=8", 8, 8192, model="qwen3-30b-a3b", zero=1, precision="pure-bf16", checkpoint_every=1)
     yield of("expert=8", 8, 8192, model="mixtral-8x7b", zero=1, precision="pure-bf16", checkpoint_every=1)
     yield of("expert=4 tensor=2", 8, 8192, model="mixtral-8x7b", precision="pure-bf16", checkpoint_every=1)
+    yield of("context=2", 4, 8192, zero=3)
+    yield of("context=4", 4, 65_536, zero=3, checkpoint_every=1)
+    yield of("context=8", 8, 131_072, zero=3, checkpoint_every=1, precision="pure-bf16")
+    yield of("context=4 ring=4", 4, 32_768, zero=3)
+    yield of("context=4 ring=4", 4, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=8 ring=2", 8, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=2 ring=2 tensor=2", 8, 32_768, zero=3, checkpoint_every=1)
 
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:

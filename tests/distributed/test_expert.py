@@ -77,6 +77,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], Levers]] = {
         for zero in (0, 3)
     },
     "latent-corrected-stages": (CORRECTED, {"data": 2, "expert": 2, "pipeline": 2, "zero": 1}, Levers()),
+    "context": (SHARED, {"data": 2, "context": 2, "expert": 4, "zero": 1}, Levers()),
+    "context-alone": (ROUTED, {"context": 2, "expert": 2, "zero": 3}, Levers(checkpoint_every=1)),
+    "latent-corrected-context": (CORRECTED, {"context": 2, "expert": 2}, Levers()),
     "stages-zero-bubble": (
         DEEP,
         {"data": 2, "expert": 2, "pipeline": 2, "schedule": "zero-bubble"},

@@ -107,16 +107,23 @@ def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
     cuts = () if split is None else tuple(cut for cut in split.cuts if cut.dim is not None and cut.dim < tensor.ndim)
     if split is None or not cuts:
         return tensor
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
     placements: list[Any] = [Shard(cut.dim) for cut in cuts if cut.dim is not None]
     mesh = cuts[0].mesh if len(cuts) == 1 else _without_fsdp(split)
     if is_shard(tensor):
         mesh, placements = split.grid, [*_strided(tensor.placements, cuts), *placements]
     size = torch.Size(_whole_shape(list(tensor.shape), cuts))
-    return DTensor.from_local(
-        local(tensor).detach(), mesh, placements, run_check=False, shape=size, stride=_contiguous(size)
-    )
+    return _described(local(tensor).detach(), mesh, placements, size)
+
+
+def _described(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> "DTensor":
+    """A DTensor around `part`, which stays where it is: `DTensor.from_local` would move one on the host to the GPU."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, _contiguous(shape), part.dtype)
+    return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def _without_fsdp(split: Split) -> DeviceMesh:
@@ -156,12 +163,14 @@ def shard_count(tensor: Tensor, split: Split | None) -> int:
 
 def like_shard(part: Tensor, shard: "DTensor") -> "DTensor":
     """A DTensor with the placements and rows of `shard`, whose local tensor is `part`; its columns may differ."""
-    from torch.distributed.tensor import DTensor
-
     shape = torch.Size((shard.shape[0], *part.shape[1:]))
-    return DTensor.from_local(
-        part, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=_contiguous(shape)
-    )
+    return _described(part, shard.device_mesh, shard.placements, shape)
+
+
+def replace_local(parameter: "DTensor", part: Tensor) -> None:
+    """Make `part`, of any dtype and on any device, this rank's shard of `parameter`, which stays the same object."""
+    made = nn.Parameter(like_shard(part, parameter), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

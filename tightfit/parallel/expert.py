@@ -20,8 +20,8 @@ layer, in elements: 2 k · tokens · H · (ranks − 1) / ranks forward, and as 
 
 Gradients of experts are summed over the data ranks that hold the same ones (`expert_data`), by FSDP2 or, with
 `zero: 0`, by `sum_expert_gradients` once a step. With tensor parallelism each tensor rank sends the rows to the ranks
-that hold the same columns. Limits: expert ranks are data ranks, not context ranks; the host waits for the counts of
-every layer.
+that hold the same columns. Where there are context ranks, these and data ranks are expert ranks together. Limit: the
+host waits for the counts of every layer.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
 """The load of experts: how many tokens each one got, over all ranks and micro-batches, told in metrics and at the end.
 
-Routed layers count while they train (models/mlp.py). `ExpertMeter.take` adds up all ranks: data ranks have their own
-tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers, experts] a logged step.
+Routed layers count while they train (models/mlp.py). `ExpertMeter.take` adds up all ranks: data and context ranks have
+their own tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers, experts] a logged
+step.
 
 Families that correct the choice of experts (models/routing.py) balance their load without a loss: after every step the
 bias of an expert that got more than its share falls by CORRECTION_RATE, and that of the others rises (Wang et al. 2024;
@@ -69,7 +70,8 @@ class ExpertMeter:
             if mlp.load is not None:
                 counts[layer] = mlp.load.to(counts)
                 mlp.load = mlp.corrected_load = None
-        copies = self.ranks.processes // (self.ranks.world * self.ranks.stages)  # tensor ranks count the same tokens
+        ranks = self.ranks
+        copies = ranks.processes // (ranks.world * ranks.context * ranks.stages)  # tensor ranks count the same tokens
         return (self.ranks.sum_over_all(counts) / copies).cpu()
 
 
@@ -82,7 +84,7 @@ def correct_choices(model: Decoder, ranks: Ranks) -> None:
     layers = [mlp for _, mlp in routed_layers(model) if mlp.load is not None]
     if not layers:
         return
-    loads = ranks.sum(torch.stack([_new_load(mlp) for mlp in layers]).float())
+    loads = ranks.sum_pieces(ranks.sum(torch.stack([_new_load(mlp) for mlp in layers]).float()))
     for mlp, load in zip(layers, loads, strict=True):
         assert mlp.correction is not None
         step = CORRECTION_RATE * torch.sign(load.mean() - load)

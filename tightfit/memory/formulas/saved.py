@@ -72,13 +72,16 @@ def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     if spec.latent is not None:
         unpadded_bytes = shape.tokens * spec.output_size * shape.element_bytes
         unpadded = [SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input")]
-    return [
+    saved = [
         SavedTensor("attention", "queries", shape.query_bytes(spec), "flash attention keeps what rope wrote"),
-        SavedTensor("attention", "keys and values", 2 * shape.key_bytes(spec), "kept once per key head"),
+        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes(spec), "kept once per key head"),
         SavedTensor("attention", "output", shape.query_bytes(spec), "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
         *unpadded,
     ]
+    if returned_bytes := shape.returned_bytes(spec):
+        saved.append(SavedTensor("attention", "output returned", returned_bytes, "the output projection's is a copy"))
+    return saved
 
 
 def _latent_saved(spec: ModelSpec, latent: Latent, shape: LocalShape) -> list[SavedTensor]:
