@@ -80,6 +80,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Levers]] = {
     "context": (SHARED, {"data": 2, "context": 2, "expert": 4, "zero": 1}, Levers()),
     "context-alone": (ROUTED, {"context": 2, "expert": 2, "zero": 3}, Levers(checkpoint_every=1)),
     "latent-corrected-context": (CORRECTED, {"context": 2, "expert": 2}, Levers()),
+    "every-split": (
+        DEEP,
+        {"pipeline": 2, "context": 2, "tensor": 2, "expert": 2, "zero": 1},
+        Levers(),
+    ),
     "stages-zero-bubble": (
         DEEP,
         {"data": 2, "expert": 2, "pipeline": 2, "schedule": "zero-bubble"},
