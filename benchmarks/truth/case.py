@@ -14,7 +14,7 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.plan.pins import parse_pins
 
 Implementation = Literal["tightfit", "huggingface"]
-Table = Literal["memory_truth", "lever_truth", "split_truth"]
+Table = Literal["memory_truth", "lever_truth", "split_truth", "rank_lever_truth"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class Case:
     @property
     def table(self) -> Table:
         """The results file it belongs to."""
+        if self.more and self.ranks > 1:
+            return "rank_lever_truth"
         if self.split:
             return "split_truth"
         return "lever_truth" if self.more else "memory_truth"
