@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.kernels.linear_cross_entropy import IGNORE
@@ -176,7 +177,7 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
     Data ranks have parts of the loss, tensor ranks the same value; gradients may be replicated on several ranks.
     """
     if ranks.processes == 1:
-        assert optimizer.is_whole, "sharded parameters need `ranks`"
+        assert optimizer.is_whole or dist.get_world_size() == 1, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
     own = torch.stack([part.double() / (ranks_per_stage // ranks.world), optimizer.squares(ranks_per_stage)])
