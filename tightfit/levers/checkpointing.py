@@ -75,6 +75,7 @@ class Checkpointing:
             tensor=layout.tensor,
             sequence_parallel=split,
             context=layout.context,
+            ring=layout.ring,
             expert=layout.expert,
             tiles=self.levers.tiles,
         )

@@ -23,6 +23,7 @@ tiles; hooks on the attention module are not called. Generation with a key/value
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,7 +34,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.trainer import routed_layers_are_not_tiled
-from tightfit.kernels.attention import attention
+from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
 from tightfit.kernels.rope import rope
 from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles
@@ -107,7 +108,7 @@ class TiledLayer:
             cos, sin = (table[:, :, tile] for table in ctx.rope_tables[own.rope])
             rotated = rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin, impl=own.impl.rope)
             query, key = (heads.transpose(1, 2) for heads in rotated)
-        groups = head_groups(key.shape[2], self.tiles)
+        groups = head_groups(max(1, key.shape[2] // ctx.heads_multiple), self.tiles)
         return tuple(group for heads in (query, key, value) for group in heads.chunk(groups, dim=2))
 
     def _attend(self, heads: tuple[Tensor, ...], ctx: ForwardContext) -> list[Tensor]:
@@ -115,8 +116,9 @@ class TiledLayer:
         own, count = self.layer.attention, len(heads) // 3
         groups = [group.transpose(1, 2) for group in heads]
         limits: dict[str, Any] = {"scale": own.scale, "window": own.window, "softcap": own.softcap}
+        attend = ctx.attend or partial(_attend_here, ctx.mask, own.impl.attention)
         return [
-            attention(query, key, value, ctx.mask, **limits, impl=own.impl.attention).transpose(1, 2)
+            attend(own.layer, query, key, value, **limits).transpose(1, 2)
             for query, key, value in zip(groups[:count], groups[count : 2 * count], groups[2 * count :], strict=True)
         ]
 
@@ -131,6 +133,12 @@ class TiledLayer:
         normed, x = layer.mlp_norm(added, residual=x)
         out, _ = layer.mlp(normed)
         return (x + (out if layer.mlp_post_norm is None else layer.mlp_post_norm(out)),)
+
+
+def _attend_here(
+    mask: AttentionMask, impl: AttentionImpl, _: int, query: Tensor, key: Tensor, value: Tensor, **limits: Any
+) -> Tensor:
+    return attention(query, key, value, mask, **limits, impl=impl)
 
 
 def _present(modules: tuple[nn.Module | None, ...]) -> list[nn.Module]:

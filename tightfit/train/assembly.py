@@ -90,7 +90,7 @@ def assemble(
     optimizer = make_optimizer(
         model,
         device=device,
-        keep_gradient_memory=layout.data > 1 and layout.pipeline == 1,
+        keep_gradient_memory=layout.reducing > 1 and layout.pipeline == 1,
         counted_elsewhere=counted_elsewhere(model),
     )
     return apply(model, mesh, layout, levers, precision, optimizer.stream_weights), optimizer

@@ -14,7 +14,7 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
-from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 from tightfit.models.loading import has_weights, source_spec
@@ -26,12 +26,10 @@ from tightfit.plan.host_room import refuse_host_shortage, refuse_saving_shortage
 from tightfit.train.checkpoints.directory import Position, read_position
 from tightfit.train.checkpoints.room import refuse_full_disk
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
-from tightfit.train.metrics import require_tensorboard
+from tightfit.train.distillation import check_teacher, teacher_spec
 from tightfit.train.precision import choose_precision
 from tightfit.train.run_data import RunData, Say, find_data, find_tokenizer, tell_lost
-
-VOCAB_MULTIPLE = 64
-"""Vocabularies of new models are rounded up to this, which keeps the output GEMM aligned on every GPU."""
+from tightfit.train.trackers import require_trackers
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class CheckedRun:
     @property
     def workload(self) -> Workload:
         """The shape of a step."""
-        return Workload.of_job(self.job, self.spec, self.precision)
+        return Workload.of_job(self.job, self.spec, self.precision, teacher_spec(self.job))
 
     @property
     def first_step(self) -> int:
@@ -89,6 +87,7 @@ def check_run(
         _refuse_contradictions(job, precision, position, checkpoint)
     _refuse_missing_packages(job, checkpoint, device, saves=saves)
     spec, tokenizer, data = _found(job, checkpoint, say, show_bars, ranks)
+    check_teacher(job, spec, tokenizer)
     facts = {"precision": precision, "data": data.store.fingerprint, "rows": len(data.train)}
     _refuse_other_facts(job, facts, position, checkpoint, ranks)
     _tell_model(spec, precision, device, ranks, say)
@@ -113,8 +112,8 @@ def check_run(
 def _refuse_missing_packages(job: Job, checkpoint: Path | None, device: torch.device, *, saves: bool) -> None:
     if job.engine == "deepspeed":
         refuse_what_deepspeed_cannot(job, checkpoint, device)
-    if saves and job.logging.tensorboard:
-        require_tensorboard()
+    if saves:
+        require_trackers(job)
 
 
 def _found(
@@ -248,7 +247,7 @@ def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSp
         return spec
     if wants_weights(job):
         raise UserError(f"tokenizer.source is train, but {job.model.source} has weights; set model.weights=random")
-    return replace(spec, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+    return replace(spec, vocab_size=rounded_vocabulary(tokenizer.vocab_size))
 
 
 def refuse_other_shape(checkpoint: Path, spec: ModelSpec) -> None:

@@ -174,13 +174,14 @@ def _step_in_backward(
 def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """The step's loss and gradient norm.
 
-    Data ranks have parts of the loss, tensor ranks the same value; gradients may be replicated on several ranks.
+    Data and context ranks have parts of the loss, tensor ranks the same value; gradients may be replicated.
     """
     if ranks.processes == 1:
         assert optimizer.is_whole or dist.get_world_size() == 1, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
-    own = torch.stack([part.double() / (ranks_per_stage // ranks.world), optimizer.squares(ranks_per_stage)])
+    copies = ranks_per_stage // (ranks.world * ranks.context)
+    own = torch.stack([part.double() / copies, optimizer.squares(ranks_per_stage)])
     mean, squares = ranks.sum_over_all(own).unbind()
     return mean.float(), squares.sqrt().float()
 

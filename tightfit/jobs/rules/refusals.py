@@ -1,6 +1,7 @@
 """Who refuses a run: the planner, the trainer, or DeepSpeed; each with the sentence of the first rule it breaks."""
 
 from tightfit.errors import UserError
+from tightfit.jobs.rules import distillation as distillation  # enters its rules into TRAINER_RULES
 from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
 from tightfit.jobs.rules.rule import Run, first_refusal
 from tightfit.jobs.rules.run import RUN_RULES

@@ -1,7 +1,7 @@
 """Layout, levers, precision and shape together: nobody could train what breaks these."""
 
 from tightfit.jobs.rules.rule import Rule, Run, rule
-from tightfit.jobs.rules.shapes import indivisible
+from tightfit.jobs.rules.shapes import indivisible, unshared_heads, unshared_rows
 
 RUN_RULES: list[Rule[Run]] = []
 
@@ -58,6 +58,21 @@ def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
 @rule(RUN_RULES, "layout.tensor", "model")
 def tensor_ranks_divide_the_model(run: Run) -> str | None:
     return None if run.spec is None else indivisible(run.spec, run.layout.tensor)
+
+
+@rule(RUN_RULES, "layout.context", "layout.ring", "layout.tensor", "model")
+def context_ranks_share_heads(run: Run) -> str | None:
+    layout = run.layout
+    if run.spec is None or layout.exchanging == 1:
+        return None
+    return unshared_heads(run.spec, layout.tensor, layout.exchanging, layout.context)
+
+
+@rule(RUN_RULES, "layout.context", "layout.ring", "data.sequence_length")
+def context_ranks_share_rows(run: Run) -> str | None:
+    if run.sequence_length is None or run.layout.context == 1:
+        return None
+    return unshared_rows(run.sequence_length, run.layout.context, run.layout.ring)
 
 
 @rule(RUN_RULES, "layout.pipeline", "layout.stages_per_rank", "model")

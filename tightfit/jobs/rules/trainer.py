@@ -6,7 +6,7 @@ from tightfit.jobs.rules.shapes import mlp_widths, uneven_share
 from tightfit.jobs.state_format import BLOCK_8BIT
 
 TRAINER_RULES: list[Rule[Run]] = []
-NOT_TRAINED = ("context", "expert")
+NOT_TRAINED = ("expert",)
 """Splits that can be planned but not trained yet."""
 FP8_MULTIPLE = 16
 """Sizes of matrices whose fp8 codes tensor cores multiply; kernels/fp8_quantize.py pads to the same."""
@@ -127,12 +127,12 @@ def states_share_whole_rows(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "layout.sequence_parallel", "layout.tensor", "data.sequence_length")
+@rule(TRAINER_RULES, "layout.sequence_parallel", "layout.tensor", "layout.context", "data.sequence_length")
 def tensor_ranks_share_tokens_evenly(run: Run) -> str | None:
     layout, length = run.layout, run.sequence_length
     if layout.tensor == 1 or not layout.sequence_parallel or length is None:
         return None
-    return uneven_share(layout.micro_batch, length, layout.tensor)
+    return uneven_share(layout.micro_batch, length // layout.context, layout.tensor)
 
 
 @rule(TRAINER_RULES, "levers.matmul", "model")

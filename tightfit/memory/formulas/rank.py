@@ -14,6 +14,7 @@ from tightfit.memory.formulas.saved import INDEX
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
 from tightfit.memory.formulas.states import States, resident_states
 from tightfit.memory.formulas.story import OnHost, Resident
+from tightfit.memory.formulas.teacher import TeacherMemory, teacher_memory
 from tightfit.memory.formulas.working_weights import WholeWeights, working_weights
 from tightfit.models.spec import ModelSpec
 
@@ -37,6 +38,7 @@ class RankMemory:
     """Activations of the other micro-batches in flight."""
     arriving_bytes: int
     """A checkpoint on its way from the host."""
+    teacher: TeacherMemory
 
 
 def rank_memory(
@@ -52,6 +54,7 @@ def rank_memory(
     flight = _in_flight(layout, stage, micro_batches, states.kept_gradient_bytes * stage.weights)
     weights = working_weights(layout, levers, stage, states, micro_batches)
     one_checkpoint_bytes = checkpoint_bytes(spec, shape, levers) if stage.offloaded else 0
+    teacher = teacher_memory(workload.teacher, spec, shape, levers)
     return RankMemory(
         spec=spec,
         layout=layout,
@@ -66,6 +69,7 @@ def rank_memory(
             staging=states.staging,
             inputs=2 * INDEX * shape.tokens,
             cublas=overheads.workspace_bytes,
+            teacher=teacher.gpu_weights,
         ),
         host=OnHost(
             weights=states.host_weights,
@@ -74,11 +78,13 @@ def rank_memory(
             checkpoints=_waiting_checkpoints(layout, stage, micro_batches) * one_checkpoint_bytes
             if stage.offloaded
             else 0,
+            teacher=teacher.host_weights,
         ),
         gradients=make_gradients(layout, levers, stage, states, weights, flight.summed),
         weights=weights,
         other_micro_batches_bytes=flight.other_bytes,
         arriving_bytes=one_checkpoint_bytes,
+        teacher=teacher,
     )
 
 

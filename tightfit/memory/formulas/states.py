@@ -95,7 +95,9 @@ def resident_states(
         ranks=ranks,
         element_bytes=element_bytes,
         updated_bytes=updated_bytes,
-        kept_gradient_bytes=updated_bytes if shards_are_masters else element_bytes,
+        kept_gradient_bytes=updated_bytes
+        if shards_are_masters
+        else max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes),
         reduced_gradient_bytes=updated_bytes if layout.zero else element_bytes,
         weights=0 if shards_are_masters else element_bytes * owned,  # a 16-bit copy exists while FSDP2 has it gathered
         masters=MASTER * owned if has_masters else 0,

@@ -17,7 +17,7 @@ from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
-from tightfit.memory.formulas.story import StepMoment, fullest, lines
+from tightfit.memory.formulas.story import TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
 
 SAVED = ("weights", "master weights", "optimizer states")
@@ -31,6 +31,7 @@ def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overhead
         fullest_bytes = max(map(sum, _step(rank)))
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
+    overheads = engine_overheads(workload, overheads)
     return gpu_bytes + _slack_bytes(gpu_bytes, overheads) + overheads.context_bytes, host_bytes
 
 
@@ -53,6 +54,7 @@ def _telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[
 def training_ledger(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
     """Every phase of a step, on every pipeline rank, line by line."""
     found: list[Line] = []
+    overheads = engine_overheads(workload, overheads)
     for number in range(layout.pipeline):
         rank = rank_memory(workload, layout, levers, number, overheads)
         for phase, moment in _phases(rank):
@@ -87,7 +89,7 @@ def _written(rank: RankMemory, number: int) -> Iterator[Line]:
     memory, of several what each stages while training goes on (train/checkpoints)."""
     for told in (rank.resident, rank.host):
         for line in lines(told, "save", number, "host"):
-            if line.component in SAVED:
+            if line.component in SAVED and line.detail != TEACHER:
                 yield replace(line, detail="to be written", why="copied before it is written")
 
 
@@ -105,6 +107,15 @@ def _not_allocated(phase: Phase, rank: int, allocated_bytes: int, overheads: Ove
     if overheads.context_bytes:
         why = "driver and kernels: see overheads.py"
         yield Line(component="cuda context", phase=phase, bytes=overheads.context_bytes, why=why, rank=rank)
+
+
+def engine_overheads(workload: Workload, overheads: Overheads) -> Overheads:
+    """What the job's engine has besides tensors; ours as given."""
+    if workload.engine_name == "tightfit":
+        return overheads
+    memory = workload.engine.memory
+    more_bytes = int(memory.fixed_gib * 2**30)
+    return replace(overheads, slack_share=memory.slack_share, context_bytes=overheads.context_bytes + more_bytes)
 
 
 def _slack_bytes(allocated_bytes: int, overheads: Overheads) -> int:

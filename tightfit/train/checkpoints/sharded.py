@@ -87,7 +87,8 @@ class ShardedSaver:
                 checkpoint_id=folder / FOLDER,
                 process_group=self.group,
             )
-        self.pending = _Pending(future, folder, target, keep, keep_best)
+            written = _digested(future, folder) if self.ranks.first else future
+        self.pending = _Pending(written, folder, target, keep, keep_best)
 
     def finish(self) -> None:
         """Wait until what is being written is complete and has its name."""
@@ -142,9 +143,25 @@ def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenize
     (folder / "training" / "state.json").write_text(state, encoding="utf-8")
 
 
+def _digested(written: "Future[Any]", folder: Path) -> "Future[Any]":
+    """Done when the pieces are `written` and their checksums with them, by the thread that writes."""
+    made: Future[Any] = Future()
+
+    def digest(done: "Future[Any]") -> None:
+        try:
+            done.result()
+            write_checksums(folder)
+        except BaseException as error:
+            made.set_exception(error)
+        else:
+            made.set_result(None)
+
+    written.add_done_callback(digest)
+    return made
+
+
 def _complete(pending: _Pending) -> None:
     """Everything to the disk, then the name, then let go of old ones."""
-    write_checksums(pending.folder, digests=False)
     flush_tree(pending.folder)
     if pending.target.exists():
         discard_directory(pending.target)
