@@ -85,7 +85,7 @@ def accumulate(
             assert loss is not None
             mean += loss.detach()
             if check_first:
-                _require_finite(ranks.sum(mean).item())
+                _require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
             if experts is not None and output.balance is not None:
                 loss = loss + experts.balance_weight * output.balance * (count / total)
             on_phase("backward")
@@ -165,7 +165,7 @@ def _step_in_backward(
     updates.begin(lr)
     mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
     on_phase("optimizer")
-    loss, norm = torch.stack([ranks.sum(mean), updates.finish()]).tolist()
+    loss, norm = torch.stack([ranks.sum_pieces(ranks.sum(mean)), updates.finish()]).tolist()
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)
     return StepResult(loss, norm, int(tokens), skipped=False)
