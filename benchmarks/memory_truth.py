@@ -122,7 +122,7 @@ def lever_cases() -> Iterator[Case]:
 
 
 def split_cases() -> Iterator[Case]:
-    """8B over groups of shards, tensor ranks, pipeline stages and mixtures of them; plain ZeRO is among the others."""
+    """8B over groups of shards, tensor, pipeline and context ranks, and mixtures; plain ZeRO is among the others."""
 
     def of(split: str, ranks: int, length: int = 4096, **others: Any) -> Case:
         return Case(
@@ -143,6 +143,13 @@ def split_cases() -> Iterator[Case]:
         yield of("pipeline=4 schedule=zero-bubble", 4, 2048, accumulation=8, stage=stage)
     yield of("pipeline=4 schedule=interleaved stages_per_rank=2", 4, accumulation=8)
     yield of("pipeline=2 tensor=2", 8, zero=1, accumulation=4)
+    yield of("context=2", 4, 8192, zero=3)
+    yield of("context=4", 4, 65_536, zero=3, checkpoint_every=1)
+    yield of("context=8", 8, 131_072, zero=3, checkpoint_every=1, precision="pure-bf16")
+    yield of("context=4 ring=4", 4, 32_768, zero=3)
+    yield of("context=4 ring=4", 4, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=8 ring=2", 8, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=2 ring=2 tensor=2", 8, 32_768, zero=3, checkpoint_every=1)
 
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:

@@ -55,6 +55,9 @@ def plan(
     serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False,
     quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None,
+    cache_format: Annotated[
+        Literal["model", "int8", "fp8"] | None, typer.Option(help="What served keys and values are kept in.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Requests served at a time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -74,8 +77,12 @@ def plan(
 
     machine = parse_machine(on, host_memory)
     if serve:
-        return _serve(model, machine, quantize or "bf16", context, 1 if batch is None else batch, as_json=as_json)
-    for name, given in (("quantize", quantize), ("context", context), ("batch", batch)):
+        cache = cache_format or "model"
+        return _serve(
+            model, machine, quantize or "bf16", context, 1 if batch is None else batch, cache, as_json=as_json
+        )
+    about_serving = (("quantize", quantize), ("context", context), ("batch", batch), ("cache-format", cache_format))
+    for name, given in about_serving:
         if given is not None:
             raise UserError(f"--{name} is {given}, which is about serving; add --serve or leave it out")
     from tightfit.plan.answer import answer
@@ -130,22 +137,34 @@ def _question(
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
+    from tightfit.jobs.paths import absolute, with_absolute_paths
+    from tightfit.jobs.workload import with_teacher
+    from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
     from tightfit.plan.pins import parse_pins
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}
+    taught: Any = None
     if model.endswith(JOB_FILES):
+        from tightfit.jobs.job import rounded_vocabulary
         from tightfit.jobs.load import load_job
 
-        loaded = load_job(Path(model))
+        loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
         job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
         pins = [*_decided("layout", loaded.layout), *_decided("levers", loaded.levers), *pins]
-        seq, precision = seq or loaded.data.sequence_length, precision or _known(loaded.precision)
-        rows = rows or (None if batch_tokens else loaded.global_batch)
-        steps, model, shape = steps or loaded.steps, loaded.model.source, loaded.model.shape
+        seq = loaded.data.sequence_length if seq is None else seq
+        precision = precision or _known(loaded.precision)
+        rows = loaded.global_batch if rows is None and batch_tokens is None else rows
+        steps = loaded.steps if steps is None and tokens is None else steps
+        model, shape = loaded.model.source, dict(loaded.model.shape)
+        if loaded.tokenizer.source == "train":
+            shape["vocab_size"] = rounded_vocabulary(loaded.tokenizer.vocab_size)
+        taught = loaded
     spec = reshaped(resolve_spec(model), shape, model)
+    if not job and model not in PRESETS:
+        job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
     workload = make_workload(
         spec,
@@ -156,6 +175,8 @@ def _question(
         precision=precision,
         engine=find_engine(engine).name,
     )
+    if taught is not None:
+        workload = with_teacher(workload, taught)
     return Question(
         model=model,
         workload=workload,
@@ -193,12 +214,21 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     return extra
 
 
-def _serve(model: str, machine: "Machine", quantize: str, context: int | None, batch: int, *, as_json: bool) -> None:
+def _serve(
+    model: str,
+    machine: "Machine",
+    quantize: str,
+    context: int | None,
+    batch: int,
+    cache: Literal["model", "int8", "fp8"],
+    *,
+    as_json: bool,
+) -> None:
     from tightfit.models.resolve import resolve_spec
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving
 
-    asked = make_serving(model, resolve_spec(model), machine, quantize, context, batch)
+    asked = make_serving(model, resolve_spec(model), machine, quantize, context, batch, cache)
     print_serving(asked, as_json=as_json)
     if not asked.fits:
         raise typer.Exit(DOES_NOT_FIT)

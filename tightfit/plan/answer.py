@@ -22,6 +22,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
+from tightfit.plan.host_room import saving_bytes
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
@@ -34,6 +35,8 @@ DEFAULT_STEP_S = 30.0
 DEFAULT_MFU = 0.4
 MOST_ALTERNATIVES = 5
 MEASURED_CARD = "H200"
+SAVING_TOLD_BYTES = 32 * 2**30
+"""A checkpoint that takes more than this of a node's host memory is worth a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +180,7 @@ def _refused(plan: Plan) -> str | None:
         accumulation=batch_of(workload, plan.layout).accumulation,
         spec=workload.spec,
         sequence_length=workload.sequence_length,
+        distills=workload.teacher is not None,
     )
     return refused_by_trainer(run)
 
@@ -202,6 +206,12 @@ def _engine_note(workload: Workload) -> str | None:
     return f"memory and time are those of {workload.engine.is_for}, not of `tightfit train`"
 
 
+def _saving_bytes(plan: Plan) -> int:
+    """What a node's host holds of a checkpoint while it is written, beside what it holds anyway."""
+    ranks_here = min(plan.machine.per_node, plan.layout.ranks)
+    return saving_bytes(plan.workload, plan.layout, plan.levers, sharded=True, ranks_here=ranks_here)
+
+
 def _notes(question: Question, plan: Plan) -> list[str]:
     machine, workload = question.machine, question.workload
     room = machine.accelerator.memory_bytes
@@ -223,6 +233,9 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         else None,
         f"this uses {plan.host_peak_bytes / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
         if plan.host_peak_bytes > 2**30 and machine.host_bytes is None
+        else None,
+        f"saving copies {copied / 2**30:.0f} GiB to host memory on a node"
+        if (copied := _saving_bytes(plan)) > SAVING_TOLD_BYTES
         else None,
         f"tight: {plan.gpu_peak_bytes / room:.0%} of the card, and nothing that leaves more room was found; --confirm "
         "counts more exactly"

@@ -11,7 +11,8 @@ M micro-batches run through the slowest pipeline rank. Each cause has its file i
 | launches | the card's work, but for what the host is behind with |
 | tensor and expert collectives, sends of a pipeline | nothing: they wait in line |
 | gathering a block's input again for backward | backward, but for one block's |
-| keys and values of context ranks | attention (seconds/context.py) |
+| heads that context ranks exchange | nothing (seconds/context.py) |
+| keys and values in a ring of context ranks | attention (seconds/context.py) |
 | gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
@@ -27,7 +28,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
-from tightfit.plan.seconds.context import Ring
+from tightfit.plan.seconds.context import HeadExchange, Ring
 from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
@@ -45,6 +46,8 @@ from tightfit.plan.seconds.stragglers import straggler_share
 from tightfit.plan.seconds.tensor import tensor_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
+
+FLOAT32_BYTES = 4
 
 
 class Costs:
@@ -112,9 +115,9 @@ class LayoutCost:
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
         self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
         self.tensor = tensor_traffic(costs.group(1, tensor), layout, counts, hidden_bytes)
-        ring = self._ring()
-        self.context_forward_s = self.layers * ring.forward_s(layer.attention.forward_s)
-        self.context_backward_s = self.layers * ring.backward_s(layer.attention.backward_s)
+        ring, exchange_s = self._ring(), self._head_exchange().one_way_s
+        self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
+        self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
         experts = costs.group(tensor, layout.expert)
         sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
         self.expert_s = (1 - workload.engine.expert_hidden_share) * sent_s
@@ -131,15 +134,34 @@ class LayoutCost:
             micro_batches=self.micro_batches,
         )
 
+    def _exchanged_numbers(self) -> tuple[float, float]:
+        """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
+        layout, spec = self.layout, self.costs.workload.spec
+        kv_heads = max(spec.kv_heads / layout.tensor, layout.exchanging)
+        query_numbers = self.layer.tokens * spec.query_size / layout.tensor
+        return query_numbers, self.layer.tokens * 2 * kv_heads * spec.head_dim
+
+    def _head_exchange(self) -> HeadExchange:
+        """Context ranks that exchange heads, for one layer."""
+        layout, costs, weight_bytes = self.layout, self.costs, self.costs.workload.weight_bytes
+        query_numbers, key_numbers = self._exchanged_numbers()
+        group = costs.group(layout.tensor, layout.exchanging)
+        qkv_bytes, out_bytes = (query_numbers + key_numbers) * weight_bytes, query_numbers * weight_bytes
+        return HeadExchange(
+            sent_s=group.all_to_all_s(qkv_bytes) + group.all_to_all_s(out_bytes),
+            copied_bytes=2 * (qkv_bytes + out_bytes) if layout.exchanging > 1 else 0.0,
+            bytes_s=costs.rates.bytes_s,
+        )
+
     def _ring(self) -> Ring:
         """The ring of context ranks, for one layer."""
-        layout, spec, costs = self.layout, self.costs.workload.spec, self.costs
-        query_numbers = self.layer.tokens * spec.query_size / layout.tensor
-        key_numbers = self.layer.tokens * 2 * spec.kv_size / layout.tensor
-        group = costs.group(layout.tensor, layout.context)
+        layout, costs = self.layout, self.costs
+        query_numbers, key_numbers = self._exchanged_numbers()
+        group = costs.group(layout.tensor * layout.exchanging, layout.ring)
         return Ring(
-            ranks=layout.context,
+            ranks=layout.ring,
             send_s=group.send_s(key_numbers * costs.workload.weight_bytes),
+            gradient_send_s=group.send_s(key_numbers * FLOAT32_BYTES),
             query_numbers=query_numbers,
             key_numbers=key_numbers,
             bytes_s=costs.rates.bytes_s,

@@ -17,8 +17,10 @@ from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
-from tightfit.memory.formulas.story import StepMoment, fullest, lines
+from tightfit.memory.formulas.story import TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
+
+SAVED = ("weights", "master weights", "optimizer states")
 
 
 def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:
@@ -83,10 +85,18 @@ def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
 
 
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:
-    """safetensors puts a whole file together in memory before it writes it (train/checkpoint.py)."""
-    for line in lines(rank.resident, "save", number, "host"):
-        if line.component in ("weights", "master weights", "optimizer states"):
-            yield replace(line, detail="to be written", why="save_file")
+    """A copy of all that is saved, on the GPU or on the host: of one rank the file that safetensors puts together in
+    memory, of several what each stages while training goes on (train/checkpoints)."""
+    for told in (rank.resident, rank.host):
+        for line in lines(told, "save", number, "host"):
+            if line.component in SAVED and line.detail != TEACHER:
+                yield replace(line, detail="to be written", why="copied before it is written")
+
+
+def saved_bytes(workload: Workload, layout: Layout, levers: Levers) -> int:
+    """The same in bytes, of the rank that has most."""
+    ranks = [rank_memory(workload, layout, levers, number) for number in _telling_ranks(workload, layout, levers)]
+    return max(sum(line.bytes for line in _written(rank, 0)) for rank in ranks)
 
 
 def _not_allocated(phase: Phase, rank: int, allocated_bytes: int, overheads: Overheads) -> Iterator[Line]:

@@ -126,7 +126,7 @@ class OffloadTime:
         kept_bytes = moment_bytes(levers, wide=workload.updates_wide)
         kept_bytes += WIDE_BYTES if workload.has_masters else 0
         kept_bytes += workload.weight_bytes if levers.offload == "weights" else 0
-        return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)[1]
+        return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
