@@ -7,6 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
+    from tightfit.jobs.job import Job
     from tightfit.plan.answer import Question
     from tightfit.plan.plan import Plan
 
@@ -119,6 +120,14 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
+def _shape(job: "Job") -> dict[str, int]:
+    """What a job changes of its model: the sizes it gives, and the vocabulary that will be trained."""
+    from tightfit.jobs.job import rounded_vocabulary
+
+    trained = {"vocab_size": rounded_vocabulary(job.tokenizer.vocab_size)} if job.tokenizer.source == "train" else {}
+    return dict(job.model.shape) | trained
+
+
 def _question(
     model: str,
     machine: "Machine",
@@ -148,7 +157,6 @@ def _question(
     shape: dict[str, int] = {}
     taught: Any = None
     if model.endswith(JOB_FILES):
-        from tightfit.jobs.job import rounded_vocabulary
         from tightfit.jobs.load import load_job
 
         loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
@@ -158,10 +166,7 @@ def _question(
         precision = precision or _known(loaded.precision)
         rows = loaded.global_batch if rows is None and batch_tokens is None else rows
         steps = loaded.steps if steps is None and tokens is None else steps
-        model, shape = loaded.model.source, dict(loaded.model.shape)
-        if loaded.tokenizer.source == "train":
-            shape["vocab_size"] = rounded_vocabulary(loaded.tokenizer.vocab_size)
-        taught = loaded
+        model, shape, taught = loaded.model.source, _shape(loaded), loaded
     spec = reshaped(resolve_spec(model), shape, model)
     if not job and model not in PRESETS:
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
