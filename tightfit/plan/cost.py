@@ -13,6 +13,7 @@ M micro-batches run through the slowest pipeline rank. Each cause has its file i
 | gathering a block's input again for backward | backward, but for one block's |
 | keys and values of context ranks | attention (seconds/context.py) |
 | gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
+| a teacher's forward pass | nothing |
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
 Not modelled: stragglers, data loading. `Costs` belongs to one workload and machine and does what depends on the layout
@@ -39,6 +40,7 @@ from tightfit.plan.seconds.parameters import RankParams, model_params, rank_para
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
+from tightfit.plan.seconds.teacher import teacher_s
 from tightfit.plan.seconds.tensor import tensor_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
@@ -99,6 +101,7 @@ class LayoutCost:
         self.layers = max(counts)
         self.layer = layer = costs.layer(layout)
         self.params, self.data = costs.data(layout, self.layers)
+        self.teacher_s = teacher_s(workload, costs.machine, costs.rates, layout)
 
         # The slowest pipeline rank has most layers, or the last ones and the head.
         self.forward_s = max(self.layers * layer.forward_s, counts[-1] * layer.forward_s + layer.head_forward_s)
@@ -174,6 +177,7 @@ class LayoutCost:
             ),
             offload_s=self._offload_s(levers, again, forward_s=whole_forward_s, backward_s=hiding_s),
             optimizer_s=max(update, self._update_launch_s(levers)),
+            teacher_s=micro * self.teacher_s,
         )
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
