@@ -1,6 +1,6 @@
 """What fine-tuning brings back after structured pruning: held-out loss before, after cutting, and after some steps.
 
-A trained model of ours (a run of `tightfit train`, whose data it goes on with) is cut to a smaller shape and fine-tuned,
+A trained model of ours (a run of `tightfit train`, whose data it goes on with) is cut to a smaller shape and tuned,
 on the data alone and with the original as its teacher, on the same batches. Appends to benchmarks/results/recovery.csv.
 
     python -m benchmarks.recovery runs/stdlib --keep-mlp 256 --steps 150
