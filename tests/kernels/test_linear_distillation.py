@@ -16,7 +16,7 @@ from tightfit.kernels.linear_distillation import (
     linear_distillation_eager,
 )
 
-N, H, G, V = 37, 24, 40, 101
+N, H, G, V = 13, 24, 40, 101
 
 
 def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
