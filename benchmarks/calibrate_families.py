@@ -4,7 +4,7 @@ Kernels alone, as in calibrate.py. And what the host needs to launch a layer of 
 the card waits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -133,7 +133,7 @@ def _grouped(device: torch.device, experts: int, rows: int, taken: int, made: in
 def _norms_and_gelu(device: torch.device, rows: int, width: int) -> Iterator[Timed]:
     x, wide = _random(device, rows, width).requires_grad_(), _random(device, rows, 4 * width).requires_grad_()
     weight, bias = (_random(device, width).requires_grad_() for _ in range(2))
-    operations = {
+    operations: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
         f"layer norm {rows}x{width}": (partial(layer_norm, x, weight, bias, 1e-5), [x, weight, bias]),
         f"gelu {rows}x{4 * width}": (partial(F.gelu, wide, approximate="tanh"), [wide]),
         f"bias {rows}x{4 * width}": (lambda: wide.detach().sum(0), []),

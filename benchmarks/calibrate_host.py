@@ -23,6 +23,7 @@ from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.pins import parse_pins
+from tightfit.prove.rates import narrow_spec
 from tightfit.prove.rehearsal import Program, build
 from tightfit.train.step import ignore
 
@@ -40,14 +41,6 @@ LAUNCHED: tuple[tuple[str, PrecisionName], ...] = (
 FEW, MORE = 2, 8
 STEPS, WARM_UPS = 5, 2
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-
-
-def narrow_spec(layers: int, size: int = 256) -> ModelSpec:
-    """Of the usual family: grouped heads, a gated MLP, and few numbers of everything."""
-    return replace(
-        preset("llama-3.2-1b"), layers=layers, hidden_size=size, heads=8, kv_heads=4, head_dim=size // 4,
-        mlp_size=2 * size, vocab_size=4 * size,
-    )  # fmt: skip
 
 
 def levers_of(text: str) -> Levers:

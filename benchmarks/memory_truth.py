@@ -7,6 +7,7 @@ lever_truth.csv with `--levers`, split_truth.csv with `--splits` and family_trut
     python -m benchmarks.memory_truth predict --predictions FILE     (no GPU; minutes)
     python -m benchmarks.memory_truth measure --predictions FILE --results DIR     (an H200; minutes)
     python -m benchmarks.memory_truth repredict      (no GPU: when predictions change and what is measured does not)
+    python -m benchmarks.memory_truth repredict --times     (seconds: only the step times have changed)
 
 The last appends rows with today's predictions beside the newest measurements; `commit` is the measured code's and
 `predicted_commit` that of the predictions.
@@ -28,7 +29,7 @@ from benchmarks.reports.scatter import newest
 from benchmarks.rows import RESULTS, append_row, current_commit
 from benchmarks.truth.case import Case
 from benchmarks.truth.families import family_cases
-from benchmarks.truth.prediction import GIB, Measurement, Prediction, measure, predict
+from benchmarks.truth.prediction import GIB, Measurement, Prediction, measure, predict, step_seconds
 
 
 def cases() -> Iterator[Case]:
@@ -121,7 +122,7 @@ def lever_cases() -> Iterator[Case]:
 
 
 def split_cases() -> Iterator[Case]:
-    """8B over groups of shards, tensor ranks, pipeline stages and mixtures of them; plain ZeRO is among the others."""
+    """8B over groups of shards, tensor, pipeline and context ranks, and mixtures; plain ZeRO is among the others."""
 
     def of(split: str, ranks: int, length: int = 4096, **others: Any) -> Case:
         return Case(
@@ -142,6 +143,13 @@ def split_cases() -> Iterator[Case]:
         yield of("pipeline=4 schedule=zero-bubble", 4, 2048, accumulation=8, stage=stage)
     yield of("pipeline=4 schedule=interleaved stages_per_rank=2", 4, accumulation=8)
     yield of("pipeline=2 tensor=2", 8, zero=1, accumulation=4)
+    yield of("context=2", 4, 8192, zero=3)
+    yield of("context=4", 4, 65_536, zero=3, checkpoint_every=1)
+    yield of("context=8", 8, 131_072, zero=3, checkpoint_every=1, precision="pure-bf16")
+    yield of("context=4 ring=4", 4, 32_768, zero=3)
+    yield of("context=4 ring=4", 4, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=8 ring=2", 8, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=2 ring=2 tensor=2", 8, 32_768, zero=3, checkpoint_every=1)
 
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:
@@ -194,7 +202,7 @@ def _predict(wanted: list[Case], path: Path, workers: int) -> None:
 
 def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | None) -> None:
     known = {_case_of(entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
-    for case in wanted:
+    for case in (case for case in wanted if case in known):
         row = _row(case, Prediction(**known[case]["prediction"]), measure(case), known[case]["commit"])
         append_row(case.table, row, folder=folder, commit=commit)
         print(" ".join(str(value) or "-" for value in row.values()), flush=True)
@@ -226,6 +234,28 @@ def _repredict(wanted: list[Case], folder: Path, workers: int) -> None:
             print(" ".join(str(value) or "-" for value in row.values()), flush=True)
 
 
+def _unmeasured(wanted: list[Case], folder: Path) -> list[Case]:
+    """Those that the table does not have yet."""
+    path = folder / f"{wanted[0].table}.csv"
+    measured = {Case.of_row(row) for row in newest(path)} if path.exists() else set()
+    return [case for case in wanted if case not in measured]
+
+
+def _repredict_times(wanted: list[Case], folder: Path) -> None:
+    """The same where only costs have changed: what was simulated is copied too."""
+    path = folder / f"{wanted[0].table}.csv"
+    rows = {Case.of_row(row): row for row in newest(path)}
+    with path.open("a", encoding="utf-8", newline="") as file:
+        for case in wanted:
+            old = rows[case]
+            if case.ranks > 1 or case.implementation != "tightfit":
+                continue
+            step_ms = f"{1e3 * step_seconds(case):.1f}"
+            if step_ms != old["predicted_step_ms"]:
+                row = {**old, "predicted_commit": current_commit(), "predicted_step_ms": step_ms}
+                csv.DictWriter(file, fieldnames=list(old)).writerow(row)
+
+
 def _table_cases(chosen: argparse.Namespace) -> Iterator[Case]:
     if chosen.families:
         return family_cases()
@@ -243,6 +273,8 @@ def main() -> None:
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--splits", action="store_true", help="cases of splits and their mixtures, for split_truth.csv")
     parser.add_argument("--families", action="store_true", help="cases of every family, for family_truth.csv")
+    parser.add_argument("--new", action="store_true", help="only cases that the table does not have yet")
+    parser.add_argument("--times", action="store_true", help="repredict step times alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that predict")
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
@@ -255,7 +287,12 @@ def main() -> None:
         and chosen.length in (None, case.sequence_length)
         and chosen.ranks in (None, "one" if case.ranks == 1 else "many")
     ]
+    if chosen.new:
+        wanted = _unmeasured(wanted, RESULTS)
     if chosen.action == "repredict":
+        wanted = [case for case in wanted if case not in _unmeasured(wanted, chosen.results)]
+        if chosen.times:
+            return _repredict_times(wanted, chosen.results)
         return _repredict(wanted, chosen.results, chosen.workers)
     if chosen.predictions is None:
         parser.error("--predictions FILE is where predictions go, and where measure finds them")

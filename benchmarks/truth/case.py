@@ -83,7 +83,7 @@ class Case:
     def layout(self) -> Layout:
         """How it is spread."""
         given = parse_pins([f"layout.{each}" for each in self.split.split()]).layout
-        others = given.get("tensor", 1) * given.get("pipeline", 1)
+        others = given.get("tensor", 1) * given.get("pipeline", 1) * given.get("context", 1)
         return Layout(data=self.ranks // others, zero=self.zero, micro_batch=self.micro_batch, **given)
 
     @property

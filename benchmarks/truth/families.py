@@ -24,6 +24,7 @@ def family_cases() -> Iterator[Case]:
     yield from _layer_norms()
     yield from _routed()
     yield from _on_the_host()
+    yield from _second_round()
 
 
 def _plain_attention() -> Iterator[Case]:
@@ -80,3 +81,27 @@ def _on_the_host() -> Iterator[Case]:
     yield _of("llama-3.1-8b", 32_768, 1, f"offload=optimizer {BACK}", **four)
     yield _of("llama-3.1-8b", 32_768, 1, f"offload=weights {BACK}", **four)
     yield _of("llama-3.1-8b", 32_768, 1, f"offload=weights {BACK}", **four, **PURE)
+
+
+def _second_round() -> Iterator[Case]:
+    """Other shapes, predicted after the costs had learned from the first."""
+    yield _of("smollm2-360m", 4096, 4)
+    yield _of("smollm2-1.7b", 8192, 1, checkpoint_every=1)
+    yield _of("mistral-7b", 8192, 1, checkpoint_every=1, **PURE)
+    yield _of("qwen2.5-0.5b", 8192, 2, checkpoint_every=2)
+    yield _of("qwen2.5-3b", 4096, 1)
+    yield _of("qwen3-0.6b", 2048, 8)
+    yield _of("qwen3-1.7b", 4096, 2, "checkpoint_keep=matmuls", checkpoint_every=1)
+    yield _of("phi-4-mini", 2048, 2, **PURE)
+    yield _of("gemma-2-2b", 8192, 1, **PURE)
+    yield _of("gemma-2-2b", 2048, 2, BACK, checkpoint_every=1)
+    yield _of("gemma-3-270m", 8192, 2)
+    yield _of("gemma-3-1b", 2048, 8, "optimizer_states=8bit")
+    yield _of("gemma-3-4b", 8192, 1, checkpoint_every=1, **PURE)
+    yield _of("gpt2", 1024, 16)
+    yield _of("gpt2-medium", 1024, 16)
+    yield _of("gpt2-large", 1024, 16, **PURE)
+    yield _of("qwen3-30b-a3b", 8192, 1, layers=4, **PURE)
+    yield _of("mixtral-8x7b", 8192, 1, layers=3, **PURE)
+    yield _of("qwen2.5-3b", 4096, 1, f"offload=optimizer {BACK}", checkpoint_every=1)
+    yield _of("llama-3.1-8b", 16_384, 1, f"offload=weights {BACK}", layers=6, checkpoint_every=1)

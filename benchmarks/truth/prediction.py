@@ -54,12 +54,17 @@ def predict(case: Case, machine: str = "H200") -> Prediction:
     if case.implementation == "huggingface":
         return Prediction(None, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), None)
     formula = formulas(case)
-    seconds = Costs(case.workload, parse_machine(machine)).step(case.layout, case.levers).step_s
+    seconds = step_seconds(case, machine)
     return Prediction(
         formula.peak_allocated_bytes(), simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(),
         seconds if case.ranks == 1 else None, *(each.allocated_bytes("backward", place="host")
                                                 for each in (formula, simulated)),
     )  # fmt: skip
+
+
+def step_seconds(case: Case, machine: str = "H200") -> float:
+    """By the planner's costs."""
+    return Costs(case.workload, parse_machine(machine)).step(case.layout, case.levers).step_s
 
 
 def formulas(case: Case) -> Ledger:

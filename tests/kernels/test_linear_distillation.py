@@ -16,7 +16,7 @@ from tightfit.kernels.linear_distillation import (
     linear_distillation_eager,
 )
 
-N, H, G, V = 13, 24, 40, 101
+N, H, G, V = 37, 24, 40, 101
 
 
 def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -127,6 +127,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
 def test_far_apart_predictions_stay_finite() -> None:
     """Probabilities that underflow in float32 on both sides."""
     hidden, weight, taught, teacher, labels = problem()
+    hidden, taught, labels = hidden[:6], taught[:6], labels[:6]
     for divergence in DIVERGENCES:
         terms = DistillationTerms(divergence=divergence, temperature=1.0)
         for impl in ("torch", "triton"):

@@ -6,6 +6,7 @@ refuses them. The directory of a run is where it is: `run_output` says so to a j
 """
 
 import os
+from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def _found(name: str, beside: Path | None) -> str:
         try:
             if place.exists():
                 return str(absolute(place))
+            if has_magic(name) and next(iglob(str(place), recursive=True), None) is not None:
+                return str(place.absolute())
         except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
             return name
     return name

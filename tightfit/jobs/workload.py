@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.errors import UserError
 from tightfit.jobs.distill import SELF
+from tightfit.jobs.engine import ENGINES, Engine, EngineName
 from tightfit.jobs.job import Job, PrecisionName
 from tightfit.jobs.teacher import Teacher, held_weight_bytes
 from tightfit.models.resolve import resolve_spec
@@ -18,6 +19,8 @@ class Workload:
     sequence_length: int
     global_batch: int
     precision: PrecisionName = "bf16"
+    engine_name: EngineName = "tightfit"
+    """Whose code runs it."""
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +45,11 @@ class Workload:
             global_batch=job.global_batch,
             precision=precision,
         )
+
+    @property
+    def engine(self) -> Engine:
+        """Whose code runs it."""
+        return ENGINES[self.engine_name]
 
     @property
     def tokens(self) -> int:

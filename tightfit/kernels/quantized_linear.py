@@ -88,7 +88,8 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of all rows of x."""
+    """BLOCK_N outputs of all rows of x, in which the first inputs of all words come first, then all second ones, …: a
+    thread that holds neighbouring words finds what it needs for each of their codes side by side."""
     PER: tl.constexpr = 32 // BITS
     m, n = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_m, in_n = (m < M)[:, None], (n < N)[:, None]
@@ -107,7 +108,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         products = tl.zeros((ROWS, BLOCK_N, BLOCK_W), tl.float32)
         sums = tl.zeros((ROWS, BLOCK_W), tl.float32)
         for j in tl.static_range(PER):
-            x = tl.load(x_ptr + m[:, None] * K + (at * PER + j)[None, :], mask=in_m & (at < width)[None, :], other=0.0)
+            x = tl.load(x_ptr + m[:, None] * K + j * width + at[None, :], mask=in_m & (at < width)[None, :], other=0.0)
             x = x.to(tl.float32)
             sums += x
             products += x[:, None, :] * _one_plus(words, BITS, j)[None, :, :]
@@ -159,9 +160,10 @@ def _run_few(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits:
     rows = triton.next_power_of_2(M)
     block_n, block_w = (8, 32) if is_interpreted() else (max(8 // rows, 1), 512)
     y = torch.empty(M, N, device=x.device, dtype=x.dtype)
+    by_place = x.view(M, -1, 32 // bits).transpose(1, 2).contiguous()
     with on_device_of(x):
         few_rows_kernel[(triton.cdiv(N, block_n),)](
-            x,
+            by_place,
             words,
             scale,
             words if zero is None else zero,

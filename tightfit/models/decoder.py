@@ -70,6 +70,8 @@ class ForwardContext:
     cache: KeyValueCache | None
     attend: Attend | None = None
     """Takes the place of cache and attention."""
+    heads_multiple: int = 1
+    """`attend` takes some of the key heads as well, if so many or a multiple of it."""
 
 
 class LossTarget(Protocol):

@@ -94,7 +94,7 @@ class Graphs:
     def capture_all(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
         program = self.runner.program
-        if program is not None and program.on_gpu:
+        if program is not None and program.own_attention:
             compile_kernels(program, self.padding_block)
         for size in sorted(self.sizes, reverse=True):
             self._decoding[size] = decoding = self._captured(partial(self._decode, size))

@@ -20,7 +20,9 @@ from tightfit.kernels.flash_attention import LARGEST_HEAD
 from tightfit.kernels.paged_attention import paged_attention
 from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
 from tightfit.kernels.triton_support import Impl, use_triton
+from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.spec import ModelSpec
+from tightfit.serve.cache_format import CODES, as_numbers, decode, encode
 from tightfit.serve.step import Piece, Step
 
 ROUND_LENGTHS = frozenset((64, 128, 256, *range(512, 16_385, 512)))
@@ -36,10 +38,15 @@ class PagedCache:
         block_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        form: CacheFormat = "model",
         impl: Impl = "auto",
     ) -> None:
         shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)  # the last is for padding
-        self.storage = torch.zeros(shape, device=device, dtype=dtype)  # zeros: what nobody wrote is masked, not NaN
+        kept = dtype if form == "model" else CODES[form]
+        self.storage = torch.zeros(shape, device=device, dtype=kept)  # zeros: what nobody wrote is masked, not NaN
+        self.scales = torch.zeros(shape[:-1] if form != "model" else (0,), device=device)
+        self.form: CacheFormat = form
+        self.dtype = dtype
         self.block_size, self.impl = block_size, impl
         self.attention: AttentionImpl = "auto"
         self.step: Step | None = None
@@ -47,7 +54,12 @@ class PagedCache:
     @property
     def bytes(self) -> int:
         """What it takes."""
-        return self.storage.numel() * self.storage.element_size()
+        return sum(part.numel() * part.element_size() for part in (self.storage, self.scales))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values are codes with scales."""
+        return self.form != "model"
 
     def attend(
         self,
@@ -63,21 +75,30 @@ class PagedCache:
         """Attention of query [1, heads, N, D] of the step's tokens, whose key, value [1, kv_heads, N, D] are stored."""
         step = self.step
         assert step is not None, "a step has to be set before layers run"
-        keys, values = self.storage[layer, 0], self.storage[layer, 1]
-        keys.flatten(0, 1).index_copy_(0, step.slots, key[0].transpose(0, 1))
-        values.flatten(0, 1).index_copy_(0, step.slots, value[0].transpose(0, 1))
-        if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD:
+        key, value = self._store(layer, 0, step, key), self._store(layer, 1, step, value)
+        if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD and not self.is_quantized:
             rows = query[0].transpose(0, 1)
             stored = self.attend_stored(step, layer, rows, scale=scale, window=window, softcap=softcap)
             return stored.transpose(0, 1)[None]
         made = []
         if step.singles:
             rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
-            single = self._singles(step, rows, keys, values, scale, window, softcap)
+            single = self._singles(step, rows, layer, scale, window, softcap)
             made.append(single.transpose(0, 1)[None])
         for group in step.groups:
             made.append(self._pieces(step, group, query, key, value, layer, scale, window, softcap))
         return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+
+    def _store(self, layer: int, part: int, step: Step, given: Tensor) -> Tensor:
+        """Keys or values [1, kv_heads, N, D] into the cache; returned as they will be read from it."""
+        rows, places = given[0].transpose(0, 1), self.storage[layer, part].flatten(0, 1)
+        if not self.is_quantized:
+            places.index_copy_(0, step.slots, rows)
+            return given
+        codes, scales = encode(rows, self.form)
+        places.index_copy_(0, step.slots, codes)
+        self.scales[layer, part].flatten(0, 1).index_copy_(0, step.slots, scales)
+        return decode(codes, scales, self.form, given.dtype).transpose(0, 1)[None]
 
     def attend_stored(
         self,
@@ -131,15 +152,26 @@ class PagedCache:
         self,
         step: Step,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        layer: int,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
         """Attention of one query each, [singles, heads, D], over the blocks of their tables."""
+        if use_triton(self.impl, query) and self._kernels_read_codes:
+            return paged_attention(
+                query,
+                as_numbers(self.storage[layer, 0], self.form),
+                as_numbers(self.storage[layer, 1], self.form),
+                step.tables,
+                step.lengths,
+                scales=self.scales[layer],
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            )
         count, heads, D = query.shape
-        found = (self._gathered(part, step.tables, step.longest) for part in (keys, values))
+        found = (self._gathered(layer, part, step.tables, step.longest) for part in (0, 1))
         key, value = (part.transpose(1, 2) for part in found)  # [singles, kv_heads, keys, D]
         mask = step.single_mask(window)
         if softcap is not None:
@@ -165,7 +197,7 @@ class PagedCache:
         own_query, own_key, own_value = (_apart(part[0, :, rows], count) for part in (query, key, value))
         if piece.before:
             table = step.piece_tables[group.start]
-            both = (self._gathered(self.storage[layer, part], table, piece.end) for part in (0, 1))
+            both = (self._gathered(layer, part, table, piece.end) for part in (0, 1))
             own_key, own_value = (part.transpose(1, 2) for part in both)
         made = attention(
             own_query,
@@ -179,14 +211,27 @@ class PagedCache:
         )
         return made.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
-    def _gathered(self, part: Tensor, tables: Tensor, longest: int) -> Tensor:
+    @property
+    def _kernels_read_codes(self) -> bool:
+        """Whether this GPU's kernels can read the codes: fp8 is known from compute capability 8.9 on."""
+        if not self.is_quantized or self.storage.shape[-1] > LARGEST_HEAD:
+            return False
+        device = self.storage.device
+        return self.form == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+    def _gathered(self, layer: int, part: int, tables: Tensor, longest: int) -> Tensor:
         """The positions of blocks in `tables` [n, blocks] one after the other, [n, longest, kv_heads, D]."""
-        blocks = -(-longest // self.block_size)
-        if tables.shape[0] == 1:
-            found = part.index_select(0, tables[0, :blocks])[None]
-        else:
-            found = part[tables[:, :blocks].long()]
-        return found.flatten(1, 2)[:, :longest]
+        tables = tables[:, : -(-longest // self.block_size)]
+        found = _selected(self.storage[layer, part], tables)[:, :longest]
+        if not self.is_quantized:
+            return found
+        return decode(found, _selected(self.scales[layer, part], tables)[:, :longest], self.form, self.dtype)
+
+
+def _selected(part: Tensor, tables: Tensor) -> Tensor:
+    """Blocks of `part` [blocks, block_size, …] by tables [n, m], as [n, m · block_size, …]."""
+    found = part.index_select(0, tables[0])[None] if tables.shape[0] == 1 else part[tables.long()]
+    return found.flatten(1, 2)
 
 
 def _has_round_length(piece: Piece) -> bool:

@@ -40,6 +40,7 @@ class Program:
         self.head: Tensor = model.head.weight
         self.final_norm = norm_weight(model.norm)
         self.on_gpu = use_triton("auto", model.embed.weight)
+        self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store read what they stored
         self.overlap = overlap and can_overlap(model.embed.weight.device)
         self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
         self.product: Product = F.linear
@@ -47,7 +48,7 @@ class Program:
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
         x = self.model.embed_tokens(step.tokens, step.positions)[0]
-        if self.on_gpu and not step.pieces and not self.ropes.by_length and len(x) == 1:
+        if self.own_attention and not step.pieces and not self.ropes.by_length and len(x) == 1:
             return self._one(x, step)
         return self._many(x, step)
 
@@ -78,7 +79,7 @@ class Program:
     def _attention(self, normed: Tensor, layer: JointLayer, step: Step, ropes: dict) -> Tensor:
         """Attention of all tokens, [N, heads · D]."""
         qkv = self.product(normed, layer.qkv, layer.qkv_bias)
-        if self.on_gpu and not self.ropes.by_length:
+        if self.own_attention and not self.ropes.by_length:
             return self.decode(qkv, layer, step) if not step.pieces else self.mixed(qkv, layer, step)
         spec = self.spec
         parts = qkv.split([spec.query_size, spec.kv_size, spec.kv_size], dim=-1)

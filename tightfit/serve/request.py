@@ -15,6 +15,8 @@ class Request:
     sampling: Sampling
     count: int = 1
     priority: int = 0
+    adapter: str | None = None
+    """The LoRA adapter to answer with; None is the model itself."""
 
 
 @dataclass(frozen=True)

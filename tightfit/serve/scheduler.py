@@ -4,7 +4,8 @@ Every step takes one token of each answer that is under way, and fills the rest 
 pieces where they are long (Sarathi, Agrawal et al. 2023): nobody waits for somebody else's prompt. A prompt gets all
 its blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that comes
 last in the order (priority, arrival) gives all of its own back and waits; it is computed again later, often from blocks
-that are still in the cache. A waiting sequence of a better priority takes the place of a running one of a worse.
+that are still in the cache, or copied back from the host where it was kept there (`host`).
+A waiting sequence of a better priority takes the place of a running one of a worse.
 
 Nothing here knows a model or a device: lengths are enough.
 """
@@ -13,9 +14,23 @@ import heapq
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.sequence import Finish, Sequence
+
+
+class Host(Protocol):
+    """Keeps keys and values of sequences that have no blocks."""
+
+    def save(self, sequence: Sequence) -> None:
+        """It is about to lose its blocks."""
+
+    def restore(self, sequence: Sequence) -> None:
+        """It has blocks again, and knows how much was found in them: may say that more is stored."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """It is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +67,8 @@ class Chunk:
 class Scheduler:
     """Who waits, who runs, and what each running sequence computes next."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
-        self.pool, self.limits = pool, limits
+    def __init__(self, pool: BlockPool, limits: Limits, host: Host | None = None) -> None:
+        self.pool, self.limits, self.host = pool, limits, host
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._waiting: list[tuple[tuple[int, int, int], int, Sequence]] = []
@@ -87,6 +102,8 @@ class Scheduler:
             self._stop(sequence)
         else:
             self._waiting_count -= 1  # its entry in the heap is passed over later
+            if self.host is not None:
+                self.host.drop(sequence)
         sequence.state, sequence.finish = "finished", finish
 
     def schedule(self) -> list[Chunk]:
@@ -214,6 +231,8 @@ class Scheduler:
         sequence.rewound = self.limits.rewind_at is not None and sequence.length > self.limits.rewind_at
         if not sequence.preemptions:
             sequence.cached = sequence.stored
+        if self.host is not None:
+            self.host.restore(sequence)
         sequence.slot, sequence.state = self._slots.pop(), "running"
         insort(self.running, sequence, key=lambda each: each.order)
 
@@ -226,6 +245,8 @@ class Scheduler:
         sequence.slot = -1
 
     def _preempt(self, sequence: Sequence) -> None:
+        if self.host is not None:
+            self.host.save(sequence)
         self._stop(sequence)
         sequence.state = "waiting"
         sequence.preemptions += 1

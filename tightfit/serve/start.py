@@ -1,7 +1,8 @@
 """From what a user typed to an engine: which model where there is none named, on which device, in which numbers."""
 
 import importlib.util
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.models.generate import prompt_tokens
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
+from tightfit.serve.adapters import load_adapters
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -36,8 +38,18 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def gpu_count(wanted: str) -> int:
+    """GPUs that `wanted` may use."""
+    return torch.cuda.device_count() if pick_device(wanted).type == "cuda" else 0
+
+
 def start_engine(
-    source: str, config: EngineConfig, *, device: str = "auto", draft: str | None = None
+    source: str,
+    config: EngineConfig,
+    *,
+    device: str = "auto",
+    draft: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> tuple[LoadedModel, Engine]:
     """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU."""
     where = pick_device(device)
@@ -47,7 +59,8 @@ def start_engine(
     if draft is not None:
         smaller = load_model(draft, device=where, dtype=dtype).model
         config = replace(config, speculation="draft")
-    return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller)
+    beside = load_adapters(adapters or {}, loaded.model)
+    return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside)
 
 
 def sample_streams(
@@ -57,8 +70,19 @@ def sample_streams(
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise UserError(f"{loaded.source} has no tokenizer, so it cannot continue text")
-    prompt = prompt_tokens(tokenizer, text, chat=chat)
-    longest = min(len(prompt) + sampling.max_tokens, loaded.model.spec.max_positions)
+    if not text.strip():
+        raise UserError("the prompt is empty; give some text with -p")
+    return token_streams(loaded, prompt_tokens(tokenizer, text, chat=chat), sampling, count=count)
+
+
+def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *, count: int = 1) -> list[Iterator[str]]:
+    """The same of a prompt that has been tokenized."""
+    tokenizer, positions = loaded.tokenizer, loaded.model.spec.max_positions
+    assert tokenizer is not None, "whose prompt is this?"
+    if len(prompt) + sampling.max_tokens > positions > len(prompt):
+        left = positions - len(prompt)
+        print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
+    longest = min(len(prompt) + sampling.max_tokens, positions)
     config = EngineConfig(max_sequences=count, step_tokens=max(2048, count), max_length=max(longest, 1), graphs=False)
     request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
     return text_streams(Engine(loaded.model, tokenizer, config), request)

@@ -5,7 +5,7 @@ prompts and guesses to be checked, equal lengths together. Within the row nothin
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -55,6 +55,8 @@ class Step:
     rows: Tensor
     """The tokens whose logits are wanted, [R]."""
     block_size: int
+    adapters: dict[str, Tensor] = field(default_factory=dict)
+    """Rows of tokens by the LoRA adapter they use."""
     _tiles: Tensor | None = None
 
     @cached_property
@@ -158,7 +160,19 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         rope_lengths=runs,
         rows=to_device(rows, device, torch.int64),
         block_size=block_size,
+        adapters=_adapter_rows(chunks, device),
     )
+
+
+def _adapter_rows(chunks: Items[Chunk], device: torch.device) -> dict[str, Tensor]:
+    rows: dict[str, list[int]] = {}
+    at = 0
+    for chunk in chunks:
+        count = chunk.count + len(chunk.proposal)
+        if chunk.sequence.adapter is not None:
+            rows.setdefault(chunk.sequence.adapter, []).extend(range(at, at + count))
+        at += count
+    return {adapter: to_device(own, device) for adapter, own in rows.items()}
 
 
 def _padded(tables: list[list[int]], device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.local import local_machine
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import peak
@@ -29,7 +29,6 @@ from tightfit.train.distillation import teacher_spec
 from tightfit.train.precision import choose_device, choose_precision
 
 GIB = 2**30
-VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def with_memory(machine: Machine, memory_bytes: int) -> Machine:
 def cap_memory(cap_bytes: int) -> None:
     """Make this process's GPU the size of `cap_bytes`, its CUDA context included."""
     if not torch.cuda.is_available():
-        return
+        raise UserError("--memory makes a GPU smaller, but this machine has none; leave it out")
     total = torch.cuda.mem_get_info()[1]
     if cap_bytes <= 2 * DEFAULT.context_bytes:
         raise UserError(f"--memory is {cap_bytes / GIB:.2f} GiB, of which CUDA itself takes 0.5; give 2 GiB or more")
@@ -93,7 +92,7 @@ def job_spec(job: Job) -> ModelSpec:
     """The shape that will be trained; a tokenizer that is still to be trained is taken to fill its vocabulary."""
     shape = {**job.model.shape}
     if job.tokenizer.source == "train":
-        shape["vocab_size"] = -(-job.tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        shape["vocab_size"] = rounded_vocabulary(job.tokenizer.vocab_size)
     return reshaped(source_spec(job.model.source), shape, job.model.source)
 
 

@@ -44,6 +44,7 @@ from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, ope
 from tightfit.train.schedule import lr_ratio
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
 from tightfit.train.stopping import StopRequest
+from tightfit.train.trackers import open_trackers
 
 
 @dataclass
@@ -171,8 +172,7 @@ class _Run:
         self.quiet = quiet
         self.phase: Phase = "forward"
         self.saved: Path | None = prepared.checkpoint
-        sharded = self.job.saving.sharded and self.ranks.processes > 1
-        self.saver = ShardedSaver(self.ranks) if sharded else None
+        self.saver = ShardedSaver(self.ranks, self.job.layout) if self.job.saves_sharded else None
 
     def go(self) -> RunResult:
         """Evaluate, train to the last step, save, evaluate again, sample."""
@@ -194,7 +194,9 @@ class _Run:
     def _metrics_log(self) -> AbstractContextManager[MetricsLog | None]:
         if not self.ranks.first or not self.writes:
             return nullcontext()
-        return MetricsLog(self.job.output, self.step, self.job.logging.tensorboard, self.side_files)
+        return MetricsLog(
+            self.job.output, self.step, open_trackers(self.job, self.step, self.progress.say), self.side_files
+        )
 
     def _log(self, **values: Any) -> None:
         if self.metrics is not None:

@@ -42,7 +42,7 @@ def _first_gathering(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
     """FSDP2 lets go of the root's all-gather buffer only when the first group after it is whole as well."""
     return StepMoment(
         working_weights=weights.first_groups(),
-        earlier_gradients=rank.gradients.earlier_bytes,
+        earlier_gradients=max(rank.gradients.left_bytes, rank.gradients.earlier_bytes),
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=rank.stage.tables_bytes,
         all_gather=weights.first_groups(),

@@ -48,12 +48,13 @@ def rank_memory(
     spec, shape = workload.spec, local_shape(workload, layout, levers)
     stage = stage_memory(workload, layout, levers, shape, rank)
     micro_batches = max(1, workload.global_batch // (layout.micro_batch * layout.data))
-    states = resident_states(workload, layout, levers, stage.params, stage.widest)
+    states = resident_states(
+        workload, layout, levers, stage.params, layer_weights=stage.layer_weights, widest_layer=stage.widest
+    )
     flight = _in_flight(layout, stage, micro_batches, states.kept_gradient_bytes * stage.weights)
     weights = working_weights(layout, levers, stage, states, micro_batches)
     one_checkpoint_bytes = checkpoint_bytes(spec, shape, levers) if stage.offloaded else 0
     teacher = teacher_memory(workload.teacher, spec, shape, levers)
-    passes = max(1, pieces_in_flight(layout, rank, micro_batches) / layout.stages_per_rank)
     return RankMemory(
         spec=spec,
         layout=layout,
@@ -74,7 +75,9 @@ def rank_memory(
             weights=states.host_weights,
             masters=states.host_masters,
             moments=states.host_moments,
-            checkpoints=int(passes * stage.offloaded * one_checkpoint_bytes),
+            checkpoints=_waiting_checkpoints(layout, stage, micro_batches) * one_checkpoint_bytes
+            if stage.offloaded
+            else 0,
             teacher=teacher.host_weights,
         ),
         gradients=make_gradients(layout, levers, stage, states, weights, flight.summed),
@@ -83,6 +86,12 @@ def rank_memory(
         arriving_bytes=one_checkpoint_bytes,
         teacher=teacher,
     )
+
+
+def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int) -> int:
+    """Inputs on the host at once: of the layers of every piece of a pipeline that is in flight, at most."""
+    pieces, chunks = max(1, pieces_in_flight(layout, stage.stage.rank, micro_batches)), layout.stages_per_rank
+    return pieces * -(-stage.offloaded // chunks)
 
 
 class InFlight(NamedTuple):
