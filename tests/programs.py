@@ -1,8 +1,9 @@
-"""`tightfit …` as a program of its own, but forked from the server that has imported what it needs."""
+"""Programs of their own, but forked from the server that has imported what they need."""
 
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.distributed.group import PRELOADED
@@ -10,8 +11,13 @@ from tightfit.launch.forked import Forked
 
 
 def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, and all that was written to stdout and stderr, also by what is not Python."""
-    with Forked(1, _run, (str(folder), arguments), PRELOADED) as program:
+    """`tightfit ARGUMENTS`: exit code, and all that was written to stdout and stderr, also by what is not Python."""
+    return call_forked(folder, _tightfit, *arguments)
+
+
+def call_forked(folder: Path, function: Callable[..., None], *arguments: str) -> tuple[int, str, str]:
+    """The same of a function that is called with `arguments`."""
+    with Forked(1, _run, (str(folder), function, arguments), PRELOADED) as program:
         while program.wait():
             pass
         code = program.failures.get(0, 0)
@@ -19,8 +25,12 @@ def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return code, stdout, stderr
 
 
-def _run(rank: int, folder: str, arguments: tuple[str, ...]) -> None:
+def _run(rank: int, folder: str, function: Callable[..., None], arguments: tuple[str, ...]) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    function(*arguments)
+
+
+def _tightfit(*arguments: str) -> None:
     sys.argv = ["tightfit", *arguments]
     runpy.run_module("tightfit", run_name="__main__")

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
     ["printable", "errors", "durable", "bounded_files"],
     ["hardware"],
-    ["models.spec", "models.presets", "models.resolve", "models.huggingface"],
+    ["models.spec", "models.presets", "models.hub", "models.resolve", "models.huggingface"],
     ["jobs"],
     ["levers.policy"],
     ["memory.ledger", "memory.comparison"],
@@ -26,7 +26,7 @@ FLOORS = [
     ["collectives"],
     ["kernels"],
     ["memory"],
-    ["models", "models.huggingface.weights"],
+    ["models", "models.huggingface.weights", "models.huggingface.adapter"],
     ["levers"],
     ["parallel"],
     ["train"],

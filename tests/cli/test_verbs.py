@@ -1,6 +1,8 @@
 """Every verb as a user runs it: what it prints, its JSON, its exit codes, and one sentence for every mistake."""
 
 import json
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.train.conftest import make_small
 from tests.train.jobs import tiny_job
 from tightfit.cli import main as cli
+from tightfit.jobs.job import Job
+from tightfit.models.generate import Sampling, generate
 from tightfit.models.loading import load_model
+from tightfit.report.next_commands import next_commands
+from tightfit.train.loop import RunResult
+
+__all__ = ["make_small"]
 
 
 class Run:
@@ -100,6 +109,80 @@ def test_evaluate_agrees_with_a_plain_forward(run: Path, tightfit: Any, tmp_path
     assert "perplexity" in tightfit("evaluate", run, "--data", tmp_path / "text.txt", "--cache", token_cache).out
 
 
+def test_evaluate_counts_what_the_assistant_says(run: Path, tightfit: Any, tmp_path: Path, token_cache: Path) -> None:
+    """Against a plain forward over the rendered conversation, of which the answer alone counts."""
+    import torch
+
+    messages = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown fox"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    made = tightfit("evaluate", run, "--chat", "--data", tmp_path / "chats.jsonl", "--cache", token_cache, "--json")
+    loaded = load_model(str(run))
+    assert loaded.tokenizer is not None
+    ids, mask = loaded.tokenizer.encode_chat(messages)
+    logits = loaded.model(torch.tensor([ids[:-1]])).logits
+    assert logits is not None
+    losses = torch.nn.functional.cross_entropy(logits[0].double(), torch.tensor(ids[1:]), reduction="none")
+    counted = torch.tensor(mask[1:])
+    assert made.json["tokens"] == int(counted.sum()) > 0
+    assert made.json["loss"] == pytest.approx(losses[counted].mean().item(), rel=1e-5)
+
+
+def test_a_chat_takes_turns_and_a_system_message(run: Path, tightfit: Any) -> None:
+    """Each turn is asked with all that was said before, as one prompt of the whole conversation would be."""
+    said = tightfit(
+        *("sample", run, "--chat", "-t", 0, "-n", 3, "--system", "be brief", "-p", "the quick", "-p", "and", "--json")
+    )
+    messages = said.json["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    loaded = load_model(str(run))
+    assert loaded.tokenizer is not None
+    prompt = loaded.tokenizer.render_chat(messages[:-1], add_generation_prompt=True)
+    ids = loaded.tokenizer.encode(prompt, parse_special=True)
+    steps = generate(loaded.model, ids, Sampling(max_tokens=3, temperature=0), stop_ids=loaded.tokenizer.stop_ids)
+    assert loaded.tokenizer.decode([step[0] for step in steps if step[0] is not None]) == messages[-1]["content"]
+
+
+def test_a_chat_at_the_terminal_asks_until_its_end(run: Path, tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter(["the quick", "", "and"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+
+    def read(_: str) -> str:
+        if (line := next(typed, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    made = tightfit("sample", run, "--chat", "-n", 2)
+    assert made.code == 0
+    assert len(made.out.splitlines()) >= 2
+
+
+def test_more_tokens_than_positions_are_told(run: Path, tightfit: Any) -> None:
+    made = tightfit("sample", run, "-p", "the", "-n", 100_000, "-t", 0)
+    assert made.code == 0
+    assert "100000 tokens do not fit" in made.err
+
+
+def test_next_commands_are_true_for_the_run(run: Path, job_file: Path, tightfit: Any, monkeypatch: Any) -> None:
+    """They are run as they were printed, from another directory."""
+    again = tightfit("train", run, "--resume")
+    commands = [line.partition("#")[0] for line in again.out.splitlines() if line.startswith("  tightfit ")]
+    assert [shlex.split(command)[1] for command in commands] == ["sample", "evaluate", "export"]
+    for command in commands[:2]:
+        assert tightfit(*shlex.split(command)[1:]).code == 0
+
+
+def test_next_commands_of_fine_tuning_name_its_chats(make_small: Callable[..., Job], tmp_path: Path) -> None:
+    result = RunResult(
+        run=tmp_path, checkpoint=tmp_path, step=2, steps=2, params=1, device="CPU", precision="fp32", start=None,
+        end=None, tokens_per_second=1.0, train_seconds=1.0, peak_bytes=1,
+    )  # fmt: skip
+    job = make_small(objective="sft", data={"train": [str(tmp_path / "my chats.jsonl")]})
+    sample, evaluate, _ = next_commands(result, job)
+    assert shlex.split(sample)[3] == "--chat"
+    assert shlex.split(evaluate)[2:] == [str(tmp_path), "--chat", "--data", str(tmp_path / "my chats.jsonl")]
+
+
 def test_models_lists_presets_with_their_sizes(tightfit: Any) -> None:
     assert tightfit("models", "--json").json["llama-3.1-8b"]["params"] == 8_030_261_248
     assert "8,030,261,248" in tightfit("models").out
@@ -117,7 +200,8 @@ def test_export_to_hugging_face_and_gguf(run: Path, tightfit: Any, tmp_path: Pat
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert made.json["params"] == sum(p.numel() for p in model.parameters())
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([5])
-    assert tightfit("export", run, tmp_path / "model.gguf", "--format", "gguf", "--dtype", "fp32").code == 0
+    assert tightfit("export", run, tmp_path / "model.gguf", "--dtype", "fp32").code == 0
+    assert (tmp_path / "model.gguf").read_bytes()[:4] == b"GGUF"
     sampled = [
         tightfit("sample", source, "-p", "the quick", "-t", 0, "-n", 8, "--json").json
         for source in (run, tmp_path / "hf", tmp_path / "model.gguf")
@@ -139,11 +223,27 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sample", "RUN", "-p", "x", "--top-p", "7"], ["top_p", "7"]),
     (["evaluate", "RUN", "--data", "absent.txt"], ["absent.txt"]),
     (["evaluate", "RUN", "--data", "TEXT", "--seq", "1"], ["1"]),
+    (["evaluate", "RUN", "--data", "TEXT", "--seq", "0"], ["sequence_length is 0"]),
+    (["evaluate", "RUN", "--data", "TEXT", "--against", "RUN", "--seq", "0"], ["sequence_length is 0"]),
+    (["evaluate", "RUN", "--data", "TEXT", "--against", "RUN", "--precision", "bf16"], ["--precision", "--against"]),
+    (["evaluate", "RUN", "--data", "TEXT", "--chat"], ["plain text", "chats are rows"]),
+    (["sample", "RUN", "-p", ""], ["prompt is empty", "-p"]),
+    (["sample", "RUN", "--chat", "-p", " "], ["message is empty", "-p"]),
+    (["sample", "RUN", "-p", "a", "-p", "b"], ["--chat"]),
+    (["sample", "RUN", "-p", "a", "--system", "b"], ["--chat"]),
+    (["sample", "RUN", "--chat", "-p", "a", "-p", "b", "-c", "2"], ["--count is 2"]),
+    (["train", "JOB", "-o", "output=NEW", "--memory", "4GB"], ["--memory", "none"]),
     (["evaluate", "RUN", "--data", "TEXT", "--seq", "1000000"], ["1000000", "positions"]),
     (["models", "llama-3.1-8x"], ["llama-3.1-8x", "llama-3.1-8b"]),
     (["export", "RUN", "EXISTING"], ["exists already"]),
     (["export", "RUN", "NEW", "--dtype", "q8_0"], ["q8_0", "gguf"]),
     (["export", "RUN", "TEXT/below"], ["cannot write"]),
+    (["export", "RUN", "NEW.gguf", "--format", "hf"], ["NEW.gguf", "--format is hf"]),
+    (["export", "RUN", "NEW", "--data", "TEXT"], ["--data", "bf16"]),
+    (["export", "RUN", "NEW", "--format", "gptq", "--dtype", "fp16"], ["--dtype", "gptq"]),
+    (["plan", "JOB", "--on", "T4", "--seq", "0"], ["sequence_length is 0"]),
+    (["plan", "JOB", "--on", "T4", "--global-batch", "0"], ["global_batch is 0"]),
+    (["plan", "JOB", "--on", "T4", "--steps", "0"], ["0 steps"]),
 ]
 
 

@@ -23,6 +23,8 @@ LAYOUTS = {
     "zero-3": {"data": 4, "zero": 3},
     "tensor and pipeline": {"tensor": 2, "pipeline": 2},
     "all": {"data": 2, "zero": 1, "tensor": 2, "pipeline": 2},
+    "context": {"data": 2, "context": 2, "zero": 3},
+    "context and tensor": {"context": 2, "ring": 2, "zero": 1, "tensor": 2},
 }
 
 
@@ -88,7 +90,8 @@ def test_what_is_written_beside_training_is_the_step_it_was_taken_at(
 
 
 def test_a_run_goes_on_from_pieces_in_another_layout(group: Make, make: Callable[..., Job]) -> None:
-    run_on(group, make("moving", LAYOUTS["zero-3"]), stop_after=2)
+    run_on(group, make("moving", LAYOUTS["context"]), stop_after=1)
+    run_on(group, make("moving", LAYOUTS["zero-3"]), resume=True, stop_after=2)
     run_on(group, make("moving", LAYOUTS["tensor and pipeline"]), resume=True)
     run_on(group, make("one", sharded=False))
     ours, theirs = (load_model(str(make(name).output)).model.state_dict() for name in ("moving", "one"))
@@ -99,7 +102,12 @@ def test_a_run_goes_on_from_pieces_in_another_layout(group: Make, make: Callable
 def test_damaged_pieces_get_a_sentence(group: Make, make: Callable[..., Job]) -> None:
     job = make("damaged", LAYOUTS["replicas"], steps=1)
     run_on(group, job)
-    for piece in (checkpoints_of(job.output)[-1] / "sharded").glob("*.distcp"):
+    pieces = sorted((checkpoints_of(job.output)[-1] / "sharded").glob("*.distcp"))
+    content = pieces[-1].read_bytes()
+    pieces[-1].write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(UserError, match=r"distcp is damaged: its bytes are not those that were written"):
+        load_model(str(job.output))
+    for piece in pieces:
         piece.write_bytes(piece.read_bytes()[:100])
     with pytest.raises(UserError, match=r"is damaged or of another model|must belong to the same model"):
         load_model(str(job.output))

@@ -30,7 +30,7 @@ def metrics(chance: random.Random, given: Materials, folder: Path) -> Case:
 
     def run() -> None:
         read_metrics(path)
-        with MetricsLog(folder, 1, tensorboard=False, side_files=SideFiles(print)) as log:
+        with MetricsLog(folder, 1, trackers=[], side_files=SideFiles(print)) as log:
             log.add(2, loss=float("nan"))
         assert all(json.loads(line, parse_constant=_refuse) for line in path.read_text().splitlines())
 

@@ -101,14 +101,13 @@ def test_bfloat16_logits_are_as_good_as_the_decoders(small: Decoder) -> None:
     assert errors[0] <= 1.2 * errors[1] + 1e-3
 
 
-@pytest.mark.parametrize("M", [1, 3, 16])
 @pytest.mark.parametrize(("N", "K"), [(3072, 2048), (2048, 8192), (5120, 576)])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_products_at_real_sizes(M: int, N: int, K: int, overlap: bool) -> None:
+def test_products_at_real_sizes(N: int, K: int, overlap: bool) -> None:
     torch.manual_seed(0)
-    x, weight = (torch.randn(n, K, device="cuda").bfloat16() for n in (M, N))
+    x, weight = (torch.randn(n, K, device="cuda").bfloat16() for n in (1, N))
     weight *= K**-0.5
-    norm, residual = torch.rand(K, device="cuda").bfloat16(), torch.randn(M, N, device="cuda").bfloat16()
+    norm, residual = torch.rand(K, device="cuda").bfloat16(), torch.randn(1, N, device="cuda").bfloat16()
     cases: list[Any] = [{"norm": norm, "norm_eps": 1e-5}, {"residual": residual}, {"activation": "silu"}]
     for settings in cases:
         found = decode_linear(x, weight, overlap=overlap, **settings)

@@ -54,7 +54,6 @@ def test_accelerating_twice_changes_nothing() -> None:
         (["rope"], {"LlamaAttention"}),
         (["mlp"], {"LlamaMLP"}),
         (["loss"], {"LlamaForCausalLM", "Linear"}),
-        ([], set()),
     ],
 )
 def test_parts(parts: list[str], changed: set[str]) -> None:
@@ -149,6 +148,7 @@ def test_a_modeling_file_of_the_models_own_is_not_taken_for_transformers() -> No
         ({"impl": "cuda"}, "impl is 'cuda'; give one of auto, triton, torch"),
         ({"parts": ["norms"]}, r"parts is \['norms'\]; give a list of some of norm, rope, mlp, loss"),
         ({"parts": "loss"}, "parts is 'loss'; give a list"),
+        ({"parts": []}, r"parts is \[\]; give a list"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

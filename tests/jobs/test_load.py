@@ -1,6 +1,7 @@
 """Job files: what is accepted, and the one sentence each mistake gets."""
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -29,6 +30,11 @@ def test_overrides_reach_nested_and_short_form_fields() -> None:
     assert (job.model.source, job.data.train, job.steps, job.epochs) == ("tiny-llama", ["notes.txt"], None, 2)
 
 
+def test_data_may_be_a_list_of_paths() -> None:
+    job = parse_job(MINIMAL, "job.yaml", ["data=[a.txt, b.txt]", "data.sequence_length=8"])
+    assert (job.data.train, job.data.sequence_length) == (["a.txt", "b.txt"], 8)
+
+
 def test_later_override_wins() -> None:
     assert parse_job(MINIMAL, "job.yaml", ["steps=3", "steps=4"]).steps == 4
 
@@ -43,7 +49,12 @@ def test_job_survives_its_own_dump() -> None:
 MISTAKES = [
     (["optimizer.lrr=3"], ["optimizer.lrr", "3", "did you mean lr"]),
     (["nonsense=1"], ["nonsense", "the fields there are model"]),
-    (["steps=abc"], ["steps", "'abc'", "integer"]),
+    (["steps=abc"], ["steps", "'abc'", "whole number"]),
+    (["output=[1]"], ["output is [1]", "it should be a path"]),
+    (["data=3"], ["data is 3", "fields of its own"]),
+    (["layout=3"], ["layout is 3", "fields of its own"]),
+    (["optimizer.betas=3"], ["optimizer.betas is 3", "a list of numbers"]),
+    (["logging.tensorboard=often"], ["logging.tensorboard is 'often'", "true or false"]),
     (["steps=0"], ["steps", "0", "greater than or equal to 1"]),
     (["optimizer.lr=-1"], ["optimizer.lr", "-1", "greater than 0"]),
     (["optimizer.lr=.nan"], ["optimizer.lr", "nan", "finite"]),
@@ -72,6 +83,7 @@ def test_mistakes_get_one_sentence(overrides: list[str], words: list[str]) -> No
         parse_job(MINIMAL, "job.yaml", overrides)
     message = str(caught.value)
     assert "\n" not in message
+    assert not re.search("<class|instance of|pydantic|[Ii]nput should", message)
     for word in words:
         assert word in message
 

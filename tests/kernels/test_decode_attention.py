@@ -47,13 +47,12 @@ def test_it_is_norm_rope_write_and_attention(
     def run(kind: torch.dtype, eager: bool) -> list[torch.Tensor]:
         own = cache.to(kind, copy=True)
         q_norm, k_norm = (None if weight is None else weight.to(kind) for weight in weights)
-        inputs: Any = (qkv.to(kind), own[0], own[1], tables, lengths, cos.to(kind), sin.to(kind))
+        inputs: Any = {"qkv": qkv.to(kind), "keys": own[0], "values": own[1], "tables": tables, "lengths": lengths}
+        inputs |= {"cos": cos.to(kind), "sin": sin.to(kind), "q_norm": q_norm, "k_norm": k_norm, "norm_offset": 0.5}
         if eager:
-            made = decode_attention_eager(*inputs, q_norm=q_norm, k_norm=k_norm, norm_offset=0.5, **settings)
-        else:
-            extra: Any = {"q_norm": q_norm, "k_norm": k_norm, "norm_offset": 0.5, "splits": splits}
-            made = decode_attention(*inputs, counters, **extra, **settings)
-            assert not counters.any()
+            return [decode_attention_eager(**inputs, **settings), own]
+        made = decode_attention(**inputs, counters=counters, splits=splits, **settings)
+        assert not counters.any()
         return [made, own]
 
     found = run(dtype, False)

@@ -115,6 +115,7 @@ HOSTILE = {
     "a number that grows": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}"
     "{% endfor %}{{ ns.x }}",
     "bytes of a number": "{{ (5).to_bytes(10000000000, 'big') }}",
+    "much text of short pieces": "{% for i in range(99999) %}{{ 10 ** 10 ** 10 }}{% endfor %}",
     "placeholder text": "{{ lipsum(n=100000) }}",
     "a template of megabytes": "x" * 300_000,
     "brackets": "{{ " + "(" * 5000 + " }}",

@@ -11,7 +11,7 @@ import torch
 from tests.models.test_loading import SPEC
 from tests.models.test_tokenizer import CORPUS
 from tightfit.errors import UserError
-from tightfit.models.checksums import BLOCK_BYTES, BLOCKS_AT_ONCE, NAME, digest, verify, write_checksums
+from tightfit.models.checksums import BLOCK_BYTES, BLOCKS_AT_ONCE, NAME, digest, verify
 from tightfit.models.decoder import Decoder
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.initialisation import init_weights
@@ -105,14 +105,21 @@ def test_a_list_cannot_reach_elsewhere(tmp_path: Path) -> None:
             verify(tmp_path / "inside")
 
 
-def test_sizes_alone_where_pieces_are_others(tmp_path: Path) -> None:
-    (tmp_path / "sharded").mkdir()
-    (tmp_path / "sharded" / "__0_0.distcp").write_bytes(b"abc")
-    write_checksums(tmp_path, digests=False)
-    assert json.loads((tmp_path / NAME).read_text())["files"] == {"sharded/__0_0.distcp": {"bytes": 3}}
-    (tmp_path / "sharded" / "__0_0.distcp").write_bytes(b"ab")
-    with pytest.raises(UserError, match="has 2 bytes instead of 3"):
-        verify(tmp_path)
+def test_a_gguf_file_has_its_list_beside_it(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
+    file = tmp_path / "model.gguf"
+    export_model(str(model), file, form="gguf", dtype="fp32")
+    assert (tmp_path / f"model.gguf.{NAME}").is_file()
+    load_model(str(file))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.gguf is damaged"):
+        load_model(str(file))
+    load_model(str(file), verified=False)
+    file.unlink()
+    export_model(str(model), file, form="gguf", dtype="fp16")
+    load_model(str(file))
 
 
 def test_weights_that_are_no_numbers_get_a_sentence(model: Path, tmp_path: Path) -> None:

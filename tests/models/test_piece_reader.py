@@ -111,7 +111,9 @@ def test_pieces_are_beside_their_index(checkpoint: Path, path: str) -> None:
         read_pieces({NAME: torch.zeros(2, 3)}, checkpoint)
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(torch.Size([3]))[:-3]])
+@pytest.mark.parametrize(
+    "content", [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(torch.Size([3]))[:-3], b"\x80\x04\x95\x01"]
+)
 def test_what_is_no_index_gets_a_sentence(checkpoint: Path, content: bytes) -> None:
     (checkpoint / FOLDER / INDEX).write_bytes(content)
     with pytest.raises(UserError, match="is damaged or of another model"):

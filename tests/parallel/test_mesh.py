@@ -56,7 +56,7 @@ def test_too_few_processes_are_told_how_to_start() -> None:
     with pytest.raises(UserError) as caught, init_distributed(Layout(data=4), CPU):
         pass
     assert "has 4 rank(s), but 1 process(es) run" in str(caught.value)
-    assert "torchrun --nproc-per-node=4 -m tightfit train" in str(caught.value)
+    assert "`tightfit launch JOB`, or with torchrun --nproc-per-node=4 -m tightfit train" in str(caught.value)
 
 
 def test_too_many_processes_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def test_answers_are_evaluated(loaded: LoadedModel, monkeypatch: pytest.MonkeyPa
     from examples.rag import __main__ as rag
     from examples.rag.embedding import served
     from examples.rag.passages import Passage
+    from examples.rag.questions import QUESTIONS
 
     monkeypatch.setattr(rag, "SHOWN_CHARACTERS", 20)
     with running(loaded, Engine(loaded.model, loaded.tokenizer, CONFIG)) as server:
@@ -62,7 +63,7 @@ def test_answers_are_evaluated(loaded: LoadedModel, monkeypatch: pytest.MonkeyPa
         assert re.fullmatch(r"[^\[\]\n]+(\[[1-3]\])?", made.text)  # the number is last, where there was room for it
         if made.text.endswith("]"):
             assert made.source == library.retrieve("What is the pass statement?")[int(made.text[-2]) - 1]
-        found = rag.evaluate(library, rag.QUESTIONS[:2])
+        found = rag.evaluate(library, QUESTIONS[:2])
         assert found["questions"] == 2
         assert all(0 <= share <= 1 for name, share in found.items() if name != "questions")
         vectors = served(server.url)(["a", "b"])

@@ -202,7 +202,7 @@ def test_side_files_never_fail_a_run(
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_warning(
-    run_copy: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run_copy: Path, make_small: Callable[..., Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     result = loop.RunResult(
@@ -221,7 +221,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
     )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        report.print_result(result, as_json=False)
+        report.print_result(result, make_small(), as_json=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     shown = capfd.readouterr()

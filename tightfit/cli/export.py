@@ -7,20 +7,25 @@ import typer
 
 from tightfit.cli.options import ModelSource, Verify
 
+WHOLE = ("fp32", "bf16", "fp16", "q8_0")
+"""Number formats that are written weight by weight, without text that says what matters."""
+
 
 def export(
     model: ModelSource,
     target: Annotated[Path, typer.Argument(help="Directory (hf) or file (gguf) to write; must not exist yet.")],
     form: Annotated[
-        Literal["hf", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes"],
+        Literal["hf", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes"] | None,
         typer.Option(
-            "--format", help="A Hugging Face directory, a GGUF file, or another layout of a compressed model."
+            "--format",
+            help="A Hugging Face directory, a GGUF file (the default for a name that ends in .gguf), or "
+            "another layout of a compressed model.",
         ),
-    ] = "hf",
+    ] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1", "q4_k_m", "q5_k_m", "q6_k"],
-        typer.Option(help="Number format of the weights; those that begin with q are for gguf only."),
-    ] = "bf16",
+        Literal["fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1", "q4_k_m", "q5_k_m", "q6_k"] | None,
+        typer.Option(help="Number format of the weights, bf16 by default; those that begin with q are for gguf only."),
+    ] = None,
     verify: Verify = True,
     data: Annotated[
         list[str] | None, typer.Option("--data", "-d", help="Text that says which weights of a small GGUF matter most.")
@@ -31,20 +36,37 @@ def export(
 
     \b
     tightfit export runs/stdlib my-model                    transformers, vLLM, …
-    tightfit export runs/stdlib my.gguf --format gguf       llama.cpp
+    tightfit export runs/stdlib my.gguf                      llama.cpp
     tightfit export small other --format gptq               a compressed model's codes as GPTQ's kernels want them
     """
+    form = form or ("gguf" if target.suffix.lower() == ".gguf" else "hf")
+    refuse_export_options(target, form, dtype, data or [], verify=verify)
     if form not in ("hf", "gguf"):
         from tightfit.compress.conversion import convert
         from tightfit.report.tables import print_export
 
         return print_export(convert(model, target, form), as_json=as_json)
+    dtype = dtype or "bf16"
     if dtype not in ("fp32", "bf16", "fp16", "q8_0"):
         return _export_small(model, target, form, dtype, tuple(data or ()), as_json)
     from tightfit.models.saving import export_model
     from tightfit.report.tables import print_export
 
     print_export(export_model(model, target, form=form, dtype=dtype, verified=verify), as_json=as_json)
+
+
+def refuse_export_options(target: Path, form: str, dtype: str | None, data: list[str], *, verify: bool) -> None:
+    """A sentence for options that would be passed over."""
+    from tightfit.errors import UserError
+
+    if form != "gguf" and target.suffix.lower() == ".gguf":
+        raise UserError(f"{target} is named as a GGUF file, but --format is {form}; leave --format out, or .gguf")
+    if form not in ("hf", "gguf") and (dtype is not None or not verify):
+        raise UserError(f"--dtype and --no-verify are for hf and gguf; {form} keeps the codes as they are")
+    if data and (dtype or "bf16") in WHOLE:
+        raise UserError(f"--data is for small GGUF formats, and --dtype is {dtype or 'bf16'}; leave it out")
+    if not verify and (dtype or "bf16") not in WHOLE:
+        raise UserError(f"--no-verify does not go with --dtype {dtype}, for which weights are always compared")
 
 
 def _export_small(

@@ -7,6 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
+    from tightfit.jobs.job import Job
     from tightfit.plan.answer import Question
     from tightfit.plan.plan import Plan
 
@@ -27,6 +28,10 @@ def plan(
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "pure-bf16"] | None, typer.Option(help="By default what suits the card.")
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="Whose training code the numbers are for: tightfit, hf, deepspeed, torchtitan, megatron."),
+    ] = "tightfit",
     steps: Annotated[int | None, typer.Option(help="Steps of the job, to tell how long it takes.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The same in tokens: 15T.")] = None,
     pin: Annotated[
@@ -93,6 +98,7 @@ def plan(
         rows=global_batch,
         batch_tokens=batch_tokens,
         precision=precision,
+        engine=engine,
         steps=steps,
         tokens=tokens,
         pins=pin or [],
@@ -114,6 +120,14 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
+def _shape(job: "Job") -> dict[str, int]:
+    """What a job changes of its model: the sizes it gives, and the vocabulary that will be trained."""
+    from tightfit.jobs.job import rounded_vocabulary
+
+    trained = {"vocab_size": rounded_vocabulary(job.tokenizer.vocab_size)} if job.tokenizer.source == "train" else {}
+    return dict(job.model.shape) | trained
+
+
 def _question(
     model: str,
     machine: "Machine",
@@ -122,6 +136,7 @@ def _question(
     rows: int | None,
     batch_tokens: str | None,
     precision: Any,
+    engine: str,
     steps: int | None,
     tokens: str | None,
     pins: list[str],
@@ -130,24 +145,43 @@ def _question(
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
+    from tightfit.jobs.engine import find_engine
+    from tightfit.jobs.paths import absolute, with_absolute_paths
+    from tightfit.jobs.workload import with_teacher
+    from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
     from tightfit.plan.pins import parse_pins
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}
+    taught: Any = None
     if model.endswith(JOB_FILES):
         from tightfit.jobs.load import load_job
 
-        loaded = load_job(Path(model))
+        loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
         job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
         pins = [*_decided("layout", loaded.layout), *_decided("levers", loaded.levers), *pins]
-        seq, precision = seq or loaded.data.sequence_length, precision or _known(loaded.precision)
-        rows = rows or (None if batch_tokens else loaded.global_batch)
-        steps, model, shape = steps or loaded.steps, loaded.model.source, loaded.model.shape
+        seq = loaded.data.sequence_length if seq is None else seq
+        precision = precision or _known(loaded.precision)
+        rows = loaded.global_batch if rows is None and batch_tokens is None else rows
+        steps = loaded.steps if steps is None and tokens is None else steps
+        model, shape, taught = loaded.model.source, _shape(loaded), loaded
     spec = reshaped(resolve_spec(model), shape, model)
+    if not job and model not in PRESETS:
+        job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
-    workload = make_workload(spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision)
+    workload = make_workload(
+        spec,
+        machine,
+        sequence_length=seq,
+        rows=rows,
+        tokens=step_tokens,
+        precision=precision,
+        engine=find_engine(engine).name,
+    )
+    if taught is not None:
+        workload = with_teacher(workload, taught)
     return Question(
         model=model,
         workload=workload,

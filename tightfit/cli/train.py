@@ -106,7 +106,7 @@ def train(
         raise typer.Exit(EXIT_CODE) from None
     if result.rank == 0:
         planned = None if plan is None else prediction(plan, loaded, result)
-        print_result(result, as_json=as_json, prediction=planned)
+        print_result(result, loaded, as_json=as_json, prediction=planned)
     if fitted is not None and fitted.plan is not None and result.stopped_by is None:
         print_fit_beside_run(fitted, as_json=as_json)
     if result.stopped_by is not None:

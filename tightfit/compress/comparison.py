@@ -160,7 +160,7 @@ def compare_sources(
     made, known = load_model(compressed, device=device), load_model(original, device=device)
     tokenizer = _one_tokenizer(made, known)
     positions = min(made.model.spec.max_positions, known.model.spec.max_positions)
-    length = sequence_length or min(positions, DEFAULT_LENGTH)
+    length = min(positions, DEFAULT_LENGTH) if sequence_length is None else sequence_length
     if length > positions:
         raise UserError(f"sequence length {length} is more than the {positions} positions of the models; shorten it")
     vocab_size = made.model.spec.vocab_size

@@ -12,6 +12,7 @@ from tightfit.compress.format_choice import choose_format
 from tightfit.compress.recipe import Recipe
 from tightfit.durable import durable_directory
 from tightfit.errors import UserError
+from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
 from tightfit.models.loading import load_source_tokenizer, source_spec
 from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
@@ -45,6 +46,7 @@ def convert(source: str, target: Path, form_name: str) -> Export:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         with suppress(UserError):  # a model without tokenizer stays one
             load_source_tokenizer(source).save(folder)
+        write_checksums(folder)
     written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     return Export(target, files.spec.params(), written)
 

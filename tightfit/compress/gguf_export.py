@@ -19,6 +19,7 @@ from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import observe, run_layer
 from tightfit.errors import UserError
+from tightfit.models.checksums import list_beside, write_file_checksum
 from tightfit.models.decoder import Layer
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.loading import load_model
@@ -124,7 +125,9 @@ def export_gguf(
         importance = importance_matrix(source, rows, device)
     coder = GgufCoder(loaded.model.spec, mixture, importance)
     try:
+        list_beside(target).unlink(missing_ok=True)  # of a file that was there before
         write_gguf(loaded.model, loaded.tokenizer, target, "fp16", coder)
+        write_file_checksum(target)
     except OSError as error:
         raise UserError(
             f"cannot write {target}: {error.strerror}; choose a place that is writable and has room"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tightfit.durable import discard_directory, durable_file, flush, flush_tree, sweep
 from tightfit.errors import UserError
+from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
 
 WORK_FILE = "work.json"
@@ -90,6 +91,7 @@ class WorkingDirectory:
             total += self.shard(number).stat().st_size
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         (self.path / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_checksums(self.path)
         flush_tree(self.path)
         if self.target.exists():
             raise UserError(f"{self.target} has come to exist meanwhile; the result is in {self.path}, rename it")

@@ -53,5 +53,5 @@ def _check(impl: str, parts: Collection[str]) -> None:
     if impl not in IMPLS:
         raise UserError(f"impl is {impl!r}; give one of {', '.join(IMPLS)}")
     unknown = [part for part in parts if part not in PARTS]
-    if unknown or isinstance(parts, str):
+    if unknown or isinstance(parts, str) or not parts:
         raise UserError(f"parts is {parts!r}; give a list of some of {', '.join(PARTS)}")

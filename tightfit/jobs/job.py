@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tightfit.jobs.distill import Distill
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
@@ -24,7 +25,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16", "pure-bf16"]
 
 class ModelChoice(Section):
     source: str
-    """A preset (`tightfit models` lists them), a Hugging Face directory, a run or checkpoint, or a GGUF file."""
+    """A preset (`tightfit models` lists them), a Hugging Face directory, `hf:org/name`, a run, or a GGUF file."""
     weights: Literal["auto", "random", "pretrained"] = "auto"
     """`pretrained` needs a source with weights; `auto` takes them where there are some, else starts at random."""
     shape: dict[str, int] = Field(default_factory=dict)
@@ -35,6 +36,15 @@ class ModelChoice(Section):
         if self.shape and self.weights == "pretrained":
             raise ValueError("shape changes the sizes, so pretrained weights cannot be loaded; drop one of the two")
         return self
+
+
+VOCAB_MULTIPLE = 64
+"""Vocabularies of new models are rounded up to this, which keeps the output GEMM aligned on every GPU."""
+
+
+def rounded_vocabulary(tokens: int) -> int:
+    """The vocabulary of a model for a tokenizer of `tokens` that was trained for it."""
+    return -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class TokenizerChoice(Section):
@@ -53,7 +63,9 @@ def _listed(value: object) -> object:
 
 class Data(Section):
     train: Annotated[list[str], BeforeValidator(_listed)] = Field(min_length=1)
-    """Files (.txt, .jsonl, .parquet, source code), directories, Hugging Face datasets on disk, or `stdlib`."""
+    """Files (text, .jsonl, .json, .csv, .parquet; .gz and .zst), patterns, folders, saved datasets, `stdlib`."""
+    weights: list[Annotated[float, Field(gt=0)]] | None = None
+    """How much of each entry of `train` is seen, relative to the others; without, as much as there is."""
     held_out: float | list[str] = 0.01
     """Share of documents kept aside for evaluation, or the files to evaluate on; 0 for none."""
     field: str = "text"
@@ -66,6 +78,14 @@ class Data(Section):
     """Pack several conversations into one row (fine-tuning)."""
     cache: Path = Path("~/.cache/tightfit")
     """Where tokenized shards are kept between runs."""
+
+    @model_validator(mode="after")
+    def _weight_each(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.train):
+            raise ValueError(
+                f"data.weights has {len(self.weights)} numbers for {len(self.train)} data.train; give one each"
+            )
+        return self
 
     @model_validator(mode="after")
     def _held_out_in_range(self) -> Self:
@@ -126,8 +146,9 @@ class Saving(Section):
     """How many of the latest checkpoints stay."""
     keep_best: bool = False
     """Also keep the checkpoint with the lowest held-out loss; evaluate as often as you save."""
-    sharded: bool = False
-    """Several ranks write their own parts, while training goes on; `tightfit export` makes one model of them."""
+    sharded: bool | None = None
+    """Ranks write their own parts while training goes on, and `tightfit export` makes one model of them; `false`: the
+    first rank gathers everything in its host's memory and writes it. `null` is true for several ranks."""
 
 
 class Logging(Section):
@@ -135,6 +156,12 @@ class Logging(Section):
     """Steps between rows of metrics.jsonl."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
+    wandb: bool = False
+    """Also log to Weights & Biases, where it is installed; `WANDB_MODE=offline` for later."""
+    mlflow: bool = False
+    """Also log to MLflow, where it is installed: to `MLFLOW_TRACKING_URI`, or a file in the run's directory."""
+    project: str = Field(default="tightfit", min_length=1)
+    """The project (Weights & Biases) or experiment (MLflow) that the run belongs to."""
 
 
 def _source_only(value: object) -> object:
@@ -143,8 +170,8 @@ def _source_only(value: object) -> object:
 
 
 def _one_or_many(value: object) -> object:
-    """`data: PATH` is short for `data: {train: [PATH]}`."""
-    return {"train": [value]} if isinstance(value, str) else value
+    """`data: PATH` and `data: [PATH, …]` are short for `data: {train: […]}`."""
+    return {"train": _listed(value)} if isinstance(value, str | list) else value
 
 
 class Job(Section):
@@ -158,6 +185,8 @@ class Job(Section):
     """Directory of the run: checkpoints, metrics and pictures."""
     objective: Literal["pretrain", "sft"] = "pretrain"
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
+    distill: Distill = Distill()
+    """A teacher whose predictions are learned besides the data."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
     steps: int | None = Field(default=None, ge=1, le=10**12)
@@ -227,8 +256,16 @@ class Job(Section):
             accumulation=self.accumulation,
             spec=spec,
             sequence_length=self.data.sequence_length if spec is not None else None,
+            distills=self.distill.teacher is not None,
+            compares_features=self.distill.features > 0,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
+
+    @property
+    def saves_sharded(self) -> bool:
+        """Whether ranks write their own parts of a checkpoint."""
+        wanted = self.engine == "tightfit" if self.saving.sharded is None else self.saving.sharded
+        return wanted and self.layout.ranks > 1
 
     @property
     def accumulation(self) -> int:

@@ -60,6 +60,8 @@ def _apply(fields: dict[str, Any], override: str) -> None:
         inner = fields.setdefault(key, {})
         if isinstance(inner, str) and key in ("model", "tokenizer", "data"):
             inner = fields[key] = {"train": [inner]} if key == "data" else {"source": inner}
+        elif isinstance(inner, list) and key == "data":
+            inner = fields[key] = {"train": inner}
         if not isinstance(inner, dict):
             here = ".".join(keys[: depth + 1])
             raise UserError(f"override {override!r} goes below {here}, which is {_shown(inner)} and has no fields")
@@ -79,8 +81,33 @@ def _sentence(error: ValidationError, source: str) -> str:
             return f"{source}: field {field} is missing; {_documentation(location)}"
         case "value_error":
             return f"{source}: {problem['msg'].removeprefix('Value error, ')}"
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{source}: field {field} is {_shown(problem['input'])}, but {message}; {_documentation(location)}"
+    return (
+        f"{source}: field {field} is {_shown(problem['input'])}, but {_expected(problem)}; {_documentation(location)}"
+    )
+
+
+EXPECTED = {
+    "path_type": "it should be a path",
+    "string_type": "it should be text",
+    "int_type": "it should be a whole number",
+    "int_parsing": "it should be a whole number",
+    "int_from_float": "it should be a whole number",
+    "float_type": "it should be a number",
+    "float_parsing": "it should be a number",
+    "bool_type": "it should be true or false",
+    "bool_parsing": "it should be true or false",
+    "list_type": "it should be a list",
+    "tuple_type": "it should be a list of numbers",
+    "dict_type": "it should have fields of its own",
+    "model_type": "it should have fields of its own",
+    "model_attributes_type": "it should have fields of its own",
+}
+"""What the schema's kinds of problems mean to someone who writes YAML; others it says well itself."""
+
+
+def _expected(problem: Any) -> str:
+    said = problem["msg"][0].lower() + problem["msg"][1:]
+    return EXPECTED.get(problem["type"], said.replace("input should", "it should"))
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ refuses them. The directory of a run is where it is: `run_output` says so to a j
 """
 
 import os
+from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def with_absolute_paths(job: Job, beside: Path | None = None) -> Job:
         "model": job.model.model_copy(update={"source": found(job.model.source)}),
         "output": absolute(job.output.expanduser()),
     }
+    if job.distill.teacher is not None:
+        changes["distill"] = job.distill.model_copy(update={"teacher": found(job.distill.teacher)})
     if "tokenizer" in job.model_fields_set:
         changes["tokenizer"] = job.tokenizer.model_copy(update={"source": found(job.tokenizer.source)})
     return job.model_copy(update=changes)
@@ -69,6 +72,8 @@ def _found(name: str, beside: Path | None) -> str:
         try:
             if place.exists():
                 return str(absolute(place))
+            if has_magic(name) and next(iglob(str(place), recursive=True), None) is not None:
+                return str(place.absolute())
         except (OSError, ValueError):  # a name too long for the file system, or with a null byte in it
             return name
     return name

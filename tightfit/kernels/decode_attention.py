@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tightfit.kernels.flash_blocks import Problem, softcapped_scores
 from tightfit.kernels.operators import on_device_of
-from tightfit.kernels.overlap import launch_next, wait_for_previous
+from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.paged_attention import MOST_SPLITS, keys_at_a_time, paged_attention_eager, split_count
 from tightfit.kernels.rotate_store import rotate_store_eager
 from tightfit.kernels.triton_support import tl, triton
@@ -54,21 +54,17 @@ def decode_attention(
     [positions, d/2]; counters int32 [≥ B · kv_heads] are zero before and after.
     """
     B, (kv_heads, D) = qkv.shape[0], keys.shape[2:]
+    pairs = B * kv_heads
     assert keys.stride() == values.stride()
     assert tables.stride(1) == qkv.stride(1) == 1
-    assert counters.numel() >= B * kv_heads
-    pairs = B * kv_heads
+    assert counters.numel() >= pairs
     splits = splits or split_count(pairs, tables.shape[1] * keys.shape[1], qkv.device)
     assert splits <= MOST_SPLITS
     out = torch.empty((B, heads, D), device=qkv.device, dtype=qkv.dtype)
     parts = torch.empty((B, heads, splits, D), device=qkv.device, dtype=torch.float32)
     norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)
     problem = Problem(scale, window or 0, softcap or 0.0, None)
-    inner, outer = problem.factors()
-    constants = problem.constants(out[None])
-    constants.pop("HAS_BOUNDS")
     group = heads // kv_heads
-    launch = {"launch_pdl": True} if overlap else {}
     with on_device_of(qkv):
         _kernel[(kv_heads, splits, B)](
             qkv,
@@ -91,9 +87,8 @@ def decode_attention(
             norm_eps,
             norm_offset,
             window or 0,
-            inner,
-            outer,
-            **constants,
+            *problem.factors(),
+            **problem.constants_without_documents(out[None]),
             HALF=cos.shape[-1],
             HAS_NORM=q_norm is not None,
             GROUP=group,
@@ -105,7 +100,7 @@ def decode_attention(
             OVERLAP=overlap,
             num_warps=4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
-            **launch,
+            **pdl(overlap),
         )
     return out
 
@@ -203,43 +198,39 @@ def _kernel(  # type: ignore[no-untyped-def]
     has_newest = (begin <= newest) & (newest < end)
     position = tl.maximum(newest, 0).to(tl.int64)
     place = tl.load(table + position // BLOCK_SIZE).to(tl.int64) * kv_block + (position % BLOCK_SIZE) * kv_place
-    place += head * kv_head
     in_rope = columns < 2 * HALF
     c = tl.load(cos + position * angle_row + columns % HALF, mask=in_rope, other=1.0).to(tl.float32)
     s = tl.load(sin + position * angle_row + columns % HALF, mask=in_rope, other=0.0).to(tl.float32)
+    before = tl.minimum(end, newest)
+    keys += head * kv_head
+    values += head * kv_head
+    group_mask = in_group[:, None] & in_head[None, :]
+    k, v, here = _older(keys, values, table, begin, first, before, kv_block, kv_place, columns, D, BLOCK_SIZE, BLOCK_K)
     wait_for_previous(OVERLAP)
 
     x = qkv + batch * x_row
     at_heads = x + (head * GROUP + rows[:, None]) * D
     at_key = x + (kv_heads * GROUP + head) * D + tl.zeros([1, 1], tl.int32)
-    group_mask = in_group[:, None] & in_head[None, :]
     v_new = tl.load(x + (kv_heads * (GROUP + 1) + head) * D + columns, mask=in_head, other=0.0)
     q = _turned(at_heads, q_norm, columns, group_mask, c, s, eps, offset, D, HALF, HAS_NORM)
     k_new = _turned(at_key, k_norm, columns, in_head[None, :], c, s, eps, offset, D, HALF, HAS_NORM)
     stores = (columns < tl.where(has_newest, D, 0)) & in_head
     tl.store(keys + place + columns[None, :], k_new, mask=stores[None, :])
     tl.store(values + place + columns, v_new, mask=stores)
-    scores, _ = softcapped_scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP)
-    highest = tl.where(has_newest, scores, -1.0e30)
+    highest = softcapped_scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP)[0]
+    highest = tl.where(has_newest, highest, -1.0e30)
     denominator = tl.where(has_newest, 1.0, 0.0) + tl.zeros([GROUP_2], tl.float32)
     acc = tl.where(has_newest, v_new.to(tl.float32)[None, :], 0.0) + tl.zeros([GROUP_2, BLOCK_D], tl.float32)
-    before = tl.minimum(end, newest)
-    for start in range(begin, before, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
-        here = (at < before) & (at >= first)
-        block = tl.load(table + at // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
-        place = block * kv_block + (at % BLOCK_SIZE) * kv_place + head * kv_head
-        mask = here[:, None] & in_head[None, :]
-        k = tl.load(keys + place[:, None] + columns[None, :], mask=mask, other=0.0)
-        v = tl.load(values + place[:, None] + columns[None, :], mask=mask, other=0.0)
-        scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
-        scores = tl.where(here[None, :], scores, -1.0e30)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.where(here[None, :], tl.exp2(scores - higher[:, None]), 0.0)
-        shrink = tl.exp2(highest - higher)
-        denominator = denominator * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        highest = higher
+    acc, highest, denominator = _attended(
+        acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP, PRECISION
+    )  # fmt: skip
+    for start in range(begin + BLOCK_K, before, BLOCK_K):
+        k, v, here = _older(
+            keys, values, table, start, first, before, kv_block, kv_place, columns, D, BLOCK_SIZE, BLOCK_K
+        )  # fmt: skip
+        acc, highest, denominator = _attended(
+            acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP, PRECISION
+        )  # fmt: skip
 
     row = batch * (kv_heads * GROUP) + head * GROUP + rows
     to_out = out + row[:, None] * D + columns[None, :]
@@ -247,15 +238,43 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(to_out, (acc / denominator[:, None]).to(out.dtype.element_ty), mask=group_mask)
     else:
         total = tl.num_programs(2).to(tl.int64) * kv_heads * GROUP * most_splits
-        place = row * most_splits + split
-        tl.store(parts + place[:, None] * D + columns[None, :], acc, mask=group_mask)
-        tl.store(norms + place, highest, mask=in_group)
-        tl.store(norms + total + place, denominator, mask=in_group)
+        shares = row * most_splits + split
+        tl.store(parts + shares[:, None] * D + columns[None, :], acc, mask=group_mask)
+        tl.store(norms + shares, highest, mask=in_group)
+        tl.store(norms + total + shares, denominator, mask=in_group)
         tl.debug_barrier()  # all of the program's threads have stored before it is counted
         counter = counters + batch * kv_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)
             _join(parts, norms, out, tl.min(row, 0), total, splits, most_splits, columns, D, GROUP, MOST)
+
+
+@triton.jit
+def _older(  # type: ignore[no-untyped-def]
+    keys, values, table, start, first, before, kv_block, kv_place, columns,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of positions from `start` on, and which of them lie in [first, before)."""
+    at = start + tl.arange(0, BLOCK_K)
+    here = (at < before) & (at >= first)
+    block = tl.load(table + at // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
+    place = (block * kv_block + (at % BLOCK_SIZE) * kv_place)[:, None] + columns[None, :]
+    mask = here[:, None] & (columns < D)[None, :]
+    return tl.load(keys + place, mask=mask, other=0.0), tl.load(values + place, mask=mask, other=0.0), here
+
+
+@triton.jit
+def _attended(  # type: ignore[no-untyped-def]
+    acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The running softmax after another block of keys."""
+    scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
+    scores = tl.where(here[None, :], scores, -1.0e30)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.where(here[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+    shrink = tl.exp2(highest - higher)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, higher, denominator * shrink + tl.sum(weights, 1)
 
 
 @triton.jit

@@ -20,6 +20,11 @@ def choose_greedily(logits: Tensor, last_tokens: Tensor, slots: Tensor, counters
         tokens = logits.argmax(-1)
         last_tokens.index_copy_(0, slots, tokens)
         return tokens
+    return launch(logits, last_tokens, slots, counters)
+
+
+def launch(logits: Tensor, last_tokens: Tensor, slots: Tensor, counters: Tensor) -> Tensor:
+    """The same by the kernel."""
     M, V = logits.shape
     chunks = triton.cdiv(V, CHUNK)
     assert logits.stride(1) == 1

@@ -9,19 +9,20 @@ over a contiguous row. Nothing depends on the lengths but the tiles: no library 
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.attention_mask import AttentionMask
-from tightfit.kernels.flash_blocks import Problem, capability, passes, softcapped_scores
+from tightfit.kernels.flash_blocks import Blocks, Problem, capability, passes, softcapped_scores
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.triton_support import tl, triton
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """`count` rows of a step from row `at` on: positions `before`, `before` + 1, … of one sequence."""
 
     at: int
@@ -55,6 +56,7 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: Blocks | None = None,
 ) -> None:
     """Attention of the tiles' rows of query [N, heads, D] into the same rows of out.
 
@@ -63,11 +65,8 @@ def paged_prefill(
     (_, heads, D), kv_heads = query.shape, keys.shape[2]
     assert query.stride(2) == out.stride(2) == tables.stride(1) == 1
     assert keys.stride() == values.stride()
-    blocks = passes(D, query.dtype, capability(query.device)).forward
+    blocks = blocks or passes(D, query.dtype, capability(query.device)).forward
     problem = Problem(scale, window or 0, softcap or 0.0, None)
-    inner, outer = problem.factors()
-    constants = problem.constants(query[None])
-    constants.pop("HAS_BOUNDS")
     with on_device_of(query):
         _kernel[(heads, len(tiles))](
             query,
@@ -81,9 +80,8 @@ def paged_prefill(
             *out.stride()[:2],
             tables.stride(0),
             window or 0,
-            inner,
-            outer,
-            **constants,
+            *problem.factors(),
+            **problem.constants_without_documents(query[None]),
             GROUP=heads // kv_heads,
             BLOCK_SIZE=keys.shape[1],
             BLOCK_Q=blocks.queries,

@@ -40,6 +40,9 @@ from tightfit.models.template_limits import (
 )
 
 LONGEST_TEMPLATE = 200_000
+LONGEST_TEXT, LONGER = 2**20, 4
+"""What a rendering may come to: so many characters, and so many times those of the messages. A tokenizer takes some 250
+bytes for each."""
 COSTLY_FILTERS = ("urlize", "pprint", "random", "xmlattr", "striptags")
 """No template of a model uses them, and their work is not in proportion to their input, or differs each time."""
 
@@ -65,9 +68,12 @@ class ChatTemplate:
         try:
             with limited(characters):
                 fields = {"messages": list(messages), "tools": None, "documents": None, **values}
+                most = LONGEST_TEXT + LONGER * (characters + len(str(fields["tools"] or "")))
                 for piece in self._compiled.generate(**fields):
                     spend(len(piece))
                     pieces.append(piece)
+                    if (most := most - len(piece)) < 0:
+                        raise TemplateTooCostlyError("it makes too much text")
             return "".join(pieces), spans
         except Exception as error:  # a template is its author's program and fails in its own ways
             roles = [str(message.get("role")) for message in messages]

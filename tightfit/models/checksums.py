@@ -5,18 +5,20 @@ nonsense. The digest is made to be fast, not to withstand an attacker, who could
 taken as 64-bit words, summed in blocks of 1 MiB, and the sums and the length are hashed with SHA-256. Every flipped bit
 changes a sum, blocks that were lost, zeroed or moved change one or their order. On one core it runs at 7.5 GB/s (from
 memory; SHA-256 alone 0.6, CRC-32 0.9 GB/s): 2 s for the 16 GB of an 8 B model, which no disk writes in that time.
-Of checkpoints in pieces the sizes alone are kept: each piece is another rank's.
+A checkpoint in pieces is digested by its first process while training goes on; a file that stands alone (GGUF) has its
+list beside it, `NAME.checksums.json`.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
+from tightfit.durable import durable_file
 from tightfit.errors import UserError
 
 NAME = "checksums.json"
@@ -24,7 +26,7 @@ SUFFIXES = (".safetensors", ".distcp")
 BLOCK_BYTES = 2**20
 BLOCKS_AT_ONCE = 64
 REMEDY = "get the file again, or go back to another checkpoint"
-CHANGED = f"if you changed it yourself, remove {NAME} or add --no-verify"
+CHANGED = f"if you changed it yourself, remove its {NAME} or add --no-verify"
 
 
 def digest(path: Path) -> str:
@@ -40,19 +42,37 @@ def digest(path: Path) -> str:
     return made.hexdigest()
 
 
-def write_checksums(folder: Path, *, digests: bool = True) -> None:
-    """checksums.json of all tensor files below `folder`; without `digests`, of their sizes alone."""
-    files: dict[str, dict[str, Any]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
-        found = {"bytes": path.stat().st_size} | ({"digest": digest(path)} if digests else {})
-        files[path.relative_to(folder).as_posix()] = found
-    content = {"format": 1, "digest": "sha256 of sums of 64-bit words in blocks of 1 MiB, and length", "files": files}
-    (folder / NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def write_checksums(folder: Path) -> None:
+    """checksums.json of all tensor files below `folder`."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
+    _write(folder / NAME, {path.relative_to(folder).as_posix(): path for path in found})
 
 
-def verify(folder: Path, names: Iterable[str] | None = None) -> None:
+def list_beside(file: Path) -> Path:
+    """Where the checksum of a file that stands alone is kept."""
+    return file.with_name(f"{file.name}.{NAME}")
+
+
+def write_file_checksum(file: Path) -> None:
+    """The list beside a file that stands alone."""
+    _write(list_beside(file), {file.name: file})
+
+
+def _write(target: Path, files: Mapping[str, Path]) -> None:
+    listed = {name: {"bytes": path.stat().st_size, "digest": digest(path)} for name, path in files.items()}
+    content = {"format": 1, "digest": "sha256 of sums of 64-bit words in blocks of 1 MiB, and length", "files": listed}
+    with durable_file(target) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def verify_file(file: Path) -> None:
+    """Compare a file with the list beside it, where there is one."""
+    verify(file.parent, [file.name], list_beside(file).name)
+
+
+def verify(folder: Path, names: Iterable[str] | None = None, listed_in: str = NAME) -> None:
     """Compare the files `names` below `folder` (or all that are listed) with checksums.json, where there is one."""
-    path = folder / NAME
+    path = folder / listed_in
     if not path.is_file():
         return
     content = read_json(path, LARGEST_RECORD_BYTES, "a list of checksums", remedy=CHANGED)

@@ -13,16 +13,18 @@ import torch
 from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
 from tightfit.models.blank import blank_decoder
-from tightfit.models.checksums import verify
+from tightfit.models.checksums import verify, verify_file
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path
 from tightfit.models.gguf.weights import fill
+from tightfit.models.hub import hub_directory, hub_hint, is_hub_name
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
+from tightfit.models.low_rank import fill_multiplied, is_low_rank, load_low_rank
 from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
-from tightfit.models.resolve import resolve_spec
+from tightfit.models.resolve import refuse_adapter, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,16 +59,19 @@ def load_model(
     """
     path = _weights_path(source)
     if path.is_file():
+        if verified:
+            verify_file(path)
         file = GgufFile(path)
         tokenizer = load_gguf_tokenizer(file)
         return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
     spec = resolve_spec(str(path / "config.json"))
     _require_room_for(spec, path)
     tokenizer = _directory_tokenizer(path)
-    if packed and is_quantized(path):
+    if packed and (is_quantized(path) or is_low_rank(path)):
         if verified:
             verify_weights(path)
-        return LoadedModel(load_quantized(path, spec, device, dtype), tokenizer, source)
+        load = load_quantized if is_quantized(path) else load_low_rank
+        return LoadedModel(load(path, spec, device, dtype), tokenizer, source)
     model = blank_decoder(spec, device, dtype)
     _load_directory(model, path, verified=verified)
     return LoadedModel(model, tokenizer, source)
@@ -77,7 +82,7 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
     files = [file for pattern in ("*.safetensors", "sharded/*") for file in path.glob(pattern) if file.is_file()]
     held = sum(file.stat().st_size for file in files)
     least = SMALLEST_QUANTIZED_BYTES if is_quantized(path) else SMALLEST_DTYPE_BYTES
-    if files and spec.params() * least > held:
+    if files and not is_low_rank(path) and spec.params() * least > held:
         if has_sharded(path):
             raise UserError(
                 f"{path / 'sharded'} is damaged or of another model ({held:,} bytes cannot hold the "
@@ -93,6 +98,7 @@ def load_into(model: Decoder, source: str) -> None:
     """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards take their rows."""
     path = _weights_path(source)
     if path.is_file():
+        verify_file(path)
         fill(model, GgufFile(path))
     else:
         _load_directory(model, path)
@@ -103,6 +109,8 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
         verify_weights(path)
     if is_quantized(path):
         return fill_dequantized(model, path)
+    if is_low_rank(path):
+        return fill_multiplied(model, path)
     if not has_sharded(path):
         return load_weights(model, path)
     from tightfit.models.sharded_weights import load_sharded_weights
@@ -111,9 +119,11 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
 
 
 def verify_weights(path: Path) -> None:
-    """Compare the weight files of a directory with its checksums, where it has some."""
-    patterns = ("model*.safetensors", "sharded/*.distcp")
-    verify(path, (file.relative_to(path).as_posix() for pattern in patterns for file in sorted(path.glob(pattern))))
+    """Compare the weight files of a directory with its checksums, where it has some; of pieces, each rank its share."""
+    whole, pieces = (sorted(path.glob(pattern)) for pattern in ("model*.safetensors", "sharded/*.distcp"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        pieces = pieces[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    verify(path, (file.relative_to(path).as_posix() for file in (*whole, *pieces)))
 
 
 def has_sharded(checkpoint: Path) -> bool:
@@ -162,6 +172,8 @@ def _located(source: str) -> Path:
     """The file or directory that `source` means, whether or not it exists."""
     if source == SMOLLM2:
         return smollm2_path()
+    if is_hub_name(source):
+        return hub_directory(source, weights=True)
     path = user_path(source, "model")
     is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
     if not is_run:
@@ -178,10 +190,11 @@ def _weights_path(source: str) -> Path:
         raise UserError(f"{source} is a preset, and a preset has no weights; name a directory or a GGUF file that has")
     path = _located(source)
     if not path.exists():
-        known = f"a directory with config.json and safetensors, a run directory, a GGUF file or {SMOLLM2}"
-        raise UserError(f"there is no model at {source!r}; give {known}")
+        known = f"give a directory with config.json and safetensors, a run directory, a GGUF file or {SMOLLM2}"
+        raise UserError(f"there is no model at {source!r}; {hub_hint(source) or known}")
     if path.suffix == ".json" and path.is_file():
         raise UserError(f"{path} is a shape without weights; give the directory or the GGUF file that has them")
+    refuse_adapter(path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json, so it is not a model directory")
     return path

@@ -13,6 +13,7 @@ It costs 0.13 ms a piece on one slow core (1 s for an 8 B model of 8 ranks), muc
 import io
 import math
 import pickle
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -52,6 +53,12 @@ INSTRUCTIONS = frozenset(getattr(pickle, word)[0] for word in WORDS.split())
 _Interpreter: Any = pickle._Unpickler
 
 
+DAMAGED = (
+    *(EOFError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError, OverflowError),
+    struct.error,  # of an index that was cut within a number
+)
+
+
 def read_index(path: Path) -> Metadata:
     """The index at `path`; ValueError where it is not one of tensors in files beside it, OSError where unreadable."""
     content = read_bounded(path, MOST_BYTES, "an index of tensors")
@@ -59,7 +66,7 @@ def read_index(path: Path) -> Metadata:
         found = _Reader(content).load()
     except pickle.UnpicklingError as error:
         raise ValueError(str(error)) from None
-    except (EOFError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+    except DAMAGED as error:
         raise ValueError(f"its index is no list of tensors ({type(error).__name__})") from None
     _check(found, path.parent)
     return found

@@ -7,6 +7,7 @@ from typing import Any
 
 from tightfit.bounded_files import read_json
 from tightfit.errors import UserError
+from tightfit.models.hub import hub_directory, hub_hint, is_hub_name
 from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.presets import PRESETS, preset, suggestion
 from tightfit.models.spec import ModelSpec
@@ -19,13 +20,18 @@ def resolve_spec(source: str) -> ModelSpec:
     """The ModelSpec of `source`; a preset wins over a directory of the same name (write `./name` for the directory)."""
     if source in PRESETS:
         return preset(source)
+    if is_hub_name(source):
+        return spec_from_config(read_config(hub_directory(source, weights=False) / "config.json"), source)
+    path = Path(source)
     try:
-        path = Path(source).expanduser()
-        if path.is_dir():
-            path = path / "config.json"
-        found = path.is_file()
+        path = path.expanduser()
+        is_folder, found = path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, nobody's home
-        found = False
+        is_folder = found = False
+    if is_folder:
+        refuse_adapter(path)
+        path = path / "config.json"
+        found = path.is_file()
     if not found:
         raise UserError(
             f"{_shown(source)} is neither a model preset nor a directory with a config.json; {_fix(source)}"
@@ -58,4 +64,14 @@ def _shown(source: str) -> str:
 
 
 def _fix(source: str) -> str:
-    return suggestion(source[:100])
+    hint = hub_hint(source)
+    return suggestion(source[:100]) if hint is None else f"{hint}; {suggestion(source[:100])}"
+
+
+def refuse_adapter(path: Path) -> None:
+    """A sentence where a directory holds LoRA weights and no model."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise UserError(
+            f"{path} is an adapter (LoRA), weights to be added to a model; merge them with peft (`merge_and_unload`, "
+            "`save_pretrained`) and give that directory"
+        )

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from tightfit.durable import durable_directory
 from tightfit.errors import UserError
-from tightfit.models.checksums import write_checksums
+from tightfit.models.checksums import list_beside, write_checksums, write_file_checksum
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import save_weights
@@ -65,7 +65,9 @@ def export_model(
         else:
             from tightfit.models.gguf.model import write_gguf
 
+            list_beside(target).unlink(missing_ok=True)  # of a file that was there before
             write_gguf(loaded.model, loaded.tokenizer, target, dtype)
+            write_file_checksum(target)
     files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
     return Export(target, loaded.model.spec.params(), sum(path.stat().st_size for path in files))
 

@@ -1,6 +1,5 @@
 """What a finished run prints: steps, loss, speed, memory, a sample, and the next commands."""
 
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,14 +8,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.panel import Panel
 
+from tightfit.jobs.job import Job
 from tightfit.report.curves import draw_loss_curve
 from tightfit.report.escaping import escape
+from tightfit.report.next_commands import near, next_commands
 from tightfit.report.prediction import Prediction, print_prediction
 from tightfit.report.tables import count_name, gib, print_json
 from tightfit.train.loop import RunResult
 
 
-def print_result(result: RunResult, *, as_json: bool, prediction: Prediction | None = None) -> None:
+def print_result(result: RunResult, job: Job, *, as_json: bool, prediction: Prediction | None = None) -> None:
     """Draw the loss curve and print the summary, with what was predicted where the run was planned."""
     picture = _loss_curve(result.run)
     if as_json:
@@ -30,7 +31,7 @@ def print_result(result: RunResult, *, as_json: bool, prediction: Prediction | N
     for prompt, continuation in result.samples:
         text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
         console.print(Panel(text, title="a sample", title_align="left", border_style="dim"), highlight=False)
-    console.print("Next:", *map(escape, _next_commands(result)), sep="\n  ", highlight=False, soft_wrap=True)
+    console.print("Next:", *map(escape, next_commands(result, job)), sep="\n  ", highlight=False, soft_wrap=True)
 
 
 def _loss_curve(run: Path) -> Path | None:
@@ -53,9 +54,9 @@ def _facts(result: RunResult, picture: Path | None) -> Iterator[tuple[str, str]]
     if result.train_seconds:
         yield "speed", _speed(result)
     yield "peak memory", gib(result.peak_bytes)
-    yield "checkpoint", _near(result.checkpoint)
+    yield "checkpoint", near(result.checkpoint)
     if picture is not None:
-        yield "loss curve", _near(picture)
+        yield "loss curve", near(picture)
 
 
 def _speed(result: RunResult) -> str:
@@ -66,19 +67,3 @@ def _speed(result: RunResult) -> str:
     if result.mfu is not None:
         said += f"; {result.mfu:.0%} of the card's FLOP/s (MFU)"
     return said
-
-
-def _next_commands(result: RunResult) -> list[str]:
-    if result.step < result.steps and not result.stopped_early:
-        return [f"tightfit train {shlex.quote(_near(result.run))} --resume"]
-    run = shlex.quote(_near(result.run))
-    return [
-        f'tightfit sample {run} -p "import "',
-        f"tightfit evaluate {run} --data README.md",
-        f"tightfit export {run} my-model        # a Hugging Face directory",
-    ]
-
-
-def _near(path: Path) -> str:
-    """As short as the working directory allows."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -83,10 +83,11 @@ def decide_budget(
             f"the cache has {room / 2**20:,.0f} MiB, but one block takes {per_block / 2**20:,.2f} MiB; "
             "free memory, or give a smaller step_tokens"
         )
+    held_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))  # packed weights are buffers
     return Budget(
         blocks=blocks,
         max_length=min(longest, blocks * config.block_size),
-        weight_bytes=adapter_bytes + sum(p.numel() * p.element_size() for p in model.parameters()),
+        weight_bytes=adapter_bytes + held_bytes,
         step_bytes=step_bytes,
         cache_bytes=blocks * per_block,
         free_bytes=free,

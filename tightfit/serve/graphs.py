@@ -19,6 +19,7 @@ from tightfit.serve.runner import Runner
 from tightfit.serve.scheduler import Chunk
 from tightfit.serve.sequence import Sequence
 from tightfit.serve.step import Piece, Step
+from tightfit.serve.warm_up import compile_kernels
 
 PROMPT_SIZES = (64, 128, 256, 512)
 NUMBERS = 4
@@ -92,6 +93,9 @@ class Graphs:
 
     def capture_all(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
+        program = self.runner.program
+        if program is not None and program.own_attention:
+            compile_kernels(program, self.padding_block)
         for size in sorted(self.sizes, reverse=True):
             self._decoding[size] = decoding = self._captured(partial(self._decode, size))
             self._states[size] = decoding.made if decoding.made is not None else decoding()

@@ -1,7 +1,6 @@
 """A request and what comes back for it, step by step."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tightfit.serve.sampling import Sampling
 from tightfit.serve.sequence import Finish
@@ -29,7 +28,8 @@ class TokenChance:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Output(NamedTuple):
+@dataclass(slots=True)
+class Output:
     """What one step added to one answer."""
 
     request: str

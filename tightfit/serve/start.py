@@ -1,6 +1,7 @@
 """From what a user typed to an engine: which model where there is none named, on which device, in which numbers."""
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -69,8 +70,19 @@ def sample_streams(
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise UserError(f"{loaded.source} has no tokenizer, so it cannot continue text")
-    prompt = prompt_tokens(tokenizer, text, chat=chat)
-    longest = min(len(prompt) + sampling.max_tokens, loaded.model.spec.max_positions)
+    if not text.strip():
+        raise UserError("the prompt is empty; give some text with -p")
+    return token_streams(loaded, prompt_tokens(tokenizer, text, chat=chat), sampling, count=count)
+
+
+def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *, count: int = 1) -> list[Iterator[str]]:
+    """The same of a prompt that has been tokenized."""
+    tokenizer, positions = loaded.tokenizer, loaded.model.spec.max_positions
+    assert tokenizer is not None, "whose prompt is this?"
+    if len(prompt) + sampling.max_tokens > positions > len(prompt):
+        left = positions - len(prompt)
+        print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
+    longest = min(len(prompt) + sampling.max_tokens, positions)
     config = EngineConfig(max_sequences=count, step_tokens=max(2048, count), max_length=max(longest, 1), graphs=False)
     request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
     return text_streams(Engine(loaded.model, tokenizer, config), request)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ from tightfit.models.generate import NOT_FINITE
 from tightfit.models.loading import load_model
 from tightfit.parallel.data import reshard_all
 from tightfit.parallel.ranks import ALONE, Ranks
-from tightfit.train.data.dataset import PackedText
+from tightfit.train.data.dataset import PackedChats, PackedText
 from tightfit.train.data.loader import evaluation_batches
-from tightfit.train.data.shards import prepare_text
+from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.inference_precision import InferencePrecision, inference_dtype
 from tightfit.train.precision import choose_device
 from tightfit.train.step import Batch, inputs
@@ -49,6 +49,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, r
         total += output.loss
         tokens += int((batch["labels"] != IGNORE).sum())
     reshard_all(model)
+    total = ranks.sum_pieces(total)
     loss, counted = ranks.sum(torch.stack([total, torch.full_like(total, tokens)])).tolist()
     return Evaluation(loss / max(counted, 1), int(counted))
 
@@ -58,6 +59,7 @@ def evaluate_source(
     data: Sequence[str],
     *,
     field: str = "text",
+    chat: bool = False,
     sequence_length: int | None = None,
     batch: int = 4,
     cache: Path,
@@ -66,19 +68,27 @@ def evaluate_source(
     progress: bool = False,
     verified: bool = True,
 ) -> Evaluation:
-    """The loss of the model at `source` over the text of `data`."""
+    """The loss of the model at `source` over the text of `data`; of a `chat`, over what the assistant says."""
     target = choose_device(device)
     dtype = inference_dtype(source, precision, target)
     loaded = load_model(source, device=target, dtype=dtype, verified=verified)
     positions = loaded.model.spec.max_positions
-    length = sequence_length or min(positions, DEFAULT_LENGTH)
+    length = min(positions, DEFAULT_LENGTH) if sequence_length is None else sequence_length
     if length > positions:
         raise UserError(f"sequence length {length} is more than the {positions} positions of {source}; shorten it")
     if loaded.tokenizer is None:
         raise UserError(f"{source} has no tokenizer, so text cannot be turned into its tokens")
-    vocab_size = loaded.model.spec.vocab_size
-    store = prepare_text(data, loaded.tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
-    found = evaluate(loaded.model, evaluation_batches(PackedText(store, length), batch), target)
+    options: dict[str, Any] = {
+        "cache_dir": cache,
+        "vocab_size": loaded.model.spec.vocab_size,
+        "progress": progress,
+    }
+    rows: PackedText | PackedChats
+    if chat:
+        rows = PackedChats(prepare_chats(data, loaded.tokenizer, **options), length)
+    else:
+        rows = PackedText(prepare_text(data, loaded.tokenizer, field=field, **options), length)
+    found = evaluate(loaded.model, evaluation_batches(rows, batch), target)
     if not math.isfinite(found.loss):
         raise UserError(f"the loss of {source} is {found.loss}: {NOT_FINITE}")
     return found

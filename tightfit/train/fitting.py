@@ -12,7 +12,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.local import local_machine
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import peak
@@ -25,10 +25,10 @@ from tightfit.plan.describe import describe_levers
 from tightfit.plan.host_room import usable_host_bytes
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
+from tightfit.train.distillation import teacher_spec
 from tightfit.train.precision import choose_device, choose_precision
 
 GIB = 2**30
-VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def with_memory(machine: Machine, memory_bytes: int) -> Machine:
 def cap_memory(cap_bytes: int) -> None:
     """Make this process's GPU the size of `cap_bytes`, its CUDA context included."""
     if not torch.cuda.is_available():
-        return
+        raise UserError("--memory makes a GPU smaller, but this machine has none; leave it out")
     total = torch.cuda.mem_get_info()[1]
     if cap_bytes <= 2 * DEFAULT.context_bytes:
         raise UserError(f"--memory is {cap_bytes / GIB:.2f} GiB, of which CUDA itself takes 0.5; give 2 GiB or more")
@@ -75,7 +75,7 @@ def cap_memory(cap_bytes: int) -> None:
 
 def fit_machine(job: Job, machine: Machine, precision: PrecisionName) -> Fitted:
     """`job` with the levers that are fastest on `machine`; an error where none fit."""
-    workload = Workload.of_job(job, job_spec(job), precision)
+    workload = Workload.of_job(job, job_spec(job), precision, teacher_spec(job))
     question = Question(
         model=job.model.source, workload=workload, machine=machine, pins=_pins(job), steps=job.steps,
         job=job.model_dump(mode="json", exclude={"layout", "levers", "fit"}, exclude_unset=True),
@@ -92,7 +92,7 @@ def job_spec(job: Job) -> ModelSpec:
     """The shape that will be trained; a tokenizer that is still to be trained is taken to fill its vocabulary."""
     shape = {**job.model.shape}
     if job.tokenizer.source == "train":
-        shape["vocab_size"] = -(-job.tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        shape["vocab_size"] = rounded_vocabulary(job.tokenizer.vocab_size)
     return reshaped(source_spec(job.model.source), shape, job.model.source)
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one row per logged step, always; TensorBoard events when asked.
+"""metrics.jsonl: one row per logged step, always; and the trackers (`trackers.py`) that are asked for.
 
 A resumed run continues the file: rows past the checkpoint it resumes from are dropped first, so every step stands once.
 Metrics never fail a run: what cannot be written (a full disk) is told once, and the rows after it are tried again.
@@ -7,7 +7,7 @@ Metrics never fail a run: what cannot be written (a full disk) is told once, and
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any, Self
 from tightfit.bounded_files import read_bounded
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
+from tightfit.train.trackers import Tracker, numbers
 
 METRICS_FILE = "metrics.jsonl"
 LARGEST_BYTES = 2**30
@@ -39,28 +40,37 @@ class SideFiles:
                 self.say(f"warning: cannot write {path}: {error.strerror or error}; the run goes on without")
             self.has_warned = True
 
+    @contextmanager
+    def tracked(self, tracker: Tracker) -> Iterator[None]:
+        """Around telling a tracker something, which may fail in any way of its own (a network, a full disk)."""
+        try:
+            yield
+        except Exception as error:
+            if not self.has_warned:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self.say(f"warning: {type(tracker).__name__} takes no metrics ({reason:.200}); the run goes on without")
+            self.has_warned = True
+
 
 class MetricsLog:
     """Appends rows to `run/metrics.jsonl`, each written whole or not at all."""
 
-    def __init__(self, run: Path, resumed_step: int, tensorboard: bool, side_files: SideFiles) -> None:
+    def __init__(self, run: Path, resumed_step: int, trackers: Sequence[Tracker], side_files: SideFiles) -> None:
         self.path, self._side_files = run / METRICS_FILE, side_files
         self._descriptor: int | None = None
         with side_files.guarded(self.path):
             _keep_rows(self.path, resumed_step)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._writer = _tensorboard_writer(run / "tensorboard", resumed_step) if tensorboard else None
+        self._trackers = trackers
 
     def add(self, step: int, **values: Any) -> None:
         """One row."""
         with self._side_files.guarded(self.path):
             if self._descriptor is not None:
                 _append(self._descriptor, _line({"step": step, **values}))
-        with self._side_files.guarded(self.path.parent / "tensorboard"):
-            numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-            if self._writer is not None:
-                for name, value in numbers.items():
-                    self._writer.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            with self._side_files.tracked(tracker):
+                tracker.add(step, numbers(values))
 
     def __enter__(self) -> Self:
         return self
@@ -70,9 +80,9 @@ class MetricsLog:
     ) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
-        with self._side_files.guarded(self.path.parent / "tensorboard"):
-            if self._writer is not None:
-                self._writer.close()
+        for tracker in self._trackers:
+            with self._side_files.tracked(tracker):
+                tracker.close()
 
 
 def _keep_rows(path: Path, resumed_step: int) -> None:
@@ -119,20 +129,3 @@ def _line(row: dict[str, Any]) -> str:
 def _finite(value: Any) -> Any:
     """JSON has no NaN or infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _tensorboard_writer(folder: Path, resumed_step: int) -> Any:
-    require_tensorboard()
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=resumed_step + 1)
-
-
-def require_tensorboard() -> None:
-    """A sentence where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "logging.tensorboard is true, but it is not installed: pip install 'tightfit[tensorboard]'"
-        ) from None

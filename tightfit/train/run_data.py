@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from tightfit.durable import durable_directory
 from tightfit.errors import UserError
@@ -22,6 +22,7 @@ from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.dataset import PackedChats, PackedText
 from tightfit.train.data.held_out import Part, split
+from tightfit.train.data.mixture import Mixture, Stores
 from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.data.sources import Source, find_sources
 from tightfit.train.data.texts import read_texts
@@ -38,15 +39,16 @@ MOST_LOST = 0.5
 class RunData:
     """The tokenized data, the rows to train on, and the rows kept aside."""
 
-    store: TokenStore
-    train: PackedRows
-    held_out: PackedRows | None
+    store: TokenStore | Stores
+    train: PackedRows | Mixture
+    held_out: Rows | None
 
     def evaluated_rows(self, count: int) -> Rows | None:
         """About `count` rows spread over all that is held out, so that a few of them see the whole variety."""
         if self.held_out is None:
             return None
-        return Subset(self.held_out, range(0, len(self.held_out), math.ceil(len(self.held_out) / count)))
+        rows = len(self.held_out)  # type: ignore[arg-type]
+        return Subset(self.held_out, range(0, rows, math.ceil(rows / count)))
 
 
 def find_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
@@ -110,15 +112,30 @@ def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) 
             return PackedChats(store, data.sequence_length, seed=job.seed, part=part, pack=data.pack)
         return PackedText(store, data.sequence_length, part=part, separate_documents=data.separate_documents)
 
-    store = store_of(data.train)
-    if isinstance(data.held_out, list):
-        return RunData(store, rows(store), rows(store_of(data.held_out)) if data.held_out else None)
-    kept, aside = split(store, data.held_out, seed=job.seed, sequence_length=data.sequence_length)
-    return RunData(store, rows(store, kept), None if aside is None else rows(store, aside))
+    def parted(store: TokenStore) -> tuple[PackedRows, PackedRows | None]:
+        if isinstance(data.held_out, list):
+            return rows(store), None
+        kept, aside = split(store, data.held_out, seed=job.seed, sequence_length=data.sequence_length)
+        return rows(store, kept), None if aside is None else rows(store, aside)
+
+    names = [data.train] if data.weights is None else [[name] for name in data.train]
+    stores = tuple(store_of(each) for each in names)
+    train, asides = zip(*(parted(store) for store in stores), strict=True)
+    held_out: list[Rows] = [rows(store_of(data.held_out))] if isinstance(data.held_out, list) and data.held_out else []
+    held_out += [aside for aside in asides if aside is not None]
+    return RunData(
+        store=stores[0] if data.weights is None else Stores(stores, tuple(data.weights)),
+        train=train[0] if data.weights is None else Mixture(train, data.weights),
+        held_out=ConcatDataset(held_out) if len(held_out) > 1 else held_out[0] if held_out else None,
+    )
 
 
-def tell_lost(rows: PackedRows, say: Say) -> None:
+def tell_lost(rows: PackedRows | Mixture, say: Say) -> None:
     """How much of conversations does not fit into rows; a sentence that refuses where that is most of it."""
+    if isinstance(rows, Mixture):
+        for part in rows.parts:
+            tell_lost(part, say)
+        return
     if not isinstance(rows, PackedChats) or not rows.truncated + rows.dropped:
         return
     length, share = rows.sequence_length, rows.lost_answer_tokens / max(rows.answer_tokens, 1)

@@ -1,6 +1,6 @@
 """The directory of a run: what is there, what a start may do with it, and the start itself.
 
-    job.yaml  metrics.jsonl  loss.png  pipeline.json  tensorboard/  checkpoints/step-…      a run's own files
+    job.yaml  metrics.jsonl  loss.png  pipeline.json  tensorboard/  wandb/  checkpoints/step-…      a run's own files
     .lock        while somebody writes (run_lock.py)
     .replaced/   under --overwrite: the run before, until the new one has a checkpoint
     .moving/     the same on its way there or back
@@ -32,7 +32,7 @@ from tightfit.train.run_lock import locked, refuse_if_locked
 
 REPLACED, MOVING = ".replaced", ".moving"
 CHECKPOINTS = "checkpoints"
-OWN_FILES = (JOB_FILE, METRICS_FILE, "loss.png", "pipeline.json", "tensorboard")
+OWN_FILES = (JOB_FILE, METRICS_FILE, "loss.png", "pipeline.json", "tensorboard", "wandb", "mlflow.db")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """torchrun lines through torchrun's own parser, Slurm scripts through bash and a list of sbatch's options."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.run import parse_args
+from typer.testing import CliRunner
 
 from tests.plan.questions import planned
+from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.plan.export.files import EXPORTS, export
 from tightfit.plan.export.launch import slurm_script, torchrun_line
@@ -42,7 +45,7 @@ def test_one_node_and_one_gpu() -> None:
 
 def test_slurm_script(two_nodes: Plan, tmp_path: Path) -> None:
     script = tmp_path / "slurm.sh"
-    script.write_text(slurm_script(two_nodes))
+    script.write_text(slurm_script(two_nodes, tmp_path / "plan.json"))
     subprocess.run(["bash", "-n", script], check=True)
     lines = script.read_text().splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
@@ -56,18 +59,74 @@ def test_slurm_script(two_nodes: Plan, tmp_path: Path) -> None:
     assert any(line.startswith("srun torchrun --nnodes=2") for line in lines)
 
 
-def test_the_script_runs_what_it_says(two_nodes: Plan, tmp_path: Path) -> None:
-    """With an srun that only tells what it was asked, and a scontrol that has more to say than a pipe holds."""
-    script = tmp_path / "slurm.sh"
-    script.write_text(slurm_script(two_nodes))
-    for name, body in (("scontrol", "seq -f node%.0f 7 20000"), ("srun", 'echo "$@"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+def put_program(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_the_slurm_script_runs_what_it_says(two_nodes: Plan, tmp_path: Path) -> None:
+    """From another directory and under another name, as sbatch runs it; with an srun that only tells what it was asked,
+    and a scontrol that has more to say than a pipe holds."""
+    export(two_nodes, str(tmp_path / "all"))
+    put_program(tmp_path, "scontrol", "seq -f node%.0f 7 20000")
+    put_program(tmp_path, "srun", 'echo "$@"')
+    copy = tmp_path / "slurm_script"
+    (tmp_path / "all" / "slurm.sh").rename(copy)
+    given = {"DATA": "my notes", "OUTPUT": "out", "STEPS": "5", "TOKENIZER": "train"}
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node[7-8]"}
+    made = subprocess.run(["bash", copy], check=True, capture_output=True, text=True, env=env | given, cwd="/")
+    assert "--rdzv-endpoint=node7:29500 -m tightfit train " in made.stdout
+    assert f"{tmp_path}/all/plan.json -o data.train=my notes" in made.stdout
+    for name in given:
+        others = {each: value for each, value in given.items() if each != name}
+        refused = subprocess.run(["bash", copy], check=False, capture_output=True, text=True, env=env | others)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith(f"error: set {name}: ")
+
+
+def test_the_torchrun_script_trains_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder that was moved, with a file that is named from where the script is called."""
+    work = tmp_path / "work here"
+    work.mkdir()
+    (work / "notes.txt").write_text("a few words of a note, and some more of them\n" * 400)
+    plan = planned("nano-llama", "T4", 32, 4).plan
+    export(plan, str(tmp_path / "made"))
+    (tmp_path / "made").rename(tmp_path / "moved")
+    put_program(tmp_path, "tightfit", 'printf "%s\\n" "$@"')
+    given = {"DATA": "notes.txt", "OUTPUT": "run", "STEPS": "1", "TOKENIZER": "train"}
+    small = {"model.shape.layers": 1, "precision": "fp32", "device": "cpu", "tokenizer.vocab_size": 300}
+    words = [word for name, value in small.items() for word in ("-o", f"{name}={value}")]
     made = subprocess.run(
-        ["bash", script], check=True, capture_output=True, text=True,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node[7-8]"},
-    )  # fmt: skip
-    assert "--rdzv-endpoint=node7:29500 -m tightfit train plan.json" in made.stdout
+        [tmp_path / "moved" / "torchrun.sh", *words, "-o", f"data.cache={tmp_path}"],
+        env=os.environ | given | {"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=work,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    monkeypatch.chdir(work)
+    said = CliRunner().invoke(app, made.stdout.splitlines())
+    assert said.exit_code == 0, said.output
+    assert (work / "run" / "checkpoints" / "step-00000001" / "model.safetensors").is_file()
+
+
+def test_one_script_has_its_plan_beside_it(two_nodes: Plan, tmp_path: Path) -> None:
+    export(two_nodes, f"torchrun={tmp_path / 'go.sh'}")
+    assert Plan.load(tmp_path / "go.plan.json") == two_nodes
+    assert '"$here"/go.plan.json' in (tmp_path / "go.sh").read_text()
+
+
+def test_a_plan_of_a_job_file_asks_for_nothing(tmp_path: Path) -> None:
+    """Its data is found from every directory, as the job file's was."""
+    (tmp_path / "notes.txt").write_text("words\n")
+    trained = "tokenizer: {source: train, vocab_size: 500}"
+    (tmp_path / "job.yaml").write_text(f"{{model: nano-llama, data: notes.txt, output: run, steps: 3, {trained}}}")
+    said = CliRunner().invoke(app, ["plan", f"{tmp_path}/job.yaml", "--on", "T4", "--export", f"{tmp_path}/out"])
+    assert said.exit_code == 0, said.output
+    assert "exit 2" not in (tmp_path / "out" / "torchrun.sh").read_text()
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    assert plan.job["data"]["train"] == [str(tmp_path / "notes.txt")]
+    assert plan.workload.spec.vocab_size == 512  # that of the tokenizer to be trained, not the preset's
 
 
 def test_a_folder_gets_everything_that_the_plan_has(two_nodes: Plan, tmp_path: Path) -> None:
@@ -78,7 +137,7 @@ def test_a_folder_gets_everything_that_the_plan_has(two_nodes: Plan, tmp_path: P
     assert Plan.load(tmp_path / "all" / "plan.json") == two_nodes
     split = planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, "layout.tensor=2").plan
     said = export(split, str(tmp_path / "split"))
-    assert sum("data ranks only" in line for line in said) == 2
+    assert sum("data ranks only" in line for line in said) == 3
     assert {path.name for path in (tmp_path / "split").iterdir()} == {"plan.json", "torchrun.sh", "slurm.sh"}
 
 

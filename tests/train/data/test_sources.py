@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tightfit.errors import UserError
+from tightfit.jobs.job import Job
+from tightfit.jobs.paths import with_absolute_paths
 from tightfit.train.data.sources import Source, find_sources
 
 
@@ -61,6 +63,29 @@ def test_stdlib_has_prose_and_sources_without_tests_or_packages() -> None:
     assert not folders & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+def test_patterns_stand_for_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [write(tmp_path / name) for name in ("a/1.jsonl", "a/b/2.jsonl", "c.jsonl", "d[1].txt")]
+    write(tmp_path / "a" / "no.txt")
+    assert [source.path for source in find_sources([f"{tmp_path}/**/*.jsonl"])] == found[:3]
+    assert find_sources([str(found[3])]) == [Source(found[3], "text")], "a file of that very name is no pattern"
+    monkeypatch.chdir(tmp_path)
+    job = Job.model_validate({"model": "tiny-llama", "data": "a/*.jsonl", "output": "run", "steps": 1})
+    assert with_absolute_paths(job).data.train == [f"{tmp_path}/a/*.jsonl"]
+    beside = with_absolute_paths(job.model_copy(), tmp_path)
+    monkeypatch.chdir("/")
+    assert with_absolute_paths(job, tmp_path).data.train == beside.data.train == [f"{tmp_path}/a/*.jsonl"]
+
+
+def test_a_directory_is_not_searched_for_settings_and_tables(tmp_path: Path) -> None:
+    text, packed = write(tmp_path / "a.txt"), write(tmp_path / "b.jsonl.zst")
+    for name in ("package.json", "numbers.csv", "old.parquet.gz"):
+        write(tmp_path / name)
+    assert find_sources([str(tmp_path)]) == [Source(text, "text"), Source(packed, "jsonl")]
+    assert find_sources([str(tmp_path / "numbers.csv")])[0].kind == "csv"
+    with pytest.raises(UserError, match="unsupported suffix"):
+        find_sources([str(tmp_path / "old.parquet.gz")])
+
+
 def test_chats_take_only_rows(tmp_path: Path) -> None:
     rows, _ = write(tmp_path / "a.jsonl"), write(tmp_path / "readme.md")
     assert find_sources([str(tmp_path)], rows_only=True) == [Source(rows, "jsonl")]
@@ -72,12 +97,13 @@ def test_chats_take_only_rows(tmp_path: Path) -> None:
 def test_what_cannot_be_data_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "empty.txt", "")
     write(tmp_path / "nothing" / "picture.png")
-    write(tmp_path / "table.csv")
+    write(tmp_path / "table.xls")
     cases = {
         "missing.txt": r"missing\.txt does not exist; name a file",
         "empty.txt": r"empty\.txt is empty",
         "nothing": r"nothing is a directory without usable files; supported are \.jsonl",
-        "table.csv": r"table\.csv has the unsupported suffix '\.csv'; supported are \.jsonl, \.parquet, .*\.txt",
+        "*.nothing": r"no file matches '.*\*\.nothing'; check the pattern",
+        "table.xls": r"table\.xls has the unsupported suffix '\.xls'; supported are \.jsonl, \.parquet, .*\.txt",
     }
     for name, message in cases.items():
         with pytest.raises(UserError, match=message):

@@ -85,6 +85,13 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
                 open_store(copy)
     with pytest.raises(FileNotFoundError):
         open_store(tmp_path / "nowhere")
+    starts = tmp_path / "whole" / "document_starts.npy"
+    content = starts.read_bytes()
+    for old, new in ((b"(3,)", b"(3,("), (b"{'descr", b"{{descr"), (b"'<i8'", b"'<i8\n")):
+        assert old in content
+        starts.write_bytes(content.replace(old, new, 1))
+        with pytest.raises(DamagedStoreError):
+            open_store(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("change", [{"tokens_total": 6}, {"documents": 1}, {"tokens_per_shard": 3}, {"files": "x"}])

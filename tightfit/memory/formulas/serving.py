@@ -83,11 +83,18 @@ def serving_ledger(
     prefill_tokens: int = 2048,
     cache: CacheFormat = "model",
     overheads: Overheads = DEFAULT,
+    stored_bytes: int | None = None,
+    expanded_bytes: int = 0,
 ) -> Ledger:
-    """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time."""
+    """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time.
+
+    `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use.
+    """
     prompt = LocalShape(rows=1, length=min(prefill_tokens, length), element_bytes=2)
     work_bytes = layer_cost(spec, spec.layers - 1, prompt).forward_working
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
+    if stored_bytes is not None:
+        weights = About("weights", "compressed", "codes, scales and what stays plain, as stored"), stored_bytes
     held = [
         weights,
         (
@@ -100,6 +107,11 @@ def serving_ledger(
             WIDE * spec.vocab_size * requests,
         ),
         (About("workspace", "cuBLAS", "one thread"), overheads.workspace_bytes // 2),
+        *(
+            [(About("workspace", "an expanded matrix", "widths that no kernel reads packed"), expanded_bytes)]
+            if expanded_bytes
+            else []
+        ),
     ]
     return Ledger("formulas", (*_lines("load", [weights], overheads), *_lines("forward", held, overheads)))
 

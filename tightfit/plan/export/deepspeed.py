@@ -4,7 +4,10 @@ The optimizer is torch's fused AdamW, on the host too where states are there: De
 for a minute or more, and are no faster. Clipping is written out, because DeepSpeed clips at 1 where it is not.
 
 DeepSpeed splits over data ranks only; a plan with other degrees has no such file. It has no checkpointing switch of its
-own for Hugging Face models (`gradient_checkpointing=True` in the Trainer) and no fused loss (`tightfit.hf.accelerate`).
+own for Hugging Face models and no fused loss (`tightfit.hf.accelerate`).
+
+The Trainer refuses a configuration that says otherwise than its own arguments, whose defaults are not ours.
+`trainer_arguments` are those that agree: `TrainingArguments(output, deepspeed="deepspeed.json", **json.load(file))`.
 """
 
 from collections.abc import Mapping
@@ -47,6 +50,27 @@ def settings(workload: Workload, layout: Layout, levers: Levers, optimizer: Mapp
         **_precision(workload),
         "optimizer": {"type": "AdamW", "params": _adamw(optimizer)},
         "zero_optimization": _zero(layout, levers.offload),
+    }
+
+
+def trainer_arguments(plan: Plan) -> dict[str, Any]:
+    """The arguments of `transformers.TrainingArguments` that agree with `deepspeed_config`."""
+    config = deepspeed_config(plan)
+    adamw = config["optimizer"]["params"]
+    steps = {"max_steps": plan.steps} if plan.steps else {}
+    return {
+        "per_device_train_batch_size": config["train_micro_batch_size_per_gpu"],
+        "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+        "gradient_checkpointing": plan.levers.checkpoint_every > 0,
+        "learning_rate": adamw["lr"],
+        "adam_beta1": adamw["betas"][0],
+        "adam_beta2": adamw["betas"][1],
+        "adam_epsilon": adamw["eps"],
+        "weight_decay": adamw["weight_decay"],
+        "max_grad_norm": config["gradient_clipping"],
+        "bf16": plan.workload.precision == "bf16",
+        "fp16": plan.workload.precision == "fp16",
+        **steps,
     }
 
 

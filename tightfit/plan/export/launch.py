@@ -1,31 +1,52 @@
-"""The commands that start a plan: one torchrun line, or a Slurm script around it."""
+"""The scripts that start a plan: torchrun on every node, or a Slurm script around it.
+
+They run as they are, from any directory: the torchrun script finds its plan beside itself; sbatch runs a copy of a
+script, so that one names the plan by its whole path. What a plan leaves open (the data, where there was no job file) is
+asked for by name, in one sentence, before anything starts.
+"""
 
 import shlex
+from pathlib import Path
 
+from tightfit.models.presets import PRESETS
 from tightfit.plan.plan import Plan
+from tightfit.printable import printable
 
 PORT = 29500
+ASKED = {
+    "DATA": ("data.train", "the files to train on"),
+    "OUTPUT": ("output", "the directory of the run"),
+    "STEPS": ("steps", "the optimizer steps to take"),
+    "TOKENIZER": ("tokenizer.source", "a directory with a tokenizer, or `train` to make one from the data"),
+}
+"""Environment variables of a script, the fields of a job that they fill, and what they are."""
 
 
 def torchrun_line(plan: Plan, plan_file: str = "plan.json", endpoint: str = "$HEAD_NODE") -> str:
     """The line to run on every node; across nodes, HEAD_NODE is the name of the first."""
-    machine = plan.machine
-    if machine.ranks == 1:
-        return f"tightfit train {shlex.quote(plan_file)}"
-    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{PORT}" if machine.nodes > 1 else "--standalone"
-    return (
-        f"torchrun --nnodes={machine.nodes} --nproc-per-node={machine.per_node} {meeting} "
-        f"-m tightfit train {shlex.quote(plan_file)}"
-    )
+    return _torchrun(plan, shlex.quote(plan_file), endpoint)
 
 
-def slurm_script(plan: Plan, plan_file: str = "plan.json") -> str:
+def torchrun_script(plan: Plan, plan_file: Path) -> str:
+    """A script for every node, which lies beside `plan_file`."""
+    script = [
+        *_header(plan),
+        'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
+        *_asked(plan),
+        *([_required("HEAD_NODE", "the name of the first node")] if plan.machine.nodes > 1 else []),
+        _torchrun(plan, f'"$here"/{shlex.quote(plan_file.name)}{_overrides(plan)} "$@"'),
+    ]
+    return "\n".join(script) + "\n"
+
+
+def slurm_script(plan: Plan, plan_file: Path) -> str:
     """A batch script: one task per node, torchrun inside it."""
     machine = plan.machine
     memory = f"{int(machine.host_bytes / 2**30 * 0.95)}G" if machine.host_bytes else "0"
     name = plan.model.rstrip("/").rsplit("/", 1)[-1]
+    header, *comments_and_settings = _header(plan)
     lines = [
-        "#!/usr/bin/env bash",
+        header,
         f"#SBATCH --job-name={shlex.quote(f'tightfit-{name}')}",
         f"#SBATCH --nodes={machine.nodes}",
         "#SBATCH --ntasks-per-node=1",
@@ -33,9 +54,57 @@ def slurm_script(plan: Plan, plan_file: str = "plan.json") -> str:
         f"#SBATCH --mem={memory}",
         "#SBATCH --exclusive",
         "#SBATCH --output=%x-%j.out",
-        "set -euo pipefail",
+        *comments_and_settings,
+        f"plan={shlex.quote(str(plan_file.absolute()))}",
+        *_asked(plan),
         'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',  # head would end the pipe early
         "export HEAD_NODE",
-        f"srun {torchrun_line(plan, plan_file)}",
+        "srun " + _torchrun(plan, f'"$plan"{_overrides(plan)} "$@"'),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _torchrun(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -> str:
+    machine = plan.machine
+    if machine.ranks == 1:
+        return f"tightfit train {arguments}"
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{PORT}" if machine.nodes > 1 else "--standalone"
+    return (
+        f"torchrun --nnodes={machine.nodes} --nproc-per-node={machine.per_node} {meeting} -m tightfit train {arguments}"
+    )
+
+
+def _header(plan: Plan) -> list[str]:
+    given = "".join(f" {name}=…" for name in _open_names(plan))
+    what = f"{printable(plan.model)} on {printable(plan.machine.text)}"
+    return [
+        "#!/usr/bin/env bash",
+        f"# {what}, as tightfit planned it.{' Set' * bool(given)}{given}",
+        "# Words after the script's name go to `tightfit train`: -o optimizer.lr=1e-4, --resume, …",
+        "set -euo pipefail",
+    ]
+
+
+def _open_names(plan: Plan) -> list[str]:
+    """Which variables the script asks for, as the plan does not say what they do."""
+    fields = plan.job_fields()
+    is_open = {
+        "DATA": "train" not in fields["data"],
+        "OUTPUT": "output" not in fields,
+        "STEPS": not (fields.get("steps") or fields.get("epochs")),
+        "TOKENIZER": fields["model"]["source"] in PRESETS and "tokenizer" not in fields,
+    }
+    return [name for name, asked in is_open.items() if asked]
+
+
+def _asked(plan: Plan) -> list[str]:
+    return [_required(name, ASKED[name][1]) for name in _open_names(plan)]
+
+
+def _required(name: str, meaning: str) -> str:
+    sentence = f"error: set {name}: {meaning}".replace("`", "'")
+    return f'if [ -z "${{{name}:-}}" ]; then echo "{sentence}" >&2; exit 2; fi'
+
+
+def _overrides(plan: Plan) -> str:
+    return "".join(f' -o "{ASKED[name][0]}=${name}"' for name in _open_names(plan))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.train.data.rows import Row, missing_fields, read_rows
+from tightfit.train.data.rows import CONVERSATIONS, Row, missing_fields, read_rows
 from tightfit.train.data.source_files import text_value
 from tightfit.train.data.sources import Source
 
@@ -97,12 +97,11 @@ def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-SHAPES: tuple[tuple[tuple[str, ...], Callable[..., list[Message]]], ...] = (
-    (("messages",), _listed("messages", "role", "content", ROLES)),
-    (("conversations",), _listed("conversations", "from", "value", SHAREGPT_ROLES)),
-    (("instruction", "output"), _alpaca),
-    (("prompt", "completion"), _pair("prompt", "completion")),
-    (("prompt", "response"), _pair("prompt", "response")),
-    (("question", "answer"), _pair("question", "answer")),
+READERS: tuple[Callable[..., list[Message]], ...] = (
+    _listed("messages", "role", "content", ROLES),
+    _listed("conversations", "from", "value", SHAREGPT_ROLES),
+    _alpaca,
+    *(_pair(*fields) for fields in CONVERSATIONS[3:]),
 )
+SHAPES = tuple(zip(CONVERSATIONS, READERS, strict=True))
 FIELDS = tuple(dict.fromkeys([name for needed, _ in SHAPES for name in needed] + ["input"]))

@@ -1,28 +1,25 @@
-"""Rows with named fields, streamed from JSON Lines, Parquet and saved Hugging Face datasets.
+"""Rows with named fields, streamed from JSON, comma-separated values, Parquet and saved Hugging Face datasets.
 
 Memory stays bounded whatever the file: a line has a largest length, and of columnar files few rows are decoded at once,
 fewer where a single value could be large (a few kB of Parquet can hold gigabytes of equal strings). Only the wanted
 columns are read. `datasets` is needed for its own format alone, so it is imported when that is met.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
-from tightfit.train.data.source_files import decode, open_bytes
+from tightfit.train.data.compressed import USUAL_EXPANSION, is_compressed
+from tightfit.train.data.row_text import TextRow, json_document, json_lines, separated_values
 from tightfit.train.data.sources import Source
 
 ROWS_AT_ONCE = 16
 """More would be no faster: 10 µs a row go into reading so few, some 100 into tokenizing a short one."""
 BATCH_BYTES = 2**29
 """As many rows are decoded at once as fit into this if each held all that its column has in a row group."""
-LARGEST_ROW_BYTES = 50_000_000
-"""Of a line of JSON: Python's objects can take some 24 times as much."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,11 @@ def read_rows(source: Source, wanted: Sequence[str]) -> Iterator[Row]:
     """The rows of `source` in order. Columnar files give the `wanted` fields they have and must have one of them."""
     match source.kind:
         case "jsonl":
-            rows = _json_lines(source.path)
+            rows = _text_rows(source, json_lines(source.path))
+        case "json":
+            rows = _text_rows(source, json_document(source.path))
+        case "csv" | "tsv":
+            rows = _text_rows(source, separated_values(source.path, "," if source.kind == "csv" else "\t"))
         case "parquet":
             rows = _parquet(source.path, wanted)
         case "saved":
@@ -52,44 +53,33 @@ def read_rows(source: Source, wanted: Sequence[str]) -> Iterator[Row]:
         raise UserError(f"{source.path} has no rows; remove it from the data or fill it")
 
 
+def _text_rows(source: Source, rows: Iterator[TextRow]) -> Iterator[Row]:
+    expansion = USUAL_EXPANSION if is_compressed(source.path) else 1
+    return (Row(fields, where, row_bytes / expansion) for fields, where, row_bytes in rows)
+
+
+CONVERSATIONS = (
+    ("messages",),
+    ("conversations",),
+    ("instruction", "output"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+)
+"""Fields by which conversations are recognised, first come first served."""
+
+
 def missing_fields(where: str, wanted: Sequence[str], present: Sequence[str]) -> UserError:
     """The error of a row or file without any of the `wanted` fields."""
     has = f"it has {', '.join(map(repr, present))}" if present else "it has none at all"
+    if len(wanted) == 1 and any(set(fields) <= set(present) for fields in CONVERSATIONS):
+        return UserError(
+            f"{where} has no field {wanted[0]!r} but a conversation ({has}); to learn its answers set objective: sft "
+            "(evaluate: --chat), or name the field that holds the text"
+        )
     if len(wanted) == 1:
         return UserError(f"{where} has no field {wanted[0]!r} ({has}); name the field that holds the text")
     return UserError(f"{where} has none of the fields {', '.join(map(repr, wanted))} ({has}); rename its fields")
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    with open_bytes(path) as file:
-        offset = file.tell()
-        for number, line in enumerate(iter(partial(file.readline, LARGEST_ROW_BYTES + 1), b""), start=1):
-            if len(line) > LARGEST_ROW_BYTES:
-                raise UserError(
-                    f"{path} line {number} is longer than {LARGEST_ROW_BYTES:,} bytes; cut it up, or put the text into "
-                    "a file of its own"
-                )
-            text = decode(line, path, offset)
-            offset += len(line)
-            if text.strip():
-                where = f"{path} line {number}"
-                yield Row(_object(text, where), where, len(line))
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where} is not valid JSON ({error.msg} at column {error.colno}); correct that line"
-        ) from error
-    except RecursionError as error:
-        raise UserError(f"{where} is nested too deeply to be read as JSON; flatten or remove that line") from error
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{where} holds a number that is too long; correct that line") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{where} holds a JSON {type(value).__name__}; each line must be an object with named fields")
-    return value
 
 
 def _parquet(path: Path, wanted: Sequence[str]) -> Iterator[Row]:

@@ -2,23 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
+from tightfit.train.data.compressed import is_compressed, open_compressed
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The file opened for reading, past a byte order mark."""
+def open_bytes(path: Path) -> Iterator[BufferedReader]:
+    """The file, or what is inside a compressed one, opened for reading, past a byte order mark."""
     try:
         require_regular(path)
-        with path.open("rb") as file:
-            if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
-                file.seek(0)
+        with open_compressed(path) if is_compressed(path) else path.open("rb") as file:
+            if file.peek(len(BYTE_ORDER_MARK))[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK:
+                file.read(len(BYTE_ORDER_MARK))
             yield file
     except OSError as error:
         raise UserError(

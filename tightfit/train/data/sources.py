@@ -1,9 +1,11 @@
 """What a user names as data, turned into an ordered list of files.
 
-A name is a file, a directory (searched recursively, in the order of its paths), a dataset saved by Hugging Face
-`datasets`, or `stdlib`: the prose of `pydoc_data` and the source of Python's own standard library, text that every
-machine has. (A file called stdlib is named ./stdlib.) In a directory, what is hidden, empty or of no supported suffix
-is skipped and links to directories are not followed; a file that is named must be usable. Nothing is read here.
+A name is a file, a pattern of names (`notes/**/*.jsonl.gz`), a directory (searched recursively, in the order of its
+paths), a dataset saved by Hugging Face `datasets`, or `stdlib`: the prose of `pydoc_data` and the source of Python's
+own standard library, text that every machine has. (A file called stdlib is named ./stdlib.) Files may be compressed
+(.gz, .zst). In a directory, what is hidden, empty or of no supported suffix is skipped and links to directories are not
+followed; so are .json, .csv and .tsv, which are more often settings and tables than documents: they are named, or
+matched by a pattern. What is named must be usable. Nothing is read here.
 """
 
 import importlib.util
@@ -11,14 +13,24 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Literal
 
 from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
+from tightfit.train.data.compressed import inner_name, is_compressed
 
-Kind = Literal["text", "topics", "jsonl", "parquet", "saved"]
-ROW_SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+Kind = Literal["text", "topics", "jsonl", "json", "csv", "tsv", "parquet", "saved"]
+ROW_SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+}
+SEARCHED: tuple[Kind, ...] = ("text", "jsonl", "parquet")
+"""What a directory is searched for."""
 PROSE_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".rst", ".tex"})
 CODE_SUFFIXES = frozenset(
     {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".ts", ".go", ".rs", ".rb"}
@@ -62,6 +74,8 @@ def find_sources(names: Sequence[str], *, rows_only: bool = False) -> list[Sourc
 def _find(name: str, rows_only: bool) -> list[Source]:
     if name == STANDARD_LIBRARY:
         found = list(_standard_library())
+    elif matches := matching(name):
+        found = [source for match in matches for source in _find(match, rows_only)]
     elif (path := user_path(name, "data")).is_dir():
         found = [source for source in _in_directory(path) if source.has_rows or not rows_only]
         if not found:
@@ -70,6 +84,16 @@ def _find(name: str, rows_only: bool) -> list[Source]:
         found = [_named_file(path, rows_only)]
     if rows_only and not found[0].has_rows:
         raise UserError(f"{name} is plain text, but chats are rows with roles; give {_supported(rows_only)}")
+    return found
+
+
+def matching(name: str) -> list[str]:
+    """The paths that a pattern stands for, in order; none where `name` is no pattern, or a file of that very name."""
+    if not has_magic(name) or user_path(name, "data").exists():
+        return []
+    found = sorted(path for path in glob(os.path.expanduser(name), recursive=True) if not Path(path).is_dir())
+    if not found:
+        raise UserError(f"no file matches {name!r:.200}; check the pattern and the directory it begins in")
     return found
 
 
@@ -87,8 +111,9 @@ def _named_file(path: Path, rows_only: bool) -> Source:
 
 
 def _kind_of(path: Path) -> Kind | None:
-    suffix = path.suffix.lower()
-    return "text" if suffix in TEXT_SUFFIXES else ROW_SUFFIXES.get(suffix)
+    suffix = inner_name(path).suffix.lower()
+    kind = "text" if suffix in TEXT_SUFFIXES else ROW_SUFFIXES.get(suffix)
+    return None if kind == "parquet" and is_compressed(path) else kind
 
 
 def _supported(rows_only: bool) -> str:
@@ -109,7 +134,7 @@ def _in_directory(directory: Path) -> Iterator[Source]:
             continue
         if entry.is_dir() and not entry.is_symlink():
             yield from _in_directory(entry)
-        elif (kind := _kind_of(entry)) is not None and entry.is_file() and entry.stat().st_size > 0:
+        elif (kind := _kind_of(entry)) in SEARCHED and entry.is_file() and entry.stat().st_size > 0:
             yield Source(entry, kind)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import AnyStr
 
+from tightfit.train.data.compressed import USUAL_EXPANSION, is_compressed
 from tightfit.train.data.rows import Row, missing_fields, read_rows
 from tightfit.train.data.source_files import decode, open_bytes, text_value
 from tightfit.train.data.sources import Source
@@ -72,13 +73,14 @@ def _topics() -> Iterator[Piece]:
 
 
 def _file(path: Path) -> Iterator[Piece]:
+    expansion = USUAL_EXPANSION if is_compressed(path) else 1
     with open_bytes(path) as file:
         offset, block = file.tell(), file.read(PIECE_BYTES)
         while following := file.read(PIECE_BYTES):
             cut = _cut_bytes(block)
-            yield Piece(decode(block[:cut], path, offset), str(path), False, cut)
+            yield Piece(decode(block[:cut], path, offset), str(path), False, cut / expansion)
             offset, block = offset + cut, block[cut:] + following
-        yield Piece(decode(block, path, offset), str(path), True, len(block))
+        yield Piece(decode(block, path, offset), str(path), True, len(block) / expansion)
 
 
 def _cut(block: AnyStr, border: re.Pattern[AnyStr], line_break: AnyStr, space: AnyStr) -> int:

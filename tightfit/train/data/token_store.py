@@ -13,6 +13,7 @@ bytes changed in place are not looked for, as that would mean reading everything
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Literal
 
 import numpy as np
@@ -129,7 +130,7 @@ def open_store(directory: Path) -> TokenStore:
         _check_starts(starts, manifest)
         shards = _map_files(directory, manifest, "tokens", np.dtype(manifest.recipe.dtype).newbyteorder("<"))
         masks = _map_files(directory, manifest, "mask", np.dtype(np.uint8)) if manifest.recipe.kind == "chats" else ()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SyntaxError, TokenError) as error:  # the last two of numpy's own header
         raise DamagedStoreError(str(error)) from error
     return TokenStore(manifest, np.asarray(starts), shards, masks)
 

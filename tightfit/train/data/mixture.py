@@ -1,0 +1,72 @@
+"""Several sources of rows in the proportions a user wants.
+
+A pass ends when every row of every source was seen: with shares sᵢ and nᵢ rows it has N = max(nᵢ / sᵢ) rows, of which
+source i gives sᵢ · N, its rows over and over where that is more than it has. The loader shuffles them, so every stretch
+of a run has about these proportions, and its state stays one number.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate
+
+from torch.utils.data import Dataset
+
+from tightfit.errors import UserError
+from tightfit.train.data.dataset import PackedChats, PackedText, Row
+from tightfit.train.data.token_store import TokenStore
+
+MOST_ROWS = 2**31
+Rows = PackedText | PackedChats
+
+
+class Mixture(Dataset[Row]):
+    """Rows of `parts`, `weights[i]` of them (relative to the others) from part i."""
+
+    def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:
+        assert len(parts) == len(weights) > 0, "a weight for each part"
+        self.parts = list(parts)
+        shares = [weight / sum(weights) for weight in weights]
+        rows = max(len(part) / share for part, share in zip(parts, shares, strict=True))
+        if rows > MOST_ROWS:
+            raise UserError(
+                f"data.weights make a pass of {rows:,.0f} rows, as the smallest is so small; the most are {MOST_ROWS:,}"
+            )
+        counts = [math.ceil(round(share * rows, 6)) for share in shares]
+        self.ends = list(accumulate(counts))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        which = bisect_right(self.ends, index)
+        part = self.parts[which]
+        return part[(index - (self.ends[which - 1] if which else 0)) % len(part)]
+
+
+@dataclass(frozen=True)
+class Stores:
+    """What several token stores are together, for whoever tells about the data."""
+
+    stores: tuple[TokenStore, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def tokens_total(self) -> int:
+        """Of all."""
+        return sum(store.tokens_total for store in self.stores)
+
+    @property
+    def documents(self) -> int:
+        """Of all."""
+        return sum(store.documents for store in self.stores)
+
+    @property
+    def fingerprint(self) -> str:
+        """Which data, in which order and proportions."""
+        parts = [*(store.fingerprint for store in self.stores), *map(repr, self.weights)]
+        return sha256(" ".join(parts).encode()).hexdigest()[:32]
