@@ -31,7 +31,7 @@ SHORT = {
     "checkpoint every layer": "checkpoints",
     "checkpoints on the host": "on host",
     "optimizer on the host": "optimizer on host",
-    "optimizer states": "states in",
+    "optimizer states": "states",
     "update in backward": "early update",
 }
 """Words of a name that a picture has no room for."""
@@ -89,7 +89,7 @@ def draw_levers(path: Path, out: Path, case: str = LADDER) -> None:
         _mark(gpu, [rung.predicted_gib for rung in found])
         _bars(host, [rung.host_gib for rung in found], HOST, "host: GiB, pinned", "{:.1f}")
         steps = [rung.step_s for rung in found]
-        _bars(time, steps, TIME, "seconds a step (and times that without levers)", "")
+        _bars(time, steps, TIME, "seconds a step, × no lever", "")
         _mark(time, [rung.predicted_s for rung in found])
         for place, rung in enumerate(found):
             right = max(rung.step_s, rung.predicted_s)
