@@ -23,23 +23,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.calibrate_families import family_kernels, family_launches
 from benchmarks.calibrate_host import launches, link_updates
 from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.adamw import Numbers
-from tightfit.kernels.attention import AttentionMask, attention
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize, quantize_columns, quantize_rows
-from tightfit.levers.host_update import fused_adamw
+from tightfit.prove import rates, timing
+from tightfit.prove.timing import Do
 from tightfit.train.optimizer.adamw import MasterAdamW
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SHRINK = 1 if ON_GPU else 64
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
-WARM_S, LEAST_S = 1.0 if ON_GPU else 0.0, 0.015
-Do = Callable[[], object]
+WARM_S = 1.0 if ON_GPU else 0.0
 
 
 @dataclass(frozen=True)
@@ -61,33 +60,15 @@ class Found:
 
 def timed_ms(do: Do, *, graph: bool = True) -> float:
     """Of one call among many that follow each other."""
-    if not ON_GPU:
-        return _looped_ms(do, 2)
-    do()
-    torch.cuda.synchronize()
-    once_ms = _looped_ms(do, 3)
-    count = max(3, min(50, int(LEAST_S * 1e3 / max(once_ms, 1e-3))))
-    if not graph:
-        return _looped_ms(do, count)
-    side = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(side):
-        for _ in range(count):
-            do()
-    return statistics.median(_looped_ms(side.replay, 1) for _ in range(3)) / count
+    return timing.timed_ms(do, DEVICE, graph=graph)
 
 
 def _looped_ms(do: Do, count: int) -> float:
-    _wait()
-    began = time.perf_counter()
-    for _ in range(count):
-        do()
-    _wait()
-    return (time.perf_counter() - began) * 1e3 / count
+    return timing.looped_ms(do, count, DEVICE)
 
 
 def _wait() -> None:
-    if ON_GPU:
-        torch.cuda.synchronize()
+    timing.wait(DEVICE)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -110,16 +91,8 @@ def products() -> Iterator[Found]:
 
 
 def _three_products(dtype: torch.dtype, rows: int, taken: int, made: int) -> Iterator[Found]:
-    x, dy, weight = (_random(*s, dtype=dtype) for s in ((rows, taken), (rows, made), (made, taken)))
-    outs = [torch.empty_like(t) for t in (dy, x, weight)]
-    does: dict[str, Do] = {
-        "y": partial(torch.mm, x, weight.t(), out=outs[0]), "dx": partial(torch.mm, dy, weight, out=outs[1]),
-        "dW": partial(torch.mm, dy.t(), x, out=outs[2]),
-    }  # fmt: skip
-    moved = sum(t.nbytes for t in outs) / 1e9
-    for name, do in does.items():
-        yield Found("product", f"{name} {rows}x{taken}x{made}", SHORT[dtype], timed_ms(do), 2e-12 * rows * taken * made,
-                    moved)  # fmt: skip
+    for each in rates.products(DEVICE, dtype, rows, taken, made):
+        yield Found("product", f"{each.name} {rows}x{taken}x{made}", SHORT[dtype], each.ms, each.tflop, each.gb)
 
 
 def narrow_products() -> Iterator[Found]:
@@ -160,28 +133,17 @@ def attentions() -> Iterator[Found]:
     grid += [(torch.float32, rows, length, head) for head in (64, 128) for rows, length in ((8, 512), (2, 2048))]
     for dtype, rows, length, head in grid:
         length //= SHRINK
-        made = [_random(rows, length, heads, head, dtype=dtype if ON_GPU else torch.float32).transpose(1, 2)
-                for heads in (16, 4, 4)]  # fmt: skip
-        tensors = [t.requires_grad_() for t in made]
-        mask = AttentionMask(length, length, DEVICE, None)
-        query, key, value = tensors
-        do = partial(attention, query, key, value, mask, scale=head**-0.5, impl="auto")
-        work = 4e-12 * rows * 16 * head * length**2 / 2
+        times = rates.attention_times(DEVICE, dtype if ON_GPU else torch.float32, rows, length, head)
         case = f"{rows}x{length} 16/4x{head}"
-        with torch.no_grad():
-            forward = timed_ms(do, graph=False)
-        yield Found("attention", f"forward {case}", SHORT[dtype], forward, work)
-        out = do()
-        backward = partial(torch.autograd.grad, out, tensors, torch.ones_like(out), retain_graph=True)
-        yield Found("attention", f"backward {case}", SHORT[dtype], timed_ms(backward, graph=False), 2.5 * work)
+        yield Found("attention", f"forward {case}", SHORT[dtype], times.forward_ms, times.tflop)
+        yield Found("attention", f"backward {case}", SHORT[dtype], times.backward_ms, 2.5 * times.tflop)
 
 
 def copies() -> Iterator[Found]:
     """A copy on the card by size, read and written bytes counted."""
     for mib in (1, 4, 16, 64, 256, 1024):
-        source = torch.zeros(mib * 2**20 // SHRINK // 4, device=DEVICE)
-        target = torch.empty_like(source)
-        yield Found("copy", f"{mib} MiB", "fp32", timed_ms(partial(target.copy_, source)), gb=2 * source.nbytes / 1e9)
+        taken_ms, moved_gb = rates.copy_ms(DEVICE, mib * 2**20 // SHRINK // 4)
+        yield Found("copy", f"{mib} MiB", "fp32", taken_ms, gb=moved_gb)
 
 
 STATES = (
@@ -235,27 +197,18 @@ def _queued_ms(optimizer: MasterAdamW, factor: Tensor, gradient: Tensor) -> floa
 
 def link() -> Iterator[Found]:
     """Pinned copies between host and card, each way, both at once, and both beside products; AdamW on the host."""
-    count = 2**28 // SHRINK
-    host = [torch.zeros(count // 2, pin_memory=ON_GPU) for _ in range(4)]
-    there = [torch.zeros(count // 2, device=DEVICE) for _ in range(2)]
+    buffers = rates.LinkBuffers(DEVICE, 2**27 // SHRINK)
     x = _random(8192 // SHRINK, 8192 // SHRINK, dtype=torch.bfloat16 if ON_GPU else torch.float32)
-    streams = [torch.cuda.Stream() if ON_GPU else None for _ in range(2)]
-
-    def travel(*, into: bool = False, out: bool = False, beside: bool = False) -> None:
-        for wanted, stream, (a, b) in ((into, streams[0], (there[0], host[0])), (out, streams[1], (host[1], there[1]))):
-            if wanted:
-                with torch.cuda.stream(stream):
-                    a.copy_(b, non_blocking=True)
-        for _ in range(8 if beside else 0):
-            torch.mm(x, x)
-
-    for name, ways in (("in", {"into": True}), ("out", {"out": True}), ("both", {"into": True, "out": True}),
-                       ("both beside products", {"into": True, "out": True, "beside": True})):  # fmt: skip
-        yield Found("link", name, "fp32", _looped_ms(partial(travel, **ways), 4), gb=host[0].nbytes / 1e9)
-    numbers = Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
-    do = partial(fused_adamw, host[0], host[1], host[2], host[3], numbers)
-    do()
-    yield Found("host adam", "alone", "fp32", _looped_ms(do, 3), gb=host[0].numel() / 1e9)
+    multiply = partial(torch.mm, x, x)
+    journeys = {
+        "in": buffers.ms(into=True),
+        "out": buffers.ms(out=True),
+        "both": buffers.ms(into=True, out=True),
+        "both beside products": buffers.ms(into=True, out=True, beside=multiply),
+    }
+    for name, taken_ms in journeys.items():
+        yield Found("link", name, "fp32", taken_ms, gb=buffers.gb)
+    yield Found("host adam", "alone", "fp32", buffers.host_adam_ms(), gb=buffers.host[0].numel() / 1e9)
 
 
 def host() -> Iterator[Found]:
@@ -270,9 +223,17 @@ def away() -> Iterator[Found]:
         yield Found("away", case, "bf16", milliseconds, gb=weights / 1e9)
 
 
+def families() -> Iterator[Found]:
+    """Kernels that other families' layers are made of, and what the host needs to launch those."""
+    for each in family_kernels(DEVICE):
+        yield Found(each.kind, each.case, "bf16", each.ms, each.tflop, each.gb)
+    for case, milliseconds in family_launches(DEVICE):
+        yield Found("host", case, "bf16", milliseconds)
+
+
 PARTS: dict[str, Callable[[], Iterator[Found]]] = {
     "host": host, "products": products, "fp8": narrow_products, "attention": attentions, "copies": copies,
-    "updates": updates, "link": link, "away": away,
+    "updates": updates, "link": link, "away": away, "families": families,
 }  # fmt: skip
 
 

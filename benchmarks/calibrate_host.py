@@ -23,6 +23,7 @@ from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.pins import parse_pins
+from tightfit.prove.rates import narrow_spec
 from tightfit.prove.rehearsal import Program, build
 from tightfit.train.step import ignore
 
@@ -42,14 +43,6 @@ STEPS, WARM_UPS = 5, 2
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
-def narrow_spec(layers: int, size: int = 256) -> ModelSpec:
-    """Of the usual family: grouped heads, a gated MLP, and few numbers of everything."""
-    return replace(
-        preset("llama-3.2-1b"), layers=layers, hidden_size=size, heads=8, kv_heads=4, head_dim=size // 4,
-        mlp_size=2 * size, vocab_size=4 * size,
-    )  # fmt: skip
-
-
 def levers_of(text: str) -> Levers:
     """As they are pinned on the command line."""
     return Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)
@@ -58,7 +51,8 @@ def levers_of(text: str) -> Levers:
 def launches(device: torch.device) -> Iterator[tuple[str, float]]:
     """Milliseconds of a layer, and of the rest of the step, by phase and levers."""
     for text, precision in LAUNCHED:
-        few, more = (_phases_ms(text, precision, layers, device) for layers in (FEW, MORE))
+        size = 256 if device.type == "cuda" else 16
+        few, more = (phases_ms(narrow_spec(layers, size), text, precision, device) for layers in (FEW, MORE))
         for phase in PHASES:
             each = (more[phase] - few[phase]) / (MORE - FEW)
             what = f"{phase}, {precision}{' ' + text if text else ''}"
@@ -66,10 +60,9 @@ def launches(device: torch.device) -> Iterator[tuple[str, float]]:
             yield f"the rest of {what}", few[phase] - FEW * each
 
 
-def _phases_ms(text: str, precision: PrecisionName, layers: int, device: torch.device) -> dict[Phase, float]:
-    """The median of each phase."""
-    size = 256 if device.type == "cuda" else 16
-    workload = Workload(spec=narrow_spec(layers, size), sequence_length=size, global_batch=1, precision=precision)
+def phases_ms(spec: ModelSpec, text: str, precision: PrecisionName, device: torch.device) -> dict[Phase, float]:
+    """The median of each phase of a step on as many tokens as the model is wide."""
+    workload = Workload(spec=spec, sequence_length=spec.hidden_size, global_batch=1, precision=precision)
     program = build(workload, Layout(micro_batch=1), levers_of(text), device, Implementations(), fill=filled)
     steps = [_phases(program, device) for _ in range(WARM_UPS + STEPS)][WARM_UPS:]
     del program

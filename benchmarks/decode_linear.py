@@ -4,7 +4,7 @@ Weights rotate through more memory than the cache holds, calls are captured as o
 bytes. Prints the best tiles; kernels/decode_linear.py has them in `tile_for`.
 
     python -m benchmarks.decode_linear                (a GPU; two minutes)
-    python -m benchmarks.decode_linear --rows 1 --model 8b
+    python -m benchmarks.decode_linear --model 8b --overlap
 """
 
 import argparse
@@ -48,34 +48,28 @@ def microseconds(run: Sequence[Callable[[], Any]]) -> float:
     return min(found)
 
 
-def tiles(rows: int) -> list[Tile]:
+def tiles() -> list[Tile]:
     """What is tried."""
-    if rows == 1:
-        return [
-            Tile(n, k, w, 1)
-            for n, k, w in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (4, 8))
-            if n * k <= 16_384
-        ]
-    return [Tile(n, k, w, s) for n, k, w, s in itertools.product((16, 32), (128, 256), (4, 8), (3, 4, 5))]
+    sizes = itertools.product((2, 4, 8, 16), (512, 1024, 2048), (4, 8))
+    return [Tile(rows, cols, warps) for rows, cols, warps in sizes if rows * cols <= 16_384]
 
 
 def main() -> None:
     """Time everything and print the best."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, action="append")
     parser.add_argument("--model", choices=SHAPES, action="append")
     parser.add_argument("--overlap", action="store_true")
     arguments = parser.parse_args()
-    for model, rows in itertools.product(arguments.model or list(SHAPES), arguments.rows or [1, 8]):
+    for model in arguments.model or list(SHAPES):
         for name, (N, K) in SHAPES[model].items():
-            time_one(f"{model} {name}", rows, N, K, arguments.overlap)
+            time_one(f"{model} {name}", N, K, arguments.overlap)
 
 
-def time_one(label: str, rows: int, N: int, K: int, overlap: bool) -> None:
+def time_one(label: str, N: int, K: int, overlap: bool) -> None:
     """All tiles for one matrix."""
     copies = max(2, min(24, ROTATED_BYTES // (N * K * 2)))
     weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-    x, norm = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16), weights[0][0].clone()
+    x, norm = torch.randn(1, K, device="cuda", dtype=torch.bfloat16), weights[0][0].clone()
     settings: dict[str, Any] = {"overlap": overlap}
     if not label.endswith((" o", "down")):
         settings |= {"norm": norm, "norm_eps": 1e-5}
@@ -83,19 +77,20 @@ def time_one(label: str, rows: int, N: int, K: int, overlap: bool) -> None:
         settings["activation"] = "silu"
     plain = microseconds([partial(F.linear, x, weight) for weight in weights])
     found = []
-    for tile in tiles(rows):
+    for tile in tiles():
         try:
             run = [partial(decode_linear, x, weight, tile=tile, **settings) for weight in weights]
             found.append((microseconds(run), tile))
         except Exception:
             print(f"{tile} failed: {traceback.format_exc(limit=1).splitlines()[-1][:120]}")
     found.sort()
-    chosen = tile_for(rows, N // (2 if label.endswith("gate_up") else 1), K)
+    gated = label.endswith("gate_up")
+    chosen = tile_for(N // 2 if gated else N, K, gated=gated)
     ours = next((us for us, tile in found if tile == chosen), 0.0)
     kilobytes = N * K * 2 / 1e3
     best = ", ".join(f"{tuple(tile)} {us:.1f} µs {kilobytes / us:.0f} GB/s" for us, tile in found[:3])
     torch_s = f"torch {plain:.1f} µs {kilobytes / plain:.0f} GB/s"
-    print(f"{label} {N}×{K} rows {rows}: {torch_s}; {tuple(chosen)} {ours:.1f} µs; best {best}", flush=True)
+    print(f"{label} {N}×{K}: {torch_s}; {tuple(chosen)} {ours:.1f} µs; best {best}", flush=True)
 
 
 if __name__ == "__main__":

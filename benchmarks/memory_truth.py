@@ -2,11 +2,12 @@
 
 Predictions are made first, by formula and by simulation, and need no GPU; then each step runs on one. Rows of several
 ranks are rank 0 of a fake process group on that GPU. Writes benchmarks/results/memory_truth.csv,
-lever_truth.csv with `--levers` and split_truth.csv with `--splits`.
+lever_truth.csv with `--levers`, split_truth.csv with `--splits` and family_truth.csv with `--families`.
 
     python -m benchmarks.memory_truth predict --predictions FILE     (no GPU; minutes)
     python -m benchmarks.memory_truth measure --predictions FILE --results DIR     (an H200; minutes)
     python -m benchmarks.memory_truth repredict      (no GPU: when predictions change and what is measured does not)
+    python -m benchmarks.memory_truth repredict --times     (seconds: only the step times have changed)
 
 The last appends rows with today's predictions beside the newest measurements; `commit` is the measured code's and
 `predicted_commit` that of the predictions.
@@ -27,7 +28,8 @@ import torch
 from benchmarks.reports.scatter import newest
 from benchmarks.rows import RESULTS, append_row, current_commit
 from benchmarks.truth.case import Case
-from benchmarks.truth.prediction import GIB, Measurement, Prediction, measure, predict
+from benchmarks.truth.families import family_cases
+from benchmarks.truth.prediction import GIB, Measurement, Prediction, measure, predict, step_seconds
 
 
 def cases() -> Iterator[Case]:
@@ -120,7 +122,7 @@ def lever_cases() -> Iterator[Case]:
 
 
 def split_cases() -> Iterator[Case]:
-    """8B over groups of shards, tensor ranks, pipeline stages and mixtures of them; plain ZeRO is among the others."""
+    """8B over groups of shards, tensor, pipeline and context ranks, and mixtures; plain ZeRO is among the others."""
 
     def of(split: str, ranks: int, length: int = 4096, **others: Any) -> Case:
         return Case(
@@ -141,6 +143,13 @@ def split_cases() -> Iterator[Case]:
         yield of("pipeline=4 schedule=zero-bubble", 4, 2048, accumulation=8, stage=stage)
     yield of("pipeline=4 schedule=interleaved stages_per_rank=2", 4, accumulation=8)
     yield of("pipeline=2 tensor=2", 8, zero=1, accumulation=4)
+    yield of("context=2", 4, 8192, zero=3)
+    yield of("context=4", 4, 65_536, zero=3, checkpoint_every=1)
+    yield of("context=8", 8, 131_072, zero=3, checkpoint_every=1, precision="pure-bf16")
+    yield of("context=4 ring=4", 4, 32_768, zero=3)
+    yield of("context=4 ring=4", 4, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=8 ring=2", 8, 131_072, zero=3, checkpoint_every=1)
+    yield of("context=2 ring=2 tensor=2", 8, 32_768, zero=3, checkpoint_every=1)
 
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:
@@ -172,7 +181,7 @@ def _row(case: Case, said: Prediction, found: Measurement, commit: str) -> dict[
         "reserved_error_percent": _error(said.simulated_reserved_bytes, found.reserved_bytes),
         "predicted_step_ms": "" if said.step_s is None else f"{1e3 * said.step_s:.1f}",
         "measured_step_ms": "" if found.step_s is None else f"{1e3 * found.step_s:.1f}",
-        **(_host(said, found) if case.more else {}),
+        **(_host(said, found) if case.more or case.is_family else {}),
     }
 
 
@@ -192,11 +201,15 @@ def _predict(wanted: list[Case], path: Path, workers: int) -> None:
 
 
 def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | None) -> None:
-    known = {Case(**entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
-    for case in wanted:
+    known = {_case_of(entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
+    for case in (case for case in wanted if case in known):
         row = _row(case, Prediction(**known[case]["prediction"]), measure(case), known[case]["commit"])
         append_row(case.table, row, folder=folder, commit=commit)
         print(" ".join(str(value) or "-" for value in row.values()), flush=True)
+
+
+def _case_of(columns: dict[str, Any]) -> Case:
+    return Case(**columns, is_family="layers" in columns)
 
 
 def _measured(row: dict[str, str]) -> Measurement:
@@ -221,6 +234,34 @@ def _repredict(wanted: list[Case], folder: Path, workers: int) -> None:
             print(" ".join(str(value) or "-" for value in row.values()), flush=True)
 
 
+def _unmeasured(wanted: list[Case], folder: Path) -> list[Case]:
+    """Those that the table does not have yet."""
+    path = folder / f"{wanted[0].table}.csv"
+    measured = {Case.of_row(row) for row in newest(path)} if path.exists() else set()
+    return [case for case in wanted if case not in measured]
+
+
+def _repredict_times(wanted: list[Case], folder: Path) -> None:
+    """The same where only costs have changed: what was simulated is copied too."""
+    path = folder / f"{wanted[0].table}.csv"
+    rows = {Case.of_row(row): row for row in newest(path)}
+    with path.open("a", encoding="utf-8", newline="") as file:
+        for case in wanted:
+            old = rows[case]
+            if case.ranks > 1 or case.implementation != "tightfit":
+                continue
+            step_ms = f"{1e3 * step_seconds(case):.1f}"
+            if step_ms != old["predicted_step_ms"]:
+                row = {**old, "predicted_commit": current_commit(), "predicted_step_ms": step_ms}
+                csv.DictWriter(file, fieldnames=list(old)).writerow(row)
+
+
+def _table_cases(chosen: argparse.Namespace) -> Iterator[Case]:
+    if chosen.families:
+        return family_cases()
+    return lever_cases() if chosen.levers else split_cases() if chosen.splits else cases()
+
+
 def main() -> None:
     """Predict into a file, measure beside the predictions in it, or predict anew beside what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -231,11 +272,14 @@ def main() -> None:
     parser.add_argument("--ranks", choices=("one", "many"), help="cases of one rank, which are timed, or of many alone")
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--splits", action="store_true", help="cases of splits and their mixtures, for split_truth.csv")
+    parser.add_argument("--families", action="store_true", help="cases of every family, for family_truth.csv")
+    parser.add_argument("--new", action="store_true", help="only cases that the table does not have yet")
+    parser.add_argument("--times", action="store_true", help="repredict step times alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that predict")
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
-    every = lever_cases() if chosen.levers else split_cases() if chosen.splits else cases()
+    every = _table_cases(chosen)
     wanted = [
         case
         for case in every
@@ -243,7 +287,12 @@ def main() -> None:
         and chosen.length in (None, case.sequence_length)
         and chosen.ranks in (None, "one" if case.ranks == 1 else "many")
     ]
+    if chosen.new:
+        wanted = _unmeasured(wanted, RESULTS)
     if chosen.action == "repredict":
+        wanted = [case for case in wanted if case not in _unmeasured(wanted, chosen.results)]
+        if chosen.times:
+            return _repredict_times(wanted, chosen.results)
         return _repredict(wanted, chosen.results, chosen.workers)
     if chosen.predictions is None:
         parser.error("--predictions FILE is where predictions go, and where measure finds them")

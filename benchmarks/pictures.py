@@ -2,6 +2,7 @@
 
 python -m benchmarks.pictures truth --out docs/pictures/truth.png
 python -m benchmarks.pictures levers --out docs/pictures/levers.png
+python -m benchmarks.pictures published --out docs/pictures/published.png
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.reports.levers import draw_levers
+from benchmarks.reports.published import draw_published
 from benchmarks.reports.scatter import draw_truth
 from benchmarks.rows import RESULTS
 
@@ -31,6 +33,13 @@ def truth(
 def levers(out: Out, results: Annotated[Path, typer.Option(help="Rows of levers.")] = RESULTS / "levers.csv") -> None:
     """What each lever saves and costs: memory on the GPU and the host beside the time of a step, as measured."""
     draw_levers(results, out)
+    typer.echo(f"picture in {out}")
+
+
+@app.command()
+def published(out: Out) -> None:
+    """Runs that others published: speed and memory, predicted for their engine."""
+    draw_published(out)
     typer.echo(f"picture in {out}")
 
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.reports.levers import measured_block, predicted_rows
-from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows
+from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows, sustained_rows
+from benchmarks.reports.published import engine_rows, group_rows
 from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from benchmarks.reports.scale import plan_rows, published_rows, stage_rows, time_rows
 from benchmarks.reports.step_profile import profile_rows
-from benchmarks.reports.truth import measured_on, summary_rows, truth_rows
+from benchmarks.reports.truth import measured_on, step_error_rows, summary_rows, truth_rows
 from tightfit.jobs.fields import field_rows
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TRUTH = RESULTS / "memory_truth.csv"
 LEVERS_TRUTH = RESULTS / "lever_truth.csv"
 SPLITS_TRUTH = RESULTS / "split_truth.csv"
+FAMILY_TRUTH = RESULTS / "family_truth.csv"
 LEVERS = RESULTS / "levers.csv"
 PLAN_COMMAND = "tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64"
 COLUMNS = 104
@@ -135,6 +137,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
     "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
     "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
+    "sustained": lambda: markdown_table(*sustained_rows()),
+    "step-errors": lambda: markdown_table(*step_error_rows([TRUTH, LEVERS_TRUTH, FAMILY_TRUTH])),
+    "family-truth": lambda: f"{markdown_table(*truth_rows(FAMILY_TRUTH))}\n\n{measured_on(FAMILY_TRUTH)}",
+    "engines": lambda: markdown_table(*engine_rows()),
+    "published-groups": lambda: markdown_table(*group_rows()),
     "scale-plans": lambda: markdown_table(*plan_rows(RESULTS)),
     "scale-times": lambda: markdown_table(*time_rows(RESULTS)),
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),

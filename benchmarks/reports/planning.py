@@ -2,15 +2,34 @@
 
 from collections.abc import Sequence
 
-from tightfit.hardware.catalog import CATALOG
+from tightfit.hardware.accelerator import Number
+from tightfit.hardware.catalog import CATALOG, find_accelerator
 from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.links import COLLECTIVE_SHARE, HOP_US, LINKS
 from tightfit.hardware.machine import parse_machine
+from tightfit.hardware.sustained import generation_of, product_share
 from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import Question, answer, make_workload
 from tightfit.plan.describe import describe_layout, describe_levers
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
+SUSTAINED = (
+    ("V100-32GB", "sxm"),
+    ("T4", None),
+    ("A100-80GB", "sxm"),
+    ("A100-80GB", "pcie"),
+    ("A10", None),
+    ("RTX3090", None),
+    ("L4", None),
+    ("L40S", None),
+    ("RTX4090", None),
+    ("H100-80GB", "sxm"),
+    ("H100-80GB", "pcie"),
+    ("H200", "sxm"),
+    ("B200", None),
+    ("RTX5090", None),
+    ("MI300X", None),
+)
 EXAMPLES = (
     ("llama-3.2-1b", "8xA100-80GB", 4096, 256),
     ("llama-3.1-8b", "8xV100-32GB", 512, 8),
@@ -102,3 +121,15 @@ def example_rows() -> Rows:
             (asked, describe_layout(plan.layout), describe_levers(plan.levers), memory, f"{plan.step_seconds:.2g} s")
         )
     return ("question", "layout", "levers", "memory a GPU", "step"), rows
+
+
+def sustained_rows() -> Rows:
+    """Of each generation's best-known cards, what products sustain."""
+    rows = []
+    for name, form in SUSTAINED:
+        card = find_accelerator(name, form)
+        number: Number = "bf16" if card.rates.bf16 else "fp16"
+        peak = card.rates.of(number) or 0.0
+        share = product_share(card, peak)
+        rows.append((card.name, card.form, generation_of(card), f"{card.power_w:g} W", f"{peak:g}", f"{share:.0%}"))
+    return ("card", "form", "generation", "power", "peak TFLOP/s", "products sustain"), rows

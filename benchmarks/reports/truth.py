@@ -44,6 +44,15 @@ def summary_rows(path: Path) -> Rows:
     return ("predicted", "by", "rows", "mean error", "worst"), shown
 
 
+def step_error_rows(paths: Sequence[Path]) -> Rows:
+    """Mean and worst error of step times, of each table."""
+    rows = []
+    for path in paths:
+        found = errors(points(newest(path), "predicted_step_ms", "measured_step_ms"))
+        rows.append((f"`{path.name}`", str(found.rows), f"{found.mean:.1%}", f"{found.worst:.1%}"))
+    return ("table", "steps", "mean error", "worst"), rows
+
+
 def measured_on(path: Path) -> str:
     """Which device, versions and commits the rows are from."""
     rows = newest(path)
@@ -85,6 +94,7 @@ def settings(row: dict[str, str]) -> str:
     recomputed = "every layer" if every == 1 else f"one layer in {every}"
     words = [
         row["precision"],
+        f"{row['layers']} layers" if row.get("layers", "0") != "0" else "",
         "Hugging Face's model" if row["implementation"] == "huggingface" else "",
         _ranks(row),
         f"{recomputed} recomputed" if every else "",

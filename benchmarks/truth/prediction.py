@@ -7,7 +7,6 @@ takes is not what a real one would, and kernels on such values draw less power.
 """
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,12 +54,17 @@ def predict(case: Case, machine: str = "H200") -> Prediction:
     if case.implementation == "huggingface":
         return Prediction(None, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), None)
     formula = formulas(case)
-    seconds = Costs(case.workload, parse_machine(machine)).step(case.layout, case.levers).step_s
+    seconds = step_seconds(case, machine)
     return Prediction(
         formula.peak_allocated_bytes(), simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(),
         seconds if case.ranks == 1 else None, *(each.allocated_bytes("backward", place="host")
                                                 for each in (formula, simulated)),
     )  # fmt: skip
+
+
+def step_seconds(case: Case, machine: str = "H200") -> float:
+    """By the planner's costs."""
+    return Costs(case.workload, parse_machine(machine)).step(case.layout, case.levers).step_s
 
 
 def formulas(case: Case) -> Ledger:
@@ -90,15 +94,19 @@ class Measurement:
 
 
 def measure(case: Case) -> Measurement:
-    """Run `case` on this GPU: one step to warm up, then one or two that are timed."""
+    """Run `case` on this GPU: one step to warm up, then two or three in a row that are timed together.
+
+    Not one by one: with states on the host, part of an update runs beside the next step.
+    """
     _clear()
     pinned = pinned_bytes()
     try:
         with _world(case):
             step = _real_step(case)
             torch.cuda.reset_peak_memory_stats()
-            seconds = [_timed(step) for _ in range(2 if case.sequence_length > 16_384 else 3)]
-        timed = statistics.median(seconds[1:]) if case.ranks == 1 else None
+            step(ignore)
+            seconds = _timed(step, 2 if case.sequence_length > 16_384 else 3)
+        timed = seconds if case.ranks == 1 else None
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         return Measurement(*peaks, timed, pinned_bytes() - pinned)
     except torch.OutOfMemoryError:
@@ -108,12 +116,14 @@ def measure(case: Case) -> Measurement:
         _clear()
 
 
-def _timed(step: Callable[[OnPhase], object]) -> float:
+def _timed(step: Callable[[OnPhase], object], count: int) -> float:
+    """Seconds of one of `count` steps in a row."""
     torch.cuda.synchronize()
     began = time.perf_counter()
-    step(ignore)
+    for _ in range(count):
+        step(ignore)
     torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / count
 
 
 def _clear() -> None:

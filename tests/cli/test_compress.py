@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from tests.cli.test_verbs import Run
-from tests.compress.conftest import text, tiny, tokenizer
+from tests.compress.conftest import SPEC, text, tiny, tokenizer
+from tests.compress.test_fitting import sized
+from tightfit.compress.fitting import fit_ledger
 
 __all__ = ["text", "tiny", "tokenizer"]
 
@@ -45,6 +47,38 @@ def test_from_a_model_to_a_file_for_others(
 
 
 @pytest.mark.parametrize(
+    "method",
+    [
+        ("--method", "wanda", "--pattern", "2:4"),
+        ("--method", "structured", "--keep-layers", 1, "--keep-mlp", 96),
+        ("--method", "whitened-svd", "--keep", 0.6),
+        ("--fit", "T4", "--context", 100),
+    ],
+    ids=lambda method: str(method[1]),
+)
+def test_other_ways_to_shrink(
+    method: tuple[Any, ...],
+    tiny: Path,
+    text: Path,
+    token_cache: Path,
+    tmp_path: Path,
+    tightfit: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small_card = sized(fit_ledger(SPEC, SPEC.params(), 100).peak_bytes())  # for 8 bits a weight
+    monkeypatch.setattr("tightfit.hardware.machine.parse_machine", lambda text: small_card)
+    small, cache = tmp_path / "small", ("--cache", token_cache)
+    made = tightfit("compress", tiny, *method, "--data", text, "--samples", 4, "--seq", 64, *cache, "--out", small)
+    assert made.code == 0, made.err
+    assert "will write" in made.err
+    assert ("expected perplexity" in made.err) == (method[0] == "--fit")
+    compared = tightfit("evaluate", small, "--data", text, "--against", tiny, "--seq", 64, *cache, "--json").json
+    assert compared["kl"]["mean"] > 0
+    assert len(tightfit("sample", small, "-p", "the ", "-n", 4, "--json").json["continuations"]) == 1
+    assert tightfit("export", small, tmp_path / "dense").code == 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--method", "gtpq"), "unknown"),
@@ -53,6 +87,13 @@ def test_from_a_model_to_a_file_for_others(
         (("--recipe", "missing.yaml"), "cannot read the recipe"),
         (("--recipe", "missing.yaml", "--bits", "4"), "belong to --method"),
         (("--method", "rtn", "--group", "48"), "whole groups"),
+        (("--keep-mlp", "48"), "--method structured"),
+        (("--method", "structured", "--bits", "4"), "other methods than structured"),
+        (("--method", "svd", "--format", "gptq"), "drop it"),
+        (("--keep", "0.5"), "whitened-svd"),
+        (("--fit", "T4", "--bits", "4"), "chooses bits itself"),
+        (("--context", "100"), "name a card"),
+        (("--fit", "T4", "--context", "100"), "in 16 bits already"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], said: str, tiny: Path, tmp_path: Path, tightfit: Any) -> None:

@@ -23,6 +23,8 @@ LAYOUTS = {
     "zero-3": {"data": 4, "zero": 3},
     "tensor and pipeline": {"tensor": 2, "pipeline": 2},
     "all": {"data": 2, "zero": 1, "tensor": 2, "pipeline": 2},
+    "context": {"data": 2, "context": 2, "zero": 3},
+    "context and tensor": {"context": 2, "ring": 2, "zero": 1, "tensor": 2},
 }
 
 
@@ -88,7 +90,8 @@ def test_what_is_written_beside_training_is_the_step_it_was_taken_at(
 
 
 def test_a_run_goes_on_from_pieces_in_another_layout(group: Make, make: Callable[..., Job]) -> None:
-    run_on(group, make("moving", LAYOUTS["zero-3"]), stop_after=2)
+    run_on(group, make("moving", LAYOUTS["context"]), stop_after=1)
+    run_on(group, make("moving", LAYOUTS["zero-3"]), resume=True, stop_after=2)
     run_on(group, make("moving", LAYOUTS["tensor and pipeline"]), resume=True)
     run_on(group, make("one", sharded=False))
     ours, theirs = (load_model(str(make(name).output)).model.state_dict() for name in ("moving", "one"))

@@ -121,13 +121,14 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
     Made once: each of gloo's groups has a thread that wakes a hundred times a second for as long as the process lives.
     """
-    return _mesh(layout.pipeline, layout.data, layout.tensor, layout.copies)
+    degrees = {name: getattr(layout, name) for name in ("pipeline", "data", "context", "ring", "tensor")}
+    inside = {"zero": 1, "shard_inside": layout.shard_inside} if layout.copies > 1 else {}
+    return _mesh(**degrees, **inside)
 
 
 @cache
-def _mesh(pipeline: int, data: int, tensor: int, copies: int) -> DeviceMesh:
-    inside = {"zero": 1, "shard_inside": data // copies} if copies > 1 else {}
-    return make_mesh(Layout.model_validate({"pipeline": pipeline, "data": data, "tensor": tensor} | inside), "cpu")
+def _mesh(**degrees: int) -> DeviceMesh:
+    return make_mesh(Layout.model_validate(degrees), "cpu")
 
 
 def train(case: Case, mesh: DeviceMesh | None, ranks: Ranks) -> Share:
@@ -163,7 +164,7 @@ def together(shares: Sequence[Share]) -> Trace:
 
 
 def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module, MasterAdamW]:
-    decoder = unfilled(case.spec, case.layout, case.precision, CPU)
+    decoder = unfilled(case.spec, case.layout, case.precision, CPU, case.levers)
 
     def fill(model: Decoder) -> None:
         torch.manual_seed(5)

@@ -16,7 +16,7 @@ from tightfit.models.quantized.linear import QuantizedLinear
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 33, 64, 300])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 33, 300])
 @pytest.mark.parametrize(("bits", "group", "zeros"), [(4, 128, True), (4, 32, False), (8, 0, False), (2, 64, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_real_shapes(rows: int, bits: int, group: int, zeros: bool, dtype: torch.dtype) -> None:

@@ -15,10 +15,14 @@ WANTED = [
     "RTX4070TiSuper", "RTX4080", "RTX4080Super", "RTX4090", "RTX5060", "RTX5060Ti", "RTX5070", "RTX5070Ti",
     "RTX5080", "RTX5090", "RTXA2000", "RTXA4000", "RTXA4500", "RTXA5000", "RTXA5500", "RTXA6000", "RTX4000Ada",
     "RTX4500Ada", "RTX5000Ada", "RTX6000Ada", "RTXPRO6000", "MI210", "MI250", "MI250X", "MI300A", "MI300X",
-    "MI325X", "MI350X", "MI355X", "M1Max", "M1Ultra", "M2Max", "M2Ultra",
+    "MI325X", "MI350X", "MI355X", "M1", "M1Pro", "M1Max", "M1Ultra", "M2", "M2Pro", "M2Max", "M2Ultra", "M3", "M3Pro",
+    "M3Max", "M3Ultra", "M4", "M4Pro", "M4Max", "TITANV", "QuadroGV100", "RTX2060Super", "RTX2070Super",
+    "RTX2080Super", "QuadroRTX4000", "QuadroRTX5000", "RTX3050", "RTX4090D", "RTX2000Ada", "RTX4000SFFAda",
+    "RTX5880Ada", "RTX5050", "RTXPRO4000", "RTXPRO4500", "RTXPRO5000", "GB300",
 ]
 # fmt: on
-NO_BF16 = ("T4", "P100", "V100", "V100S", "TITANRTX", "QuadroRTX6000", "QuadroRTX8000")
+NO_BF16 = ("T4", "P100", "V100", "V100S", "TITANV", "QuadroGV100", "TITANRTX")
+NO_BF16_SERIES = ("RTX20", "QuadroRTX")
 
 
 def test_every_card_people_ask_about_is_there_with_a_source() -> None:
@@ -43,7 +47,8 @@ def test_rows_are_consistent() -> None:
         assert rates.fp16 > rates.fp32 or row.form == "soc"
         assert rates.fp8 is None or rates.fp8 == pytest.approx(2 * rates.fp16, rel=0.02)
         assert rates.int8 is None or rates.int8 >= rates.fp16
-        if row.family in NO_BF16 or row.family.startswith("RTX20"):
+        is_old = row.family.startswith(NO_BF16_SERIES) and not row.family.endswith("Ada")
+        if row.family in NO_BF16 or is_old:
             assert rates.bf16 is None
             assert rates.tf32 is None
         else:

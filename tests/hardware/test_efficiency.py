@@ -124,8 +124,6 @@ def test_codes_link_and_host_are_calibrated() -> None:
 
 
 UPDATES = [
-    ("torch fp32", "auto beside masters", "bf16", Levers()),
-    ("torch bf16", "auto", "pure-bf16", Levers()),
     ("8bit", "8bit beside masters", "bf16", Levers(optimizer_states="8bit")),
     ("factored", "factored beside masters", "bf16", Levers(optimizer_states="factored")),
 ]
@@ -139,6 +137,30 @@ def test_updates_are_calibrated(name: str, case: str, precision: Any, levers: Le
     moved = moved_bytes(workload, Layout(), levers) - workload.weight_bytes
     reached = found.gb * moved / found.ms * 1e3 / (MEASURED.bandwidth * H200_GB_S)
     assert reached == pytest.approx(dict(MEASURED.updates)[name], abs=0.002)
+
+
+def test_the_list_kernel_reaches_a_copys_bandwidth_in_a_step() -> None:
+    """Whose bytes need no entry of their own."""
+    with (RESULTS / "step_profile.csv").open(encoding="utf-8", newline="") as file:
+        rates = [row["rate"] for row in csv.DictReader(file) if row["group"] == "tightfit::adamw_list"]
+    assert len(rates) == 2
+    copy_gb_s = MEASURED.bandwidth * H200_GB_S
+    assert all(float(rate.removesuffix(" GB/s")) == pytest.approx(copy_gb_s, rel=0.01) for rate in rates)
+    assert "torch bf16" not in dict(MEASURED.updates)
+
+
+def test_our_own_attention_is_in_the_results() -> None:
+    """Forward from the sweep of blocks; with backward 12.83 and 21.35 ms, less forward."""
+    with (RESULTS / "flash_blocks.csv").open(encoding="utf-8", newline="") as file:
+        sweep = [row for row in csv.DictReader(file) if row["kernel"] == "forward"]
+    for head, both_ms in ((64, 12.8258), (128, 21.3514)):
+        found = [float(row["tflop_s"]) for row in sweep if row["head_dim"] == str(head)]
+        forward = by_head_size(MEASURED.own_attention_forward, head) * H200_BF16_TFLOP_S
+        assert forward == pytest.approx(max(found), rel=0.001)
+        work_tflop = 4e-12 * 4 * 32 * head * 8192**2 / 2
+        backward_ms = both_ms - work_tflop / forward * 1e3
+        backward = by_head_size(MEASURED.own_attention_backward, head) * H200_BF16_TFLOP_S
+        assert backward == pytest.approx(2.5 * work_tflop / backward_ms * 1e3, rel=0.01)
 
 
 def test_head_sizes_between_take_the_smaller_ones_share() -> None:

@@ -34,6 +34,7 @@ BROKEN_LEVERS: dict[str, dict[str, Any]] = {
 BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
     "zero_needs_ranks": {"zero": 1},
     "groups_divide_data_ranks": {"shard_inside": 3, "data": 4, "zero": 1},
+    "a_ring_is_of_context_ranks": {"ring": 2, "context": 3},
     "expert_ranks_are_data_ranks": {"expert": 2},
     "several_stages_interleave": {"stages_per_rank": 2},
 }
@@ -46,23 +47,28 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "tensor_ranks_divide_the_model": ({"tensor": 3}, {}, {}),
     "a_stage_has_a_layer": ({"pipeline": 17}, {}, {}),
     "checkpointed_layers_exist": ({}, {"num_checkpoints": 17}, {}),
-    "some_splits_are_not_trained_yet": ({"context": 2}, {}, {}),
-    "offload_is_for_one_gpu": ({"data": 2}, {"offload": "optimizer"}, {}),
+    "context_ranks_share_heads": ({"context": 12}, {}, {}),
+    "context_ranks_share_rows": ({"context": 4, "ring": 4}, {}, {"sequence_length": 516}),
+    "some_splits_are_not_trained_yet": ({"data": 2, "expert": 2}, {}, {}),
+    "streamed_weights_are_whole": ({"data": 2, "zero": 3}, {"offload": "weights", "checkpoint_every": 1}, {}),
     "offloaded_states_are_rows": ({}, {"offload": "optimizer", "optimizer_states": "factored"}, {}),
     "pipelines_shard_optimizer_states_at_most": (PIPED | {"data": 2, "zero": 2}, {}, {}),
-    "offloaded_checkpoints_come_in_order": (PIPED, {"checkpoint_every": 1, "offload_checkpoints": True}, {}),
     "zero_bubble_keeps_activations": (PIPED | {"schedule": "zero-bubble"}, {"tiles": 2}, {}),
     "schedules_take_equal_rounds": (PIPED | {"schedule": "zero-bubble"}, {}, {"accumulation": 5}),
     "tensor_ranks_hold_part_of_the_logits": ({"tensor": 2}, {"loss": "plain"}, {}),
-    "tensor_ranks_meet_inside_layers": ({"tensor": 2}, {"tiles": 2}, {}),
+    "tiles_are_of_the_whole_stream": ({"tensor": 2}, {"tiles": 2}, {}),
     "fp8_scales_are_of_whole_matrices": ({"tensor": 2}, {"matmul": "fp8-row"}, {}),
     "states_share_whole_rows": ({"tensor": 2}, {"optimizer_states": "factored"}, {}),
     "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),
     "fp8_needs_aligned_sizes": ({}, {"matmul": "fp8-row"}, {"spec": replace(SPEC, mlp_size=8193)}),
     "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
+    "a_student_is_whole": ({"tensor": 2}, {}, {"distills": True}),
+    "distillation_is_fused": ({}, {"loss": "plain"}, {"distills": True}),
+    "features_are_kept": ({}, {"checkpoint_every": 1}, {"distills": True, "compares_features": True}),
 }
 BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "deepspeed_splits_over_data_ranks": ({"tensor": 2}, {}, {}),
+    "deepspeed_has_no_teacher": ({"data": 2, "zero": 1}, {}, {"distills": True}),
     "deepspeed_has_something_to_do": ({"data": 2}, {}, {}),
     "deepspeed_keeps_masters": ({"data": 2, "zero": 1}, {}, {"precision": "pure-bf16"}),
     "deepspeed_has_no_other_levers": ({"data": 2, "zero": 1}, {"optimizer_states": "8bit"}, {}),
@@ -127,7 +133,10 @@ def test_what_deepspeed_refuses(name: str) -> None:
 
 def test_a_job_asks_the_rulebook() -> None:
     job = {"model": "llama-3.2-1b", "data": "x.txt", "output": "o", "steps": 1, "global_batch": 8}
-    for layout, levers, _ in (BROKEN_RUNS["offload_is_for_one_gpu"], BROKEN_RUNS["some_splits_are_not_trained_yet"]):
+    for layout, levers, _ in (
+        BROKEN_RUNS["streamed_weights_are_whole"],
+        BROKEN_RUNS["some_splits_are_not_trained_yet"],
+    ):
         with pytest.raises(ValidationError, match="which "):
             Job.model_validate(job | {"layout": layout | {"micro_batch": 1}, "levers": levers})
 

@@ -34,11 +34,11 @@ def compile_for(capability: int, kernel: Any, dtype: torch.dtype, blocks: Blocks
             signature[name] = "constexpr"
         elif name in NUMBERS:
             signature[name] = "fp32"
-        elif stride or name in ("heads", "group", "queries", "keys", "window"):
+        elif stride or name in ("heads", "group", "queries", "keys", "before", "window"):
             signature[name] = "i32"
         else:
             kind = "*bf16" if dtype == torch.bfloat16 else "*fp16"
-            signature[name] = "*i32" if name == "bounds" else "*fp32" if name in FLOATS else kind
+            signature[name] = "*i32" if name in ("starts", "ends") else "*fp32" if name in FLOATS else kind
         if stride or signature[name].startswith("*"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)

@@ -15,12 +15,16 @@ from torch import Tensor
 import tightfit.kernels.adamw
 import tightfit.kernels.adamw8bit
 import tightfit.kernels.adamw_list
+import tightfit.kernels.decode_attention
 import tightfit.kernels.decode_linear
+import tightfit.kernels.flash_blocks
 import tightfit.kernels.fp8_mlp
 import tightfit.kernels.fp8_quantize
 import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
+import tightfit.kernels.greedy
 import tightfit.kernels.paged_attention
+import tightfit.kernels.paged_prefill
 import tightfit.kernels.rope
 import tightfit.kernels.rotate_store
 import tightfit.kernels.row_norm
@@ -104,25 +108,33 @@ def launch_codes(x: Tensor) -> None:
 
 
 def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
-    """What a decoding step launches, for one token and for several."""
+    """What a decoding step launches, for one token and for several, and prompts beside it."""
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)
     numbers, half = torch.ones(3, dtype=torch.int64), torch.ones(8, 32, dtype=dtype)
-    for rows in (1, 3):
-        x, residual = torch.ones(rows, 128, dtype=dtype), torch.ones(rows, 256, dtype=dtype)
-        decode.decode_linear(x, weight, norm=norm, bias=weight[:, 0].contiguous(), overlap=overlap)
-        decode.decode_linear(x, weight, activation="silu", norm=norm, overlap=overlap)
-        decode.decode_linear(x, weight, residual=residual, out_dtype=torch.float32, overlap=overlap)
-    qkv = torch.ones(3, 8 * 64, dtype=dtype)
+    x, residual = torch.ones(1, 128, dtype=dtype), torch.ones(1, 256, dtype=dtype)
+    decode.decode_linear(x, weight, norm=norm, bias=weight[:, 0].contiguous(), overlap=overlap)
+    decode.decode_linear(x, weight, activation="silu", norm=norm, overlap=overlap)
+    decode.decode_linear(x, weight, residual=residual, out_dtype=torch.float32, overlap=overlap)
+    qkv, counters = torch.ones(3, 8 * 64, dtype=dtype), torch.zeros(8, dtype=torch.int32)
     for weights in ((None, None), (cache[0, 0, 0], cache[0, 0, 0])):
         tightfit.kernels.rotate_store.rotate_store(
-            qkv, cache, cache, numbers, numbers, half, half, heads=4, q_norm=weights[0], k_norm=weights[1],
-            overlap=overlap,
+            qkv, cache, cache, numbers, numbers, half, half, heads=4, q_norm=weights[0], k_norm=weights[1]
         )  # fmt: skip
+    tightfit.kernels.decode_attention.decode_attention(
+        qkv, cache, cache, tables, numbers, half, half, counters, heads=4, scale=1.0, window=9, softcap=2.0,
+        q_norm=cache[0, 0, 0], k_norm=cache[0, 0, 0], splits=4, overlap=overlap,
+    )  # fmt: skip
+    blocks = tightfit.kernels.flash_blocks.Blocks(64, 32, 4, 1)
+    query, tiles = qkv[:, :256].view(3, 4, 64), torch.ones(2, 4, dtype=torch.int32)
+    tightfit.kernels.paged_prefill.paged_prefill(
+        query, cache, cache, tables, tiles, query, scale=1.0, window=9, blocks=blocks
+    )
+    tightfit.kernels.greedy.launch(qkv, numbers, numbers, counters)
     for splits in (1, 4):
         tightfit.kernels.paged_attention.paged_attention(
-            qkv[:, :256].view(3, 4, 64), cache, cache, tables, numbers, scale=1.0, window=9, softcap=2.0,
+            query, cache, cache, tables, numbers, scale=1.0, window=9, softcap=2.0,
             splits=splits, overlap=overlap,
         )  # fmt: skip
 

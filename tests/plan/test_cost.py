@@ -140,7 +140,8 @@ def test_updates_inside_backward_hide_the_link_behind_it_too() -> None:
     link_s = 12 * 8.03e9 / LINK
     assert after == pytest.approx(max(0.0, link_s - plain.compute_s / 3), abs=0.3)
     embedding_s = 12 * 128256 * 4096 / LINK  # whose gradient comes last, and which the next forward pass begins with
-    assert inside == pytest.approx(embedding_s, rel=0.01)
+    put_off_s = 12 * (2**30 - 2**29) / 2 / LINK  # half a gibibyte of gradients, whose updates stand in line behind it
+    assert inside == pytest.approx(embedding_s + put_off_s, rel=0.01)
     everything = Levers(offload="optimizer", update_in_backward=True, offload_gradient_bytes=2**29)
     nothing_late, found = offload_s(everything)
     assert nothing_late == pytest.approx(link_s - found.compute_s * 2 / 3, rel=0.05)
@@ -197,7 +198,7 @@ def test_tensor_ranks_pay_for_slow_links() -> None:
     fast = step("llama-3.1-8b", "8xA100-80GB", 4096, 8, layout)
     slow = step("llama-3.1-8b", "8xA100-80GB:pcie", 4096, 8, layout)
     assert slow.tensor_s > 8 * fast.tensor_s
-    assert fast.compute_s == pytest.approx(slow.compute_s, rel=0.02)
+    assert 1 < slow.compute_s / fast.compute_s < (400 / 300) ** 0.5, "PCIe cards have 300 W, not 400"
 
 
 @pytest.mark.parametrize("stages", [1, 7, 63, 64])

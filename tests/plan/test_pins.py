@@ -111,9 +111,11 @@ def test_runnable_pins_leave_what_the_trainer_runs() -> None:
     assert found.layout.zero == 3
     assert refused(found) is None
     split = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=2").plan
-    sentence = refused(split)
-    assert sentence is not None
-    assert "layout.context is 2" in sentence
+    assert split.layout.context == 2
+    assert refused(split) is None
+    ring = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=4", "layout.ring=2").plan
+    assert (ring.layout.context, ring.layout.ring) == (4, 2)
+    assert refused(ring) is None
 
 
 def test_pins_print_as_they_are_written() -> None:

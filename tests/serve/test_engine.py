@@ -20,6 +20,8 @@ from tightfit.serve.grammar import Grammar
 from tightfit.serve.request import Answer, Request
 from tightfit.serve.sampler import probabilities
 from tightfit.serve.sampling import Sampling
+from tightfit.serve.sequence import Sequence
+from tightfit.serve.speculation import accepted
 
 CONFIG = EngineConfig(max_sequences=8, step_tokens=32, block_size=4, cache_bytes=2**20)
 PROMPT = [5, 17, 3, 42, 8, 99, 120, 7, 250, 31]
@@ -144,17 +146,32 @@ def test_guessing_does_not_change_greedy_answers(model: Decoder, smaller: Decode
         assert engine.counts.steps < 30
 
 
-@pytest.mark.parametrize("speculation", ["lookup", "draft"])
-def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder, speculation: Any) -> None:
+def test_a_certain_guess_keeps_the_distribution() -> None:
+    """What a lookup guesses is kept or replaced so that tokens come as often as the target says."""
+    chances, draws = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]), 4000
+    made = []
+    for seed in range(draws):
+        sequence = Sequence([1, 2], Sampling(seed=seed))
+        made.append(tuple(accepted(chances, (1,), None, sequence)))
+    for token, chance in enumerate(chances[0].tolist()):
+        found = sum(tokens[0] == token for tokens in made) / draws
+        assert abs(found - chance) <= 5 * (chance * (1 - chance) / draws) ** 0.5
+    after = [tokens[1] for tokens in made if tokens[0] == 1]
+    assert all(len(tokens) == 1 + (tokens[0] == 1) for tokens in made)
+    assert abs(after.count(2) / len(after) - 0.8) <= 5 * (0.16 / len(after)) ** 0.5
+
+
+def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder) -> None:
     """The pair of first tokens has the probability that the model alone gives it, within five standard errors."""
     prompt, draws = [9, 8, 7, 9, 8, 7, 9, 8], 600
-    sampling = Sampling(max_tokens=2, temperature=0.7, top_k=3, seed=1)
-    config = replace(CONFIG, speculation=speculation, speculated_tokens=1, max_sequences=100, step_tokens=400)
+    sampling = Sampling(max_tokens=3, temperature=0.7, top_k=3, seed=1)  # the second is guessed: there is room for one
+    config = replace(CONFIG, speculation="draft", speculated_tokens=1, max_sequences=100, step_tokens=400)
     engine = Engine(model, None, config, draft=smaller)
     requests = [
         Request(id=str(seed), prompt=prompt, sampling=replace(sampling, seed=seed), count=1) for seed in range(draws)
     ]
-    made = [tuple(found[0].tokens) for found in engine.generate(requests).values()]
+    made = [tuple(found[0].tokens[:2]) for found in engine.generate(requests).values()]
+    assert 0 < engine.counts.kept < engine.counts.guessed
     with torch.no_grad():
         first = probabilities(model(torch.tensor([prompt])).logits[0, -1:], [sampling])[0]
         for a in first.nonzero().flatten().tolist():

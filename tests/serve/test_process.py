@@ -52,10 +52,10 @@ def wait_until_healthy(port: int, alive: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[tuple]:
+def serving(directory: Path, *more: str) -> Iterator[tuple]:
     """A server in a process of its own, and its port."""
     port = free_port()
-    options = ["serve", str(directory), "--port", str(port), "--name", "tiny", "--max-length", "256"]
+    options = ["serve", str(directory), "--port", str(port), "--name", "tiny", "--max-length", "256", *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "tightfit", *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -89,6 +89,22 @@ def test_sigterm_lets_open_answers_finish(directory: Path) -> None:
         output = process.stdout.read().decode()
     assert f"http://127.0.0.1:{port}" in output
     assert "blocks of 16 tokens" in output
+
+
+@pytest.mark.parametrize("more", [("--tensor", "2"), ("--replicas", "2")])
+def test_several_processes_answer_as_one_and_end_together(directory: Path, loaded: LoadedModel, more: tuple) -> None:
+    from tightfit.serve.request import Request
+    from tightfit.serve.sampling import Sampling
+
+    prompt, sampling = [5, 17, 3, 42], Sampling(max_tokens=8, temperature=0)
+    engine = Engine(loaded.model, loaded.tokenizer, EngineConfig(cache_bytes=2**20, max_sequences=4))
+    wanted = engine.generate([Request(id="x", prompt=prompt, sampling=sampling)])["x"][0].text
+    with serving(directory, *more) as (process, port):
+        asked = ask(port, prompt=prompt, max_tokens=8, temperature=0, ignore_eos=True)
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            assert json.loads(response.read())["choices"][0]["text"] == wanted
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_dead_engine_ends_the_server_with_its_error(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

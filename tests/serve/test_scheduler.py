@@ -61,8 +61,7 @@ def test_ten_thousand_random_arrivals_cancels_and_preemptions_leave_the_pool_ful
         chunks = scheduler.schedule()
         assert sum(chunk.count + chunk.lookahead for chunk in chunks) <= limits.step_tokens
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
-        for chunk in chunks:
-            scheduler.launched(chunk)
+        scheduler.launched(chunks)
         flying.append(chunks)
         while len(flying) > (depth if chunks else 0):
             collect(scheduler, flying.pop(0), rng)
@@ -80,8 +79,7 @@ def run_alone(scheduler: Scheduler, steps: int) -> list[list[Chunk]]:
     made = []
     for _ in range(steps):
         chunks = scheduler.schedule()
-        for chunk in chunks:
-            scheduler.launched(chunk)
+        scheduler.launched(chunks)
         for chunk in chunks:
             if chunk.sequence.pending:
                 chunk.sequence.pending = 0

@@ -28,6 +28,7 @@ def tiny_job(output: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
         "precision": "fp32",
         "optimizer": {"lr": 5e-3},
         "schedule": {"kind": "cosine", "warmup_steps": 1},
+        "saving": {"sharded": False},
     }
     return Job.model_validate({**fields, **changes})
 

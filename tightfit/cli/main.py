@@ -11,6 +11,7 @@ import typer
 import tightfit
 from tightfit.cli.batch import batch
 from tightfit.cli.bench import bench
+from tightfit.cli.calibrate import calibrate
 from tightfit.cli.check import check
 from tightfit.cli.compare import compare
 from tightfit.cli.compress import compress
@@ -41,7 +42,22 @@ app = typer.Typer(
 )
 app.command(cls=ResumingCommand)(train)
 app.command(cls=ResumingCommand)(launch)
-VERBS = (sample, serve, generate, evaluate, compress, models, plan, measure, check, compare, batch, hardware, export)
+VERBS = (
+    sample,
+    serve,
+    generate,
+    evaluate,
+    compress,
+    models,
+    plan,
+    measure,
+    check,
+    compare,
+    batch,
+    hardware,
+    calibrate,
+    export,
+)
 for verb in VERBS:
     app.command()(verb)
 app.add_typer(bench)

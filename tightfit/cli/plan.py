@@ -27,6 +27,10 @@ def plan(
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "pure-bf16"] | None, typer.Option(help="By default what suits the card.")
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="Whose training code the numbers are for: tightfit, hf, deepspeed, torchtitan, megatron."),
+    ] = "tightfit",
     steps: Annotated[int | None, typer.Option(help="Steps of the job, to tell how long it takes.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The same in tokens: 15T.")] = None,
     pin: Annotated[
@@ -51,6 +55,9 @@ def plan(
     serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False,
     quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None,
+    cache_format: Annotated[
+        Literal["model", "int8", "fp8"] | None, typer.Option(help="What served keys and values are kept in.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Requests served at a time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -70,8 +77,12 @@ def plan(
 
     machine = parse_machine(on, host_memory)
     if serve:
-        return _serve(model, machine, quantize or "bf16", context, 1 if batch is None else batch, as_json=as_json)
-    for name, given in (("quantize", quantize), ("context", context), ("batch", batch)):
+        cache = cache_format or "model"
+        return _serve(
+            model, machine, quantize or "bf16", context, 1 if batch is None else batch, cache, as_json=as_json
+        )
+    about_serving = (("quantize", quantize), ("context", context), ("batch", batch), ("cache-format", cache_format))
+    for name, given in about_serving:
         if given is not None:
             raise UserError(f"--{name} is {given}, which is about serving; add --serve or leave it out")
     from tightfit.plan.answer import answer
@@ -86,6 +97,7 @@ def plan(
         rows=global_batch,
         batch_tokens=batch_tokens,
         precision=precision,
+        engine=engine,
         steps=steps,
         tokens=tokens,
         pins=pin or [],
@@ -115,6 +127,7 @@ def _question(
     rows: int | None,
     batch_tokens: str | None,
     precision: Any,
+    engine: str,
     steps: int | None,
     tokens: str | None,
     pins: list[str],
@@ -123,7 +136,9 @@ def _question(
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
+    from tightfit.jobs.engine import find_engine
     from tightfit.jobs.paths import absolute, with_absolute_paths
+    from tightfit.jobs.workload import with_teacher
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
@@ -131,6 +146,7 @@ def _question(
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}
+    taught: Any = None
     if model.endswith(JOB_FILES):
         from tightfit.jobs.job import rounded_vocabulary
         from tightfit.jobs.load import load_job
@@ -145,11 +161,22 @@ def _question(
         model, shape = loaded.model.source, dict(loaded.model.shape)
         if loaded.tokenizer.source == "train":
             shape["vocab_size"] = rounded_vocabulary(loaded.tokenizer.vocab_size)
+        taught = loaded
     spec = reshaped(resolve_spec(model), shape, model)
     if not job and model not in PRESETS:
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
-    workload = make_workload(spec, machine, sequence_length=seq, rows=rows, tokens=step_tokens, precision=precision)
+    workload = make_workload(
+        spec,
+        machine,
+        sequence_length=seq,
+        rows=rows,
+        tokens=step_tokens,
+        precision=precision,
+        engine=find_engine(engine).name,
+    )
+    if taught is not None:
+        workload = with_teacher(workload, taught)
     return Question(
         model=model,
         workload=workload,
@@ -187,12 +214,21 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     return extra
 
 
-def _serve(model: str, machine: "Machine", quantize: str, context: int | None, batch: int, *, as_json: bool) -> None:
+def _serve(
+    model: str,
+    machine: "Machine",
+    quantize: str,
+    context: int | None,
+    batch: int,
+    cache: Literal["model", "int8", "fp8"],
+    *,
+    as_json: bool,
+) -> None:
     from tightfit.models.resolve import resolve_spec
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving
 
-    asked = make_serving(model, resolve_spec(model), machine, quantize, context, batch)
+    asked = make_serving(model, resolve_spec(model), machine, quantize, context, batch, cache)
     print_serving(asked, as_json=as_json)
     if not asked.fits:
         raise typer.Exit(DOES_NOT_FIT)

@@ -1,6 +1,9 @@
 """`tightfit serve`: an OpenAI-compatible server."""
 
-from typing import Annotated
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,7 +26,13 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What clients call the model; MODEL where not given.")] = None,
     draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")] = None,
     lookup: Annotated[bool, typer.Option(help="Guess ahead from what the prompt says.")] = False,
+    skip: Annotated[
+        int | None, typer.Option(help="Guess ahead with the model itself, leaving out so many of its layers.", min=1)
+    ] = None,
     guesses: Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)] = 4,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that clients may ask for. Repeatable.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="TIGHTFIT_API_KEY", help="Clients have to send it as their API key.")
     ] = None,
@@ -33,11 +42,30 @@ def serve(
     cache_gib: Annotated[
         float | None, typer.Option(help="Memory for keys and values; decided from what is free where not given.")
     ] = None,
+    host_cache_gib: Annotated[
+        float, typer.Option(help="Host memory for answers that have to give way; else they are computed again.", min=0)
+    ] = 0.0,
+    cache_format: Annotated[
+        Literal["model", "int8", "fp8"], typer.Option(help="What keys and values are kept in; int8 and fp8 take half.")
+    ] = "model",
     prefix_cache: Annotated[bool, typer.Option(help="Find equal beginnings of prompts in the cache.")] = True,
     max_requests: Annotated[int, typer.Option(help="Requests open at a time; more get status 429.", min=1)] = 512,
     max_body_mib: Annotated[float, typer.Option(help="Size of a request's body.")] = 8.0,
     max_seconds: Annotated[float, typer.Option(help="How long a request may take.")] = 600.0,
     drain_seconds: Annotated[int, typer.Option(help="How long open requests may go on after SIGTERM.", min=0)] = 60,
+    tensor: Annotated[int | None, typer.Option(help="Cards that share every layer.", min=1)] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Cards that have some of the layers each.", min=1)] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model behind one address.", min=1)] = None,
+    export: Annotated[
+        Literal["vllm", "k8s"] | None,
+        typer.Option(help="Serve nothing; write a vLLM script or a Kubernetes manifest from the plan."),
+    ] = None,
+    on: Annotated[str | None, typer.Option(help="With --export: the machine, such as 8xH100-80GB.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="With --export: what vLLM loads, where that is not MODEL.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="With --export k8s: the container image.")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --export: the file; serve-vllm.sh or serve-k8s.yaml.")] = None,
     device: Device = "auto",
 ) -> None:
     """Serve a model to OpenAI clients, with a chat page at /.
@@ -46,37 +74,132 @@ def serve(
     tightfit serve
     tightfit serve my-model --max-length 4096 --port 9000
     tightfit serve my-model --draft my-smaller-model
+    tightfit serve my-model --tensor 2 --replicas 4
+    tightfit serve my-model --export k8s --on 8xH100-80GB
     """
     from tightfit.errors import UserError
+    from tightfit.models.huggingface.adapter_config import named_directories
+
+    adapters = named_directories(adapter or [])
+    if (name or model) in adapters:
+        raise UserError(f"--adapter names {name or model!r}, which is the model; give the adapter another name")
+    if export is not None:
+        options = {"name": name, "host": host, "port": port, "draft": draft, "lookup": lookup, "guesses": guesses}
+        return _export(
+            export,
+            model,
+            on=on,
+            out=out,
+            image=image,
+            weights=weights,
+            options=options | {"prefix_cache": prefix_cache},
+            adapters=adapters,
+            asked={
+                "length": max_length,
+                "requests": max_sequences,
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "replicas": replicas,
+                "cache": cache_format,
+            },
+        )
+    for option, given in (("on", on), ("weights", weights), ("image", image), ("out", out)):
+        if given is not None:
+            raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
+    from tightfit.launch.forked import Forked
     from tightfit.serve.config import EngineConfig
-    from tightfit.serve.start import default_model, start_engine
+    from tightfit.serve.rank_start import check_ranks, run_other_rank, start_first_rank
+    from tightfit.serve.ranks import Spread, open_meeting
+    from tightfit.serve.start import default_model, gpu_count, start_engine
 
     try:
         from tightfit.serve.http.guards import ServerLimits
+        from tightfit.serve.http.replicas import serve_replicas
         from tightfit.serve.http.server import ServerOptions
         from tightfit.serve.http.server import serve as run_server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}, which the base install leaves out: {SERVE_EXTRA}") from None
 
+    ways = [option for option, given in (("--draft", draft), ("--lookup", lookup), ("--skip", skip)) if given]
+    if len(ways) > 1:
+        raise UserError(f"{' and '.join(ways)} are ways to guess ahead; choose one")
     source = model or default_model()
     config = EngineConfig(
         max_sequences=max_sequences,
         step_tokens=max(step_tokens, max_sequences),
         max_length=max_length,
         cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
+        cache_format=cache_format,
         prefix_cache=prefix_cache,
-        speculation="draft" if draft else "lookup" if lookup else "none",
+        speculation="draft" if draft else "lookup" if lookup else "skip" if skip else "none",
+        skipped_layers=skip or 0,
+        host_bytes=int(host_cache_gib * 2**30),
         speculated_tokens=guesses,
     )
-    loaded, engine = start_engine(source, config, device=device, draft=draft)
     limits = ServerLimits(
         api_key=api_key,
         body_bytes=int(max_body_mib * 2**20),
         request_seconds=max_seconds,
         requests=max_requests,
     )
-    typer.echo(engine.describe())
-    typer.echo(f"{source} on http://{host}:{port} (chat page at /, OpenAI clients at /v1)")
-    run_server(
-        loaded, engine, ServerOptions(host=host, port=port, name=name, drain_seconds=drain_seconds, limits=limits)
+    spread = Spread(tensor or 1, pipeline or 1)
+    if spread.ranks > 1:
+        check_ranks(source, spread, device, adapters=bool(adapters), draft=draft is not None, skip=skip is not None)
+    if (replicas or 1) > 1:
+        return serve_replicas(
+            sys.argv[1:],
+            replicas=replicas or 1,
+            cards=spread.ranks,
+            host=host,
+            port=port,
+            drain_seconds=drain_seconds,
+            limits=limits,
+            gpus=gpu_count(device),
+        )
+    server_options = ServerOptions(host=host, port=port, name=name, drain_seconds=drain_seconds, limits=limits)
+    with ExitStack() as others:
+        if spread.ranks > 1:
+            store = open_meeting(spread.ranks)
+            arguments = (source, config, spread, store.port, device)
+            others.enter_context(Forked(spread.ranks - 1, run_other_rank, arguments, [run_other_rank.__module__]))
+            loaded, engine = start_first_rank(source, config, spread, store, device)
+        else:
+            loaded, engine = start_engine(source, config, device=device, draft=draft, adapters=adapters)
+        typer.echo(engine.describe())
+        typer.echo(f"{source} on http://{host}:{port} (chat page at /, OpenAI clients at /v1)")
+        run_server(loaded, engine, server_options)
+
+
+def _export(
+    target: Literal["vllm", "k8s"],
+    model: str | None,
+    *,
+    on: str | None,
+    out: Path | None,
+    image: str | None,
+    weights: str | None,
+    options: dict[str, Any],
+    adapters: dict[str, Path],
+    asked: dict[str, Any],
+) -> None:
+    from tightfit.errors import UserError
+    from tightfit.hardware.machine import parse_machine
+    from tightfit.models.huggingface.adapter_config import largest_rank
+    from tightfit.models.resolve import resolve_spec
+    from tightfit.plan.deployment import make_deployment
+    from tightfit.plan.export.serving_files import export_serving, served_weights
+    from tightfit.plan.export.vllm import EngineOptions
+
+    if model is None:
+        raise UserError("--export needs a MODEL: a Hugging Face directory, or a preset with --weights")
+    loads = served_weights(model, weights)
+    deployment = make_deployment(model, resolve_spec(model), parse_machine(on or "local"), **asked)
+    told = EngineOptions(
+        weights=loads,
+        adapters={key: str(path.resolve()) for key, path in adapters.items()},
+        largest_rank=max(map(largest_rank, adapters.values()), default=0),
+        **options | {"name": options["name"] or model},
     )
+    path = export_serving(target, deployment, told, out=out, image=image)
+    typer.echo(deployment.describe())
+    typer.echo(f"wrote {path}")

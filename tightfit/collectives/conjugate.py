@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism as autograd functions: each one's backward is the conjugate collective.
+"""Collectives of tensor and context parallelism as autograd functions: each one's backward is the conjugate collective.
 
 | function | forward | backward |
 |---|---|---|
@@ -8,6 +8,7 @@
 | `reduce_scatter` | reduce-scatter of tokens | all-gather |
 | `split_tokens` | this rank's tokens | all-gather |
 | `all_gather_columns` | all-gather of columns | reduce-scatter |
+| `all_to_all` | piece i to rank i | the same |
 
 (Shoeybi et al. 2019; Korthikanti et al. 2022.) Tokens are split evenly over the flattened [rows · length] dimension:
 norms and sums do not care where a row ends, and the gathered tensor is contiguous, so no collective needs a copy.
@@ -101,6 +102,11 @@ def all_gather_columns(x: Tensor, group: Group) -> Tensor:
     return _Conjugate.apply(x, group, _join_columns, _split_columns)
 
 
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Piece i of x [ranks, ...] goes to rank i, whose piece takes its place; gradients go back the same way."""
+    return _Conjugate.apply(x, group, _all_to_all, _all_to_all)
+
+
 def divide_gradient(x: Tensor, group: Group) -> Tensor:
     """x, computed alike on all ranks; its gradient is divided by their number, as a later sum adds them up."""
     return _Conjugate.apply(x, group, _same, lambda dy, group: dy / group.size())
@@ -143,6 +149,13 @@ def _join_columns(x: Tensor, group: Group) -> Tensor:
 
 def _split_columns(x: Tensor, group: Group) -> Tensor:
     return _reduce_scatter(x.unflatten(-1, (group.size(), -1)).movedim(-2, 0), group)
+
+
+def _all_to_all(x: Tensor, group: Group) -> Tensor:
+    pieces = x.contiguous()
+    out = torch.empty_like(pieces)
+    dist.all_to_all_single(out, pieces, group=group)
+    return out
 
 
 def is_recomputing() -> bool:

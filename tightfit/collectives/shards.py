@@ -9,7 +9,7 @@ too and treat them as whole. Filling needs no communication: each rank has the w
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -95,7 +95,7 @@ def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
     """A parameter, its gradient or a state of it as a DTensor of the whole; unchanged where it is not split."""
     if split is None or split.dim is None or tensor.ndim <= split.dim:
         return tensor
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
     mesh, placements = split.mesh, [Shard(split.dim)]
     if is_shard(tensor):
@@ -103,10 +103,16 @@ def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
     shape = list(tensor.shape)
     own = split.bounds()[1]
     shape[split.dim] = split.size if shape[split.dim] == own else shape[split.dim] * split.mesh.size()
-    size = torch.Size(shape)
-    return DTensor.from_local(
-        local(tensor).detach(), mesh, placements, run_check=False, shape=size, stride=_contiguous(size)
-    )
+    return _described(local(tensor).detach(), mesh, placements, torch.Size(shape))
+
+
+def _described(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> "DTensor":
+    """A DTensor around `part`, which stays where it is: `DTensor.from_local` would move one on the host to the GPU."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, _contiguous(shape), part.dtype)
+    return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def _strided(placements: Any, split: Split) -> list[Any]:
@@ -129,12 +135,14 @@ def shard_count(tensor: Tensor, split: Split | None) -> int:
 
 def like_shard(part: Tensor, shard: "DTensor") -> "DTensor":
     """A DTensor with the placements and rows of `shard`, whose local tensor is `part`; its columns may differ."""
-    from torch.distributed.tensor import DTensor
-
     shape = torch.Size((shard.shape[0], *part.shape[1:]))
-    return DTensor.from_local(
-        part, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=_contiguous(shape)
-    )
+    return _described(part, shard.device_mesh, shard.placements, shape)
+
+
+def replace_local(parameter: "DTensor", part: Tensor) -> None:
+    """Make `part`, of any dtype and on any device, this rank's shard of `parameter`, which stays the same object."""
+    made = nn.Parameter(like_shard(part, parameter), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""`compress`: from a model and a recipe to a directory of quantized weights, one layer in memory at a time.
+"""`compress`: from a model and a recipe to a directory of smaller weights, one layer in memory at a time.
 
-The calibration rows are carried through the model as they go: layer i + 1 sees what layer i gives once it is quantized.
+The calibration rows are carried through the model as they go: layer i + 1 sees what layer i gives once it is done.
 A killed run finds its finished layers on disk and carries the rows through those again, which costs a forward pass.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.calibration import Calibration, read_calibration
-from tightfit.compress.cost import CompressionCost, predict, schemes
+from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.format_choice import choose_format, module_schemes
 from tightfit.compress.layer_compression import LayerResult, compress_layer
@@ -33,6 +33,7 @@ from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import has_weights, load_source_tokenizer
 from tightfit.models.quantized.directory import shapes_of, tensors_to_write
+from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 
 PLAIN_DTYPE = torch.float16
@@ -56,6 +57,19 @@ class CompressionJob:
     device: str = "cpu"
     cache: Path = Path("~/.cache/tightfit")
     progress: bool = False
+
+    def read_calibration(self, spec: ModelSpec) -> Calibration:
+        """Rows of `data`, at most 2048 tokens each where no length was given."""
+        return read_calibration(
+            self.model,
+            spec,
+            self.data,
+            samples=self.samples,
+            length=min(2048, spec.max_positions) if self.length is None else self.length,
+            cache=self.cache,
+            field=self.field,
+            progress=self.progress,
+        )
 
 
 Progress = Callable[[int, int, LayerReport], None]
@@ -82,10 +96,12 @@ class _Compression:
         if rotate is not None:
             self.parts.rotation = Rotation(self.spec, rotate.seed)
         self.schemes = schemes(self.spec, job.recipe)
-        if not self.schemes:
+        if not pruned(self.spec, job.recipe) and not self.schemes:
             raise UserError("the recipe's patterns name none of the model's layers; names look like layers.0.mlp.down")
+        if not self.schemes and job.format is not None:
+            raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
         self.form = choose_format(self.schemes, job.format, job.recipe)
-        self.calibration = self._read_calibration()
+        self.calibration = job.read_calibration(self.spec) if job.data else None
         rows, length = (0, 0) if self.calibration is None else self.calibration.tokens.shape
         self.predicted = predict(self.spec, job.recipe, rows, length)
         self.config = self._config()  # refused before work, if it cannot be said
@@ -93,16 +109,6 @@ class _Compression:
         names = shapes_of(self.spec)
         self.layer_names = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(self.spec.layers)]
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
-
-    def _read_calibration(self) -> Calibration | None:
-        job = self.job
-        if not job.data:
-            return None
-        length = min(2048, self.spec.max_positions) if job.length is None else job.length
-        return read_calibration(
-            job.model, self.spec, job.data,
-            samples=job.samples, length=length, cache=job.cache, field=job.field, progress=job.progress,
-        )  # fmt: skip
 
     def _identity(self) -> dict[str, str]:
         seen = self.calibration
@@ -112,13 +118,19 @@ class _Compression:
             "model": str(Path(self.job.model).resolve()) if Path(self.job.model).exists() else self.job.model,
             "recipe": self.job.recipe.fingerprint(),
             "calibration": f"{shape} {digest}",
-            "format": self.form.name,
+            "format": self._format_name,
         }
+
+    @property
+    def _format_name(self) -> str:
+        return self.form.name if self.schemes else "float16"
 
     def _config(self) -> dict[str, Any]:
         tokenizer = self._tokenizer()
         special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         config = config_from_spec(self.written_spec, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
+        if not self.schemes:
+            return config
         theirs, plain = module_schemes(self.written_spec, self.schemes)
         self.form.check(theirs)
         return {**config, "quantization_config": self.form.config(theirs, plain)}
@@ -184,7 +196,7 @@ class _Compression:
         """The calibration rows after a layer that an earlier run has quantized."""
         if not stream:
             return stream
-        tensors, config = self.directory.tensors(index + LAYER_SHARDS), self.config["quantization_config"]
+        tensors, config = self.directory.tensors(index + LAYER_SHARDS), self.config.get("quantization_config", {})
         model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
         layer = model.layers._modules[str(index)]
         assert isinstance(layer, Layer)
@@ -201,15 +213,15 @@ class _Compression:
         measured = replace(
             self.predicted,
             result_bytes=sum(shards),
-            memory_bytes=_peak_bytes(self.device),
+            memory_bytes=peak_bytes(self.device),
             bits_per_weight=self.predicted.bits_per_weight,
             seconds=time.monotonic() - self.began,
         )
         recipe = self.job.recipe.describe()
-        return CompressionReport(self.job.out, recipe, self.form.name, reports, self.predicted, measured, resumed)
+        return CompressionReport(self.job.out, recipe, self._format_name, reports, self.predicted, measured, resumed)
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
     """The most memory there was in use: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

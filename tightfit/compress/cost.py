@@ -2,7 +2,7 @@
 
 | | bytes |
 |---|---|
-| result | codes, scales and zero points of every quantized matrix, the rest in 2 bytes |
+| result | codes, scales and zero points of every quantized matrix, the rest in 2 bytes (zeros of a pruned one too) |
 | memory | one layer in float32 and its codes; H of one set of inputs, its factor and inverse; a batch's activations |
 | | the calibration rows in three places (a layer's inputs, its wanted outputs and its new ones) |
 | arithmetic | per token: every layer's forward pass 4.5 times (two whole, four parts), x xᵀ of every set's inputs |
@@ -12,7 +12,8 @@ Bytes of the result are exact but for SpQR's outliers and file headers. Nothing 
 
 from dataclasses import dataclass
 
-from tightfit.compress.recipe import Recipe
+from tightfit.compress.recipe import Recipe, Step
+from tightfit.errors import UserError
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
@@ -56,6 +57,24 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
 def _mlp(prefix: str, count: int, hidden: int, width: int, gated: bool) -> dict[str, tuple[int, int, int]]:
     made = {f"{prefix}up": (count, width, hidden), f"{prefix}down": (count, hidden, width)}
     return made | ({f"{prefix}gate": (count, width, hidden)} if gated else {})
+
+
+CANNOT_KEEP_ZEROS = ("spqr", "binary")
+
+
+def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
+    """The step of every matrix that is pruned, each found to be cut into whole groups of N:M."""
+    found: dict[str, Step] = {}
+    for name, (_, _, inputs) in matrices(spec).items():
+        step, coding = recipe.pruning(name), recipe.coding(name)
+        if step is None:
+            continue
+        if coding is not None and coding.method in CANNOT_KEEP_ZEROS:
+            raise UserError(f"{name} is pruned and then coded by {coding.method}, which has no code for zero; use gptq")
+        if step.kept_of_group is not None and inputs % step.kept_of_group[1]:
+            raise UserError(f"{name} has {inputs} inputs, which are no whole groups for pattern {step.pattern}")
+        found[name] = step
+    return found
 
 
 def schemes(spec: ModelSpec, recipe: Recipe) -> dict[str, Scheme]:

@@ -31,6 +31,8 @@ class GptqOptions:
     damping: float = 0.01
     block: int = 128
     ranges: RangeRule = "mse"
+    keep_zeros: bool = False
+    """Whether weights that are zero stay so, as those of a pruned matrix should."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions | None = None) -> CodedWeight:
@@ -38,7 +40,7 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions |
     options = options or GptqOptions()
     if options.act_order == "groups" and (scheme.group <= 0 or scheme.kind != "int"):
         options = replace(options, act_order="static")  # only integers in groups may lie in any order
-    weight, hessian = _without_dead(weight, hessian)
+    weight, hessian = without_dead(weight, hessian)
     importance = hessian.diagonal()
     order = torch.arange(weight.shape[1], device=weight.device)
     if options.act_order != "none":
@@ -49,11 +51,11 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions |
     columns = _Columns(
         weight[:, order], scheme, options, importance[order], grid, _columns_groups(order, scheme, options)
     )
-    columns.run(_inverse_factor(hessian[order][:, order], options.damping))
+    columns.run(inverse_factor(hessian[order][:, order], options.damping))
     return columns.coded(order)
 
 
-def _without_dead(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+def without_dead(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs that are always zero get weight zero, lest H be singular."""
     dead = hessian.diagonal() == 0
     hessian = hessian.clone()
@@ -61,7 +63,7 @@ def _without_dead(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
     return weight.masked_fill(dead, 0), hessian
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of the damped H⁻¹; damping grows tenfold where H is too close to singular."""
     mean = hessian.diagonal().mean()
     for attempt in range(6):
@@ -96,6 +98,7 @@ class _Columns:
     ) -> None:
         self.weight, self.scheme, self.options, self.importance = weight.clone(), scheme, options, importance
         self.group_of = group_of.tolist()
+        self.pruned = weight == 0 if options.keep_zeros else None
         outputs, inputs = weight.shape
         self.codes = torch.empty(weight.shape, device=weight.device,
                                  dtype=torch.float8_e4m3fn if scheme.kind == "fp8" else torch.uint8)  # fmt: skip
@@ -132,7 +135,8 @@ class _Columns:
         """Decide column j; its error."""
         column, group = self.weight[:, j], self.group_of[j]
         scale, zero = self.scale[:, group], None if self.zero is None else self.zero[:, group]
-        self.codes[:, j] = encode(column, scale, zero, self.scheme)
+        wanted = column if self.pruned is None else column.masked_fill(self.pruned[:, j], 0)
+        self.codes[:, j] = encode(wanted, scale, zero, self.scheme)
         return column - decode(self.codes[:, j], scale, zero, self.scheme)
 
     def coded(self, order: Tensor) -> CodedWeight:

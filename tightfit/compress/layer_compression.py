@@ -1,4 +1,4 @@
-"""One decoder layer, quantized: its inputs observed, its linear layers coded in the order they compute.
+"""One decoder layer, compressed: its inputs observed, its linear layers pruned and coded in the order they compute.
 
 Every set of linear layers sees inputs that came through the sets already coded, so that later ones can make up for
 earlier ones (GPTQ's "true sequential"). AWQ and SmoothQuant first move scales inside the layer, judged on one forward
@@ -17,6 +17,7 @@ from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
 from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear, linear_sets
 from tightfit.compress.observation import observe, run_layer
+from tightfit.compress.pruning import prune_weight
 from tightfit.compress.ranges import fit_grid
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step
 from tightfit.compress.smoothquant import smooth
@@ -98,6 +99,10 @@ class _LayerWork:
         """The step that codes a linear layer of this one."""
         return self.recipe.coding(f"layers.{self.index}.{name}")
 
+    def pruning_of(self, name: str) -> Step | None:
+        """The step that prunes a linear layer of this one."""
+        return self.recipe.pruning(f"layers.{self.index}.{name}")
+
     def move_scales(self) -> None:
         """What AWQ and SmoothQuant do before anything is rounded."""
         groups = [group for group in linear_sets(self.model.spec, self.index) if group.before is not None]
@@ -116,53 +121,73 @@ class _LayerWork:
 
     def code_set(self, group: LinearSet) -> None:
         """Code the linear layers of one input."""
-        steps = {name: step for name in group.names if (step := self.step_of(name)) is not None}
-        if not steps:
+        names = [name for name in group.names if self.step_of(name) or self.pruning_of(name)]
+        if not names:
             return
         seen = None
         if self.inputs:
             seen = observe(self.model, self.layer, self.inputs, [group.names[0]], stop=True)[group.names[0]]
-        for name, step in steps.items():
+        for name in names:
             module = linear(self.layer, name)
-            weight = self.code(name, module.weight.float(), seen, step)
-            self.errors[name] = _relative_error(weight, module.weight.float(), seen)
-            self.coded[name] = weight
-            self._put(name, module, weight)
+            wanted = module.weight.float()
+            weight, coded = self.compressed(name, wanted, seen)
+            self.errors[name] = _relative_error(weight if coded is None else coded.dequantize(), wanted, seen)
+            if coded is not None:
+                self.coded[name] = coded
+            self._put(name, module, weight, coded)
 
-    def _put(self, name: str, module: nn.Linear, weight: CodedWeight) -> None:
-        """Let the coded layer compute from now on; rounded activations need more than another weight."""
-        if weight.scheme.activations is None:
-            module.weight.copy_(weight.dequantize())
+    def compressed(self, name: str, weight: Tensor, seen: InputStatistics | None) -> tuple[Tensor, CodedWeight | None]:
+        """One matrix pruned and coded, where the recipe says so."""
+        pruning, step = self.pruning_of(name), self.step_of(name)
+        if pruning is not None:
+            weight = prune_weight(weight, seen, pruning)
+        if step is None:
+            return weight, None
+        if pruning is not None and self.code is code_weight:
+            return weight, code_weight(name, weight, seen, step, keep_zeros=True)
+        return weight, self.code(name, weight, seen, step)
+
+    def _put(self, name: str, module: nn.Linear, weight: Tensor, coded: CodedWeight | None) -> None:
+        """Let the compressed layer compute from now on; rounded activations need more than another weight."""
+        if coded is None or coded.scheme.activations is None:
+            module.weight.copy_(weight if coded is None else coded.dequantize())
             return
         parent, _, own = name.rpartition(".")
-        setattr(self.layer.get_submodule(parent), own, quantize_linear(module, weight))
+        setattr(self.layer.get_submodule(parent), own, quantize_linear(module, coded))
 
     def code_experts(self) -> None:
-        """Experts one by one: gate and up know the inputs of all experts together, down is rounded to nearest."""
-        steps = {name: step for name in EXPERT_STACKS if (step := self.step_of(name)) is not None}
-        if not steps:
+        """Experts one by one: gate and up know the inputs of all experts together; down does not know its own.
+
+        So down is rounded to nearest, and pruned by magnitude.
+        """
+        names = [name for name in EXPERT_STACKS if self.step_of(name) or self.pruning_of(name)]
+        if not names:
             return
         seen = observe(self.model, self.layer, self.inputs, ["mlp"])["mlp"] if self.inputs else None
-        for name, step in steps.items():
+        for name in names:
             stack: Tensor = self.layer.get_parameter(name)
             own = None if name.endswith("down") else seen
-            weights = [self.code(name, expert.float(), own, step) for expert in stack]
-            changes = [
-                _relative_error(weight, expert.float(), own) for weight, expert in zip(weights, stack, strict=True)
-            ]
+            made = [self.compressed(name, expert.float(), own) for expert in stack]
+            weights = [weight if coded is None else coded.dequantize() for weight, coded in made]
+            changes = [_relative_error(weight, w.float(), own) for weight, w in zip(weights, stack, strict=True)]
             self.errors[name] = sum(changes) / len(changes)
-            self.coded[name] = weights
-            stack.copy_(torch.stack([weight.dequantize() for weight in weights]))
+            if self.step_of(name) is not None:
+                self.coded[name] = [coded for _, coded in made if coded is not None]
+            stack.copy_(torch.stack(weights))
 
 
-def code_weight(name: str, weight: Tensor, seen: InputStatistics | None, step: Step) -> CodedWeight:
+def code_weight(
+    name: str, weight: Tensor, seen: InputStatistics | None, step: Step, *, keep_zeros: bool = False
+) -> CodedWeight:
     """The codes of one float32 matrix by the method of `step`; rounded to nearest where no inputs were seen."""
     scheme = step.scheme()
     assert scheme is not None
     if step.method not in CALIBRATED or seen is None:
         return _nearest(weight, scheme, step, None if seen is None else seen.hessian.diagonal())
     if step.method == "gptq":
-        options = GptqOptions(act_order=step.act_order, damping=step.damping, ranges=step.ranges or "mse")
+        options = GptqOptions(
+            act_order=step.act_order, damping=step.damping, ranges=step.ranges or "mse", keep_zeros=keep_zeros
+        )
         return gptq(weight, seen.hessian, scheme, options)
     if step.method == "spqr":
         return spqr(weight, seen.hessian, scheme, SpqrOptions(outlier_share=step.outlier_share, damping=step.damping))
@@ -176,8 +201,8 @@ def _nearest(weight: Tensor, scheme: Scheme, step: Step, importance: Tensor | No
     return fit_grid(weight, scheme, step.ranges or "minmax", importance).code(weight)
 
 
-def _relative_error(coded: CodedWeight, weight: Tensor, seen: InputStatistics | None) -> float:
-    change = coded.dequantize() - weight
+def _relative_error(made: Tensor, weight: Tensor, seen: InputStatistics | None) -> float:
+    change = made - weight
     if seen is None:
         return float(change.square().sum() / weight.square().sum().clamp(min=1e-30))
     hessian = seen.hessian

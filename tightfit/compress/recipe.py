@@ -8,15 +8,17 @@
 - method: rtn
   bits: 8
   layers: "*.mlp.down"
-- method: keep                       # not quantized at all
+- method: keep                       # neither quantized nor pruned
   layers: ["layers.0.*", "layers.1.*"]
 ```
 
 Names are ours, `layers.3.attention.q`, and patterns those of shells. `--method rotate+gptq` is a recipe of two steps.
+Pruning (magnitude, wanda, sparsegpt) comes before coding, wherever its step stands; of several, the last decides too.
 Nothing here imports torch.
 """
 
 import json
+import re
 from dataclasses import MISSING, asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,14 +29,17 @@ import yaml
 from tightfit.errors import UserError
 from tightfit.models.quantized.scheme import FIXED_BITS, FIXED_GROUPS, Scheme
 
-Method = Literal[
-    "rotate", "keep", "rtn", "gptq", "awq", "smoothquant", "spqr", "nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary"
-]
+Coding = Literal["rtn", "gptq", "awq", "smoothquant", "spqr", "nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary"]
+Pruning = Literal["magnitude", "wanda", "sparsegpt"]
+Method = Literal["rotate", "keep", Coding, Pruning]
 METHODS: tuple[str, ...] = get_args(Method)
-CALIBRATED = ("gptq", "awq", "smoothquant", "spqr")
+PRUNING: tuple[str, ...] = get_args(Pruning)
+CODING: tuple[str, ...] = get_args(Coding)
+CALIBRATED = ("gptq", "awq", "smoothquant", "spqr", "wanda", "sparsegpt")
 """Methods that look at the inputs of layers."""
 KINDS = ("nf4", "mxfp4", "nvfp4", "binary", "fp8")
 SPQR_GROUP = 16
+PRUNING_OPTIONS = ("sparsity", "pattern")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,10 @@ class Step:
     """SmoothQuant's; searched where it is None."""
     activations: Literal["int8", "fp8"] | None = None
     outlier_share: float = 0.01
+    sparsity: float = 0.5
+    """The share of weights that pruning makes zero."""
+    pattern: str | None = None
+    """N:M instead: of every M neighbouring inputs, N stay, such as 2:4."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +73,17 @@ class Step:
             raise UserError("damping lies between 0 and 1 and outlier_share between 0 and 0.5")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise UserError(f"alpha is {self.alpha}; it lies between 0 and 1")
+        if not 0 < self.sparsity < 1:
+            raise UserError(f"sparsity is {self.sparsity}; it is the share of weights to prune, between 0 and 1")
+        if self.pattern is not None and self.kept_of_group is None:
+            raise UserError(f"pattern is {self.pattern!r}; give N:M with N below M, such as 2:4")
+
+    @property
+    def kept_of_group(self) -> tuple[int, int] | None:
+        """N and M of the pattern, where there is one that can be."""
+        found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", self.pattern or "")
+        kept, group = (int(part) for part in found.groups()) if found else (0, 0)
+        return (kept, group) if kept < group else None
 
     def names(self, layer: str) -> bool:
         """Whether the step is for the layer of this name."""
@@ -71,7 +91,7 @@ class Step:
 
     def scheme(self) -> Scheme | None:
         """How it codes weights; None where it does not."""
-        if self.method in ("rotate", "keep"):
+        if self.method not in CODING:
             return None
         if self.method == "smoothquant":
             return Scheme(bits=8, group=0, activations="int8")
@@ -94,7 +114,14 @@ class Recipe:
 
     def coding(self, layer: str) -> Step | None:
         """The step that codes a layer, if any does."""
-        chosen = [step for step in self.steps if step.method != "rotate" and step.names(layer)]
+        return self._last(layer, CODING)
+
+    def pruning(self, layer: str) -> Step | None:
+        """The step that prunes a layer, if any does."""
+        return self._last(layer, PRUNING)
+
+    def _last(self, layer: str, methods: tuple[str, ...]) -> Step | None:
+        chosen = [step for step in self.steps if step.method in (*methods, "keep") and step.names(layer)]
         return None if not chosen or chosen[-1].method == "keep" else chosen[-1]
 
     @property
@@ -118,16 +145,28 @@ class Recipe:
 
 def _told(step: Step) -> str:
     scheme = step.scheme()
-    coded = step.method if scheme is None or step.method in KINDS else f"{step.method} {scheme.describe()}"
+    if step.method in PRUNING:
+        coded = f"{step.method} {step.pattern or f'{step.sparsity:.0%}'}"
+    else:
+        coded = step.method if scheme is None or step.method in KINDS else f"{step.method} {scheme.describe()}"
     return coded if step.layers == ("*",) else f"{coded} for {', '.join(step.layers)}"
 
 
 def recipe_of(method: str, **options: Any) -> Recipe:
-    """The recipe of `--method`, such as gptq or rotate+gptq; options are the last step's."""
+    """The recipe of `--method`, such as gptq or wanda+gptq; options but pruning's are the last step's."""
     names = method.split("+")
     given = {name: value for name, value in options.items() if value is not None}
-    steps = [_step({"method": name}, "--method") for name in names[:-1]]
-    return _checked([*steps, _step({"method": names[-1], **given}, "--method")], "--method")
+    sparse = {name: given.pop(name) for name in PRUNING_OPTIONS if name in given}
+    if sparse and not set(names) & set(PRUNING):
+        raise UserError(f"{' and '.join(sparse)} belong to pruning; put one of {', '.join(PRUNING)} into --method")
+    if names[-1] in PRUNING and given.keys() & {"bits", "group", "symmetric"}:
+        raise UserError(f"--method {method} ends in pruning, which has no bits; add a coding, as {method}+gptq")
+    last = len(names) - 1
+    steps = [
+        _step({"method": name, **(sparse if name in PRUNING else {}), **(given if i == last else {})}, "--method")
+        for i, name in enumerate(names)
+    ]
+    return _checked(steps, "--method")
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -172,10 +211,12 @@ def _check_type(name: str, value: Any, field: Any, source: str) -> None:
     allowed = get_args(field.type) if not isinstance(field.type, str) else ()
     if name in ("bits", "group", "seed"):
         ok = isinstance(value, int) and not isinstance(value, bool)
-    elif name in ("damping", "alpha", "outlier_share"):
+    elif name in ("damping", "alpha", "outlier_share", "sparsity"):
         ok = isinstance(value, int | float) and not isinstance(value, bool)
     elif name == "symmetric":
         ok = isinstance(value, bool)
+    elif name == "pattern":
+        ok, told = isinstance(value, str), "text such as '2:4'"
     elif name in ("method", "layers"):
         ok = True
     else:
@@ -191,5 +232,5 @@ def _checked(steps: list[Step], source: str) -> Recipe:
     if rotations and (rotations != [0] or steps[0].layers != ("*",)):
         raise UserError(f"the rotation in {source} must be the first step, once, and of the whole model")
     if all(step.method in ("rotate", "keep") for step in steps):
-        raise UserError(f"no step in {source} quantizes anything; add one such as gptq")
+        raise UserError(f"no step in {source} quantizes or prunes anything; add one such as gptq")
     return Recipe(tuple(steps))

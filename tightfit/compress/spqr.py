@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tightfit.compress.gptq import _inverse_factor, _without_dead
+from tightfit.compress.gptq import inverse_factor, without_dead
 from tightfit.compress.ranges import fit_grid
 from tightfit.compress.rounding import SMALLEST_SCALE, decode, encode
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
@@ -38,8 +38,8 @@ def spqr_scheme(bits: int) -> Scheme:
 def spqr(weight: Tensor, hessian: Tensor, scheme: Scheme, options: SpqrOptions | None = None) -> CodedWeight:
     """The codes and outliers of a float32 matrix whose inputs have the second moment `hessian`."""
     options = options or SpqrOptions()
-    weight, hessian = _without_dead(weight, hessian)
-    upper = _inverse_factor(hessian, options.damping)
+    weight, hessian = without_dead(weight, hessian)
+    upper = inverse_factor(hessian, options.damping)
     threshold = _threshold(weight, upper, scheme, options.outlier_share)
     left, codes = weight.clone(), torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     is_outlier = torch.zeros(weight.shape, dtype=torch.bool, device=weight.device)

@@ -47,6 +47,8 @@ class Accelerator:
     bridge: str | None = None
     """Between two cards, if they are bought with it."""
     usable_gib: float | None = None
+    power_w: float | None = None
+    """What it may draw; None where unknown."""
     source: str
     note: str = ""
 

@@ -36,6 +36,7 @@ def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
         network=given.get("network"),
         bridge=given.get("bridge"),
         usable_gib=float(given["usable_gib"]) if "usable_gib" in given else None,
+        power_w=float(given["power_w"]) if "power_w" in given else None,
         source=given["source"],
         note=given.get("note", ""),
     )

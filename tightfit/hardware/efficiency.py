@@ -67,6 +67,19 @@ class Efficiency:
     """Causal attention of 2 × 8192 tokens by head size (kernel_parts.csv, cuDNN: 1.206 and 1.750 ms)."""
     attention_backward: ByHead = ((64, 418 / H200_BF16_TFLOP_S), (128, 527 / H200_BF16_TFLOP_S))
     """The same, backward alone: 4.492 − 1.206 and 6.965 − 1.750 ms for 2.5 times the forward's work."""
+    own_attention_forward: ByHead = (
+        (64, 447 / H200_BF16_TFLOP_S),
+        (128, 499 / H200_BF16_TFLOP_S),
+        (256, 245 / H200_BF16_TFLOP_S),
+    )
+    """Our Triton kernel, for windows, soft caps and packed documents (flash_blocks.csv, forward; heads of 256 from
+    Gemma's steps in family_truth.csv)."""
+    own_attention_backward: ByHead = (
+        (64, 267 / H200_BF16_TFLOP_S),
+        (128, 327 / H200_BF16_TFLOP_S),
+        (256, 214 / H200_BF16_TFLOP_S),
+    )
+    """Backward alone: 12.83 and 21.35 ms for both at 4 × 8192 tokens (kernels.csv), less forward."""
     bandwidth: float = 4136 / H200_GB_S
     """A copy, read and written bytes counted (kernels.csv, copy_gb_s)."""
     fp8_tensor: float = 1348.6 / H200_FP8_TFLOP_S
@@ -78,13 +91,13 @@ class Efficiency:
     codes: float = 0.902
     """Quantization's share of copy bandwidth, in the bytes of kernels/fp8_quantize.py (all "codes")."""
     updates: tuple[tuple[str, float], ...] = (
-        ("torch fp32", 0.755),
-        ("torch bf16", 0.659),
+        ("torch fp32", 0.9),
         ("8bit", 0.411),
         ("factored", 0.799),
     )
     """Optimizer updates' share of copy bandwidth, by implementation, in bytes of plan/seconds/optimizer.py ("update");
-    1 for others."""
+    1 for others: the list kernel reaches 4 157 to 4 164 GB/s inside a step (step_profile.csv). Beside masters it comes
+    with copies that widen and narrow: 0.9 of it together, from the truth tables."""
     link_both_ways: float = 47.39 / 55.32
     """Bandwidth of each of two simultaneous copies, as a share of one alone, during GEMMs ("link")."""
     host_adam_params_s: float = 4.313e9

@@ -33,6 +33,14 @@ LAYER: dict[str, Launch] = {
     "offload=optimizer": Launch(1.932, 2.343),
 }
 """By levers, as calibration.csv names them."""
+STEP_IDLE_MS = 4.0
+"""What a card idles in a step whose host is ahead: that waits for the loss and the gradients' norm, then launches anew.
+Under the profiler 7.63 and 9.52 (step_profile.csv, "the GPU idles"), about half without it (family_truth.csv)."""
+NORM, BIAS = Launch(0.13, 0.22), Launch(0.012, 0.022)
+"""Of one norm more than two in a layer (of queries and keys, or after blocks), and of a bias (family_truth.csv)."""
+TENSOR_UPDATE_MS = 0.21
+"""Of updating one tensor inside backward: of "update_in_backward=true", what it adds for a layer's nine."""
+USUAL_TENSORS = 9
 UPDATE_REST_MS = 0.976
 UPDATE_MS: dict[str, float] = {"": 0.314, "optimizer_states=8bit": 0.648, "optimizer_states=factored": 3.143}
 """The update of a step: its fixed part (synchronisation, norms), and per layer by torch's fused AdamW, by one of our

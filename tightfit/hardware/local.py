@@ -2,10 +2,12 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from tightfit.errors import UserError
-from tightfit.hardware.accelerator import Accelerator
+from tightfit.hardware.accelerator import Accelerator, Rates
+from tightfit.hardware.calibration import CPU, Calibration, read_calibrations
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.driver import DriverFacts, accelerator_of_driver, driver_facts
 from tightfit.hardware.links import LINKS
@@ -18,10 +20,56 @@ BRANDS = ("NVIDIA", "TESLA", "GEFORCE")
 def local_machine(
     host_memory: str | int | None = None, listing: str | None = None, facts: DriverFacts | None = None
 ) -> Machine:
-    """The GPUs of this machine; `listing` and `facts` stand in for what nvidia-smi and the driver say."""
+    """The GPUs of this machine with the rates that were measured on it, or its CPU where that was calibrated."""
+    measured = read_calibrations()
+    if listing is None and CPU in measured and not _has_gpu():
+        return _cpu_machine(measured[CPU], host_memory)
+    machine, name = _gpu_machine(host_memory, listing, facts)
+    return replace(machine, calibration=measured.get(name))
+
+
+def _has_gpu() -> bool:
+    try:
+        return bool(_listing().strip())
+    except UserError:
+        return False
+
+
+def _cpu_machine(calibration: Calibration, host_memory: str | int | None) -> Machine:
+    """This machine's CPU as the one device there is; its memory is the host's."""
+    host = parse_machine("T4", _host_bytes() if host_memory is None else host_memory).host_bytes
+    if host is None:
+        raise UserError("this machine does not say how much memory it has; give --host-memory")
+    rates = Rates(fp32=calibration.products_tflop_s["fp32"], bf16=calibration.products_tflop_s.get("bf16"))
+    card = Accelerator(
+        family="CPU",
+        memory_gb=round(host / 1e9),
+        form="cpu",
+        bandwidth_gb_s=calibration.copy_gb_s,
+        rates=rates,
+        host_link="unified",
+        peer_link="unified",
+        usable_gib=host / 2**30,
+        source="tightfit calibrate on this machine",
+    )
+    return Machine(
+        nodes=1,
+        per_node=1,
+        accelerator=card,
+        intra=card.peer,
+        inter=LINKS[DEFAULT_NETWORK],
+        host_bytes=0,  # all of it is the device's
+        text=card.name,
+        calibration=calibration,
+    )
+
+
+def _gpu_machine(host_memory: str | int | None, listing: str | None, facts: DriverFacts | None) -> tuple[Machine, str]:
+    """The GPUs and their name; `listing` and `facts` stand in for what nvidia-smi and the driver say."""
     rows = [row.rsplit(",", 1) for row in (_listing() if listing is None else listing).splitlines() if row.strip()]
     if not rows:
         raise UserError("nvidia-smi lists no GPU here; name the machine instead, such as --on 8xH100-80GB")
+    device_name = rows[0][0].strip()
     kinds = {(name.strip(), int(float(mib))) for name, mib in rows}
     cards = {_card(name, mib, facts) for name, mib in kinds}
     if len(cards) > 1:
@@ -30,8 +78,8 @@ def local_machine(
     card = cards.pop()
     host = _host_bytes() if host_memory is None else host_memory
     if card in CATALOG:
-        return parse_machine(f"{len(rows)}x{card.name}:{card.form}", host)
-    return Machine(
+        return parse_machine(f"{len(rows)}x{card.name}:{card.form}", host), device_name
+    machine = Machine(
         nodes=1,
         per_node=len(rows),
         accelerator=card,
@@ -40,6 +88,7 @@ def local_machine(
         host_bytes=parse_machine("T4", host).host_bytes,
         text=f"{len(rows)}x{card.name}",
     )
+    return machine, device_name
 
 
 def _listing() -> str:

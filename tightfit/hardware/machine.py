@@ -15,12 +15,13 @@ otherwise; a plan prints the link it used.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
+from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.catalog import CATALOG, FORMS, accelerator_of_row, find_accelerator, row_of_accelerator
 from tightfit.hardware.links import LINKS, NETWORKS, Link
 from tightfit.hardware.own_card import own_card
@@ -44,6 +45,13 @@ class Machine:
     inter: Link
     host_bytes: int | None = None
     text: str
+    calibration: Calibration | None = field(default=None, compare=False)
+    """What was measured on this machine; None for one that is only named."""
+
+    @property
+    def host_copy_bytes_s(self) -> float:
+        """Bytes a second of a pinned copy between a card and its host."""
+        return self.accelerator.host.copy_bytes_s if self.calibration is None else self.calibration.link_gb_s * 1e9
 
     @property
     def ranks(self) -> int:
@@ -62,6 +70,7 @@ class Machine:
         known = self.accelerator in CATALOG
         return {
             **({} if known else {"card": row_of_accelerator(self.accelerator)}),
+            **({} if self.calibration is None else {"calibration": self.calibration.to_json()}),
             "text": self.text,
             "nodes": self.nodes,
             "per_node": self.per_node,
@@ -100,9 +109,10 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
 
 
 def machine_of_json(data: Mapping[str, Any]) -> Machine:
-    """What `to_json` made: a card that the catalog does not have comes with its row."""
+    """What `to_json` made: a card that the catalog does not have comes with its row, a calibration with its rates."""
+    calibration = Calibration.from_json(data["calibration"]) if "calibration" in data else None
     if "card" not in data:
-        return parse_machine(data["text"], data["host_bytes"])
+        return replace(parse_machine(data["text"], data["host_bytes"]), calibration=calibration)
     accelerator = accelerator_of_row({name: str(value) for name, value in data["card"].items()})
     return Machine(
         nodes=data["nodes"],
@@ -112,6 +122,7 @@ def machine_of_json(data: Mapping[str, Any]) -> Machine:
         inter=LINKS[data["inter"]],
         host_bytes=data["host_bytes"],
         text=data["text"],
+        calibration=calibration,
     )
 
 

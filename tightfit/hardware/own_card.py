@@ -8,7 +8,7 @@ fp16: 154.8
 bf16: 154.8
 host_link: pcie4            # `tightfit hardware --json` shows the links' names
 peer_link: pcie4
-usable_gib: 94.5            # optional, as are form, network, bridge, source, note
+usable_gib: 94.5            # optional, as are power_w, form, network, bridge, source, note
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from tightfit.hardware.catalog import RATES, accelerator_of_row
 from tightfit.hardware.links import LINKS
 
 NEEDED = ("family", "memory_gb", "bandwidth_gb_s", "fp32", "host_link", "peer_link")
-OPTIONAL = (*RATES, "form", "network", "bridge", "usable_gib", "source", "note")
+OPTIONAL = (*RATES, "form", "network", "bridge", "usable_gib", "power_w", "source", "note")
 NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", *RATES)
 LARGEST_FILE_BYTES = 64 * 1024
 

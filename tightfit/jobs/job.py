@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tightfit.jobs.distill import Distill
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
@@ -145,8 +146,9 @@ class Saving(Section):
     """How many of the latest checkpoints stay."""
     keep_best: bool = False
     """Also keep the checkpoint with the lowest held-out loss; evaluate as often as you save."""
-    sharded: bool = False
-    """Several ranks write their own parts, while training goes on; `tightfit export` makes one model of them."""
+    sharded: bool | None = None
+    """Ranks write their own parts while training goes on, and `tightfit export` makes one model of them; `false`: the
+    first rank gathers everything in its host's memory and writes it. `null` is true for several ranks."""
 
 
 class Logging(Section):
@@ -183,6 +185,8 @@ class Job(Section):
     """Directory of the run: checkpoints, metrics and pictures."""
     objective: Literal["pretrain", "sft"] = "pretrain"
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
+    distill: Distill = Distill()
+    """A teacher whose predictions are learned besides the data."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
     steps: int | None = Field(default=None, ge=1, le=10**12)
@@ -252,8 +256,16 @@ class Job(Section):
             accumulation=self.accumulation,
             spec=spec,
             sequence_length=self.data.sequence_length if spec is not None else None,
+            distills=self.distill.teacher is not None,
+            compares_features=self.distill.features > 0,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
+
+    @property
+    def saves_sharded(self) -> bool:
+        """Whether ranks write their own parts of a checkpoint."""
+        wanted = self.engine == "tightfit" if self.saving.sharded is None else self.saving.sharded
+        return wanted and self.layout.ranks > 1
 
     @property
     def accumulation(self) -> int:

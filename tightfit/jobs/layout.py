@@ -33,6 +33,8 @@ class Layout(Section):
     """Pieces of the model a pipeline rank holds under the interleaved schedule."""
     context: int = Field(default=1, ge=1)
     """Ranks that split each sequence between them."""
+    ring: int = Field(default=1, ge=1)
+    """Groups of context ranks that pass keys and values round a ring; inside a group ranks exchange heads."""
     expert: int = Field(default=1, ge=1)
     """Data and context ranks that split the experts of a routed model between them."""
     micro_batch: int = Field(default=8, ge=1)
@@ -42,6 +44,16 @@ class Layout(Section):
     def copies(self) -> int:
         """Groups of data ranks that each hold all of what ZeRO splits."""
         return self.data // self.shard_inside if self.shard_inside else 1
+
+    @property
+    def reducing(self) -> int:
+        """Ranks that sum gradients, and between which ZeRO splits (less `copies`): each has other tokens."""
+        return self.data * self.context
+
+    @property
+    def exchanging(self) -> int:
+        """Context ranks that exchange heads with each other (Ulysses)."""
+        return self.context // self.ring
 
     @property
     def ranks(self) -> int:

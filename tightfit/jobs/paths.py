@@ -51,6 +51,8 @@ def with_absolute_paths(job: Job, beside: Path | None = None) -> Job:
         "model": job.model.model_copy(update={"source": found(job.model.source)}),
         "output": absolute(job.output.expanduser()),
     }
+    if job.distill.teacher is not None:
+        changes["distill"] = job.distill.model_copy(update={"teacher": found(job.distill.teacher)})
     if "tokenizer" in job.model_fields_set:
         changes["tokenizer"] = job.tokenizer.model_copy(update={"source": found(job.tokenizer.source)})
     return job.model_copy(update=changes)

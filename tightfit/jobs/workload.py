@@ -1,9 +1,13 @@
 """Workload: the part of a job that decides memory and time, without its data and its output."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.errors import UserError
+from tightfit.jobs.distill import SELF
+from tightfit.jobs.engine import ENGINES, Engine, EngineName
 from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.teacher import Teacher, held_weight_bytes
+from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 
 
@@ -15,6 +19,9 @@ class Workload:
     sequence_length: int
     global_batch: int
     precision: PrecisionName = "bf16"
+    engine_name: EngineName = "tightfit"
+    """Whose code runs it."""
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("sequence_length", 2), ("global_batch", 1)):
@@ -27,14 +34,22 @@ class Workload:
             )
 
     @classmethod
-    def of_job(cls, job: Job, spec: ModelSpec, precision: PrecisionName) -> "Workload":
-        """What `job` asks for, on a device that computes in `precision`."""
+    def of_job(
+        cls, job: Job, spec: ModelSpec, precision: PrecisionName, teacher: ModelSpec | None = None
+    ) -> "Workload":
+        """What `job` asks for, on a device that computes in `precision`; `teacher` is the shape of its teacher."""
         return cls(
+            teacher=None if teacher is None else teacher_of(job, teacher, precision),
             spec=spec,
             sequence_length=job.data.sequence_length,
             global_batch=job.global_batch,
             precision=precision,
         )
+
+    @property
+    def engine(self) -> Engine:
+        """Whose code runs it."""
+        return ENGINES[self.engine_name]
 
     @property
     def tokens(self) -> int:
@@ -55,3 +70,24 @@ class Workload:
     def updates_wide(self) -> bool:
         """Whether what the optimizer updates is float32."""
         return self.has_masters or self.precision == "fp32"
+
+
+def teacher_of(job: Job, spec: ModelSpec, precision: PrecisionName) -> Teacher:
+    """The teacher of `job`, whose shape is `spec`."""
+    distill = job.distill
+    assert distill.teacher is not None
+    source = job.model.source if distill.teacher == SELF else distill.teacher
+    return Teacher(
+        spec=spec,
+        weight_bytes=held_weight_bytes(source, spec, 4 if precision == "fp32" else 2),
+        place=distill.place,
+        features=distill.feature_layers if distill.features else 0,
+    )
+
+
+def with_teacher(workload: Workload, job: Job) -> Workload:
+    """`workload` with the teacher of `job`, where it has one; without torch, so of a directory or a preset's shape."""
+    if job.distill.teacher is None:
+        return workload
+    spec = resolve_spec(job.model.source if job.distill.teacher == SELF else job.distill.teacher)
+    return replace(workload, teacher=teacher_of(job, spec, workload.precision))

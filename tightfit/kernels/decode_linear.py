@@ -1,16 +1,16 @@
-"""Products with a weight matrix for the one to sixteen tokens of a decoding step, and what stands around them.
+"""Products with a weight matrix for the one token of a decoding step, and what stands around them.
 
-    y = epilogue(prologue(x) · Wᵀ + bias)        x [M, K], W [N, K], M ≤ 16
+    y = epilogue(prologue(x) · Wᵀ + bias)        x [1, K], W [N, K]
 
 The prologue may be RMSNorm: with r = 1 / √(mean(x²) + ε), (x · r · w) · Wᵀ = r · ((x · w) · Wᵀ), so the sum of squares
 is taken in the same loop and applied at the end, and no kernel of its own is needed. The epilogue may add the residual
 or be a gated activation: the weight then holds gate over up, [2N, K], and y = act(g) · u.
 
 Such a product reads every weight once and does nothing else worth counting: it is right when memory is busy from the
-first microsecond to the last. One token: weights go straight to registers and are multiplied and summed there; more
-tokens: the tensor cores take a tile of 16 rows. A program has few rows of W, so that there are enough programs for all
-multiprocessors. With `overlap` (programmatic dependent launch, Hopper and later) a kernel starts while the one before
-it ends, and asks for its first weights before it waits for its input.
+first microsecond to the last. Weights go straight to registers and are multiplied and summed there. A program has few
+rows of W, so that there are enough programs for all multiprocessors. With `overlap` (programmatic dependent launch,
+Hopper and later) a kernel starts while the one before it ends, and asks for its first weights before it waits for its
+input. For two tokens or more cuBLAS is faster: a kernel of this kind on tensor cores took twice its time on an H200.
 """
 
 from typing import NamedTuple
@@ -25,26 +25,35 @@ from tightfit.kernels.overlap import launch_next, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 from tightfit.models.spec import Activation
 
-MOST_ROWS = 16
-
 
 class Tile(NamedTuple):
-    """Rows of W and columns a program takes at a time, its warps, and how many tiles are loading."""
+    """Rows of W and columns a program takes at a time, and its warps."""
 
     rows: int
     cols: int
     warps: int
-    stages: int
 
 
-def tile_for(M: int, N: int, K: int, element_bytes: int = 2) -> Tile:
-    """Tiles by the shape; benchmarks/decode_linear.py times others. They fit 96 KiB of shared memory."""
+MEASURED = {
+    (3072, 2048, False): Tile(4, 2048, 4),
+    (2048, 2048, False): Tile(4, 2048, 4),
+    (8192, 2048, True): Tile(2, 2048, 4),
+    (2048, 8192, False): Tile(4, 1024, 4),
+    (6144, 4096, False): Tile(4, 2048, 8),
+    (4096, 4096, False): Tile(2, 2048, 8),
+    (14_336, 4096, True): Tile(2, 2048, 8),
+    (4096, 14_336, False): Tile(2, 2048, 4),
+    (128_256, 4096, False): Tile(4, 2048, 8),
+}
+"""The fastest for one token by (N, K, gated) on an H200, by benchmarks/decode_linear.py: Llama's 1B and 8B."""
+
+
+def tile_for(N: int, K: int, *, gated: bool = False) -> Tile:
+    """The tile for a shape; benchmarks/decode_linear.py times others."""
     if is_interpreted():
-        return Tile(16, 32, 1, 1)
-    if M == 1:
-        rows = 4 if N * K <= 2**23 else 8 if N <= 32_768 else 16
-        return Tile(rows, 1024 if K >= 1024 else 512, 4, 1)
-    return Tile(16 if N <= 16_384 else 32, 256, 4, 8 // element_bytes)
+        return Tile(16, 32, 1)
+    cols = 2048 if K % 2048 == 0 else 1024 if K >= 1024 else 512
+    return MEASURED.get((N, K, gated), Tile(2 if gated else 4, cols, 8 if K == 4096 else 4))
 
 
 def decode_linear(
@@ -61,26 +70,23 @@ def decode_linear(
     overlap: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y [M, N]; with `activation`, weight is gate over up [2N, K] and bias has 2N entries."""
-    (M, K), width = x.shape, weight.shape[0]
+    """y [1, N]; with `activation`, weight is gate over up [2N, K] and bias has 2N entries."""
+    (rows, K), width = x.shape, weight.shape[0]
     N = width if activation is None else width // 2
-    assert M <= MOST_ROWS
+    assert rows == 1
     assert x.stride(1) == 1
     assert weight.is_contiguous()
-    out = torch.empty((M, N), device=x.device, dtype=out_dtype or x.dtype)
-    chosen = tile or tile_for(M, N, K, x.element_size())
-    kernel = _one_row_kernel if M == 1 else _rows_kernel
+    out = torch.empty((1, N), device=x.device, dtype=out_dtype or x.dtype)
+    chosen = tile or tile_for(N, K, gated=activation is not None)
     options = {"launch_pdl": True} if overlap else {}
     with on_device_of(x):
-        kernel[(triton.cdiv(N, chosen.rows),)](
+        _kernel[(triton.cdiv(N, chosen.rows),)](
             x,
             weight,
             x if bias is None else bias,
             x if norm is None else norm,
             x if residual is None else residual,
             out,
-            M,
-            x.stride(0),
             norm_eps,
             norm_offset,
             N=N,
@@ -91,8 +97,6 @@ def decode_linear(
             ACTIVATION=activation or "",
             BLOCK_N=chosen.rows,
             BLOCK_K=chosen.cols,
-            STAGES=chosen.stages,
-            EXACT=x.dtype == torch.float32,
             OVERLAP=overlap,
             num_warps=chosen.warps,
             **options,
@@ -124,35 +128,12 @@ def decode_linear_eager(
 
 
 @triton.jit
-def _finished(  # type: ignore[no-untyped-def]
-    y, gate_up, squares, bias, residual, out, at, rows_n, in_n, K: tl.constexpr, N: tl.constexpr, eps,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, mask,
-):  # fmt: skip
-    """Norm, bias, activation and residual of sums `y` (and `gate_up`, those of up), stored at `at`."""
-    if HAS_NORM:
-        scale = tl.rsqrt(squares / K + eps)
-        y = y * scale
-        gate_up = gate_up * scale
-    if HAS_BIAS:
-        y += tl.load(bias + rows_n, mask=in_n, other=0.0).to(tl.float32)
-    if ACTIVATION != "":
-        if HAS_BIAS:
-            gate_up += tl.load(bias + N + rows_n, mask=in_n, other=0.0).to(tl.float32)
-        y, _ = activated(y, ACTIVATION)
-        y = y * gate_up
-    if HAS_RESIDUAL:
-        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["M", "x_row"])
-def _one_row_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, norm, residual, out, M, x_row, eps, offset,
+def _kernel(  # type: ignore[no-untyped-def]
+    x, weight, bias, norm, residual, out, eps, offset,
     N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr, OVERLAP: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of one token: products kept per column until the end, then summed."""
+    """BLOCK_N outputs: products kept per column until the end, then summed; norm, bias, activation and residual."""
     launch_next(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
@@ -181,46 +162,18 @@ def _one_row_kernel(  # type: ignore[no-untyped-def]
             w = tl.load(at_weight + start + BLOCK_K, mask=here, other=0.0)
             if ACTIVATION != "":
                 u = tl.load(at_weight + N * K + start + BLOCK_K, mask=here, other=0.0)
-    _finished(
-        tl.sum(acc, 1), tl.sum(acc_up, 1), tl.sum(squares, 0), bias, residual, out, n, n, in_n, K, N, eps,
-        HAS_BIAS, HAS_NORM, HAS_RESIDUAL, ACTIVATION, in_n,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M", "x_row"])
-def _rows_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, norm, residual, out, M, x_row, eps, offset,
-    N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N outputs of up to 16 tokens."""
-    launch_next(OVERLAP)
-    rows, columns = tl.arange(0, 16), tl.arange(0, BLOCK_K)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_m, in_n = rows < M, n < N
-    at_weight = weight + n.to(tl.int64)[:, None] * K + columns[None, :]
-    wait_for_previous(OVERLAP)
-    acc = tl.zeros([16, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([16, BLOCK_N], tl.float32)
-    squares = tl.zeros([16], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        at = start + columns
-        in_k = at < K
-        v = tl.load(x + rows[:, None] * x_row + at[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
-        if HAS_NORM:
-            wide = v.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            factor = tl.load(norm + at, mask=in_k, other=0.0).to(tl.float32) + offset
-            v = (wide * factor[None, :]).to(v.dtype)
-        here = in_n[:, None] & in_k[None, :]
-        w = tl.load(at_weight + start, mask=here, other=0.0)
-        acc = tl.dot(v, w.T, acc, input_precision="ieee" if EXACT else "tf32")
-        if ACTIVATION != "":
-            u = tl.load(at_weight + N * K + start, mask=here, other=0.0)
-            acc_up = tl.dot(v, u.T, acc_up, input_precision="ieee" if EXACT else "tf32")
-    mask = in_m[:, None] & in_n[None, :]
-    _finished(
-        acc, acc_up, squares[:, None], bias, residual, out, rows[:, None] * N + n[None, :], n[None, :], in_n[None, :],
-        K, N, eps, HAS_BIAS, HAS_NORM, HAS_RESIDUAL, ACTIVATION, mask,
-    )  # fmt: skip
+    y, up = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y = y * scale
+        up = up * scale
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        if HAS_BIAS:
+            up += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)
+        y, _ = activated(y, ACTIVATION)
+        y = y * up
+    if HAS_RESIDUAL:
+        y += tl.load(residual + n, mask=in_n, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=in_n)

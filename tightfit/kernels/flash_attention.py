@@ -96,12 +96,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, problem: Problem, blocks: 
             value,
             out,
             logs,
-            logs if problem.bounds is None else problem.bounds,
+            *problem.starts_and_ends(logs),
             *(stride for x in (query, key, value, out) for stride in x.stride()[:3]),
             heads,
             heads // kv_heads,
             queries,
             keys,
+            problem.first_position(queries, keys),
             problem.window,
             *problem.factors(),
             **problem.constants(query),
@@ -222,14 +223,15 @@ def _walk(  # type: ignore[no-untyped-def]
     return acc, highest, denominator
 
 
-@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "window"])
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "before", "window"])
 def forward_kernel(  # type: ignore[no-untyped-def]
     query,
     key,
     value,
     out,
     logs,
-    bounds,
+    starts,
+    ends,
     q_batch,
     q_head,
     q_row,
@@ -246,6 +248,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     group,
     queries,
     keys,
+    before,
     window,
     inner,
     outer,
@@ -266,21 +269,19 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     q = load_rows(query + batch64 * q_batch + head * q_head, q_row, rows, queries, columns, D, BLOCK_D, True)
     k_base = key + batch64 * k_batch + kv_head * k_head
     v_base = value + batch64 * v_batch + kv_head * v_head
-    before = keys - queries
-    last = tl.minimum(start + BLOCK_Q, queries) - 1 + before
-    positions = rows + before
-    starts = bounds + batch64 * keys
-    first = first_key(tl.minimum(positions, last), starts, window, HAS_BOUNDS, HAS_WINDOW)
+    last_row = tl.minimum(start + BLOCK_Q, queries) - 1
+    last, positions = tl.minimum(last_row + before, keys - 1), tl.minimum(rows + before, keys - 1)
+    starts += batch64 * queries
+    first = first_key(tl.minimum(rows, last_row), before, starts, window, HAS_BOUNDS, HAS_WINDOW)
 
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_Q], -1.0e30, tl.float32)
     denominator = tl.zeros([BLOCK_Q], tl.float32)
     seen_by_all_from = 0
     if HAS_BOUNDS or HAS_WINDOW:
-        lowest = tl.maximum(first_key(start + before, starts, window, HAS_BOUNDS, HAS_WINDOW), 0)
-        seen_by_all_from = (
-            tl.cdiv(tl.maximum(first_key(last, starts, window, HAS_BOUNDS, HAS_WINDOW), 0), BLOCK_K) * BLOCK_K
-        )
+        lowest = tl.maximum(first_key(start, before, starts, window, HAS_BOUNDS, HAS_WINDOW), 0)
+        highest_first = tl.maximum(first_key(last_row, before, starts, window, HAS_BOUNDS, HAS_WINDOW), 0)
+        seen_by_all_from = tl.cdiv(highest_first, BLOCK_K) * BLOCK_K
         acc, highest, denominator = _walk(
             acc,
             highest,
@@ -304,7 +305,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             BLOCK_K,
             True,
         )
-    seen_by_all_to = (start + before + 1) // BLOCK_K * BLOCK_K
+    seen_by_all_to = tl.minimum(start + before + 1, keys) // BLOCK_K * BLOCK_K
     acc, highest, denominator = _walk(
         acc,
         highest,
@@ -351,6 +352,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         BLOCK_K,
         True,
     )
-    store_rows(out + batch64 * o_batch + head * o_head, o_row, rows, queries, columns, acc / denominator[:, None], D)
+    divisor = tl.where(denominator > 0, denominator, 1.0)  # of rows that see no key, where only some keys are here
+    store_rows(out + batch64 * o_batch + head * o_head, o_row, rows, queries, columns, acc / divisor[:, None], D)
     log_row = logs + (batch64 * heads + head) * queries + rows
-    tl.store(log_row, highest + tl.log2(denominator), mask=rows < queries)
+    tl.store(log_row, highest + tl.log2(divisor), mask=rows < queries)

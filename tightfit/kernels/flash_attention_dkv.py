@@ -53,8 +53,9 @@ def _walk_queries(  # type: ignore[no-untyped-def]
         scores, tanh = softcapped_scores(tl.dot(k, q.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
         weights = tl.exp2(scores - log[None, :])
         if MASKED:
-            positions = tl.minimum(rows, queries - 1) + before
-            first = first_key(positions, starts, window, HAS_BOUNDS, HAS_WINDOW)
+            known = tl.minimum(rows, queries - 1)
+            positions = known + before
+            first = first_key(known, before, starts, window, HAS_BOUNDS, HAS_WINDOW)
             seen = (at_keys[:, None] <= positions[None, :]) & (at_keys[:, None] >= first[None, :])
             weights = tl.where(seen, weights, 0.0)
         g = load_rows(g_base + member * g_head, g_stride, rows, queries, columns, D, BLOCK_D, True)
@@ -66,7 +67,7 @@ def _walk_queries(  # type: ignore[no-untyped-def]
     return d_k, d_v
 
 
-@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "window"])
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "before", "window"])
 def key_gradient_kernel(  # type: ignore[no-untyped-def]
     query,
     key,
@@ -74,7 +75,8 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
     d_out,
     logs,
     deltas,
-    bounds,
+    starts,
+    ends,
     d_key,
     d_value,
     q_batch,
@@ -99,6 +101,7 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
     group,
     queries,
     keys,
+    before,
     window,
     scale,
     inner,
@@ -119,12 +122,12 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
     at, columns = start + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     k = load_rows(key + batch * k_batch + kv_head * k_head, k_row, at, keys, columns, D, BLOCK_D, True)
     v = load_rows(value + batch * v_batch + kv_head * v_head, v_row, at, keys, columns, D, BLOCK_D, True)
-    before, last = keys - queries, tl.minimum(start + BLOCK_K, keys) - 1
-    starts = bounds + batch * keys
+    last = tl.minimum(start + BLOCK_K, keys) - 1
+    starts += batch * queries
     sees_all_to, end = queries, queries
     if HAS_BOUNDS:
-        ends = starts + (tl.num_programs(0) // kv_heads).to(tl.int64) * keys
-        sees_all_to, end = tl.load(ends + start) - before, tl.load(ends + last) - before
+        ends += batch * keys
+        sees_all_to, end = tl.load(ends + start), tl.load(ends + last)
     if HAS_WINDOW:
         sees_all_to, end = tl.minimum(sees_all_to, start + window - before), tl.minimum(end, last + window - before)
     end = tl.minimum(end, queries)

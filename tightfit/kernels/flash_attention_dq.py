@@ -50,7 +50,7 @@ def _walk_keys(  # type: ignore[no-untyped-def]
     return d_q
 
 
-@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "window"])
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "before", "window"])
 def query_gradient_kernel(  # type: ignore[no-untyped-def]
     query,
     key,
@@ -58,7 +58,8 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     d_out,
     logs,
     deltas,
-    bounds,
+    starts,
+    ends,
     d_query,
     q_batch,
     q_head,
@@ -79,6 +80,7 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     group,
     queries,
     keys,
+    before,
     window,
     scale,
     inner,
@@ -103,18 +105,17 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     delta = tl.load(deltas + row + rows, mask=rows < queries, other=0.0)
     k_base = key + batch * k_batch + (head // group) * k_head
     v_base = value + batch * v_batch + (head // group) * v_head
-    before = keys - queries
-    last = tl.minimum(start + BLOCK_Q, queries) - 1 + before
-    positions, starts = rows + before, bounds + batch * keys
-    first = first_key(tl.minimum(positions, last), starts, window, HAS_BOUNDS, HAS_WINDOW)
+    last_row = tl.minimum(start + BLOCK_Q, queries) - 1
+    last, positions = tl.minimum(last_row + before, keys - 1), tl.minimum(rows + before, keys - 1)
+    starts += batch * queries
+    first = first_key(tl.minimum(rows, last_row), before, starts, window, HAS_BOUNDS, HAS_WINDOW)
 
     d_q = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     seen_by_all_from = 0
     if HAS_BOUNDS or HAS_WINDOW:
-        lowest = tl.maximum(first_key(start + before, starts, window, HAS_BOUNDS, HAS_WINDOW), 0)
-        seen_by_all_from = (
-            tl.cdiv(tl.maximum(first_key(last, starts, window, HAS_BOUNDS, HAS_WINDOW), 0), BLOCK_K) * BLOCK_K
-        )
+        lowest = tl.maximum(first_key(start, before, starts, window, HAS_BOUNDS, HAS_WINDOW), 0)
+        highest_first = tl.maximum(first_key(last_row, before, starts, window, HAS_BOUNDS, HAS_WINDOW), 0)
+        seen_by_all_from = tl.cdiv(highest_first, BLOCK_K) * BLOCK_K
         d_q = _walk_keys(
             d_q,
             q,
@@ -139,7 +140,7 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
             BLOCK_K,
             True,
         )
-    seen_by_all_to = (start + before + 1) // BLOCK_K * BLOCK_K
+    seen_by_all_to = tl.minimum(start + before + 1, keys) // BLOCK_K * BLOCK_K
     d_q = _walk_keys(
         d_q,
         q,

@@ -75,15 +75,26 @@ def capability(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of q [B, heads, queries, D] to k, v [B, kv_heads, keys, D]; queries are the last positions of keys."""
+    """Attention of q [B, heads, queries, D] to k, v [B, kv_heads, keys, D]."""
 
     scale: float
     window: int
     """Keys a query attends to at most, itself included; 0 for all."""
     softcap: float
     """0 for none."""
-    bounds: Tensor | None
-    """Start and end of every token's document, int32 [2, B, keys]."""
+    bounds: Tensor | tuple[Tensor, Tensor] | None
+    """The first key of every query, int32 [B, queries], and the end of the queries of every key, int32 [B, keys]; for
+    packed documents start and end of every token's document, [2, B, keys]."""
+    before: int | None = None
+    """Query i sees keys up to i + before; None: queries are the last positions of keys."""
+
+    def first_position(self, queries: int, keys: int) -> int:
+        """What `before` is for so many queries and keys."""
+        return keys - queries if self.before is None else self.before
+
+    def starts_and_ends(self, unused: Tensor) -> tuple[Tensor, Tensor]:
+        """The two tensors of `bounds`; `unused` in their place where there are none."""
+        return (unused, unused) if self.bounds is None else (self.bounds[0], self.bounds[1])
 
     def constants(self, query: Tensor) -> dict[str, object]:
         """What kernels are compiled for."""
@@ -116,13 +127,13 @@ def softcapped_scores(products, inner, outer, HAS_SOFTCAP: tl.constexpr):  # typ
 
 
 @triton.jit
-def first_key(position, bounds_row, window, HAS_BOUNDS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first key that a query at `position` attends to."""
-    first = position * 0
+def first_key(row, before, starts, window, HAS_BOUNDS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key that query `row`, at position row + before, attends to."""
+    first = row * 0
     if HAS_BOUNDS:
-        first = tl.load(bounds_row + position)
+        first = tl.load(starts + row)
     if HAS_WINDOW:
-        first = tl.maximum(first, position - window + 1)
+        first = tl.maximum(first, row + before - window + 1)
     return first
 
 

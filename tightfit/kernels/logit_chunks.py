@@ -80,9 +80,9 @@ def read_chunks(
             logits, labels.of(span), terms, with_gradient=wanted.any, combine=combine, triton=triton
         )
         if gradients.hidden is not None:
-            _write_product(gradients.hidden[span], logits, weight, wide)
+            write_product(gradients.hidden[span], logits, weight, wide)
         if wanted.weight:
-            gradients.weight = _add_product(gradients.weight, logits, h, wide)
+            gradients.weight = add_product(gradients.weight, logits, h, wide)
         if wanted.bias:
             gradients.bias = _add(gradients.bias, logits.sum(0, dtype=wide))
     if N == 0:
@@ -91,7 +91,7 @@ def read_chunks(
     return statistics, gradients
 
 
-def _write_product(out: Tensor, d_logits: Tensor, weight: Tensor, wide: torch.dtype) -> None:
+def write_product(out: Tensor, d_logits: Tensor, weight: Tensor, wide: torch.dtype) -> None:
     """out = d_logits · weight.
 
     For outputs with fewer tiles than multiprocessors cuBLAS splits the sum over the vocabulary (split-K) and adds the
@@ -108,7 +108,7 @@ def _add(total: Tensor | None, new: Tensor) -> Tensor:
     return new if total is None else total.add_(new)
 
 
-def _add_product(total: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
+def add_product(total: Tensor | None, d_logits: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
     """total + d_logitsᵀ hidden, accumulated in `wide`; the first product becomes the total."""
     left = d_logits.T
     if hidden.dtype == wide:

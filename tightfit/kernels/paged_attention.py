@@ -6,6 +6,7 @@ Position t of sequence b lies at block tables[b, t // block_size], place t % blo
 2023). Decoding reads every key once and does next to nothing with it, so what counts is that all of the card reads: the
 keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023), whose softmax numerators and
 denominators a second small kernel joins. Query heads that share a key head are the rows of one program.
+Keys and values may be codes of a byte with a scale per vector; they are widened as they are read.
 Lengths are read on the device, the number of splits is the caller's: a captured graph serves any length.
 """
 
@@ -35,17 +36,22 @@ def paged_attention(
     lengths: Tensor,
     *,
     scale: float,
+    scales: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
     overlap: bool = False,
 ) -> Tensor:
-    """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n]."""
+    """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n].
+
+    Where keys and values are codes (int8, fp8), `scales` [2, blocks, block_size, kv_heads] are theirs, in float32.
+    """
     (B, heads, D), kv_heads = query.shape, keys.shape[2]
     assert query.stride(2) == 1
     assert keys.stride() == values.stride()
     assert tables.stride(1) == 1
-    block_k = _block_k(B * kv_heads)
+    assert scales is None or scales.is_contiguous()
+    block_k = keys_at_a_time(B * kv_heads)
     assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
     out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)
@@ -64,6 +70,8 @@ def paged_attention(
             query,
             keys,
             values,
+            keys if scales is None else scales[0],
+            values if scales is None else scales[1],
             tables,
             lengths,
             parts if splits > 1 else out,
@@ -80,6 +88,7 @@ def paged_attention(
             BLOCK_SIZE=keys.shape[1],
             BLOCK_K=block_k,
             SINGLE=splits == 1,
+            CODES=scales is not None,
             OVERLAP=overlap,
             num_warps=4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
@@ -110,10 +119,11 @@ def _join(parts: Tensor, norms: Tensor, out: Tensor, *, overlap: bool) -> None:
 def split_count(pairs: int, capacity: int, device: torch.device) -> int:
     """How many programs share a sequence of up to `capacity` keys, given pairs of sequence and key head."""
     wanted = -(-WAVES * multiprocessors(device) // pairs)
-    return max(1, min(wanted, -(-capacity // _block_k(pairs)), MOST_SPLITS))
+    return max(1, min(wanted, -(-capacity // keys_at_a_time(pairs)), MOST_SPLITS))
 
 
-def _block_k(pairs: int) -> int:
+def keys_at_a_time(pairs: int) -> int:
+    """Keys of a block, given pairs of sequence and key head."""
     return 16 if is_interpreted() else SHORT_BLOCK_K if pairs < FEW_PAIRS else BLOCK_K
 
 
@@ -139,11 +149,11 @@ def paged_attention_eager(
 
 @triton.jit(do_not_specialize=["window"])
 def _kernel(  # type: ignore[no-untyped-def]
-    query, keys, values, tables, lengths, parts, norms,
+    query, keys, values, key_scales, value_scales, tables, lengths, parts, norms,
     q_batch, q_head, kv_block, kv_place, kv_head, table_row, window, inner, outer,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, SINGLE: tl.constexpr, CODES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K."""
     launch_next(OVERLAP)
@@ -173,6 +183,12 @@ def _kernel(  # type: ignore[no-untyped-def]
         mask = here[:, None] & in_head[None, :]
         k = tl.load(keys + at[:, None] + columns[None, :], mask=mask, other=0.0)
         v = tl.load(values + at[:, None] + columns[None, :], mask=mask, other=0.0)
+        if CODES:
+            at_scale = (block * BLOCK_SIZE + position % BLOCK_SIZE) * tl.num_programs(0) + head
+            key_scale = tl.load(key_scales + at_scale, mask=here, other=0.0)
+            value_scale = tl.load(value_scales + at_scale, mask=here, other=0.0)
+            k = (k.to(tl.float32) * key_scale[:, None]).to(q.dtype)
+            v = (v.to(tl.float32) * value_scale[:, None]).to(q.dtype)
         scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
         scores = tl.where(here[None, :], scores, -1.0e30)
         higher = tl.maximum(highest, tl.max(scores, 1))

@@ -2,11 +2,14 @@
 
     y[m, n] = Σ_g S[n, g] · Σ_{k in g} x[m, k] · (q[n, k] − Z[n, g])
 
-Few rows (generating text) cost the reading of the weight, so codes are expanded in registers: the kernel multiplies by
-q − Z, whole numbers that 16-bit floats hold exactly, and applies a group's scale to its sum, one multiplication per
-output instead of one per weight. Where outputs are too few to fill the card, the inputs are split among programs whose
-sums are added afterwards. Many rows cost arithmetic, for which the matrix is expanded once and multiplied by cuBLAS:
-expanding moves 2.5 bytes a weight, little beside the product from `FUSED_ROWS` rows on.
+Few rows (generating text) cost the reading of the weight, so a program keeps a block of words in registers and
+multiplies there, without tensor cores. Turning a code into a float would be the slowest instruction of all; instead its
+bits are put below the exponent of one, f = 1 + q / 2^bits, and the rest is done once per word, with X = Σ x over it:
+
+    Σ x · (q − Z) = 2^bits · Σ x · f − (2^bits + Z) · X
+
+Many rows cost arithmetic, for which the matrix is expanded once and multiplied by cuBLAS: expanding moves 2.5 bytes a
+weight, little beside the product from a few hundred rows on.
 
 Words are those of `kernels/packing.py`: codes along the inputs, lowest bits first. Groups must be multiples of
 16 (or 0: one scale a row). Other widths and groups out of order take the plain path. Not differentiable.
@@ -17,15 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.operators import multiprocessors, on_device_of, operator
+from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.packing import unpack
-from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
+from tightfit.kernels.triton_support import Impl, is_interpreted, tl, triton, use_triton
 
 BITS = (2, 4, 8)
-FUSED_ROWS = 64
-"""Up to this many rows the codes are expanded in registers."""
+FEW_ROWS = 8
+"""Up to this many rows are multiplied in registers."""
 LONGEST_STEP = 128
-PROGRAMS_PER_PROCESSOR = 4
 
 
 def quantized_linear(
@@ -36,9 +38,9 @@ def quantized_linear(
         return quantized_linear_eager(x, words, scale, zero, bits, group)
     _check(x, words, scale, bits, group)
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) > FUSED_ROWS:
+    if len(rows) > FEW_ROWS:
         return F.linear(x, _expand(words, scale, zero, bits, group, x.dtype))
-    made: Tensor = _fused(rows.contiguous(), words, scale, zero, bits, group)
+    made: Tensor = _few(rows.contiguous(), words, scale, zero, bits, group)
     return made.view(*x.shape[:-1], words.shape[0])
 
 
@@ -81,35 +83,47 @@ def unpacked(words, BITS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr)
 
 
 @triton.jit
-def fused_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, words_ptr, scale_ptr, zero_ptr, y_ptr, M, N, K, span, groups,
+def few_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, words_ptr, scale_ptr, zero_ptr, y_ptr, M, N, K, groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_N outputs of all rows of x, in which the first inputs of all words come first, then all second ones, …: a
+    thread that holds neighbouring words finds what it needs for each of their codes side by side."""
     PER: tl.constexpr = 32 // BITS
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(2) * span
-    last = tl.minimum(first + span, K)
-    word_rows = words_ptr + n[:, None].to(tl.int64) * (K // PER)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(first, last, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < last)[None, :], other=0.0)
-        at = start // PER + tl.arange(0, BLOCK_K // PER)
-        words = tl.load(word_rows + at[None, :], mask=(n < N)[:, None] & (at * PER < last)[None, :], other=0)
-        codes = unpacked(words, BITS, BLOCK_N, BLOCK_K)
-        group = start // GROUP if GROUP > 0 else 0
+    m, n = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_m, in_n = (m < M)[:, None], (n < N)[:, None]
+    row = n[:, None].to(tl.int64)
+    width = K // PER
+    total = tl.zeros((ROWS, BLOCK_N, BLOCK_W), tl.float32)
+    for start in range(0, width, BLOCK_W):
+        at = start + tl.arange(0, BLOCK_W)
+        here = in_n & (at < width)[None, :]
+        words = tl.load(words_ptr + row * width + at[None, :], mask=here, other=0)
+        group = row * groups + ((at * PER) // GROUP if GROUP > 0 else at * 0)[None, :]
+        scale = tl.load(scale_ptr + group, mask=here, other=0.0).to(tl.float32)
+        offset = tl.zeros((BLOCK_N, BLOCK_W), tl.float32) + ((1 << BITS) + (1 << (BITS - 1)))
         if HAS_ZERO:
-            zero = tl.load(zero_ptr + n * groups + group, mask=n < N, other=0).to(tl.int32)
-            codes -= zero[:, None]
-        else:
-            codes -= 1 << (BITS - 1)
-        part = tl.dot(x, tl.trans(codes.to(x.dtype)), input_precision="ieee")
-        scale = tl.load(scale_ptr + n * groups + group, mask=n < N, other=0.0).to(tl.float32)
-        total += part * scale[None, :]
-    out = y_ptr + tl.program_id(2).to(tl.int64) * M * N + m[:, None] * N + n[None, :]
-    tl.store(out, total.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+            offset = tl.load(zero_ptr + group, mask=here, other=0).to(tl.float32) + (1 << BITS)
+        products = tl.zeros((ROWS, BLOCK_N, BLOCK_W), tl.float32)
+        sums = tl.zeros((ROWS, BLOCK_W), tl.float32)
+        for j in tl.static_range(PER):
+            x = tl.load(x_ptr + m[:, None] * K + j * width + at[None, :], mask=in_m & (at < width)[None, :], other=0.0)
+            x = x.to(tl.float32)
+            sums += x
+            products += x[:, None, :] * _one_plus(words, BITS, j)[None, :, :]
+        total += (products * (1 << BITS) - sums[:, None, :] * offset[None, :, :]) * scale[None, :, :]
+    y = tl.sum(total, 2)
+    tl.store(y_ptr + m[:, None] * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=in_m & (n < N)[None, :])
+
+
+@triton.jit
+def _one_plus(words, BITS: tl.constexpr, J: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 + q / 2^BITS of the J-th code of each word: its bits as the highest of a float32's fraction."""
+    SHIFT: tl.constexpr = 23 - BITS - BITS * J
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
+    moved = words << SHIFT if SHIFT >= 0 else words >> -SHIFT
+    return ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -141,23 +155,32 @@ def _step(group: int) -> int:
     return LONGEST_STEP if group == 0 else min(group & -group, LONGEST_STEP)
 
 
-def _run_fused(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
-    (M, K), N, step = x.shape, words.shape[0], _step(group)
-    block_m = min(max(triton.next_power_of_2(M), 16), 64)
-    block_n = 32 if block_m <= 16 else 64
-    tiles = triton.cdiv(N, block_n) * triton.cdiv(M, block_m)
-    wanted = -(-PROGRAMS_PER_PROCESSOR * multiprocessors(x.device) // tiles)
-    splits = max(min(wanted, 8, K // (4 * step)), 1)
-    span = triton.cdiv(triton.cdiv(K, splits), step) * step
-    splits = triton.cdiv(K, span)
-    y = torch.empty(splits, M, N, device=x.device, dtype=x.dtype if splits == 1 else torch.float32)
+def _run_few(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
+    (M, K), N = x.shape, words.shape[0]
+    rows = triton.next_power_of_2(M)
+    block_n, block_w = (8, 32) if is_interpreted() else (max(8 // rows, 1), 512)
+    y = torch.empty(M, N, device=x.device, dtype=x.dtype)
+    by_place = x.view(M, -1, 32 // bits).transpose(1, 2).contiguous()
     with on_device_of(x):
-        fused_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), splits)](
-            x, words, scale, zero if zero is not None else words, y, M, N, K, span, scale.shape[1],
-            BITS=bits, GROUP=group, HAS_ZERO=zero is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=step,
-            num_warps=4, num_stages=4,
-        )  # fmt: skip
-    return y[0] if splits == 1 else y.sum(0).to(x.dtype)
+        few_rows_kernel[(triton.cdiv(N, block_n),)](
+            by_place,
+            words,
+            scale,
+            words if zero is None else zero,
+            y,
+            M,
+            N,
+            K,
+            scale.shape[1],
+            BITS=bits,
+            GROUP=group,
+            HAS_ZERO=zero is not None,
+            ROWS=rows,
+            BLOCK_N=block_n,
+            BLOCK_W=block_w,
+            num_warps=4,
+        )
+    return y
 
 
 def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, dtype: torch.dtype) -> Tensor:
@@ -171,9 +194,9 @@ def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gr
     return weight
 
 
-_fused = operator(
+_few = operator(
     "quantized_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, int bits, int group) -> Tensor",
-    _run_fused,
+    _run_few,
     lambda x, words, scale, zero, bits, group: x.new_empty(x.shape[0], words.shape[0]),
 )
 _expand = operator(

@@ -1,17 +1,20 @@
-"""What happens to the queries, keys and values of a decoding step between projection and attention, in one kernel.
+"""What happens to the queries, keys and values of a step between projection and attention, in one kernel.
 
 Queries and keys get their norms (where the model has them) and are turned by their positions; queries go out, keys and
-values go to their places in the paged cache. One program per token and head: for the few tokens of a decoding step.
+values go to their places in the paged cache. A program has one head of one token, or of a block of tokens where a step
+has many (prompts).
 """
 
 import torch
 from torch import Tensor
 
 from tightfit.kernels.operators import on_device_of
-from tightfit.kernels.overlap import launch_next, wait_for_previous
 from tightfit.kernels.rms_norm import rms_norm_eager
 from tightfit.kernels.rope import rope_eager
-from tightfit.kernels.triton_support import tl, triton
+from tightfit.kernels.triton_support import is_interpreted, tl, triton
+
+FEW_TOKENS = 8 if is_interpreted() else 64
+MANY_TOKENS = 4 if is_interpreted() else 16
 
 
 def rotate_store(
@@ -28,7 +31,6 @@ def rotate_store(
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
-    overlap: bool = False,
 ) -> Tensor:
     """Queries [M, heads, D] of qkv [M, (heads + 2 kv_heads) · D]; keys and values [blocks, size, kv_heads, D] written.
 
@@ -39,9 +41,9 @@ def rotate_store(
     half = cos.shape[-1]
     assert keys.stride() == values.stride()
     assert keys.stride(0) == keys.shape[1] * keys.stride(1)
-    launch = {"launch_pdl": True} if overlap else {}
+    tokens = 1 if M <= FEW_TOKENS else MANY_TOKENS
     with on_device_of(qkv):
-        _kernel[(heads + 2 * kv_heads, M)](
+        _kernel[(heads + 2 * kv_heads, triton.cdiv(M, tokens))](
             qkv,
             out,
             keys,
@@ -52,6 +54,7 @@ def rotate_store(
             sin,
             qkv if q_norm is None else q_norm,
             qkv if k_norm is None else k_norm,
+            M,
             qkv.stride(0),
             keys.stride(1),
             cos.stride(0),
@@ -66,9 +69,8 @@ def rotate_store(
             REST_2=triton.next_power_of_2(max(D - 2 * half, 1)),
             BLOCK_D=triton.next_power_of_2(D),
             HAS_NORM=q_norm is not None,
-            OVERLAP=overlap,
-            num_warps=1,
-            **launch,
+            TOKENS=tokens,
+            num_warps=1 if tokens == 1 else 4,
         )
     return out
 
@@ -101,57 +103,59 @@ def rotate_store_eager(
     return q[0].transpose(0, 1)
 
 
-@triton.jit(do_not_specialize=["x_row"])
+@triton.jit(do_not_specialize=["x_row", "M"])
 def _kernel(  # type: ignore[no-untyped-def]
     qkv, out, keys, values, slots, positions, cos, sin, q_norm, k_norm,
-    x_row, cache_place, table_row, eps, offset,
+    M, x_row, cache_place, table_row, eps, offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_2: tl.constexpr,
-    REST: tl.constexpr, REST_2: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    REST: tl.constexpr, REST_2: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
-    launch_next(OVERLAP)
-    wait_for_previous(OVERLAP)
-    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    x = qkv + token * x_row + head * D
+    """One head of TOKENS tokens."""
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    here = token < M
+    x = qkv + token[:, None] * x_row + head * D
+    slot = tl.load(slots + token, mask=here, other=0).to(tl.int64)[:, None]
     if head >= HEADS + KV_HEADS:
-        columns = tl.arange(0, BLOCK_D)
-        slot = tl.load(slots + token).to(tl.int64)
-        v = tl.load(x + columns, mask=columns < D, other=0.0)
-        place = values + slot * cache_place + (head - HEADS - KV_HEADS) * D + columns
-        tl.store(place, v, mask=columns < D)
+        columns = tl.arange(0, BLOCK_D)[None, :]
+        mask = here[:, None] & (columns < D)
+        v = tl.load(x + columns, mask=mask, other=0.0)
+        tl.store(values + slot * cache_place + (head - HEADS - KV_HEADS) * D + columns, v, mask=mask)
     else:
-        slot = tl.load(slots + token).to(tl.int64)
-        to_cache = keys + slot * cache_place + (head - HEADS) * D
-        to_query = out + (token * HEADS + head) * D
-        pair, rest = tl.arange(0, HALF_2), 2 * HALF + tl.arange(0, REST_2)
-        in_pair, in_rest = pair < HALF, rest < D
+        pair, rest = tl.arange(0, HALF_2)[None, :], 2 * HALF + tl.arange(0, REST_2)[None, :]
+        in_pair, in_rest = here[:, None] & (pair < HALF), here[:, None] & (rest < D)
         first = tl.load(x + pair, mask=in_pair, other=0.0).to(tl.float32)
         second = tl.load(x + HALF + pair, mask=in_pair, other=0.0).to(tl.float32)
         others = tl.load(x + rest, mask=in_rest, other=0.0).to(tl.float32)
         if HAS_NORM:
-            squares = tl.sum(first * first, 0) + tl.sum(second * second, 0) + tl.sum(others * others, 0)
-            scale = tl.rsqrt(squares / D + eps)
+            squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(others * others, 1)
+            scale = tl.rsqrt(squares / D + eps)[:, None]
             q_share = tl.where(head < HEADS, 1.0, 0.0)
-            first = first * scale * _weight(q_norm, k_norm, pair, in_pair, q_share, offset)
-            second = second * scale * _weight(q_norm, k_norm, HALF + pair, in_pair, q_share, offset)
-            others = others * scale * _weight(q_norm, k_norm, rest, in_rest, q_share, offset)
+            first = first * scale * _weight(q_norm, k_norm, pair, pair < HALF, q_share, offset)
+            second = second * scale * _weight(q_norm, k_norm, HALF + pair, pair < HALF, q_share, offset)
+            others = others * scale * _weight(q_norm, k_norm, rest, rest < D, q_share, offset)
             first, second = _rounded(first, out), _rounded(second, out)
-        position = tl.load(positions + token).to(tl.int64)
-        c = tl.load(cos + position * table_row + pair, mask=in_pair, other=0.0).to(tl.float32)
-        s = tl.load(sin + position * table_row + pair, mask=in_pair, other=0.0).to(tl.float32)
+        angle = tl.load(positions + token, mask=here, other=0).to(tl.int64)[:, None] * table_row + pair
+        c = tl.load(cos + angle, mask=in_pair, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=in_pair, other=0.0).to(tl.float32)
         turned = (first * c - second * s).to(out.dtype.element_ty)
         other = (second * c + first * s).to(out.dtype.element_ty)
         kept = others.to(out.dtype.element_ty)
         if head < HEADS:
-            tl.store(to_query + pair, turned, mask=in_pair)
-            tl.store(to_query + HALF + pair, other, mask=in_pair)
-            if REST:
-                tl.store(to_query + rest, kept, mask=in_rest)
+            to_query = out + (token[:, None] * HEADS + head) * D
+            _store(to_query, turned, other, kept, pair, rest, in_pair, in_rest, HALF, REST)
         else:
-            tl.store(to_cache + pair, turned, mask=in_pair)
-            tl.store(to_cache + HALF + pair, other, mask=in_pair)
-            if REST:
-                tl.store(to_cache + rest, kept, mask=in_rest)
+            to_cache = keys + slot * cache_place + (head - HEADS) * D
+            _store(to_cache, turned, other, kept, pair, rest, in_pair, in_rest, HALF, REST)
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    to, turned, other, kept, pair, rest, in_pair, in_rest, HALF: tl.constexpr, REST: tl.constexpr
+):  # fmt: skip
+    tl.store(to + pair, turned, mask=in_pair)
+    tl.store(to + HALF + pair, other, mask=in_pair)
+    if REST:
+        tl.store(to + rest, kept, mask=in_rest)
 
 
 @triton.jit

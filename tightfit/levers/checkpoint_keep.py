@@ -34,6 +34,7 @@ ATTENTION_NAMES = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "tightfit::flash_attention",
+    "tightfit::ring_attention",
     "tightfit::simulated_attention",
 )
 PRODUCT_NAMES = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "tightfit::fp8_matmul", "tightfit::grouped_matmul")

@@ -9,7 +9,8 @@ stream waits for the copy. Every step asks for the same sizes and gets the same 
 forward, as a fixed pair of buffers would be.
 
 The first layers' inputs are offloaded, as they are kept longest; the last one stays, as backward begins with it. Host
-buffers are allocated once and reused; before the first, free host memory is compared with what all will need.
+buffers are allocated once and reused; before the first, free host memory is compared with what all will need. In a
+pipeline several micro-batches wait there at once; each forward pass of a stage has its own chain of prefetches.
 On CPUs there are no streams; the order is the same.
 """
 
@@ -106,10 +107,13 @@ class HostStore:
         """GPU tensors being copied to the host, and the event of that copy."""
         self._latest: weakref.ref[KeptInput] | None = None
 
-    def keep(self, x: Tensor, index: int, count: int) -> KeptInput:
-        """Keep x, the input of recomputed layer `index` of `count` in a forward pass."""
+    def keep(self, x: Tensor, index: int, count: int, *, follows: bool) -> KeptInput:
+        """Keep x, the input of recomputed layer `index` of the `count` of this rank.
+
+        `follows`: the input kept before is that of the layer below, of the same forward pass.
+        """
         self._free_sent()
-        previous = self._latest() if self._latest is not None and index else None
+        previous = self._latest() if self._latest is not None and follows else None
         rows = x.numel() // x.shape[-1]
         offloaded = offloaded_count(
             count, stored_bytes(rows, x.shape[-1], x.element_size(), self.form), self.host_bytes

@@ -40,10 +40,12 @@ def checkpoint_layers(model: Decoder, levers: Levers, layout: Layout = ALONE) ->
 
 @dataclass(frozen=True)
 class KeptLevels:
-    """What each layer saves, and for each the number of recomputed layers before it."""
+    """What each layer saves, for each the number of recomputed layers before it, and whether any of those is in the
+    same span of consecutive layers (a stage of a pipeline)."""
 
     levels: tuple[KeepLevel, ...]
     before: tuple[int, ...]
+    follows: tuple[bool, ...]
 
     @property
     def count(self) -> int:
@@ -57,6 +59,7 @@ class Checkpointing:
     def __init__(self, model: Decoder, levers: Levers, layout: Layout) -> None:
         self.spec, self.levers, self.layout = model.spec, levers, layout
         self.layer_numbers = tuple(cast(Layer, layer).attention.layer for layer in model.layers)
+        self.span_starts = _span_starts(self.layer_numbers)
         self.store: HostStore | None = None
         if levers.offload_checkpoints:
             self.store = HostStore(levers.checkpoint_host_bytes, levers.checkpoint_format)
@@ -72,11 +75,14 @@ class Checkpointing:
             tensor=layout.tensor,
             sequence_parallel=split,
             context=layout.context,
+            ring=layout.ring,
             expert=layout.expert,
             tiles=self.levers.tiles,
         )
         levels = levels_of(self.spec, self.levers, shape, self.layer_numbers)
-        return KeptLevels(levels, tuple(sum(level != "everything" for level in levels[:i]) for i in range(len(levels))))
+        recomputed = [level != "everything" for level in levels]
+        before = tuple(sum(recomputed[:index]) for index in range(len(levels)))
+        return KeptLevels(levels, before, tuple(before[i] > before[self.span_starts[i]] for i in range(len(levels))))
 
     def run(self, index: int, forward: Forward, x: Tensor, *ctx: Any) -> tuple[Tensor, Tensor | None]:
         """Layer `index`, whose own forward is `forward`."""
@@ -84,7 +90,9 @@ class Checkpointing:
         level = kept.levels[index]
         if level == "everything" or not torch.is_grad_enabled():
             return forward(x, *ctx)
-        kept_input = KeptInput(x) if self.store is None else self.store.keep(x, kept.before[index], kept.count)
+        kept_input = KeptInput(x)
+        if self.store is not None:
+            kept_input = self.store.keep(x, kept.before[index], kept.count, follows=kept.follows[index])
         first_pass = [x]
 
         def compute(_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -97,3 +105,12 @@ class Checkpointing:
         output = checkpoint(compute, x.new_empty(0), use_reentrant=False, context_fn=selective.contexts)
         assert isinstance(output, tuple)
         return output
+
+
+def _span_starts(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """For each layer of a rank the index of the first one of its span: layers of a model that follow each other."""
+    starts: list[int] = []
+    for index, number in enumerate(numbers):
+        begins = index == 0 or number != numbers[index - 1] + 1
+        starts.append(index if begins else starts[-1])
+    return tuple(starts)

@@ -30,11 +30,13 @@ ON_GPU = Placement()
 
 
 def placements(named: Sequence[tuple[str, Tensor]], levers: Levers, state_bytes: float) -> dict[str, Placement]:
-    """The placement of every parameter; `state_bytes` is bytes per weight of moments and master."""
+    """The placement of every parameter, or of this rank's shard of it; `state_bytes` is bytes per weight of moments
+    and master. A shard without rows stays where it is."""
     found = {name: ON_GPU for name, _ in named}
     if levers.offload == "none":
         return found
-    matrices = sorted(((name, each) for name, each in named if each.ndim >= 2), key=_is_in_layers)
+    with_rows = ((name, each) for name, each in named if each.ndim >= 2 and each.numel())
+    matrices = sorted(with_rows, key=_is_in_layers)
     streams_weights = levers.offload == "weights"
     sizes = [each.numel() * (state_bytes + (each.itemsize if streams_weights else 0)) for _, each in matrices]
     for name, _ in matrices[whole_that_fit(sizes, levers.offload_keep_bytes) :]:

@@ -83,6 +83,8 @@ class Update:
     """The same update made by the host's cores; None where it cannot be."""
     gradient_ready: StreamEvent = None
     """When the gradient is complete and backward has used the weight for the last time."""
+    after: Callable[[], None] | None = None
+    """Called when the compute stream has waited for it."""
     host_result: Future[StreamEvent] | None = None
     """When the host has updated it and the weight is back on the GPU."""
 
@@ -176,6 +178,8 @@ class StateLink:
         queued later on the same stream."""
         self.wait_for_host(update.matrix)
         current_stream_waits_for(update.matrix.weight_ready)
+        if update.after is not None:
+            update.after()
         self.in_flight = deque(each for each in self.in_flight if each is not update)
         self.in_flight_bytes -= update.gradient.nbytes
 

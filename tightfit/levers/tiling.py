@@ -13,13 +13,18 @@ Heads: the backward of fused attention holds dQ in float32 and dK and dV per que
 all else of a layer. So heads run in groups (at most one per key/value head, and no more than there are tiles), which
 divides that workspace by the number of groups.
 
+Tensor ranks meet at the same places as without tiles, once a tile: what goes into attention and what comes out of it
+passes the layer's `Exchange`, which parallel/tensor.py leaves with the attention module. Not under sequence
+parallelism, where a rank's tokens are no tile of all ranks' tokens.
+
 Limits: MoE layers are not tiled, as their load-balancing loss is no sum over tiles. Hooks on modules inside a layer see
 tiles; hooks on the attention module are not called. Generation with a key/value cache is not tiled.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +34,25 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.trainer import routed_layers_are_not_tiled
-from tightfit.kernels.attention import attention
+from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
 from tightfit.kernels.rope import rope
 from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles
 from tightfit.models.decoder import Decoder, ForwardContext, Layer
 from tightfit.models.mlp import Mlp
+
+EXCHANGE = "exchange"
+"""Attribute of an attention module with the collectives of tensor ranks around it."""
+
+
+class Exchange(Protocol):
+    """The collectives of tensor ranks around attention."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Before its projections."""
+
+    def leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """After its output projection, whose bias is added here."""
 
 
 def tile_layers(model: Decoder, tiles: int) -> None:
@@ -72,9 +90,17 @@ class TiledLayer:
         )
         return out, None
 
+    @property
+    def exchange(self) -> Exchange | None:
+        """Of tensor ranks; None on one."""
+        found: Exchange | None = vars(self.layer.attention).get(EXCHANGE)
+        return found
+
     def _project_qkv(self, x: Tensor, tile: slice, ctx: ForwardContext) -> tuple[Tensor, ...]:
         """Queries, then keys, then values of every group of heads, each [B, t, heads, D]."""
         own, normed = self.layer.attention, self.layer.attention_norm(x)
+        if (exchange := self.exchange) is not None:
+            normed = exchange.enter(normed)
         query, key, value = (m(normed).unflatten(-1, (-1, own.head_dim)) for m in (own.q, own.k, own.v))
         if own.q_norm is not None and own.k_norm is not None:
             query, key = own.q_norm(query), own.k_norm(key)
@@ -82,7 +108,7 @@ class TiledLayer:
             cos, sin = (table[:, :, tile] for table in ctx.rope_tables[own.rope])
             rotated = rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin, impl=own.impl.rope)
             query, key = (heads.transpose(1, 2) for heads in rotated)
-        groups = head_groups(key.shape[2], self.tiles)
+        groups = head_groups(max(1, key.shape[2] // ctx.heads_multiple), self.tiles)
         return tuple(group for heads in (query, key, value) for group in heads.chunk(groups, dim=2))
 
     def _attend(self, heads: tuple[Tensor, ...], ctx: ForwardContext) -> list[Tensor]:
@@ -90,8 +116,9 @@ class TiledLayer:
         own, count = self.layer.attention, len(heads) // 3
         groups = [group.transpose(1, 2) for group in heads]
         limits: dict[str, Any] = {"scale": own.scale, "window": own.window, "softcap": own.softcap}
+        attend = ctx.attend or partial(_attend_here, ctx.mask, own.impl.attention)
         return [
-            attention(query, key, value, ctx.mask, **limits, impl=own.impl.attention).transpose(1, 2)
+            attend(own.layer, query, key, value, **limits).transpose(1, 2)
             for query, key, value in zip(groups[:count], groups[count : 2 * count], groups[2 * count :], strict=True)
         ]
 
@@ -99,11 +126,19 @@ class TiledLayer:
         """From attention's output to the new residual stream."""
         layer = self.layer
         added = layer.attention.o(torch.cat(attended, dim=2).flatten(2))
+        if (exchange := self.exchange) is not None:
+            added = exchange.leave(added, layer.attention.o.bias)
         if layer.attention_post_norm is not None:
             added = layer.attention_post_norm(added)
         normed, x = layer.mlp_norm(added, residual=x)
         out, _ = layer.mlp(normed)
         return (x + (out if layer.mlp_post_norm is None else layer.mlp_post_norm(out)),)
+
+
+def _attend_here(
+    mask: AttentionMask, impl: AttentionImpl, _: int, query: Tensor, key: Tensor, value: Tensor, **limits: Any
+) -> Tensor:
+    return attention(query, key, value, mask, **limits, impl=impl)
 
 
 def _present(modules: tuple[nn.Module | None, ...]) -> list[nn.Module]:

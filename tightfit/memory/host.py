@@ -62,6 +62,13 @@ def claimed(tensor: Tensor, component: Component, detail: str = "") -> Tensor:
     return tensor
 
 
+def known_on_host(tensor: Tensor) -> Tensor:
+    """`tensor`, which ledgers have in host memory: in a simulation nothing else tells it from one on the GPU."""
+    for tell in _watchers:
+        tell(tensor, None, "", host=True)
+    return tensor
+
+
 def pinned_bytes() -> int:
     """Pinned host memory, torch's own included."""
     stats = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else {}

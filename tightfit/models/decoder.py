@@ -5,6 +5,7 @@ A single-device model: parallelism, checkpointing and offload are applied from o
 Shapes: B batch, T tokens, H hidden size, D head size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +70,19 @@ class ForwardContext:
     cache: KeyValueCache | None
     attend: Attend | None = None
     """Takes the place of cache and attention."""
+    heads_multiple: int = 1
+    """`attend` takes some of the key heads as well, if so many or a multiple of it."""
+
+
+class LossTarget(Protocol):
+    """What a micro-batch shall learn besides its labels, made before the forward pass."""
+
+    def loss(self, model: "Decoder", x: Tensor, labels: Tensor, divisor: float | Tensor | None) -> Tensor:
+        """The summed loss of normed hidden states x [B, T, H], in the place of `Decoder.loss`."""
+
+
+Objective = Callable[[Tensor, Tensor | None], LossTarget]
+"""From tokens and documents to what they teach."""
 
 
 @dataclass
@@ -164,6 +178,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tied:
             self.head.weight = self.embed.weight
+        self.objective: Objective | None = None
+        """What training minimises instead of cross entropy alone; evaluation never asks it."""
 
     def forward(
         self,
@@ -183,6 +199,8 @@ class Decoder(nn.Module):
         `divisor` divides the summed loss, such as by the number of labels of all micro-batches of a step. Dividing
         here rather than afterwards rounds the gradient of the hidden states once less.
         """
+        learns = labels is not None and self.objective is not None and torch.is_grad_enabled()
+        target = self.objective(tokens, documents) if learns and self.objective is not None else None
         positions = self.token_positions(tokens, documents, cache)
         x = self.embed_tokens(tokens, positions)
         ctx = self.forward_context(x, positions, documents, cache)
@@ -198,7 +216,8 @@ class Decoder(nn.Module):
         if labels is None:
             logits = softcapped(self.head(x), self.spec.logit_softcap)
             return DecoderOutput(logits=logits, loss=None, balance=balance)
-        return DecoderOutput(logits=None, loss=self.loss(x, labels, divisor), balance=balance)
+        loss = self.loss(x, labels, divisor) if target is None else target.loss(self, x, labels, divisor)
+        return DecoderOutput(logits=None, loss=loss, balance=balance)
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
         """Summed cross entropy of normed hidden states [B, T, H]."""

@@ -21,6 +21,7 @@ from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_p
 from tightfit.models.gguf.weights import fill
 from tightfit.models.hub import hub_directory, hub_hint, is_hub_name
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
+from tightfit.models.low_rank import fill_multiplied, is_low_rank, load_low_rank
 from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
 from tightfit.models.resolve import refuse_adapter, resolve_spec
@@ -66,10 +67,11 @@ def load_model(
     spec = resolve_spec(str(path / "config.json"))
     _require_room_for(spec, path)
     tokenizer = _directory_tokenizer(path)
-    if packed and is_quantized(path):
+    if packed and (is_quantized(path) or is_low_rank(path)):
         if verified:
             verify_weights(path)
-        return LoadedModel(load_quantized(path, spec, device, dtype), tokenizer, source)
+        load = load_quantized if is_quantized(path) else load_low_rank
+        return LoadedModel(load(path, spec, device, dtype), tokenizer, source)
     model = blank_decoder(spec, device, dtype)
     _load_directory(model, path, verified=verified)
     return LoadedModel(model, tokenizer, source)
@@ -80,7 +82,7 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
     files = [file for pattern in ("*.safetensors", "sharded/*") for file in path.glob(pattern) if file.is_file()]
     held = sum(file.stat().st_size for file in files)
     least = SMALLEST_QUANTIZED_BYTES if is_quantized(path) else SMALLEST_DTYPE_BYTES
-    if files and spec.params() * least > held:
+    if files and not is_low_rank(path) and spec.params() * least > held:
         if has_sharded(path):
             raise UserError(
                 f"{path / 'sharded'} is damaged or of another model ({held:,} bytes cannot hold the "
@@ -107,6 +109,8 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
         verify_weights(path)
     if is_quantized(path):
         return fill_dequantized(model, path)
+    if is_low_rank(path):
+        return fill_multiplied(model, path)
     if not has_sharded(path):
         return load_weights(model, path)
     from tightfit.models.sharded_weights import load_sharded_weights

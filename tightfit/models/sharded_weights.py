@@ -23,9 +23,12 @@ FOLDER = "sharded"
 PREFIX = "weights/"
 
 
-def weights_of(model: Decoder) -> dict[str, Tensor]:
-    """This rank's weights by stored name; a tied output projection is stored as the embedding only."""
-    own = model.state_dict()
+def weights_of(model: Decoder, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """This rank's weights by stored name; a tied output projection is stored as the embedding only.
+
+    `state` takes the place of the model's own state dict.
+    """
+    own = model.state_dict() if state is None else state
     tied = model.spec.tied
     return {f"{PREFIX}{name}": tensor for name, tensor in own.items() if not (tied and name == "head.weight")}
 

@@ -1,7 +1,8 @@
-"""Applies levers and parallelism to a decoder in one order: tensor, loss, fp8, tiling, checkpointing, data or pipeline.
+"""Applies splits and levers to a decoder in one order: tensor, context, loss, fp8, tiles, checkpoints, data or stages.
 
 Tensor parallelism comes first (`cut`): it cuts weights on the meta device and puts collectives around attention and
-MLP, inside everything else. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
+MLP, inside everything else. Context parallelism changes no weight: it gives the decoder this rank's tokens, and layers
+another attention. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
 that recomputation uses the weights all-gathered for backward. Sharded weights are filled afterwards (each rank its
 shards); a replicated model must have its values and dtype before. `train/assembly.py` does both, with the optimizer.
 """
@@ -22,6 +23,7 @@ from tightfit.levers.fp8 import use_fp8
 from tightfit.levers.loss import choose_loss
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
+from tightfit.parallel.context import context_parallel
 from tightfit.parallel.data import replicate, shard
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
@@ -29,10 +31,15 @@ from tightfit.parallel.tensor import tensor_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
-    """Cut weights to this rank's tensor-parallel shards, before they have values. Once, before `apply`."""
+    """Cut weights to this rank's tensor-parallel shards, before they have values, and rows to its tokens.
+
+    Once, before `apply`.
+    """
     refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
+    if mesh is not None and layout.context > 1:
+        context_parallel(model, mesh, layout)
 
 
 def apply(
@@ -55,8 +62,8 @@ def apply(
     checkpoint_layers(model, levers, layout)
     if mesh is not None and layout.pipeline > 1:
         return pipelined(model, mesh, layout, precision)
-    if mesh is None or mesh["data"].size() == 1:
+    if mesh is None or layout.reducing == 1:
         return model
     if layout.zero == 0:
-        return replicate(model, mesh["data"])
+        return replicate(model, sharding_axes(mesh))
     return shard(model, sharding_axes(mesh), layout.zero, precision)

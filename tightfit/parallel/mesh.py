@@ -1,8 +1,10 @@
 """The device mesh: the ranks of a run as a grid with one named axis per kind of parallelism.
 
 The axes, outermost first, are `AXES`: neighbours on the innermost axis are neighbouring ranks, which share the fastest
-links. Only axes of more than one rank exist, except `data`, which always does. For hybrid sharding a second mesh has
-the data axis split in two, `replicate` over groups and `shard` inside them. The mesh is made once and passed
+links. Only axes of more than one rank exist, except `data`, which always does. Gradients are summed, and ZeRO splits,
+over data and context ranks together: where there are context ranks, a second mesh has both axes as one, `data`; for
+hybrid sharding it is split in two, `replicate` over groups and `shard` inside them. A third mesh has the context axis
+split into `ring` and, inside it, `heads`. The mesh is made once and passed
 explicitly; no global holds it. Processes are torchrun's; its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) are
 read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert parallelism
 will reuse ranks of these axes.
@@ -26,6 +28,8 @@ from tightfit.jobs.layout import Layout
 AXES = ("pipeline", "data", "context", "tensor")
 HYBRID = ("replicate", "shard")
 """The data axis under hybrid sharding."""
+CONTEXT = ("ring", "heads")
+"""The context axis: ranks that pass keys and values round a ring, and inside it ranks that exchange heads."""
 SUBMESHES = "tightfit_sharding"
 """Attribute of a mesh with its submeshes: torch lets no mesh have an axis both whole and split, and slices wrongly
 under fake tensors, so they are made once, with the mesh."""
@@ -43,33 +47,54 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     degrees = {axis: getattr(layout, axis) for axis in AXES}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    vars(mesh)[SUBMESHES] = _submeshes(mesh, _hybrid_mesh(mesh, layout))
+    vars(mesh)[SUBMESHES] = _submeshes(mesh, _reducing_mesh(mesh, layout)) | _context_axes(mesh, layout)
     return mesh
 
 
-def _hybrid_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """The mesh with its data axis split in two for hybrid sharding; the mesh itself without."""
-    if layout.copies == 1:
+def _reducing_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """The mesh with data and context as one axis, split in two for hybrid sharding; the mesh itself without either."""
+    if layout.copies == 1 and layout.context == 1:
         return mesh
+    summed = {"data": layout.reducing}
+    if layout.copies > 1:
+        summed = dict(zip(HYBRID, (layout.copies, layout.reducing // layout.copies), strict=True))
+    return _with_axes(mesh, {"data": summed, "context": {}})
+
+
+def _with_axes(mesh: DeviceMesh, changed: dict[str, dict[str, int]]) -> DeviceMesh:
+    """A mesh of the same ranks with other axes in the place of some."""
     shape: dict[str, int] = {}
     for axis, degree in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
-        split = dict(zip(HYBRID, (layout.copies, layout.shard_inside), strict=True))
-        shape |= split if axis == "data" else {axis: degree}
+        shape |= changed.get(axis, {axis: degree})
     return init_device_mesh(mesh.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def _submeshes(mesh: DeviceMesh, hybrid: DeviceMesh) -> dict[str, DeviceMesh]:
-    data = ("data",) if hybrid is mesh else HYBRID
-    found = {"sharding": hybrid[data]}
+def _submeshes(mesh: DeviceMesh, reducing: DeviceMesh) -> dict[str, DeviceMesh]:
+    data = tuple(axis for axis in ("data", *HYBRID) if axis in (reducing.mesh_dim_names or ()))
+    found = {"sharding": reducing[data]}
     if "tensor" in (mesh.mesh_dim_names or ()):
-        found |= {"tensor": mesh["tensor"], "both": hybrid[(*data, "tensor")]}
+        found |= {"tensor": mesh["tensor"], "both": reducing[(*data, "tensor")]}
     return found
+
+
+def _context_axes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
+    """The axes of CONTEXT that have more than one rank."""
+    degrees = dict(zip(CONTEXT, (layout.ring, layout.exchanging), strict=True))
+    used = [axis for axis, degree in degrees.items() if degree > 1]
+    both = mesh if len(used) < len(CONTEXT) else _with_axes(mesh, {"context": degrees})
+    return {axis: both["context" if both is mesh else axis] for axis in used}
 
 
 def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """The submesh for FSDP2: `data`, or `replicate` and `shard`."""
+    """The submesh for DDP and FSDP2: `data` (and context ranks), or `replicate` and `shard`."""
     found: DeviceMesh = vars(mesh)[SUBMESHES]["sharding"]
     return found
+
+
+def context_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
+    """The ranks of `ring` or of `heads`; None where there is one."""
+    found: DeviceMesh | None = vars(mesh)[SUBMESHES].get(axis)
+    return None if found is None else found.get_group()
 
 
 def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:

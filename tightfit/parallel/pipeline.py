@@ -142,10 +142,10 @@ class Pipeline(nn.Module):
         return loss * self.scale
 
     def _sum_over_data_ranks(self) -> None:
-        """All-reduce gradients over the data axis, unless FSDP2 has reduced them."""
-        if self.layout.zero or self.mesh["data"].size() == 1:
+        """All-reduce gradients over data and context ranks, unless FSDP2 has reduced them."""
+        if self.layout.zero or self.layout.reducing == 1:
             return
-        group = self.mesh["data"].get_group()
+        group = sharding_axes(self.mesh).get_group()
         for bucket in _buckets([p.grad for p in self.decoder.parameters() if p.grad is not None]):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)

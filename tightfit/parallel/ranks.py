@@ -1,7 +1,8 @@
 """Ranks: this process's rank on the data axis and among all processes, and small collectives of the training loop.
 
-On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). Over all processes of a run,
-of every axis: `first`, `sum_over_all`, `max`, `broadcast`, `barrier`.
+On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). On the context axis: sums
+over pieces of the same rows (`sum_pieces`). Over all processes of a run, of every axis: `first`,
+`sum_over_all`, `max`, `broadcast`, `barrier`.
 
 `ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
 by all ranks.
@@ -33,6 +34,9 @@ class Ranks:
     """Where tensors of collectives must be: "cuda" for NCCL."""
     process: int = 0
     processes: int = 1
+    context: int = 1
+    """Ranks that have a piece of every row each."""
+    context_group: dist.ProcessGroup | None = None
     stages: int = 1
     """Pipeline ranks (the outermost axis), each with its own layers."""
     stage_group: dist.ProcessGroup | None = None
@@ -54,9 +58,12 @@ class Ranks:
             processes=mesh.size(),
             long_wait_group=long_wait_group(mesh),
         )
-        if "pipeline" not in (mesh.mesh_dim_names or ()):
-            return found
-        return replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
+        axes = mesh.mesh_dim_names or ()
+        if "context" in axes:
+            found = replace(found, context=mesh["context"].size(), context_group=mesh.get_group("context"))
+        if "pipeline" in axes:
+            found = replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
+        return found
 
     @property
     def first(self) -> bool:
@@ -69,6 +76,14 @@ class Ranks:
             return tensor
         total = tensor.clone()
         dist.all_reduce(total, group=self.group)
+        return total
+
+    def sum_pieces(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that have pieces of the same rows; without, the tensor itself."""
+        if self.context == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.context_group)
         return total
 
     def sum_over_all(self, tensor: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ from tightfit.collectives.shards import Split, local, remember_splits, splits_of
 from tightfit.errors import UserError
 from tightfit.jobs.rules.shapes import uneven_share
 from tightfit.kernels.vocab_parallel import VocabularyRows, embed_own_rows
+from tightfit.levers.tiling import EXCHANGE
 from tightfit.models.decoder import Attention, Decoder, ForwardContext
 from tightfit.models.mlp import Mlp
 from tightfit.parallel.mesh import TIMEOUT, tensor_axes
@@ -203,6 +204,7 @@ def _hook(model: Decoder, exchange: Exchange, rows: VocabularyRows) -> None:
 
 def _hook_layer(layer: Any, exchange: Exchange) -> None:
     attention, mlp = layer.attention, layer.mlp
+    vars(attention)[EXCHANGE] = exchange  # for tiles, which call its projections and not the module
     attention.register_forward_pre_hook(_enter_attention(exchange))
     _leave_out_bias(attention.o)
     attention.register_forward_hook(partial(_leave, exchange, attention.o))

@@ -12,6 +12,8 @@ from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
+from tightfit.hardware.sustained import product_share
+from tightfit.jobs.engine import EngineName
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
@@ -20,6 +22,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
+from tightfit.plan.host_room import saving_bytes
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
@@ -32,6 +35,8 @@ DEFAULT_STEP_S = 30.0
 DEFAULT_MFU = 0.4
 MOST_ALTERNATIVES = 5
 MEASURED_CARD = "H200"
+SAVING_TOLD_BYTES = 32 * 2**30
+"""A checkpoint that takes more than this of a node's host memory is worth a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,8 @@ class Question:
     @property
     def space(self) -> SearchSpace:
         """Where to look for plans."""
-        return SearchSpace(self.workload, self.machine, self.pins, self.lossy, self.runnable)
+        pins = self.pins.with_engine(self.workload.engine)
+        return SearchSpace(self.workload, self.machine, pins, self.lossy, self.runnable)
 
     def plan(self, candidate: Candidate) -> Plan:
         """`candidate` as a plan for this question."""
@@ -119,6 +125,7 @@ def make_workload(
     rows: int | None = None,
     tokens: int | None = None,
     precision: PrecisionName | None = None,
+    engine: EngineName = "tightfit",
 ) -> Workload:
     """The workload a user means, with the defaults above for what was not said."""
     if rows is not None and tokens is not None:
@@ -129,11 +136,16 @@ def make_workload(
     if tokens is not None:
         rows = rows_of_tokens(tokens, length, machine.ranks)
     if precision is None:
-        precision = "bf16" if machine.accelerator.rates.bf16 else "fp16"
+        rates = machine.accelerator.rates
+        precision = "fp32" if machine.accelerator.form == "cpu" else "bf16" if rates.bf16 else "fp16"
     if length > spec.max_positions:
         spec = replace(spec, max_positions=length)
     workload = Workload(
-        spec=spec, sequence_length=length, global_batch=1 if rows is None else rows, precision=precision
+        spec=spec,
+        sequence_length=length,
+        global_batch=1 if rows is None else rows,
+        precision=precision,
+        engine_name=engine,
     )
     return replace(workload, global_batch=default_rows(workload, machine)) if rows is None else workload
 
@@ -168,8 +180,36 @@ def _refused(plan: Plan) -> str | None:
         accumulation=batch_of(workload, plan.layout).accumulation,
         spec=workload.spec,
         sequence_length=workload.sequence_length,
+        distills=workload.teacher is not None,
     )
     return refused_by_trainer(run)
+
+
+def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
+    """Whose rates the times are made of, where they are not the measured card's."""
+    card = machine.accelerator
+    if machine.calibration is not None:
+        return f"times use what `tightfit calibrate` measured on this machine on {machine.calibration.date}"
+    if card.family == MEASURED_CARD:
+        return None
+    share = product_share(card, peak_flop_s(precision, machine) / machine.ranks / 1e12)
+    return (
+        f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
+        "measures it where you have one"
+    )
+
+
+def _engine_note(workload: Workload) -> str | None:
+    """For whom the numbers are, where that is not us."""
+    if workload.engine_name == "tightfit":
+        return None
+    return f"memory and time are those of {workload.engine.is_for}, not of `tightfit train`"
+
+
+def _saving_bytes(plan: Plan) -> int:
+    """What a node's host holds of a checkpoint while it is written, beside what it holds anyway."""
+    ranks_here = min(plan.machine.per_node, plan.layout.ranks)
+    return saving_bytes(plan.workload, plan.layout, plan.levers, sharded=True, ranks_here=ranks_here)
 
 
 def _notes(question: Question, plan: Plan) -> list[str]:
@@ -177,7 +217,8 @@ def _notes(question: Question, plan: Plan) -> list[str]:
     room = machine.accelerator.memory_bytes
     said = [
         warning(workload.tokens, machine.ranks),
-        f"{refused} (--runnable plans only what is trained)" if (refused := _refused(plan)) else None,
+        _engine_note(workload)
+        or (f"{refused} (--runnable plans only what is trained)" if (refused := _refused(plan)) else None),
         None
         if question.positions is None or workload.sequence_length <= question.positions
         else f"rows have {workload.sequence_length:,} tokens, but the model has {question.positions:,} positions; "
@@ -193,12 +234,13 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         f"this uses {plan.host_peak_bytes / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
         if plan.host_peak_bytes > 2**30 and machine.host_bytes is None
         else None,
+        f"saving copies {copied / 2**30:.0f} GiB to host memory on a node"
+        if (copied := _saving_bytes(plan)) > SAVING_TOLD_BYTES
+        else None,
         f"tight: {plan.gpu_peak_bytes / room:.0%} of the card, and nothing that leaves more room was found; --confirm "
         "counts more exactly"
         if plan.fits and plan.gpu_peak_bytes > COMFORT * room
         else None,
-        f"times assume the shares of peak that were measured on an {MEASURED_CARD}"
-        if machine.accelerator.family != MEASURED_CARD
-        else None,
+        _rates_note(machine, workload.precision),
     ]
     return [sentence for sentence in said if sentence]

@@ -11,26 +11,29 @@ M micro-batches run through the slowest pipeline rank. Each cause has its file i
 | launches | the card's work, but for what the host is behind with |
 | tensor and expert collectives, sends of a pipeline | nothing: they wait in line |
 | gathering a block's input again for backward | backward, but for one block's |
-| keys and values of context ranks | attention (seconds/context.py) |
+| heads that context ranks exchange | nothing (seconds/context.py) |
+| keys and values in a ring of context ranks | attention (seconds/context.py) |
 | gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
-Not modelled: stragglers, data loading. `Costs` belongs to one workload and machine and does what depends on the layout
-once (`of`), so that a search can try many levers on it (`LayoutCost.step`).
+Cards that work in step wait for the slowest (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to one
+workload and machine and does what depends on the layout once (`of`), so that a search can try many levers on it
+(`LayoutCost.step`).
 """
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
+from tightfit.hardware.launches import STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
-from tightfit.plan.seconds.context import Ring
+from tightfit.plan.seconds.context import HeadExchange, Ring
 from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
 from tightfit.plan.seconds.groups import Group, make_group
-from tightfit.plan.seconds.launches import launch_s, update_launch_s
+from tightfit.plan.seconds.launches import host_share, launch_s, update_launch_s
 from tightfit.plan.seconds.layer import LayerTime, layer_time
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
@@ -39,15 +42,20 @@ from tightfit.plan.seconds.parameters import RankParams, model_params, rank_para
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
+from tightfit.plan.seconds.stragglers import straggler_share
 from tightfit.plan.seconds.tensor import tensor_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
+
+FLOAT32_BYTES = 4
 
 
 class Costs:
     """Step times of one workload on one machine."""
 
     def __init__(self, workload: Workload, machine: Machine, efficiency: Efficiency = MEASURED) -> None:
+        if machine.calibration is not None:
+            efficiency = machine.calibration.efficiency(machine.accelerator)
         self.workload, self.machine, self.efficiency = workload, machine, efficiency
         self.rates = card_rates(workload, machine, efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
@@ -107,13 +115,16 @@ class LayoutCost:
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
         self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
         self.tensor = tensor_traffic(costs.group(1, tensor), layout, counts, hidden_bytes)
-        ring = self._ring()
-        self.context_forward_s = self.layers * ring.forward_s(layer.attention.forward_s)
-        self.context_backward_s = self.layers * ring.backward_s(layer.attention.backward_s)
+        ring, exchange_s = self._ring(), self._head_exchange().one_way_s
+        self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
+        self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
         experts = costs.group(tensor, layout.expert)
-        self.expert_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
+        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
+        self.expert_s = (1 - workload.engine.expert_hidden_share) * sent_s
         stages = costs.group(tensor * layout.context * layout.data, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
+        if workload.engine.overlaps_sends:
+            self.send_s /= layout.stages_per_rank  # the first of a micro-batch's only
         self.offload = OffloadTime(
             workload=workload,
             machine=costs.machine,
@@ -123,15 +134,34 @@ class LayoutCost:
             micro_batches=self.micro_batches,
         )
 
+    def _exchanged_numbers(self) -> tuple[float, float]:
+        """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
+        layout, spec = self.layout, self.costs.workload.spec
+        kv_heads = max(spec.kv_heads / layout.tensor, layout.exchanging)
+        query_numbers = self.layer.tokens * spec.query_size / layout.tensor
+        return query_numbers, self.layer.tokens * 2 * kv_heads * spec.head_dim
+
+    def _head_exchange(self) -> HeadExchange:
+        """Context ranks that exchange heads, for one layer."""
+        layout, costs, weight_bytes = self.layout, self.costs, self.costs.workload.weight_bytes
+        query_numbers, key_numbers = self._exchanged_numbers()
+        group = costs.group(layout.tensor, layout.exchanging)
+        qkv_bytes, out_bytes = (query_numbers + key_numbers) * weight_bytes, query_numbers * weight_bytes
+        return HeadExchange(
+            sent_s=group.all_to_all_s(qkv_bytes) + group.all_to_all_s(out_bytes),
+            copied_bytes=2 * (qkv_bytes + out_bytes) if layout.exchanging > 1 else 0.0,
+            bytes_s=costs.rates.bytes_s,
+        )
+
     def _ring(self) -> Ring:
         """The ring of context ranks, for one layer."""
-        layout, spec, costs = self.layout, self.costs.workload.spec, self.costs
-        query_numbers = self.layer.tokens * spec.query_size / layout.tensor
-        key_numbers = self.layer.tokens * 2 * spec.kv_size / layout.tensor
-        group = costs.group(layout.tensor, layout.context)
+        layout, costs = self.layout, self.costs
+        query_numbers, key_numbers = self._exchanged_numbers()
+        group = costs.group(layout.tensor * layout.exchanging, layout.ring)
         return Ring(
-            ranks=layout.context,
+            ranks=layout.ring,
             send_s=group.send_s(key_numbers * costs.workload.weight_bytes),
+            gradient_send_s=group.send_s(key_numbers * FLOAT32_BYTES),
             query_numbers=query_numbers,
             key_numbers=key_numbers,
             bytes_s=costs.rates.bytes_s,
@@ -153,14 +183,16 @@ class LayoutCost:
         whole_forward_s = forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
         whole_backward_s = backward_s + self.tensor.one_way_s + regather_s + self.expert_s + self.context_backward_s
         sends_s = 2 * self.send_s
+        exposed_share = 1 - costs.workload.engine.tensor_hidden_share
 
         # Of the step, what hides behind these.
         hiding_s = whole_backward_s + again.seconds + waits_s
         return StepTime(
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
-            launch_s=micro * waits_s,
-            tensor_s=micro * (2 * self.tensor.one_way_s + regather_s + again.share * self.tensor.recompute_s),
+            launch_s=max(micro * waits_s, self._idle_s),
+            tensor_s=micro
+            * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
             expert_s=micro * (2 + again.share) * self.expert_s,
             data_s=self.data.step_s(layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_s),
@@ -174,14 +206,25 @@ class LayoutCost:
             ),
             offload_s=self._offload_s(levers, again, forward_s=whole_forward_s, backward_s=hiding_s),
             optimizer_s=max(update, self._update_launch_s(levers)),
+            straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
         )
+
+    @property
+    def _idle_s(self) -> float:
+        """Of a step that is otherwise ahead of its host; ranks of a pipeline wait for one another instead."""
+        if self.layout.pipeline > 1:
+            return 0.0
+        workload, machine = self.costs.workload, self.costs.machine
+        return 1e-3 * STEP_IDLE_MS * workload.engine.launch_share * host_share(machine.calibration)
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
         costs, tensor = self.costs, self.layout.tensor
-        fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor)
+        engine = costs.workload.engine
+        fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor, engine)
         tiled = tiled_more_s(costs.workload, costs.rates, self.layer, tiles=levers.tiles, tensor=tensor)
-        plain_loss_s = self.layer.elementwise.plain_loss_more_s if levers.loss == "plain" else 0.0
+        plain = levers.loss == "plain" or engine.passes.logits is not None
+        plain_loss_s = self.layer.elementwise.plain_loss_more_s if plain else 0.0
         forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
         return forward_s, self.backward_s + self.layers * (fp8[1] + tiled[1]) + plain_loss_s
 
@@ -193,7 +236,10 @@ class LayoutCost:
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
-        host_forward_s, host_backward_s = launch_s(levers, again, self.layers)
+        engine_share = self.costs.workload.engine.launch_share * host_share(self.costs.machine.calibration)
+        host_forward_s, host_backward_s = (
+            engine_share * each for each in launch_s(levers, again, self.layers, self.costs.workload.spec)
+        )
         if self.layout.pipeline > 1 and self.layout.schedule == "zero-bubble":
             host_backward_s *= 2  # autograd goes back twice, for inputs and for weights
         forward_late_s = max(0.0, host_forward_s - forward_s)

@@ -22,9 +22,16 @@ def describe_layout(layout: Layout) -> str:
         parts.append(f"data {layout.data} ({zero})")
     for axis in ("context", "tensor"):
         if (degree := getattr(layout, axis)) > 1:
-            parts.append(f"{axis} {degree}")
+            parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else ''}")
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     return f"{' × '.join(parts) or 'one GPU'}{experts}, micro-batch {layout.micro_batch}"
+
+
+def _ring(layout: Layout) -> str:
+    """How context ranks meet: ` (heads)`, ` (ring)` or, both, ` (ring of 2)`."""
+    if layout.ring == 1:
+        return " (heads)"
+    return " (ring)" if layout.ring == layout.context else f" (ring of {layout.ring})"
 
 
 def _checkpointing(levers: Levers) -> str:

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tightfit.errors import UserError
 from tightfit.jobs.bounded_yaml import read_yaml
+from tightfit.jobs.engine import Engine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.section import Section
@@ -34,6 +35,10 @@ class Pins:
         """The same pins but one."""
         kept = {key: value for key, value in getattr(self, section).items() if key != name}
         return Pins(kept, self.levers) if section == "layout" else Pins(self.layout, kept)
+
+    def with_engine(self, engine: Engine) -> "Pins":
+        """These, and what `engine` does not do."""
+        return Pins({**dict(engine.fixed_layout), **self.layout}, {**dict(engine.fixed_levers), **self.levers})
 
 
 def parse_pins(texts: Sequence[str]) -> Pins:

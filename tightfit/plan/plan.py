@@ -19,6 +19,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, machine_of_json
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
@@ -164,7 +165,7 @@ class Plan:
                 raise ValueError(f"format {data['format']!r} instead of {FORMAT}")
             return cls(
                 model=str(data["model"]),
-                workload=Workload(**{**data["workload"], "spec": spec_from_json(data["workload"]["spec"])}),
+                workload=_workload_from_json(data["workload"]),
                 machine=machine_of_json(data["machine"]),
                 layout=Layout.model_validate(data["layout"]),
                 levers=Levers.model_validate(data["levers"]),
@@ -194,6 +195,12 @@ def refuse_overwriting(path: Path) -> None:
         Plan.load(path)
     except (UserError, UnicodeDecodeError):
         raise UserError(f"{path} is there already and is not a plan; give --save another name, or remove it") from None
+
+
+def _workload_from_json(data: Mapping[str, Any]) -> Workload:
+    taught = data.get("teacher")
+    teacher = None if taught is None else Teacher(**{**taught, "spec": spec_from_json(taught["spec"])})
+    return Workload(**{**data, "spec": spec_from_json(data["spec"]), "teacher": teacher})
 
 
 def spec_from_json(data: Mapping[str, Any]) -> ModelSpec:

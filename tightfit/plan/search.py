@@ -272,7 +272,7 @@ class _Search:
         """
         full = self.space.fills_pipeline(layout)
         degrees = (layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert, layout.zero)
-        siblings = (*degrees, layout.schedule, layout.stages_per_rank, self.space.accumulates(layout))
+        siblings = (*degrees, layout.ring, layout.schedule, layout.stages_per_rank, self.space.accumulates(layout))
         if full and layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
             return True
         if any(self._fits(self.pricing.candidate(layout, each)) for each in self._choices(layout).strongest):

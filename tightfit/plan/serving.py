@@ -12,7 +12,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.machine import Machine
-from tightfit.memory.formulas.serving import WeightFormat, cache_bytes, serving_ledger, weight_bytes
+from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
 from tightfit.models.spec import ModelSpec
 
@@ -30,11 +30,12 @@ class Serving:
     form: WeightFormat
     length: int
     requests: int
+    cache: CacheFormat = "model"
 
     @property
     def ledger(self) -> Ledger:
         """What the card holds."""
-        return serving_ledger(self.spec, form=self.form, requests=self.requests, length=self.length)
+        return serving_ledger(self.spec, form=self.form, requests=self.requests, length=self.length, cache=self.cache)
 
     @property
     def gpu_peak_bytes(self) -> int:
@@ -51,7 +52,7 @@ class Serving:
         """At least, from one token of every request to the next."""
         active = self.spec.params(active=True) / self.spec.params()
         read = weight_bytes(self.spec, self.form) * (active if self.requests == 1 else 1.0)
-        read += cache_bytes(self.spec, self.requests, self.length)
+        read += cache_bytes(self.spec, self.requests, self.length, form=self.cache)
         return read / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
 
     @property
@@ -65,6 +66,8 @@ class Serving:
         smaller = SMALLER[SMALLER.index(self.form) + 1 :] if self.form in SMALLER else SMALLER
         if form := next((each for each in smaller if self._with(form=each).fits), None):
             found.append(f"smaller weights: --quantize {form}")
+        if self.cache == "model" and self._with(cache="fp8").fits:
+            found.append("smaller keys and values: --cache-format fp8")
         lengths = (self.length >> shift for shift in range(1, 16) if self.length >> shift >= 64)
         if length := next((each for each in lengths if self._with(length=each).fits), None):
             found.append(f"shorter requests: --context {length}")
@@ -87,6 +90,7 @@ class Serving:
             "quantize": self.form,
             "context": self.length,
             "batch": self.requests,
+            "cache": self.cache,
             "tokens_per_second": self.tokens_per_second,
             "ledger": self.ledger.to_json()["lines"],
             "changes": [] if self.fits else self.changes(),
@@ -94,7 +98,13 @@ class Serving:
 
 
 def make_serving(
-    model: str, spec: ModelSpec, machine: Machine, form: str, length: int | None, requests: int
+    model: str,
+    spec: ModelSpec,
+    machine: Machine,
+    form: str,
+    length: int | None,
+    requests: int,
+    cache: CacheFormat = "model",
 ) -> Serving:
     """The question as the user put it, checked."""
     if form not in FORMATS:
@@ -104,4 +114,4 @@ def make_serving(
         raise UserError(f"--context is {wanted}, but the model has {spec.max_positions} positions; give 1 to that many")
     if requests < 1:
         raise UserError(f"--batch is {requests}; give at least 1 request")
-    return Serving(model=model, spec=spec, machine=machine, form=form, length=wanted, requests=requests)
+    return Serving(model=model, spec=spec, machine=machine, form=form, length=wanted, requests=requests, cache=cache)

@@ -1,8 +1,8 @@
 """The search space: every layout of a machine's ranks, and every set of levers worth trying.
 
 A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide
-heads and MLPs, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each, expert ranks divide
-the experts, and data ranks divide the batch. Micro-batches are divisors up to 64 rows.
+heads and MLPs, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each and exchange heads or
+form a ring, expert ranks divide the experts, and data ranks divide the batch. Micro-batches are divisors up to 64 rows.
 
 Left out because something else is never worse: gpipe (1f1b takes as long and less memory), and context ranks with a
 micro-batch that shares a factor with them (more data ranks with smaller micro-batches are the same, without the ring).
@@ -24,7 +24,7 @@ from tightfit.jobs.rules.layout import refused_layout
 from tightfit.jobs.rules.levers import refused_levers
 from tightfit.jobs.rules.refusals import refused_by_planner, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
-from tightfit.jobs.rules.shapes import indivisible
+from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.rules.trainer import NOT_TRAINED
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
@@ -69,12 +69,12 @@ class SearchSpace:
 
     def _every_family(self) -> Iterator[Iterator[Layout]]:
         """Before the rulebook is asked."""
-        for tensor, pipeline, context in product(self._tensor(), self._pipeline(), self._context()):
+        for tensor, pipeline, (context, ring) in product(self._tensor(), self._pipeline(), self._context()):
             data, rest = divmod(self.machine.ranks, tensor * pipeline * context)
             if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
             for expert, zero in product(self._expert(data * context), self._zero(data * context, pipeline)):
-                degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "ring": ring, "data": data}
                 yield self._schedules(degrees | {"expert": expert, "zero": zero})
 
     def _reason(self, layout: Layout) -> str | None:
@@ -95,6 +95,7 @@ class SearchSpace:
             accumulation=self.micro_batches(layout),
             spec=workload.spec,
             sequence_length=workload.sequence_length,
+            distills=workload.teacher is not None,
         )
         return refused_by_trainer(run) if self.runnable else refused_by_planner(run)
 
@@ -139,10 +140,23 @@ class SearchSpace:
         most = layers if layers <= MOST_PIPELINED_LAYERS else 1
         return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= most])
 
-    def _context(self) -> list[int]:
+    def _context(self) -> list[tuple[int, int]]:
+        """Context ranks, and the ring of them; the rulebook leaves rings that are as large as heads need."""
         length = self.workload.sequence_length
-        usable = (c for c in divisors(self.machine.ranks) if c == 1 or _splits_rows(c, length))
-        return self._pinned("context", list(usable))
+        usable = [c for c in divisors(self.machine.ranks) if c == 1 or _splits_rows(c, length)]
+        return [
+            (context, ring)
+            for context in self._pinned("context", usable)
+            for ring in self._pinned("ring", self._rings(context))
+        ]
+
+    def _rings(self, context: int) -> list[int]:
+        """None, all of the context ranks, and the smallest ring that leaves heads to exchange; or the pinned one."""
+        if "ring" in self.pins.layout:
+            return divisors(context)
+        spec = self.workload.spec
+        mixed = (r for r in divisors(context) if unshared_heads(spec, 1, context // r, context) is None)
+        return sorted({1, context, next(mixed, context)})
 
     def _expert(self, ranks: int) -> list[int]:
         experts = self.workload.spec.experts
@@ -192,12 +206,16 @@ class SearchSpace:
             long_rows=workload.sequence_length >= TILED_LENGTH,
             one_rank=self.machine.ranks == 1,
         )
-        return lever_sets(wanted, self.pins.levers)
+        sets = lever_sets(wanted, self.pins.levers)
+        if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
+            sets = [each for each in sets if each.checkpoint_every <= 1]
+        return sets
 
     def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
         accumulates, split = self.micro_batches(layout) > 1, layout.ranks > 1
-        alike = (host, layout.tensor, layout.pipeline > 1, layout.schedule, layout.zero > 0, split, accumulates)
+        degrees = (layout.tensor, layout.pipeline > 1, layout.expert > 1, layout.schedule, layout.zero > 0)
+        alike = (host, *degrees, split, accumulates)
         if alike not in self._levers:
             every = self._all_levers if host else self._all_levers_without_host
             self._levers[alike] = [each for each in every if self.refusal(layout, each) is None]

@@ -30,13 +30,17 @@ class StepTime:
     """The update on the GPU, and the adding up of gradients over micro-batches."""
     launch_s: float = 0.0
     """The card waiting for the host, which cannot launch its work as fast."""
+    straggler_s: float = 0.0
+    """Waiting for the slowest of many cards."""
 
     @property
     def step_s(self) -> float:
         """All of it."""
         compute_s = self.compute_s + self.recompute_s
         traffic_s = self.tensor_s + self.context_s + self.expert_s + self.data_s + self.pipeline_s
-        return compute_s + traffic_s + self.bubble_s + self.offload_s + self.optimizer_s + self.launch_s
+        return (
+            compute_s + traffic_s + self.bubble_s + self.offload_s + self.optimizer_s + self.launch_s + self.straggler_s
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

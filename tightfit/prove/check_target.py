@@ -100,9 +100,9 @@ def miniature(target: CheckTarget) -> CheckTarget:
 
 
 def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
-    t = layout.tensor
-    kv_heads = min(t, spec.kv_heads)
-    heads = max(t, kv_heads * min(2, spec.heads // spec.kv_heads))
+    t, sharing_heads = layout.tensor, layout.tensor * layout.exchanging
+    kv_heads = min(sharing_heads, spec.kv_heads)
+    heads = max(sharing_heads, kv_heads * min(2, spec.heads // spec.kv_heads))
     head_dim = max(HEAD, 2 * t // kv_heads)
     layers = min(spec.layers, max(2, layout.pipeline * layout.stages_per_rank))
     rope = spec.rope if spec.rope is None or spec.rope.scaling != "longrope" else replace(spec.rope, scaling="none")

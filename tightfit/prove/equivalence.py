@@ -164,8 +164,10 @@ def _compare_step(
 
 
 def _weights(of: TrainedModel) -> dict[str, Tensor]:
-    splits = splits_of(of.decoder)
-    return {name: as_dtensor(p.detach(), splits.get(name)) for name, p in of.decoder.named_parameters()}
+    splits, offloading = splits_of(of.decoder), of.optimizer.offloading
+    own = {name: p.detach() for name, p in of.decoder.named_parameters()}
+    own |= {} if offloading is None else offloading.streamed_weights(of.decoder)
+    return {name: as_dtensor(weight, splits.get(name)) for name, weight in own.items()}
 
 
 def _gradients(of: TrainedModel) -> dict[str, Tensor]:

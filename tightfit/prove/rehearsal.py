@@ -19,6 +19,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.extrapolation import depths, extrapolated
+from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.ledger import Ledger, Line
 from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
@@ -129,7 +130,8 @@ def trace_training_step(
         claim_tensors(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
         return program.step
 
-    return trace_step(make, layout, overheads, carries_over=levers.offload != "none", stage=stage)
+    carries_over = levers.offload != "none" and not has_buckets(layout)  # DDP's gradients stay in its buckets
+    return trace_step(make, layout, overheads, carries_over=carries_over, stage=stage)
 
 
 def _gpu_kernels(workload: Workload) -> Implementations:
@@ -184,8 +186,8 @@ def build(
     """A training step on random tokens, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, levers, device, impl, tracer)
     if tracer is not None:
-        if layout.zero:
-            with tracer.pause():  # in training this model is on the meta device
+        if layout.zero or levers.offload != "none":
+            with tracer.pause():  # in training this model is on the meta device, or on the host
                 if mesh is not None and layout.pipeline > 1:
                     take_stages(decoder, mesh, layout, workload.sequence_length)
                 cut(decoder, mesh, layout, levers)

@@ -31,12 +31,17 @@ class CompressionProgress:
     def announce(self, cost: "CompressionCost") -> None:
         """Before anything is written."""
         ratio = cost.original_bytes / max(cost.result_bytes, 1)
+        bits = f"{cost.bits_per_weight:.2f} bits a quantized weight, " if cost.bits_per_weight else ""
         self.console.print(
-            f"will write {gib(cost.result_bytes)} ({cost.bits_per_weight:.2f} bits a quantized weight, {ratio:.1f} "
+            f"will write {gib(cost.result_bytes)} ({bits}{ratio:.1f} "
             f"times smaller than 16 bits), about {gib(cost.memory_bytes)} of memory and {cost.flops / 1e12:.1f} TFLOP",
             highlight=False,
             soft_wrap=True,
         )
+
+    def say(self, text: str) -> None:
+        """A line before the layers."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def layer(self, done: int, total: int, report: "LayerReport") -> None:
         """After every layer."""

@@ -7,6 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.hardware.calibration import Calibration, read_calibrations
 from tightfit.hardware.catalog import CATALOG
 from tightfit.memory.ledger import Component, Ledger
 from tightfit.plan.answer import Answer
@@ -227,7 +228,20 @@ def print_catalog(*, as_json: bool) -> None:
             f"{card.host.name} {card.host.gb_s:g}",
             card.source,
         )
-    Console(width=150).print(table)
+    console = Console(width=150)
+    console.print(table)
+    for entry in read_calibrations().values():
+        console.print(_measured(entry))
+
+
+def _measured(entry: Calibration) -> str:
+    """What `tightfit calibrate` kept of one device."""
+    products = ", ".join(f"{name} {rate:,.3g}" for name, rate in entry.products_tflop_s.items())
+    return (
+        f"measured on {entry.device} on {entry.date}: products {products} TFLOP/s, "
+        f"copies {entry.copy_gb_s:,.0f} GB/s, host link {entry.link_gb_s:,.1f} GB/s, "
+        f"a layer's launches {entry.layer_launch_ms:.2f} ms"
+    )
 
 
 def _card_facts(card: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ prefixes of different requests meet in one block. Only full blocks are shared, a
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -27,7 +28,7 @@ class BlockPool:
         assert block_size >= 1
         self.size, self.block_size = size, block_size
         self._holders = [0] * size
-        self._free = dict.fromkeys(range(size))  # in the order in which they will be taken
+        self._free = OrderedDict.fromkeys(range(size))  # in the order in which they will be taken
         self._digest_of: dict[int, Digest] = {}
         self._block_of: dict[Digest, int] = {}
 
@@ -50,8 +51,7 @@ class BlockPool:
         assert count <= self.free, f"asked for {count} blocks of {self.free}"
         taken = []
         for _ in range(count):
-            block = next(iter(self._free))
-            del self._free[block]
+            block, _ = self._free.popitem(last=False)
             self._forget(block)
             self._holders[block] = 1
             taken.append(block)

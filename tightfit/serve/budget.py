@@ -52,12 +52,26 @@ class Budget:
         )
 
 
-def decide_budget(model: Decoder, config: EngineConfig, draft: Decoder | None = None) -> Budget:
-    """The budget of an engine of `config` for a model whose weights are on their device already."""
-    spec, weight = model.spec, model.embed.weight
-    per_block = config.block_size * _token_bytes(spec, weight.element_size())
+def decide_budget(
+    model: Decoder,
+    config: EngineConfig,
+    draft: Decoder | None = None,
+    *,
+    adapter_bytes: int = 0,
+    spec: ModelSpec | None = None,
+    draft_spec: ModelSpec | None = None,
+) -> Budget:
+    """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already.
+
+    `spec` is the shape of what this rank keeps keys and values of, where several ranks share the model; `draft_spec`
+    that of what it keeps besides to guess with.
+    """
+    spec, weight = spec or model.spec, next(model.parameters())
+    per_block = config.block_size * cache_bytes_per_token(spec, weight.element_size(), config.cache_format)
     if draft is not None:
-        per_block += config.block_size * _token_bytes(draft.spec, draft.embed.weight.element_size())
+        per_block += config.block_size * cache_bytes_per_token(draft.spec, draft.embed.weight.element_size())
+    if draft_spec is not None:
+        per_block += config.block_size * cache_bytes_per_token(draft_spec, weight.element_size())
     longest = min(config.max_length or spec.max_positions, spec.max_positions)
     step_bytes = step_activation_bytes(spec, config, weight.element_size())
     free = free_bytes(weight.device)
@@ -69,10 +83,11 @@ def decide_budget(model: Decoder, config: EngineConfig, draft: Decoder | None = 
             f"the cache has {room / 2**20:,.0f} MiB, but one block takes {per_block / 2**20:,.2f} MiB; "
             "free memory, or give a smaller step_tokens"
         )
+    held_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))  # packed weights are buffers
     return Budget(
         blocks=blocks,
         max_length=min(longest, blocks * config.block_size),
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weight_bytes=adapter_bytes + held_bytes,
         step_bytes=step_bytes,
         cache_bytes=blocks * per_block,
         free_bytes=free,
@@ -102,7 +117,3 @@ def _room(config: EngineConfig, device: torch.device, free: int, step_bytes: int
     if device.type == "cuda":
         return int(free * config.memory_share) - step_bytes - GRAPH_BYTES
     return int(free * config.memory_share * HOST_SHARE) - step_bytes
-
-
-def _token_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    return cache_bytes_per_token(spec, element_bytes)

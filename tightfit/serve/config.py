@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.errors import UserError
+from tightfit.memory.formulas.serving import CacheFormat
 
-Speculation = Literal["none", "lookup", "draft"]
+Speculation = Literal["none", "lookup", "draft", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class EngineConfig:
     memory_share: float = 0.9
     """The share of free memory that weights, activations and cache may take together."""
     block_size: int = 16
+    cache_format: CacheFormat = "model"
+    """What keys and values are kept in: the model's own numbers, or a byte each (cache_format.py)."""
     prefix_cache: bool = True
     pipelined: bool | None = None
     """Launch a step before the tokens of the last one are read; None: on GPUs."""
@@ -31,6 +34,10 @@ class EngineConfig:
     """Let a kernel of a decoding step begin while the one before it ends, on cards that can."""
     speculation: Speculation = "none"
     speculated_tokens: int = 4
+    skipped_layers: int = 0
+    """With speculation "skip": how many layers the model leaves out when it guesses for itself."""
+    host_bytes: int = 0
+    """Memory of the host for keys and values of answers that have to give way; without, they are computed again."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "step_tokens", "block_size", "speculated_tokens"):
@@ -43,6 +50,8 @@ class EngineConfig:
             )
         if not 0 < self.memory_share <= 1:
             raise UserError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
+        if self.host_bytes < 0:
+            raise UserError(f"host_bytes is {self.host_bytes}; give 0 (compute again) or more")
         for name in ("max_length", "cache_bytes"):
             if (given := getattr(self, name)) is not None and given < 1:
                 raise UserError(f"{name} is {given}; give at least 1")

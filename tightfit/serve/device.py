@@ -10,4 +10,4 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     """`values` as a tensor on `device`; to a GPU through pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return torch.tensor(values, device=device, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.as_tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

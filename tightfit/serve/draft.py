@@ -1,23 +1,26 @@
 """The draft model of speculative decoding: its own cache over the same blocks, and steps that end in logits."""
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.spec import ModelSpec
 from tightfit.serve.budget import Budget
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.runner import Runner
 from tightfit.serve.scheduler import Chunk
+from tightfit.serve.skipping import SkippingRunner, kept_layers
 from tightfit.serve.step import make_step, ordered
 
 
 class DraftSteps:
     """Runs chunks through the draft model; its cache has block b wherever the target's has block b."""
 
-    def __init__(self, runner: Runner, block_size: int) -> None:
+    def __init__(self, runner: Runner | SkippingRunner, block_size: int) -> None:
         self.runner, self.block_size = runner, block_size
 
     def run(self, chunks: Items[Chunk]) -> Tensor:
@@ -42,4 +45,17 @@ def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: E
         )
     weight = draft.embed.weight
     cache = PagedCache(draft.spec, budget.blocks, config.block_size, weight.device, weight.dtype)
-    return DraftSteps(Runner(draft.eval(), cache, budget.max_length), config.block_size)
+    return DraftSteps(Runner(draft.eval(), cache, budget.max_length, config.max_sequences), config.block_size)
+
+
+def skipping_spec(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The shape of the cache of a model that guesses for itself."""
+    return replace(spec, layers=len(kept_layers(spec.layers, config.skipped_layers)))
+
+
+def make_skipping_runner(target: Runner, budget: Budget, config: EngineConfig) -> DraftSteps:
+    """The draft that is `target` itself without some of its layers."""
+    spec, weight = target.model.spec, target.model.embed.weight
+    kept = kept_layers(spec.layers, config.skipped_layers)
+    cache = PagedCache(skipping_spec(spec, config), budget.blocks, config.block_size, weight.device, weight.dtype)
+    return DraftSteps(SkippingRunner(target, kept, cache), config.block_size)

@@ -6,22 +6,27 @@ of the one before it are read (`pipeline.py`); the schedule needs lengths only.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.adapter import Adapter
+from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.budget import Budget, decide_budget
 from tightfit.serve.chooser import Asked, Chosen, choose
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.draft import make_draft_runner
+from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
+from tightfit.serve.host_store import HostStore
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.pipeline import Flight, Pipeline
+from tightfit.serve.rank_runner import RankRunner
 from tightfit.serve.request import Answer, Output, Request, TokenChance
 from tightfit.serve.rope_tables import length_of_change
 from tightfit.serve.runner import Runner
@@ -68,17 +73,25 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         draft: Decoder | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
+        ranks: RankRunner | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
-        spec, weight = model.spec, model.embed.weight
-        self.budget: Budget = decide_budget(model, self.config, draft)
+        self.adapters = dict(adapters or {})
+        adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())
+        self.spread = ranks is not None
+        self.budget: Budget = (
+            ranks.steps.budget
+            if ranks is not None
+            else decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes, draft_spec=self._skipping_spec())
+        )
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
-        cache = PagedCache(spec, self.budget.blocks, self.config.block_size, weight.device, weight.dtype)
-        self.runner = Runner(model, cache, self.max_length, overlap=self.config.overlap)
+        self.runner: Runner | RankRunner = ranks if ranks is not None else self._make_runner()
         self.counts = Counts()
         self._proposer = self._make_proposer(draft)
-        self.scheduler = Scheduler(self.pool, self._limits())
+        self.host = self._make_host()
+        self.scheduler = Scheduler(self.pool, self._limits(), self.host)
         self._running: dict[Sequence, Running] = {}
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
@@ -116,6 +129,9 @@ class Engine:
             raise UserError(f"the prompt is {len(prompt)} tokens long; there is room for {self.max_length}, shorten it")
         if not 1 <= request.count <= 128:
             raise UserError(f"count is {request.count}; it must lie between 1 and 128")
+        if request.adapter is not None and request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise UserError(f"there is no adapter {request.adapter!r}; there are {known}")
         if request.sampling.grammar is not None:
             self._matcher(request)
         return request
@@ -157,8 +173,8 @@ class Engine:
         if chunks:
             self.counts.steps += 1
             self._flights.append(pipeline.launch(chunks))
+            self.scheduler.launched(chunks)
             for chunk in chunks:
-                self.scheduler.launched(chunk)
                 if not chunk.chooses:
                     self.scheduler.settle(chunk.sequence)
         return self._landed(1 if chunks else 0)
@@ -170,10 +186,9 @@ class Engine:
             flight = self._flights.popleft()
             for chunk, token in zip(flight.chunks, flight.read(), strict=True):
                 chunk.sequence.pending -= 1
-                if chunk.sequence in self._running:
-                    outputs.append(self._took(chunk, Chosen([token], [])))
-                    self.scheduler.settle(chunk.sequence)
-                    self._start_siblings(chunk.sequence)
+                running = self._running.get(chunk.sequence)
+                if running is not None:
+                    outputs.append(self._took_token(running, token))
         return outputs
 
     def _run(self, chunks: list[Chunk]) -> list[Output]:
@@ -205,6 +220,20 @@ class Engine:
                 answers[output.request][output.index].add(output)
         return answers
 
+    def _make_runner(self) -> Runner:
+        config, weight = self.config, self.model.embed.weight
+        cache = PagedCache(
+            self.model.spec, self.budget.blocks, config.block_size, weight.device, weight.dtype, config.cache_format
+        )
+        return Runner(
+            self.model,
+            cache,
+            self.max_length,
+            config.max_sequences,
+            overlap=config.overlap,
+            adapters=AdapterSet(self.model, self.adapters) if self.adapters else None,
+        )
+
     def _limits(self) -> Limits:
         config, change = self.config, length_of_change(self.model.spec)
         return Limits(
@@ -218,6 +247,8 @@ class Engine:
     def _make_pipeline(self) -> Pipeline | None:
         """Steps that do not wait for the host: on a GPU, unless the host has to see every token."""
         config, on_gpu = self.config, self.runner.device.type == "cuda"
+        if not isinstance(self.runner, Runner):
+            return None
         if self._proposer is not None or self.scheduler.limits.rewind_at is not None:
             return None
         if not (on_gpu if config.pipelined is None else config.pipelined):
@@ -225,11 +256,23 @@ class Engine:
         capture = on_gpu and config.graphs and self.model.spec.experts is None
         return Pipeline(self.runner, config.max_sequences, self.max_length, config.block_size, capture=capture)
 
+    def _skipping_spec(self) -> ModelSpec | None:
+        return skipping_spec(self.model.spec, self.config) if self.config.speculation == "skip" else None
+
+    def _make_host(self) -> HostStore | None:
+        """Where answers that give way are kept; not where all their keys may have to be made anew, or have ranks."""
+        if not self.config.host_bytes or self.spread or length_of_change(self.model.spec) is not None:
+            return None
+        return HostStore(self.runner.cache, self.config.host_bytes)
+
     def _make_proposer(self, draft: Decoder | None) -> Proposer | None:
         if self.config.speculation == "lookup":
             return PromptLookup()
         if self.config.speculation == "none":
             return None
+        if self.config.speculation == "skip":
+            assert isinstance(self.runner, Runner), "ranks do not guess by skipping layers"
+            return DraftModel(make_skipping_runner(self.runner, self.budget, self.config))
         if draft is None:
             raise UserError("speculation is 'draft', but no draft model was given")
         return DraftModel(make_draft_runner(draft, self.model, self.budget, self.config))
@@ -239,7 +282,14 @@ class Engine:
         room = self.max_length - len(request.prompt)
         if sampling.max_tokens > room:
             sampling = replace(sampling, max_tokens=room)
-        sequence = Sequence(request.prompt, sampling, index, priority=request.priority, arrival=self._arrivals)
+        sequence = Sequence(
+            request.prompt,
+            sampling,
+            index,
+            priority=request.priority,
+            arrival=self._arrivals,
+            adapter=request.adapter,
+        )
         text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
         running = Running(request, sequence, text, self._matcher(request))
         self._running[sequence] = running
@@ -279,9 +329,27 @@ class Engine:
         chances: list[TokenChance] = chosen.chances[: len(taken)]
         return Output(running.request.id, sequence.index, tuple(taken), text, tuple(chances), finish, cached)
 
+    def _took_token(self, running: Running, token: int) -> Output:
+        """The same for one token without guesses or chances: hundreds of times in the milliseconds a step takes."""
+        sequence = running.sequence
+        cached = sequence.cached if len(sequence.tokens) == len(sequence.prompt) else 0
+        taken, text, finish = self._extended(running, [token])
+        self.counts.answer_tokens += len(taken)
+        self.counts.cached_tokens += cached
+        if finish is not None:
+            self._finish(running, finish)
+        elif self.scheduler.limits.prefix_cache:
+            self.scheduler.settle(sequence)
+        if running.siblings:
+            self._start_siblings(sequence, running)
+        return Output(running.request.id, sequence.index, tuple(taken), text, (), finish, cached)
+
     def _extended(self, running: Running, tokens: list[int]) -> tuple[list[int], str, Finish | None]:
         """Append `tokens` until one ends the answer: which were taken, their text, and why it is over."""
         sequence, text, taken = running.sequence, "", []
+        if running.text is None and running.matcher is None and len(tokens) == 1:  # plain tokens in, plain tokens out
+            sequence.append(tokens[0])
+            return tokens, "", self._ends(running, tokens[0])
         for token in tokens:
             sequence.append(token)
             taken.append(token)
@@ -302,7 +370,8 @@ class Engine:
             running.matcher.advance(token)
             if running.matcher.is_over:
                 return "stop"
-        return "length" if running.sequence.answered >= sampling.max_tokens else None
+        sequence = running.sequence
+        return "length" if len(sequence.tokens) - len(sequence.prompt) >= sampling.max_tokens else None
 
     def _finish(self, running: Running, finish: Finish) -> None:
         self.scheduler.settle(running.sequence)

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightfit.kernels.greedy import choose_greedily
 from tightfit.serve.runner import Runner
 from tightfit.serve.scheduler import Chunk
+from tightfit.serve.sequence import Sequence
 from tightfit.serve.step import Piece, Step
+from tightfit.serve.warm_up import compile_kernels
 
 PROMPT_SIZES = (64, 128, 256, 512)
 NUMBERS = 4
@@ -31,8 +34,8 @@ def decode_sizes(most: int) -> list[int]:
 
 @dataclass
 class Captured:
-    """A function of nothing, run as a graph where there is one. The output projection is not part of it: logits of
-    every captured size would be kept."""
+    """A function of nothing, run as a graph where there is one. What it returns is kept for every captured size: so
+    the layers return states, the output projection is another one, and logits lie in memory all of them share."""
 
     run: Callable[[], Tensor]
     graph: "torch.cuda.CUDAGraph | None"
@@ -78,17 +81,25 @@ class Graphs:
         self._numbers = Staged((NUMBERS, sequences), torch.int64, self.device)
         self._tables = Staged((sequences, self.columns), torch.int32, self.device)
         self._by_slot = np.zeros((sequences, self.columns), dtype=np.int32)
-        self._known: dict[int, tuple[tuple[int, int, int], int]] = {}  # slot → whose blocks, how many of them
+        self._counters = torch.zeros(sequences, device=self.device, dtype=torch.int32)
+        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences  # whose blocks, how many of them
         self._prompt = Staged((3, PROMPT_SIZES[-1]), torch.int64, self.device)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._longest = max_length  # what steps that are not captured gather
         self._decoding: dict[int, Captured] = {}
+        self._choosing: dict[int, Captured] = {}
+        self._states: dict[int, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
 
     def capture_all(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
+        program = self.runner.program
+        if program is not None and program.own_attention:
+            compile_kernels(program, self.padding_block)
         for size in sorted(self.sizes, reverse=True):
-            self._decoding[size] = self._captured(partial(self._decode, size))
+            self._decoding[size] = decoding = self._captured(partial(self._decode, size))
+            self._states[size] = decoding.made if decoding.made is not None else decoding()
+            self._choosing[size] = self._captured(partial(self._choose, size))
         for size in sorted((s for s in PROMPT_SIZES if s <= self.max_length), reverse=True):
             self._prompts[size] = self._captured(partial(self._read_prompt, size))
 
@@ -98,25 +109,33 @@ class Graphs:
         return chunk.start == 0 and chunk.chooses and chunk.count <= longest
 
     def decode(self, chunks: list[Chunk]) -> Tensor:
-        """Logits [chunks, V] of a step with one token of each sequence."""
-        count = len(chunks)
-        size = next(size for size in self.sizes if size >= count)
+        """States [chunks, H] of a step with one token of each sequence; `highest` or a projection comes after."""
+        count, size = len(chunks), self._size(chunks)
         numbers = self._numbers.host()
-        slots = [chunk.sequence.slot for chunk in chunks]
-        ends = [chunk.end for chunk in chunks]
-        numbers[0, :count], numbers[1, :count] = slots, [end - 1 for end in ends]
-        numbers[2, :count], numbers[3, :count] = [self._place(chunk) for chunk in chunks], ends
+        for chunk in chunks:
+            self._note_blocks(chunk.sequence)
+        slots = np.array([chunk.sequence.slot for chunk in chunks])
+        last = np.array([chunk.start for chunk in chunks])
+        blocks = self._by_slot[slots, last // self.block_size].astype(np.int64)
+        numbers[:, :count] = slots, last, blocks * self.block_size + last % self.block_size, last + 1
         padding = self.padding_block * self.block_size
         numbers[:, count:size] = np.array([len(self.last_tokens) - 1, 0, padding, 1])[:, None]
-        self._longest = max(ends)
-        for chunk in chunks:
-            self._note_blocks(chunk)
+        self._longest = int(last.max()) + 1
         tables = self._tables.host()
         tables[:count] = self._by_slot[slots]
         tables[count:size] = self.padding_block
         self._numbers.send()
         self._tables.send(size)
-        return self.runner.project(self._get(self._decoding, size, self._decode)()[:count])
+        self._states[size] = self._get(self._decoding, size, self._decode)()
+        return self._states[size][:count]
+
+    def highest(self, chunks: list[Chunk]) -> Tensor:
+        """The most likely tokens [chunks] after the step of `chunks` that `decode` has just run, for the next one to
+        find at their sequences' slots."""
+        return self._get(self._choosing, self._size(chunks), self._choose)()[: len(chunks)]
+
+    def _size(self, chunks: list[Chunk]) -> int:
+        return next(size for size in self.sizes if size >= len(chunks))
 
     def read_prompt(self, chunk: Chunk) -> Tensor:
         """Logits [1, V] after a short prompt."""
@@ -131,19 +150,15 @@ class Graphs:
         self._prompt.send()
         return self.runner.project(self._get(self._prompts, size, self._read_prompt)())
 
-    def _place(self, chunk: Chunk) -> int:
-        last = chunk.end - 1
-        return chunk.sequence.blocks[last // self.block_size] * self.block_size + last % self.block_size
-
-    def _note_blocks(self, chunk: Chunk) -> None:
-        """Keep the table of the sequence's slot as long as the sequence."""
-        sequence = chunk.sequence
-        stamp, blocks = (sequence.arrival, sequence.index, sequence.preemptions), sequence.blocks
-        whose, known = self._known.get(sequence.slot, (None, 0))
-        if whose != stamp or known < len(blocks):
-            known = known if whose == stamp else 0
-            self._by_slot[sequence.slot, known : len(blocks)] = blocks[known:]
-            self._known[sequence.slot] = (stamp, len(blocks))
+    def _note_blocks(self, sequence: Sequence) -> None:
+        """Keep the table of the sequence's slot as long as the sequence, whose list of blocks is a new one whenever it
+        is admitted."""
+        slot, blocks = sequence.slot, sequence.blocks
+        whose, known = self._known[slot]
+        if whose is not blocks or known != len(blocks):
+            known = known if whose is blocks else 0
+            self._by_slot[slot, known : len(blocks)] = blocks[known:]
+            self._known[slot] = (blocks, len(blocks))
 
     def _decode(self, size: int) -> Tensor:
         slots, positions, places, lengths = self._numbers.device_side[:, :size]
@@ -161,6 +176,10 @@ class Graphs:
             block_size=self.block_size,
         )
         return self.runner.states(step)
+
+    def _choose(self, size: int) -> Tensor:
+        logits = self.runner.project(self._states[size])
+        return choose_greedily(logits, self.last_tokens, self._numbers.device_side[0, :size], self._counters)
 
     def _read_prompt(self, size: int) -> Tensor:
         tokens, places, rows = self._prompt.device_side

@@ -44,10 +44,12 @@ def can_join(model: Decoder) -> bool:
     plain = spec.norm in ("rms", "rms_plus_one") and not spec.sandwich_norms and spec.gated
     if not plain or spec.rope is None or spec.experts is not None:
         return False
-    layer: Any = model.layers[0]
-    projections = (layer.attention.q, layer.attention.k, layer.attention.v, layer.attention.o)
-    mlp = (layer.mlp.gate, layer.mlp.up, layer.mlp.down)
-    return all(type(projection) is nn.Linear for projection in (*projections, *mlp))
+    return all(type(projection) is nn.Linear for layer in model.layers for projection in _projections(layer))
+
+
+def _projections(layer: Any) -> tuple[nn.Module, ...]:
+    attention, mlp = layer.attention, layer.mlp
+    return attention.q, attention.k, attention.v, attention.o, mlp.gate, mlp.up, mlp.down
 
 
 @torch.no_grad()

@@ -90,6 +90,7 @@ def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path)
             sampling=sampling,
             count=int(given.get("n", 1)),
             priority=int(given.get("priority", 0)),
+            adapter=None if given.get("adapter") is None else str(given["adapter"]),
         )
     except (UserError, TypeError, ValueError) as error:
         raise UserError(f"{path}, line {prompt.line}: {error}") from None

@@ -49,9 +49,21 @@ class Pipeline:
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Flight:
         """Begin a step of `chunks`, which are ordered."""
+        if _is_plain(chunks) and all(chunk.count == 1 and chunk.chooses for chunk in chunks):
+            return self._decode(chunks)
         choosing = [chunk for chunk in chunks if chunk.chooses]
+        return self._choose(choosing, self._logits(chunks))
+
+    def _decode(self, chunks: list[Chunk]) -> Flight:
+        """A step of one token each; where all are greedy, choosing is captured as well."""
+        self._send_known(chunks)
+        states = self.graphs.decode(chunks)
+        if all(chunk.sequence.sampling.is_greedy for chunk in chunks):
+            return self._flight(chunks, self.graphs.highest(chunks))
+        return self._choose(chunks, self.runner.project(states))
+
+    def _choose(self, choosing: list[Chunk], logits: Tensor) -> Flight:
         slots = to_device([chunk.sequence.slot for chunk in choosing], self.device, torch.int64)
-        logits = self._logits(chunks)
         if not choosing:
             return Flight([], slots, None)
         tokens = self._chosen(logits, [chunk.sequence for chunk in choosing])
@@ -59,10 +71,7 @@ class Pipeline:
         return self._flight(choosing, tokens)
 
     def _logits(self, chunks: list[Chunk]) -> Tensor:
-        if all(chunk.count == 1 and chunk.chooses for chunk in chunks):
-            self._send_known(chunks)
-            return self.graphs.decode(chunks)
-        if len(chunks) == 1 and self.graphs.takes_prompt(chunks[0]):
+        if len(chunks) == 1 and _is_plain(chunks) and self.graphs.takes_prompt(chunks[0]):
             return self.graphs.read_prompt(chunks[0])
         step = make_step(chunks, self.block_size, self.device)
         unknown = [(row, chunk.sequence.slot) for row, chunk in enumerate(chunks) if chunk.sequence.pending]
@@ -94,3 +103,8 @@ class Pipeline:
         ready = torch.cuda.Event()
         ready.record()
         return Flight(choosing, host, ready)
+
+
+def _is_plain(chunks: Items[Chunk]) -> bool:
+    """Whether no adapter changes a step: captured steps have none."""
+    return all(chunk.sequence.adapter is None for chunk in chunks)

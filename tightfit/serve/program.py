@@ -1,7 +1,7 @@
 """The decoder's forward pass over joint weights: the same numbers in fewer and larger operations.
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
-after it. Few tokens on a GPU (decoding): five kernels of our own around attention's two, in which norms, activations
+after it. One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope, activations
 and residuals are part of the products (kernels/decode_linear.py).
 """
 
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.kernels.cross_entropy import softcapped
-from tightfit.kernels.decode_linear import MOST_ROWS, decode_linear
+from tightfit.kernels.decode_attention import decode_attention
+from tightfit.kernels.decode_linear import decode_linear
 from tightfit.kernels.glu import glu
 from tightfit.kernels.overlap import can_overlap
-from tightfit.kernels.paged_attention import paged_attention
 from tightfit.kernels.rms_norm import rms_norm
 from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
@@ -32,7 +32,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Program:
     """A decoder of the common kind (joint_weights.py), run on steps."""
 
-    def __init__(self, model: Decoder, cache: PagedCache, ropes: RopeTables, *, overlap: bool = True) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, ropes: RopeTables, *, overlap: bool, sequences: int) -> None:
         spec = model.spec
         self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
         self.layers = join_layers(model)
@@ -40,57 +40,59 @@ class Program:
         self.head: Tensor = model.head.weight
         self.final_norm = norm_weight(model.norm)
         self.on_gpu = use_triton("auto", model.embed.weight)
+        self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store read what they stored
         self.overlap = overlap and can_overlap(model.embed.weight.device)
+        self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
         self.product: Product = F.linear
 
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
         x = self.model.embed_tokens(step.tokens, step.positions)[0]
-        if self.on_gpu and not step.pieces and not self.ropes.by_length and len(x) <= MOST_ROWS:
-            return self._few(x, step)
+        if self.own_attention and not step.pieces and not self.ropes.by_length and len(x) == 1:
+            return self._one(x, step)
         return self._many(x, step)
 
     def project(self, states: Tensor) -> Tensor:
         """Logits [R, V]."""
-        if self.on_gpu and len(states) <= MOST_ROWS:
+        if self.on_gpu and len(states) == 1:
             logits = self._normed_product(states, self.head, None, self.final_norm, out_dtype=torch.float32)
         else:
-            logits = self.product(self._norm(states, self.final_norm), self.head, None)
+            logits = self.product(self.norm(states, self.final_norm), self.head, None)
         return softcapped(logits, self.spec.logit_softcap)
 
     def _many(self, x: Tensor, step: Step) -> Tensor:
         """Of any step; x is [N, H]."""
         self.cache.step = step
         ropes = self.ropes.of(step)
-        normed = self._norm(x, self.layers[0].attention_norm)
+        normed = self.norm(x, self.layers[0].attention_norm)
         for layer in self.layers:
             mixed = self.product(self._attention(normed, layer, step, ropes), layer.o, layer.o_bias)
-            normed, x = self._norm_of_sum(mixed, x, layer.mlp_norm)
+            normed, x = self.norm_of_sum(mixed, x, layer.mlp_norm)
             gate, up = self.product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             made = self.product(glu(gate, up, self.spec.activation), layer.down, layer.down_bias)
             if layer.index + 1 < len(self.layers):
-                normed, x = self._norm_of_sum(made, x, self.layers[layer.index + 1].attention_norm)
+                normed, x = self.norm_of_sum(made, x, self.layers[layer.index + 1].attention_norm)
         if step.rows.numel() == len(x):
             return x + made
         return x[step.rows] + made[step.rows]
 
     def _attention(self, normed: Tensor, layer: JointLayer, step: Step, ropes: dict) -> Tensor:
         """Attention of all tokens, [N, heads · D]."""
-        spec, D = self.spec, self.spec.head_dim
         qkv = self.product(normed, layer.qkv, layer.qkv_bias)
-        if self.on_gpu and not step.pieces and not self.ropes.by_length:
-            return self._decode_attention(qkv, layer, step)
+        if self.own_attention and not self.ropes.by_length:
+            return self.decode(qkv, layer, step) if not step.pieces else self.mixed(qkv, layer, step)
+        spec = self.spec
         parts = qkv.split([spec.query_size, spec.kv_size, spec.kv_size], dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, D)) for part in parts)
+        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in parts)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+            q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
         q, k = rope(q, k, *ropes[layer.rope])
         mixed = self.cache.attend(layer.index, q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
         return mixed[0].transpose(0, 1).flatten(1)
 
-    def _decode_attention(self, qkv: Tensor, layer: JointLayer, step: Step, overlap: bool = False) -> Tensor:
-        """The same where every sequence has one token, by our kernels."""
+    def mixed(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
+        """The same by our kernels: turn and store all tokens, then single tokens and pieces of prompts attend."""
         keys, values = self.cache.storage[layer.index, 0], self.cache.storage[layer.index, 1]
         cos, sin = self.ropes.fixed[layer.rope]
         query = rotate_store(
@@ -106,30 +108,56 @@ class Program:
             k_norm=layer.k_norm,
             norm_eps=self.spec.norm_eps,
             norm_offset=self.offset,
-            overlap=overlap,
         )
-        mixed = paged_attention(
-            query,
-            keys,
-            values,
+        mixed = self.cache.attend_stored(
+            step, layer.index, query, scale=layer.scale, window=layer.window, softcap=layer.softcap
+        )
+        return mixed.flatten(1)
+
+    def decode(self, qkv: Tensor, layer: JointLayer, step: Step, overlap: bool = False) -> Tensor:
+        """The same in one kernel where every sequence has one token."""
+        cos, sin = self.ropes.fixed[layer.rope]
+        mixed = decode_attention(
+            qkv,
+            self.cache.storage[layer.index, 0],
+            self.cache.storage[layer.index, 1],
             step.tables,
             step.lengths,
+            cos[0, 0],
+            sin[0, 0],
+            self.counters,
+            heads=self.spec.heads,
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=self.spec.norm_eps,
+            norm_offset=self.offset,
             overlap=overlap,
         )
         return mixed.flatten(1)
 
-    def _few(self, x: Tensor, step: Step) -> Tensor:
-        """Of a decoding step of few sequences."""
+    def _one(self, x: Tensor, step: Step) -> Tensor:
+        """Of a decoding step of one sequence."""
         for layer in self.layers:
             qkv = self._normed_product(x, layer.qkv, layer.qkv_bias, layer.attention_norm)
-            mixed = self._decode_attention(qkv, layer, step, self.overlap)
+            mixed = self.decode(qkv, layer, step, self.overlap)
             x = decode_linear(mixed, layer.o, bias=layer.o_bias, residual=x, overlap=self.overlap)
             inner = self._normed_product(x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, gated=True)
             x = decode_linear(inner, layer.down, bias=layer.down_bias, residual=x, overlap=self.overlap)
         return x
+
+    def one_token_products(self, x: Tensor, mixed: Tensor, inner: Tensor) -> list[Callable[[], Tensor]]:
+        """The products of a layer for one token, and the output projection, apart from one another."""
+        layer, overlap = self.layers[0], self.overlap
+        return [
+            lambda: self._normed_product(x, layer.qkv, layer.qkv_bias, layer.attention_norm),
+            lambda: decode_linear(mixed, layer.o, bias=layer.o_bias, residual=x, overlap=overlap),
+            lambda: self._normed_product(x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, gated=True),
+            lambda: decode_linear(inner, layer.down, bias=layer.down_bias, residual=x, overlap=overlap),
+            lambda: self.project(x),
+        ]
 
     def _normed_product(
         self,
@@ -153,8 +181,10 @@ class Program:
             overlap=self.overlap,
         )
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm as the model has it."""
         return rms_norm(x, weight, self.spec.norm_eps, offset=self.offset)
 
-    def _norm_of_sum(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_of_sum(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """RMSNorm of x + residual, and that sum."""
         return rms_norm(x, weight, self.spec.norm_eps, offset=self.offset, residual=residual)

@@ -15,6 +15,8 @@ class Request:
     sampling: Sampling
     count: int = 1
     priority: int = 0
+    adapter: str | None = None
+    """The LoRA adapter to answer with; None is the model itself."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class TokenChance:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Output:
     """What one step added to one answer."""
 
@@ -53,7 +55,9 @@ class Answer:
     def add(self, output: Output) -> None:
         """The next of them."""
         self.tokens += output.tokens
-        self.text += output.text
-        self.chances += output.chances
+        if output.text:
+            self.text += output.text
+        if output.chances:
+            self.chances += output.chances
         self.finish = output.finish
         self.cached += output.cached

@@ -12,6 +12,7 @@ from torch import Tensor
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.models.decoder import Decoder, ForwardContext
+from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.cpu_products import fastest_products
 from tightfit.serve.joint_weights import can_join
 from tightfit.serve.paged_cache import PagedCache
@@ -23,13 +24,25 @@ from tightfit.serve.step import Step
 class Runner:
     """A decoder, its cache and its rope tables."""
 
-    def __init__(self, model: Decoder, cache: PagedCache, length: int, *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedCache,
+        length: int,
+        sequences: int,
+        *,
+        overlap: bool = True,
+        adapters: AdapterSet | None = None,
+    ) -> None:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
         self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
         matrices = [weight for weight in model.layers[0].parameters() if weight.ndim == 2]
         self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if matrices else nullcontext
-        self.program = Program(model, cache, self.ropes, overlap=overlap) if can_join(model) else None
+        self.adapters = adapters
+        self.program = None
+        if can_join(model):
+            self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences)
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
@@ -40,6 +53,9 @@ class Runner:
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
         with self.fast_products():
+            if self.adapters is not None and step.adapters:
+                with self.adapters.applied(step.adapters):
+                    return self._through_layers(step)
             return self.program.states(step) if self.program is not None else self._through_layers(step)
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 from tightfit.errors import UserError
@@ -58,17 +59,17 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             _need(token >= 0 and math.isfinite(bias), f"logit_bias of {token}", bias, "a finite number of a token id")
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether what has been said changes what is likely."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    @property
+    @cached_property
     def needs_host(self) -> bool:
         """Whether choosing a token needs to know the one before it, or what the model thought of others."""
         return self.has_penalties or self.grammar is not None or self.logprobs is not None or bool(self.logit_bias)

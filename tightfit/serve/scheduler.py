@@ -4,17 +4,33 @@ Every step takes one token of each answer that is under way, and fills the rest 
 pieces where they are long (Sarathi, Agrawal et al. 2023): nobody waits for somebody else's prompt. A prompt gets all
 its blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that comes
 last in the order (priority, arrival) gives all of its own back and waits; it is computed again later, often from blocks
-that are still in the cache. A waiting sequence of a better priority takes the place of a running one of a worse.
+that are still in the cache, or copied back from the host where it was kept there (`host`).
+A waiting sequence of a better priority takes the place of a running one of a worse.
 
 Nothing here knows a model or a device: lengths are enough.
 """
 
 import heapq
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.sequence import Finish, Sequence
+
+
+class Host(Protocol):
+    """Keeps keys and values of sequences that have no blocks."""
+
+    def save(self, sequence: Sequence) -> None:
+        """It is about to lose its blocks."""
+
+    def restore(self, sequence: Sequence) -> None:
+        """It has blocks again, and knows how much was found in them: may say that more is stored."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """It is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +46,7 @@ class Limits:
     """The length beyond which all keys of a sequence have to be computed again, in another way (LongRoPE)."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Chunk:
     """`count` positions of a sequence from `start` on, and room for `lookahead` guesses after them."""
 
@@ -39,23 +55,20 @@ class Chunk:
     count: int
     lookahead: int = 0
     proposal: list[int] = field(default_factory=list)
+    chooses: bool = False
+    """Whether the next token is chosen after it: it has the sequence's last position."""
 
     @property
     def end(self) -> int:
         """The first position after it, guesses aside."""
         return self.start + self.count
 
-    @property
-    def chooses(self) -> bool:
-        """Whether the next token is chosen after it: it has the sequence's last position."""
-        return self.end == self.sequence.length
-
 
 class Scheduler:
     """Who waits, who runs, and what each running sequence computes next."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
-        self.pool, self.limits = pool, limits
+    def __init__(self, pool: BlockPool, limits: Limits, host: Host | None = None) -> None:
+        self.pool, self.limits, self.host = pool, limits, host
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._waiting: list[tuple[tuple[int, int, int], int, Sequence]] = []
@@ -89,6 +102,8 @@ class Scheduler:
             self._stop(sequence)
         else:
             self._waiting_count -= 1  # its entry in the heap is passed over later
+            if self.host is not None:
+                self.host.drop(sequence)
         sequence.state, sequence.finish = "finished", finish
 
     def schedule(self) -> list[Chunk]:
@@ -96,22 +111,23 @@ class Scheduler:
         self._gone = set()
         if self.limits.rewind_at is not None:
             self._rewind(self.limits.rewind_at)
-        chunks = self._answers()
+        chunks, prompts = self._answers()
         budget = self.limits.step_tokens - sum(chunk.count + chunk.lookahead for chunk in chunks)
-        for sequence in list(self.running):
-            if sequence.length - sequence.stored > 1 and budget > 0 and self._has_blocks(sequence):
+        for sequence in prompts:
+            if budget > 0 and sequence.state == "running" and self._has_blocks(sequence):
                 chunks.append(self._piece(sequence, budget))
                 budget -= chunks[-1].count
         while budget > 0 and (admitted := self._admitted()) is not None:
             chunks.append(self._piece(admitted, budget))
             budget -= chunks[-1].count
-        return [chunk for chunk in chunks if chunk.sequence not in self._gone]
+        return [chunk for chunk in chunks if chunk.sequence not in self._gone] if self._gone else chunks
 
-    def launched(self, chunk: Chunk) -> None:
-        """A step with `chunk` has begun: what it stores and chooses is on its way."""
-        chooses = chunk.chooses
-        chunk.sequence.stored = chunk.end
-        chunk.sequence.pending += chooses
+    def launched(self, chunks: Iterable[Chunk]) -> None:
+        """A step of `chunks` has begun: what they store and choose is on its way."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.stored = chunk.start + chunk.count
+            sequence.pending += chunk.chooses
 
     def settle(self, sequence: Sequence) -> None:
         """Let others find the blocks of a sequence that have become full of known tokens."""
@@ -130,22 +146,26 @@ class Scheduler:
             if sequence.length > length and not sequence.rewound:
                 sequence.rewound, sequence.stored, sequence.draft_stored = True, 0, 0
 
-    def _answers(self) -> list[Chunk]:
-        """The next token of every answer under way."""
-        budget, chunks = self.limits.step_tokens, []
-        for sequence in list(self.running):
-            if sequence.state == "running" and sequence.wants_step and sequence.length - sequence.stored == 1:
-                chunk = self._continued(sequence, budget)
-                if chunk is not None:
-                    chunks.append(chunk)
-                    budget -= 1 + chunk.lookahead
-        return [chunk for chunk in chunks if chunk.sequence not in self._gone]
+    def _answers(self) -> tuple[list[Chunk], list[Sequence]]:
+        """The next token of every answer under way, and who still has more than one position to store.
 
-    def _continued(self, sequence: Sequence, budget: int) -> Chunk | None:
-        """The next token of an answer, once there is a block for it; None where the sequence itself had to go."""
-        if budget < 1 or not self._has_blocks(sequence):
-            return None
-        return Chunk(sequence, sequence.stored, 1, lookahead=self._lookahead(sequence, budget - 1))
+        This runs for every answer of every step: hundreds of times in the milliseconds a step takes.
+        """
+        budget, chunks, prompts = self.limits.step_tokens, [], []
+        block_size, most = self.pool.block_size, self.limits.lookahead
+        for sequence in tuple(self.running):
+            stored, length = sequence.stored, len(sequence.tokens) + sequence.pending
+            if length - stored > 1:
+                prompts.append(sequence)
+            elif length == stored or length - len(sequence.prompt) >= sequence.sampling.max_tokens:
+                continue  # the last token, once chosen, has none after it
+            elif budget > 0 and sequence.state == "running":
+                if length > len(sequence.blocks) * block_size and not self._has_blocks(sequence):
+                    continue
+                lookahead = self._lookahead(sequence, budget - 1) if most else 0
+                chunks.append(Chunk(sequence, stored, 1, lookahead, chooses=True))
+                budget -= 1 + lookahead
+        return [chunk for chunk in chunks if chunk.sequence not in self._gone] if self._gone else chunks, prompts
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         """Make sure that a running sequence has blocks for all its positions; False where it had to go itself."""
@@ -172,7 +192,8 @@ class Scheduler:
         return wanted
 
     def _piece(self, sequence: Sequence, budget: int) -> Chunk:
-        return Chunk(sequence, sequence.stored, min(sequence.length - sequence.stored, budget))
+        count = min(sequence.length - sequence.stored, budget)
+        return Chunk(sequence, sequence.stored, count, chooses=sequence.stored + count == sequence.length)
 
     def _admitted(self) -> Sequence | None:
         """The first in the queue, now running, if there is a place and there are blocks for all it has so far."""
@@ -210,6 +231,8 @@ class Scheduler:
         sequence.rewound = self.limits.rewind_at is not None and sequence.length > self.limits.rewind_at
         if not sequence.preemptions:
             sequence.cached = sequence.stored
+        if self.host is not None:
+            self.host.restore(sequence)
         sequence.slot, sequence.state = self._slots.pop(), "running"
         insort(self.running, sequence, key=lambda each: each.order)
 
@@ -222,6 +245,8 @@ class Scheduler:
         sequence.slot = -1
 
     def _preempt(self, sequence: Sequence) -> None:
+        if self.host is not None:
+            self.host.save(sequence)
         self._stop(sequence)
         sequence.state = "waiting"
         sequence.preemptions += 1

@@ -26,6 +26,7 @@ class Sequence:
     """Which of the answers to one request it is: each has random numbers of its own."""
     priority: int = 0
     arrival: int = 0
+    adapter: str | None = None
     state: State = "waiting"
     tokens: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list)
@@ -74,11 +75,6 @@ class Sequence:
         """Who goes first: the smaller."""
         return self.priority, self.arrival, self.index
 
-    @property
-    def wants_step(self) -> bool:
-        """Whether there is something to compute: the last token, once chosen, has none after it."""
-        return self.stored < self.length and self.generated < self.sampling.max_tokens
-
     @cached_property
     def said(self) -> Counter[int]:
         """How often each token is in the answer; `append` keeps it."""
@@ -96,10 +92,15 @@ class Sequence:
             self.seen.add(token)
         self.tokens.append(token)
 
+    @property
+    def _root(self) -> Digest:
+        """What its first block comes after: keys and values of another adapter are others."""
+        return ROOT if self.adapter is None else self.adapter.encode("utf-8", "surrogatepass")
+
     def digests_of(self, count: int, block_size: int) -> list[Digest]:
         """The names of its first `count` blocks, all of which must be full of known tokens."""
         while len(self.digests) < count:
             at = len(self.digests) * block_size
-            before = self.digests[-1] if self.digests else ROOT
+            before = self.digests[-1] if self.digests else self._root
             self.digests.append(block_digest(before, self.tokens[at : at + block_size]))
         return self.digests[:count]

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.models.generate import prompt_tokens
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
+from tightfit.serve.adapters import load_adapters
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -37,8 +38,18 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def gpu_count(wanted: str) -> int:
+    """GPUs that `wanted` may use."""
+    return torch.cuda.device_count() if pick_device(wanted).type == "cuda" else 0
+
+
 def start_engine(
-    source: str, config: EngineConfig, *, device: str = "auto", draft: str | None = None
+    source: str,
+    config: EngineConfig,
+    *,
+    device: str = "auto",
+    draft: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> tuple[LoadedModel, Engine]:
     """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU."""
     where = pick_device(device)
@@ -48,7 +59,8 @@ def start_engine(
     if draft is not None:
         smaller = load_model(draft, device=where, dtype=dtype).model
         config = replace(config, speculation="draft")
-    return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller)
+    beside = load_adapters(adapters or {}, loaded.model)
+    return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside)
 
 
 def sample_streams(

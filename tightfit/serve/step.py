@@ -5,13 +5,15 @@ prompts and guesses to be checked, equal lengths together. Within the row nothin
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.paged_prefill import Rows, query_tiles
 from tightfit.serve.device import to_device
 from tightfit.serve.scheduler import Chunk
 
@@ -53,6 +55,9 @@ class Step:
     rows: Tensor
     """The tokens whose logits are wanted, [R]."""
     block_size: int
+    adapters: dict[str, Tensor] = field(default_factory=dict)
+    """Rows of tokens by the LoRA adapter they use."""
+    _tiles: Tensor | None = None
 
     @cached_property
     def masks(self) -> list[AttentionMask]:
@@ -75,6 +80,18 @@ class Step:
     def piece_tables(self) -> list[Tensor]:
         """The blocks of each piece's sequence, [1, blocks]."""
         return [to_device([piece.blocks], self.tokens.device) for piece in self.pieces]
+
+    @cached_property
+    def joint_tables(self) -> Tensor:
+        """The blocks of all pieces' sequences, int32 [pieces, most blocks], padded with 0."""
+        return _padded([piece.blocks for piece in self.pieces], self.tokens.device)
+
+    def tiles(self, rows: int) -> Tensor:
+        """The pieces cut into tiles of `rows` queries, int32 [tiles, 4]; made once for all layers."""
+        if self._tiles is None:
+            pieces = [Rows(piece.at, piece.count, piece.before) for piece in self.pieces]
+            self._tiles = to_device(query_tiles(pieces, rows), self.tokens.device, torch.int32)
+        return self._tiles
 
     @cached_property
     def _masks(self) -> dict[int | None, Tensor | None]:
@@ -108,8 +125,8 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
     Logits are wanted where a token is chosen or a guess checked; with `last_rows` after the last token of each chunk.
     """
     tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
     rows: list[int] = []
     pieces: list[Piece] = []
     runs: list[tuple[int, int]] = []
@@ -119,8 +136,10 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         at, end = len(tokens), chunk.end + len(guesses)
         known = own.tokens[chunk.start : chunk.end]
         tokens += known + [0] * (chunk.count - len(known)) + guesses  # what is not known yet is on the device
-        positions += range(chunk.start, end)
-        slots += (own.blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
+        at_positions = np.arange(chunk.start, end)
+        blocks = np.array(own.blocks)[at_positions // block_size]
+        positions.append(at_positions)
+        slots.append(blocks * block_size + at_positions % block_size)
         runs.append((end - chunk.start, own.length))
         if not _is_single(chunk):
             pieces.append(Piece(at, end - chunk.start, chunk.start, own.blocks))
@@ -128,22 +147,41 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
             rows.append(len(tokens) - 1)
         elif chunk.chooses:
             rows += range(at + chunk.count - 1, len(tokens))
-    most = max((len(chunk.sequence.blocks) for chunk in singles), default=0)
-    tables = [chunk.sequence.blocks + [0] * (most - len(chunk.sequence.blocks)) for chunk in singles]
     lengths = [chunk.end + len(chunk.proposal) for chunk in singles]
     return Step(
         tokens=to_device([tokens], device),
-        positions=to_device([positions], device),
-        slots=to_device(slots, device),
+        positions=to_device(np.concatenate(positions)[None], device),
+        slots=to_device(np.concatenate(slots), device),
         singles=len(singles),
-        tables=to_device(tables, device, torch.int32).view(len(singles), most),
+        tables=_padded([chunk.sequence.blocks for chunk in singles], device),
         lengths=to_device(lengths, device, torch.int32),
         longest=max(lengths, default=0),
         pieces=pieces,
         rope_lengths=runs,
         rows=to_device(rows, device, torch.int64),
         block_size=block_size,
+        adapters=_adapter_rows(chunks, device),
     )
+
+
+def _adapter_rows(chunks: Items[Chunk], device: torch.device) -> dict[str, Tensor]:
+    rows: dict[str, list[int]] = {}
+    at = 0
+    for chunk in chunks:
+        count = chunk.count + len(chunk.proposal)
+        if chunk.sequence.adapter is not None:
+            rows.setdefault(chunk.sequence.adapter, []).extend(range(at, at + count))
+        at += count
+    return {adapter: to_device(own, device) for adapter, own in rows.items()}
+
+
+def _padded(tables: list[list[int]], device: torch.device) -> Tensor:
+    """Block tables as int32 [tables, most blocks], padded with 0."""
+    most = max(map(len, tables), default=0)
+    rows = np.zeros((len(tables), most), dtype=np.int32)
+    for row, table in zip(rows, tables, strict=True):
+        row[: len(table)] = table
+    return to_device(rows, device)
 
 
 def _is_single(chunk: Chunk) -> bool:

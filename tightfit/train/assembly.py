@@ -26,6 +26,8 @@ from tightfit.parallel.pipeline import counted_elsewhere, take_stages
 from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 
+HOST = torch.device("cpu")
+"""Where a model to be offloaded is filled: its float32 weights never are on the GPU together."""
 Fill = Callable[[Decoder], None]
 """Loads or initialises the weights of a decoder, or a rank's shards of them."""
 
@@ -73,21 +75,22 @@ def assemble(
     if mesh is not None and layout.pipeline > 1:
         take_stages(model, mesh, layout, length or model.spec.max_positions)
     cut(model, mesh, layout, levers)
+    filled_on = device if levers.offload == "none" else HOST
     if layout.zero:
         module = apply(model, mesh, layout, levers, precision)
         if next(model.parameters()).is_meta:
-            materialise(model, device)
+            materialise(model, filled_on)
         fill(model)
-        return module, make_optimizer(model, counted_elsewhere=counted_elsewhere(model))
+        return module, make_optimizer(model, device=device, counted_elsewhere=counted_elsewhere(model), module=module)
     if next(model.parameters()).is_meta:
-        materialise(model, device)
+        materialise(model, filled_on)
     fill(model)
     if not masters and next(model.parameters()).dtype != dtype:
         model = model.to(dtype)
     optimizer = make_optimizer(
         model,
         device=device,
-        keep_gradient_memory=layout.data > 1 and layout.pipeline == 1,
+        keep_gradient_memory=layout.reducing > 1 and layout.pipeline == 1,
         counted_elsewhere=counted_elsewhere(model),
     )
     return apply(model, mesh, layout, levers, precision, optimizer.stream_weights), optimizer

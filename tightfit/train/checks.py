@@ -15,16 +15,18 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
+from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 from tightfit.models.loading import has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 from tightfit.parallel.ranks import Ranks
-from tightfit.plan.host_room import refuse_host_shortage
+from tightfit.plan.host_room import refuse_host_shortage, refuse_saving_shortage
 from tightfit.train.checkpoints.directory import Position, read_position
 from tightfit.train.checkpoints.room import refuse_full_disk
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
+from tightfit.train.distillation import check_teacher, teacher_spec
 from tightfit.train.precision import choose_precision
 from tightfit.train.run_data import RunData, Say, find_data, find_tokenizer, tell_lost
 from tightfit.train.trackers import require_trackers
@@ -49,7 +51,7 @@ class CheckedRun:
     @property
     def workload(self) -> Workload:
         """The shape of a step."""
-        return Workload.of_job(self.job, self.spec, self.precision)
+        return Workload.of_job(self.job, self.spec, self.precision, teacher_spec(self.job))
 
     @property
     def first_step(self) -> int:
@@ -85,6 +87,7 @@ def check_run(
         _refuse_contradictions(job, precision, position, checkpoint)
     _refuse_missing_packages(job, checkpoint, device, saves=saves)
     spec, tokenizer, data = _found(job, checkpoint, say, show_bars, ranks)
+    check_teacher(job, spec, tokenizer)
     facts = {"precision": precision, "data": data.store.fingerprint, "rows": len(data.train)}
     _refuse_other_facts(job, facts, position, checkpoint, ranks)
     _tell_model(spec, precision, device, ranks, say)
@@ -102,7 +105,7 @@ def check_run(
         total_steps=total,
         facts=facts,
     )
-    _refuse_shortages(checked, ranks, saves=saves, replaces=replaces)
+    _refuse_shortages(checked, saves=saves, replaces=replaces)
     return checked
 
 
@@ -131,10 +134,15 @@ def _found(
     return spec, tokenizer, data
 
 
-def _refuse_shortages(checked: CheckedRun, ranks: Ranks, *, saves: bool, replaces: bool) -> None:
+def _refuse_shortages(checked: CheckedRun, *, saves: bool, replaces: bool) -> None:
     """Of host memory, and of room on disk for what will be saved."""
     job = checked.job
-    refuse_host_shortage(checked.workload, job.layout, job.levers, _ranks_here(checked.device, ranks))
+    ranks_here = _ranks_here(job.layout, checked.device)
+    refuse_host_shortage(checked.workload, job.layout, job.levers, ranks_here)
+    if saves and checked.device.type == "cuda" and torch.cuda.is_available():  # a dry run may be on any machine
+        refuse_saving_shortage(
+            checked.workload, job.layout, job.levers, sharded=job.saves_sharded, ranks_here=ranks_here
+        )
     if saves:
         refuse_full_disk(
             job,
@@ -166,8 +174,9 @@ def _tell_model(spec: ModelSpec, precision: str, device: torch.device, ranks: Ra
         say("this CPU has no bf16 instructions: expect some 200 times fp32's time, or set precision=fp32")
 
 
-def _ranks_here(device: torch.device, ranks: Ranks) -> int:
-    return min(ranks.world, max(1, torch.cuda.device_count())) if device.type == "cuda" else ranks.world
+def _ranks_here(layout: Layout, device: torch.device) -> int:
+    """Ranks of all axes that share this node's host memory."""
+    return min(layout.ranks, max(1, torch.cuda.device_count())) if device.type == "cuda" else layout.ranks
 
 
 def total_steps(job: Job, rows: int) -> int:

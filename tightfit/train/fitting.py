@@ -25,6 +25,7 @@ from tightfit.plan.describe import describe_levers
 from tightfit.plan.host_room import usable_host_bytes
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
+from tightfit.train.distillation import teacher_spec
 from tightfit.train.precision import choose_device, choose_precision
 
 GIB = 2**30
@@ -74,7 +75,7 @@ def cap_memory(cap_bytes: int) -> None:
 
 def fit_machine(job: Job, machine: Machine, precision: PrecisionName) -> Fitted:
     """`job` with the levers that are fastest on `machine`; an error where none fit."""
-    workload = Workload.of_job(job, job_spec(job), precision)
+    workload = Workload.of_job(job, job_spec(job), precision, teacher_spec(job))
     question = Question(
         model=job.model.source, workload=workload, machine=machine, pins=_pins(job), steps=job.steps,
         job=job.model_dump(mode="json", exclude={"layout", "levers", "fit"}, exclude_unset=True),

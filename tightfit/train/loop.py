@@ -31,6 +31,7 @@ from tightfit.parallel.ranks import Ranks
 from tightfit.train.checkpoints.directory import Position, checkpoint_path, gathered, save_checkpoint, what_is_safe
 from tightfit.train.checkpoints.sharded import ShardedSaver
 from tightfit.train.data.loader import evaluation_batches
+from tightfit.train.distillation import teacher_spec
 from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.metrics import METRICS_FILE, MetricsLog, SideFiles, read_metrics
 from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
@@ -171,8 +172,7 @@ class _Run:
         self.quiet = quiet
         self.phase: Phase = "forward"
         self.saved: Path | None = prepared.checkpoint
-        sharded = self.job.saving.sharded and self.ranks.processes > 1
-        self.saver = ShardedSaver(self.ranks) if sharded else None
+        self.saver = ShardedSaver(self.ranks, self.job.layout) if self.job.saves_sharded else None
 
     def go(self) -> RunResult:
         """Evaluate, train to the last step, save, evaluate again, sample."""
@@ -233,7 +233,7 @@ class _Run:
         except NotFiniteError as error:
             raise UserError(self._not_finite(error)) from None
         except torch.OutOfMemoryError as error:
-            workload = Workload.of_job(self.job, p.model.spec, p.precision)
+            workload = Workload.of_job(self.job, p.model.spec, p.precision, teacher_spec(self.job))
             running = Running(self.job, workload, p.model, p.optimizer, p.device)
             safe = what_is_safe(self.job.output)
             raise RunOutOfMemoryError(shortage_of(error, running, self.step + 1, self.phase, safe)) from None

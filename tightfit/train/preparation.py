@@ -25,8 +25,9 @@ from tightfit.train.checkpoints.sharded import restore_sharded_states
 from tightfit.train.checks import CheckedRun, check_run, wants_weights
 from tightfit.train.data.loader import Loader, make_loader
 from tightfit.train.deepspeed_engine import deepspeed_assembled
+from tightfit.train.distillation import teach
 from tightfit.train.optimizer.adamw import MasterAdamW
-from tightfit.train.precision import LossScale
+from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.run_data import Rows
 
 Say = Callable[[str], None]
@@ -92,6 +93,7 @@ def prepare_checked(checked: CheckedRun, say: Say, mesh: DeviceMesh | None) -> P
     """Allocate and fill what `checked` describes."""
     job, checkpoint, ranks = checked.job, checked.checkpoint, Ranks.of(mesh)
     model, module, optimizer = _assembled(checked, mesh)
+    teach(model, job, checked.device, COMPUTE_DTYPES[checked.precision])
     loader, scale = _positioned(checked, ranks)
     if checkpoint is not None:
         restore = restore_sharded_states if has_sharded(checkpoint) else restore_training_state

@@ -84,7 +84,7 @@ def accumulate(
             assert loss is not None
             mean += loss.detach()
             if check_first:
-                _require_finite(mean.item())
+                _require_finite(ranks.sum(mean).item())
             if experts is not None and output.balance is not None:
                 loss = loss + experts.balance_weight * output.balance * (count / total)
             on_phase("backward")
@@ -126,7 +126,7 @@ def train_step(
     if optimizer.engine is not None:
         return optimizer.engine.train_step(batches, device, lr, scale, on_phase, ranks)
     if optimizer.in_backward is not None:
-        return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase)
+        return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase, ranks)
     part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks)
     on_phase("optimizer")
     mean, norm = _over_all_ranks(part, optimizer, ranks)
@@ -157,13 +157,14 @@ def _step_in_backward(
     device: torch.device,
     lr: float,
     on_phase: OnPhase,
+    ranks: Ranks,
 ) -> StepResult:
     """A step whose weights are updated during backward (backward_update.py)."""
     assert len(batches) == 1, "an update inside backward needs the whole batch in one backward"
     updates.begin(lr)
-    mean, tokens = accumulate(model, batches, device, on_phase=on_phase, check_first=True)
+    mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
     on_phase("optimizer")
-    loss, norm = torch.stack([mean, updates.finish()]).tolist()
+    loss, norm = torch.stack([ranks.sum(mean), updates.finish()]).tolist()
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)
     return StepResult(loss, norm, int(tokens), skipped=False)
@@ -172,13 +173,14 @@ def _step_in_backward(
 def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """The step's loss and gradient norm.
 
-    Data ranks have parts of the loss, tensor ranks the same value; gradients may be replicated on several ranks.
+    Data and context ranks have parts of the loss, tensor ranks the same value; gradients may be replicated.
     """
     if ranks.processes == 1:
         assert optimizer.is_whole, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
-    own = torch.stack([part.double() / (ranks_per_stage // ranks.world), optimizer.squares(ranks_per_stage)])
+    copies = ranks_per_stage // (ranks.world * ranks.context)
+    own = torch.stack([part.double() / copies, optimizer.squares(ranks_per_stage)])
     mean, squares = ranks.sum_over_all(own).unbind()
     return mean.float(), squares.sqrt().float()
 

@@ -1,4 +1,4 @@
-"""The ring against one played step by step, and merges against masks that are looked at."""
+"""The ring against one played step by step, merges against masks that are looked at, and the exchange of heads."""
 
 import pytest
 
@@ -6,14 +6,22 @@ from tests.plan.questions import question
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs
-from tightfit.plan.seconds.context import MERGED_SHARE, Ring
+from tightfit.plan.seconds.context import MERGED_SHARE, HeadExchange, Ring
 from tightfit.plan.seconds.overlap import CONTENTION
 
 BYTES_S = 3e12
 
 
 def ring(ranks: int, *, send_s: float = 0.0, queries: float = 0.0, keys: float = 0.0) -> Ring:
-    return Ring(ranks=ranks, send_s=send_s, query_numbers=queries, key_numbers=keys, bytes_s=BYTES_S)
+    """Gradients are twice as long on their way: float32 where keys and values are 16 bits."""
+    return Ring(
+        ranks=ranks,
+        send_s=send_s,
+        gradient_send_s=2 * send_s,
+        query_numbers=queries,
+        key_numbers=keys,
+        bytes_s=BYTES_S,
+    )
 
 
 def played_s(ranks: int, hand_on_s: float, attention_s: float) -> float:
@@ -30,7 +38,7 @@ def played_s(ranks: int, hand_on_s: float, attention_s: float) -> float:
 def test_hand_ons_hide_behind_all_but_one_piece_of_attention(ranks: int, hand_on_s: float) -> None:
     attention_s = 4e-3
     found = ring(ranks, send_s=hand_on_s)
-    for seconds, payloads in ((found.forward_s(attention_s), 1), (found.backward_s(attention_s), 2)):
+    for seconds, payloads in ((found.forward_s(attention_s), 1), (found.backward_s(attention_s), 3)):
         alone_s = played_s(ranks, payloads * hand_on_s, attention_s)
         hidden_s = (ranks - 1) * payloads * hand_on_s - alone_s
         assert seconds == pytest.approx(alone_s + CONTENTION * hidden_s, abs=1e-12)
@@ -57,6 +65,21 @@ def test_context_ranks_are_never_free() -> None:
     """Where links are fast enough for everything to hide, too."""
     asked = question("llama-3.1-8b", "8xH100-80GB", 32768, 8)
     costs = Costs(asked.workload, asked.machine)
-    alone, split = (costs.step(layout, Levers()) for layout in (Layout(data=8, zero=1), Layout(context=8, zero=1)))
+    alone = costs.step(Layout(data=8, zero=1), Levers())
     assert alone.context_s == 0
-    assert 0 < split.context_s < 0.2 * split.compute_s
+    for ring_ranks in (1, 2, 8):
+        split = costs.step(Layout(context=8, ring=ring_ranks, zero=1), Levers())
+        assert 0 < split.context_s < 0.2 * split.compute_s
+
+
+def test_an_exchange_sends_all_but_its_own_part_and_copies_everything_once() -> None:
+    exchange = HeadExchange(sent_s=2e-3, copied_bytes=3e9, bytes_s=BYTES_S)
+    assert exchange.one_way_s == pytest.approx(3e-3)
+
+
+def test_few_key_heads_are_sent_repeatedly() -> None:
+    """Sixteen ranks get one of eight key heads each: as many bytes as sixteen heads would be."""
+    asked = question("llama-3.1-8b", "2x8xH100-80GB", 32768, 8)
+    costs = Costs(asked.workload, asked.machine)
+    few, enough = (costs.of(Layout(context=c))._exchanged_numbers()[1] * c for c in (16, 8))
+    assert few == 2 * enough

@@ -10,6 +10,8 @@ GB = 1e9
 NVLINK4 = 450 * GB * 0.8
 NDR = 50 * GB * 0.8
 HOP, FAR, CALL = 3.4e-6, 14e-6, CALL_US * 1e-6
+TWO_NODES, FOUR_NODES = 0.95, 0.90
+"""What is left of a network's bandwidth: a twentieth less for each doubling."""
 
 
 def test_a_group_inside_a_node_uses_its_links() -> None:
@@ -21,11 +23,11 @@ def test_a_group_inside_a_node_uses_its_links() -> None:
 def test_a_group_across_nodes_uses_the_cards_of_its_members() -> None:
     machine = parse_machine("4x8xH100-80GB")
     all_ranks = make_group(machine, 1, 32)
-    assert all_ranks.ring_bytes_s == pytest.approx(8 * NDR)  # eight cards a node, less than NVLink
+    assert all_ranks.ring_bytes_s == pytest.approx(8 * FOUR_NODES * NDR)  # eight cards a node, less than NVLink
     one_per_node = make_group(machine, 8, 4)
-    assert one_per_node.ring_bytes_s == pytest.approx(NDR)
+    assert one_per_node.ring_bytes_s == pytest.approx(FOUR_NODES * NDR)
     two_per_node = make_group(machine, 4, 8)
-    assert two_per_node.ring_bytes_s == pytest.approx(2 * NDR)
+    assert two_per_node.ring_bytes_s == pytest.approx(2 * FOUR_NODES * NDR)
     assert all_ranks.hop_s == pytest.approx(4 * FAR + 28 * HOP)
 
 
@@ -36,7 +38,7 @@ def test_fast_networks_are_held_back_by_slow_links_inside() -> None:
 
 def test_a_port_per_node_is_shared_by_its_cards() -> None:
     machine = parse_machine("2x8xL4:ethernet-100")
-    port = 12.5 * GB * 0.8
+    port = 12.5 * GB * 0.8 * TWO_NODES
     assert make_group(machine, 1, 16).ring_bytes_s == pytest.approx(port)
     assert make_group(machine, 8, 2).ring_bytes_s == pytest.approx(port / 8)
 
@@ -48,6 +50,10 @@ def test_trees_win_where_there_is_little_to_send() -> None:
     assert group.all_reduce_s(1e12) <= ring
 
 
+def test_half_of_the_bandwidth_is_left_on_any_number_of_nodes() -> None:
+    assert make_group(parse_machine("100000x8xH100-80GB"), 8, 100_000).ring_bytes_s == pytest.approx(0.5 * NDR)
+
+
 def test_one_rank_talks_to_nobody() -> None:
     group = make_group(parse_machine("8xH100-80GB"), 1, 1)
     for time in (group.all_gather_s, group.all_reduce_s, group.all_to_all_s, group.send_s):
@@ -56,7 +62,7 @@ def test_one_rank_talks_to_nobody() -> None:
 
 def test_all_to_all_sends_what_stays_inside_over_the_inside() -> None:
     group = make_group(parse_machine("2x8xH100-80GB"), 1, 16)
-    expected = CALL + FAR + 16 * GB * 7 / 16 / NVLINK4 + 16 * GB * 8 / 16 / NDR
+    expected = CALL + FAR + 16 * GB * 7 / 16 / NVLINK4 + 16 * GB * 8 / 16 / (TWO_NODES * NDR)
     assert group.all_to_all_s(16 * GB) == pytest.approx(expected)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.questions import question
 from tightfit.hardware.efficiency import MEASURED
-from tightfit.hardware.launches import LAYER, REST, UPDATE_MS, UPDATE_REST_MS
+from tightfit.hardware.launches import LAYER, REST, STEP_IDLE_MS, UPDATE_MS, UPDATE_REST_MS
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs, LayoutCost
@@ -37,7 +37,7 @@ def test_a_short_step_takes_what_the_host_needs() -> None:
 
 def test_a_long_step_does_not_wait_for_the_host() -> None:
     for levers in (Levers(), CHECKPOINTED, Levers(tiles=4, checkpoint_every=1)):
-        assert frame("llama-3.1-8b", 65536).step(levers).launch_s == 0.0
+        assert frame("llama-3.1-8b", 65536).step(levers).launch_s == pytest.approx(1e-3 * STEP_IDLE_MS)
 
 
 def test_each_tile_launches_as_much_as_the_one_before() -> None:
@@ -71,10 +71,10 @@ def test_fp8_saves_less_than_its_products_do() -> None:
 
 
 def test_updates_take_what_their_bytes_do() -> None:
-    """Of 8B: 46 bytes a weight by torch beside masters, a norm of which only was not calibrated."""
+    """Of 8B: 42 bytes a weight beside masters, its norm, widening and narrowing among them; without masters 16."""
     found = frame("llama-3.1-8b", 8192)
     bytes_s = 4.8e12 * MEASURED.bandwidth
-    assert found.step(Levers()).optimizer_s == pytest.approx(46 * 8.03e9 / bytes_s / 0.755, rel=0.01)
+    assert found.step(Levers()).optimizer_s == pytest.approx(42 * 8.03e9 / bytes_s / 0.9, rel=0.01)
     assert found.step(Levers(optimizer_states="bf16")).optimizer_s == pytest.approx(22 * 8.03e9 / bytes_s, rel=0.01)
 
 

@@ -36,6 +36,13 @@ def deepspeed_splits_over_data_ranks(run: Run) -> str | None:
     return None
 
 
+@rule(DEEPSPEED_RULES, "distill.teacher")
+def deepspeed_has_no_teacher(run: Run) -> str | None:
+    if run.distills:
+        return "distill.teacher is compared with by tightfit's own engine, but engine is deepspeed; set it to tightfit"
+    return None
+
+
 @rule(DEEPSPEED_RULES, "layout.zero", "levers.offload")
 def deepspeed_has_something_to_do(run: Run) -> str | None:
     if not run.layout.zero and run.levers.offload == "none":

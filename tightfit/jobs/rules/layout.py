@@ -32,6 +32,16 @@ def groups_divide_data_ranks(layout: "Layout") -> str | None:
     return None
 
 
+@rule(LAYOUT_RULES, "ring", "context")
+def a_ring_is_of_context_ranks(layout: "Layout") -> str | None:
+    if layout.context % layout.ring:
+        return (
+            f"layout.ring is {layout.ring}, which does not divide the {layout.context} context ranks; give a divisor, "
+            "or 1 to exchange heads alone"
+        )
+    return None
+
+
 @rule(LAYOUT_RULES, "expert", "data", "context")
 def expert_ranks_are_data_ranks(layout: "Layout") -> str | None:
     ranks = layout.data * layout.context

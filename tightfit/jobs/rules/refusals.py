@@ -1,15 +1,17 @@
 """Who refuses a run: the planner, the trainer, or DeepSpeed; each with the sentence of the first rule it breaks."""
 
 from tightfit.errors import UserError
+from tightfit.jobs.rules import distillation as distillation  # enters its rules into TRAINER_RULES
 from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
 from tightfit.jobs.rules.rule import Run, first_refusal
 from tightfit.jobs.rules.run import RUN_RULES
-from tightfit.jobs.rules.trainer import TRAINER_RULES
+from tightfit.jobs.rules.trainer import TRAINER_RULES, some_splits_are_not_trained_yet
 
 
 def refused_by_planner(run: Run) -> str | None:
-    """Why nobody could train `run`; None where it is worth planning."""
-    return first_refusal(RUN_RULES, run)
+    """Why `run` is not planned: what nobody could train, and what the trainer does not do of splits that it knows."""
+    planned = [each for each in TRAINER_RULES if each.sentence is not some_splits_are_not_trained_yet]
+    return first_refusal(RUN_RULES, run) or first_refusal(planned, run)
 
 
 def refused_by_trainer(run: Run) -> str | None:

@@ -25,6 +25,9 @@ class Run:
     """Micro-batches of a data rank per optimizer step."""
     spec: ModelSpec | None = None
     sequence_length: int | None = None
+    distills: bool = False
+    """Whether a teacher is compared with."""
+    compares_features: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Layout, levers, precision and shape together: nobody could train what breaks these."""
 
 from tightfit.jobs.rules.rule import Rule, Run, rule
-from tightfit.jobs.rules.shapes import indivisible
+from tightfit.jobs.rules.shapes import indivisible, unshared_heads, unshared_rows
 
 RUN_RULES: list[Rule[Run]] = []
 
@@ -38,14 +38,18 @@ def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
 
 @rule(RUN_RULES, "levers.update_in_backward", "layout", "precision")
 def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
-    """It must be whole and finite at the end of one backward pass, on the one rank that adds to it."""
+    """It must be whole and finite when backward has passed a layer; of several ranks, FSDP2 reduces it then."""
     if not run.levers.update_in_backward:
         return None
     needs = "levers.update_in_backward needs"
     if run.accumulation > 1:
         return f"{needs} the whole batch in one backward, but there are {run.accumulation}; raise layout.micro_batch"
-    if run.layout.ranks > 1:
-        return f"{needs} gradients that no other rank adds to, but the layout has {run.layout.ranks} ranks; use one"
+    if run.layout.pipeline > 1:
+        return f"{needs} all of a batch in one backward, but layout.pipeline is {run.layout.pipeline}; set it to 1"
+    if sums_later := next((axis for axis in ("tensor", "expert") if getattr(run.layout, axis) > 1), None):
+        return f"{needs} gradients that no rank adds to after backward, as layout.{sums_later} does; set that to 1"
+    if run.layout.ranks > 1 and not run.layout.zero:
+        return f"{needs} gradients that are summed layer by layer, but layout.zero is 0; set it to 2 or 3"
     if run.precision == "fp16":
         return f"{needs} gradients that cannot overflow, but precision is fp16; set it to bf16"
     return None
@@ -54,6 +58,21 @@ def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
 @rule(RUN_RULES, "layout.tensor", "model")
 def tensor_ranks_divide_the_model(run: Run) -> str | None:
     return None if run.spec is None else indivisible(run.spec, run.layout.tensor)
+
+
+@rule(RUN_RULES, "layout.context", "layout.ring", "layout.tensor", "model")
+def context_ranks_share_heads(run: Run) -> str | None:
+    layout = run.layout
+    if run.spec is None or layout.exchanging == 1:
+        return None
+    return unshared_heads(run.spec, layout.tensor, layout.exchanging, layout.context)
+
+
+@rule(RUN_RULES, "layout.context", "layout.ring", "data.sequence_length")
+def context_ranks_share_rows(run: Run) -> str | None:
+    if run.sequence_length is None or run.layout.context == 1:
+        return None
+    return unshared_rows(run.sequence_length, run.layout.context, run.layout.ring)
 
 
 @rule(RUN_RULES, "layout.pipeline", "layout.stages_per_rank", "model")

@@ -29,6 +29,32 @@ def indivisible(spec: ModelSpec, tensor: int) -> str | None:
     return None
 
 
+def unshared_heads(spec: ModelSpec, tensor: int, exchanging: int, context: int) -> str | None:
+    """About heads that `exchanging` of the `context` ranks cannot share evenly.
+
+    Each gets some of the query heads and the key heads these use; fewer key heads than ranks are sent to several.
+    """
+    heads, kv_heads = spec.heads // tensor, max(1, spec.kv_heads // tensor)
+    if heads % exchanging == 0 and (kv_heads % exchanging == 0 or exchanging % kv_heads == 0):
+        return None
+    split = f", after layout.tensor={tensor}" if tensor > 1 else ""
+    return (
+        f"{exchanging} of layout.context={context} ranks exchange heads, but the model has {heads} query and "
+        f"{kv_heads} key heads{split}; set layout.ring so that context / ring divides them, or to {context}"
+    )
+
+
+def unshared_rows(length: int, context: int, ring: int) -> str | None:
+    """About rows of `length` tokens that context ranks cannot share evenly; a ring deals them out from both ends."""
+    if length % context == 0 and (ring == 1 or length % (2 * ring) == 0):
+        return None
+    pieces = context if ring == 1 else context * 2
+    return (
+        f"rows of {length} tokens cannot be split evenly over {context} context ranks; make data.sequence_length a "
+        f"multiple of {pieces}"
+    )
+
+
 def uneven_share(rows: int, length: int, tensor: int) -> str | None:
     """About rows whose tokens `tensor` ranks cannot share evenly."""
     if rows * length % tensor == 0:

@@ -6,7 +6,7 @@ from tightfit.jobs.rules.shapes import mlp_widths, uneven_share
 from tightfit.jobs.state_format import BLOCK_8BIT
 
 TRAINER_RULES: list[Rule[Run]] = []
-NOT_TRAINED = ("context", "expert")
+NOT_TRAINED = ("expert",)
 """Splits that can be planned but not trained yet."""
 FP8_MULTIPLE = 16
 """Sizes of matrices whose fp8 codes tensor cores multiply; kernels/fp8_quantize.py pads to the same."""
@@ -23,13 +23,13 @@ def some_splits_are_not_trained_yet(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "levers.offload", "layout")
-def offload_is_for_one_gpu(run: Run) -> str | None:
-    """States pass through one GPU row by row."""
-    if run.levers.offload != "none" and run.layout.ranks > 1:
+@rule(TRAINER_RULES, "levers.offload", "layout.zero")
+def streamed_weights_are_whole(run: Run) -> str | None:
+    """Layers' weights are copied from the host to two slots of the GPU, where FSDP2 would look for shards."""
+    if run.levers.offload == "weights" and run.layout.zero:
         return (
-            f"levers.offload is {run.levers.offload}, which is for one GPU, but the layout has {run.layout.ranks}; "
-            "use ZeRO"
+            f"levers.offload is weights, which keeps each rank's weights whole on its host, but layout.zero is "
+            f"{run.layout.zero}; set levers.offload to optimizer or layout.zero to 0"
         )
     return None
 
@@ -47,16 +47,6 @@ def pipelines_shard_optimizer_states_at_most(run: Run) -> str | None:
         return (
             f"layout.zero is {run.layout.zero}, which sends gradients and weights at each of a pipeline's "
             f"micro-batches, and layout.pipeline is {run.layout.pipeline}; set layout.zero to 1 or layout.pipeline to 1"
-        )
-    return None
-
-
-@rule(TRAINER_RULES, "levers.offload_checkpoints", "layout.pipeline")
-def offloaded_checkpoints_come_in_order(run: Run) -> str | None:
-    if run.levers.offload_checkpoints and run.layout.pipeline > 1:
-        return (
-            f"levers.offload_checkpoints keeps inputs of one micro-batch in order, but layout.pipeline is "
-            f"{run.layout.pipeline}; set it to false"
         )
     return None
 
@@ -94,12 +84,13 @@ def tensor_ranks_hold_part_of_the_logits(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "levers.tiles", "layout.tensor")
-def tensor_ranks_meet_inside_layers(run: Run) -> str | None:
-    if run.levers.tiles > 1 and run.layout.tensor > 1:
+@rule(TRAINER_RULES, "levers.tiles", "layout.tensor", "layout.sequence_parallel")
+def tiles_are_of_the_whole_stream(run: Run) -> str | None:
+    """Under sequence parallelism a tile of a rank's tokens is no tile of the sequence that attention's inputs need."""
+    if run.levers.tiles > 1 and run.layout.tensor > 1 and run.layout.sequence_parallel:
         return (
-            f"levers.tiles is {run.levers.tiles}, which takes layers apart where tensor ranks meet, but layout.tensor "
-            f"is {run.layout.tensor}; set levers.tiles=1"
+            f"levers.tiles is {run.levers.tiles}, which cuts the sequence where {run.layout.tensor} tensor ranks have "
+            "cut it already; set layout.sequence_parallel=false or levers.tiles=1"
         )
     return None
 
@@ -136,12 +127,12 @@ def states_share_whole_rows(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "layout.sequence_parallel", "layout.tensor", "data.sequence_length")
+@rule(TRAINER_RULES, "layout.sequence_parallel", "layout.tensor", "layout.context", "data.sequence_length")
 def tensor_ranks_share_tokens_evenly(run: Run) -> str | None:
     layout, length = run.layout, run.sequence_length
     if layout.tensor == 1 or not layout.sequence_parallel or length is None:
         return None
-    return uneven_share(layout.micro_batch, length, layout.tensor)
+    return uneven_share(layout.micro_batch, length // layout.context, layout.tensor)
 
 
 @rule(TRAINER_RULES, "levers.matmul", "model")

@@ -132,7 +132,7 @@ def _at_last_reduction(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
         vocabulary_gradients=gradients.element_bytes * whole,
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=stage.tables_bytes,
-        reduce_scatter=weights.reduced_bytes * largest,
+        reduce_scatter=weights.reduced_bytes * largest + weights.before_cast(largest),
     )
     if not weights.sums_whole:
         return moment

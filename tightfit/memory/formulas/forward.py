@@ -17,8 +17,11 @@ def forward(rank: RankMemory) -> list[StepMoment]:
         working_weights=rank.weights.in_forward(),
         earlier_gradients=earlier_bytes,
         all_gather=rank.weights.all_gather_buffer(earlier_bytes),
+        teacher=rank.teacher.until_loss,
     )
     moments = [end]
+    if rank.teacher.teaching:
+        moments.append(StepMoment(earlier_gradients=earlier_bytes, teacher=rank.teacher.teaching))
     if rank.resident.staging:
         moments.append(_with_gradients_left(rank))
     if isinstance(rank.weights, ShardedWeights) and rank.weights.zero == 3:
@@ -39,7 +42,7 @@ def _first_gathering(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
     """FSDP2 lets go of the root's all-gather buffer only when the first group after it is whole as well."""
     return StepMoment(
         working_weights=weights.first_groups(),
-        earlier_gradients=rank.gradients.earlier_bytes,
+        earlier_gradients=max(rank.gradients.left_bytes, rank.gradients.earlier_bytes),
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=rank.stage.tables_bytes,
         all_gather=weights.first_groups(),
@@ -56,7 +59,8 @@ def loss(rank: RankMemory) -> StepMoment:
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=stage.outside_bytes,
         all_gather=rank.weights.all_gather_buffer(rank.gradients.earlier_bytes),
-        logits=cost.logits,
+        logits=rank.teacher.chunk or cost.logits,
+        teacher=rank.teacher.until_loss + rank.teacher.at_loss,
         hidden=cost.forward - cost.logits - cost.wide_weight_gradient,
         vocabulary_gradients=cost.wide_weight_gradient,
     )

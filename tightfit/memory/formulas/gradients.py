@@ -66,12 +66,14 @@ def make_gradients(
     """Of a rank that sums `summed` micro-batches."""
     owned, element_bytes = states.owned, states.element_bytes
     kept_bytes = states.kept_gradient_bytes
-    earlier_bytes = kept_bytes * _earlier_weights(layout, owned, stage.weights, summed)
+    summed_bytes = states.reduced_gradient_bytes if layout.zero == 1 else kept_bytes
+    earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights, summed)
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
     is_limited = levers.offload != "none" and levers.update_in_backward
     late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
     shard_bytes = kept_bytes * owned / max(1, stage.weights)
-    stays_bytes = kept_bytes if weights.sums_whole else shard_bytes
+    vocabulary_bytes = element_bytes * stage.vocabulary * owned // max(1, stage.weights)
+    stays_bytes = summed_bytes if weights.sums_whole else shard_bytes
     makes_head = stage.stage.has_head and not adds_in_place
     head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)
     return Gradients(
@@ -80,8 +82,10 @@ def make_gradients(
         add_in_place=adds_in_place,
         bytes_per_done_weight=0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes,
         limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
-        waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, element_bytes * stage.vocabulary) if is_limited else 0,
-        left_bytes=0 if levers.offload == "none" else _left_bytes(stage, states, shard_bytes, is_limited, late_bytes),
+        waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, vocabulary_bytes) if is_limited else 0,
+        left_bytes=0
+        if levers.offload == "none"
+        else _left_bytes(stage, states, shard_bytes, late_bytes, is_limited=is_limited, is_sharded=layout.zero > 0),
         head_bytes=element_bytes * stage.vocabulary if head_waits else 0,
         head_bytes_at_last_layer=element_bytes * stage.vocabulary if head_waits or (is_limited and makes_head) else 0,
     )
@@ -90,12 +94,13 @@ def make_gradients(
 def _late_bytes(levers: Levers, stage: StageMemory, states: States) -> int:
     """Gradients whose updates are put off until backward is over: whole matrices, from the last layer back.
 
-    levers/offload.py chooses them by their bytes as they are updated.
+    levers/offload.py chooses them by their bytes as they are updated; of a shard, by the shard's.
     """
+    share = states.owned / max(1, stage.weights)
     matrices = stage.last_layer_matrices[::-1] * (stage.stage.last - stage.stage.first)
-    sizes_bytes = (states.updated_bytes * matrix for matrix in matrices)
+    sizes_bytes = (states.updated_bytes * share * matrix for matrix in matrices)
     count = whole_that_fit(sizes_bytes, put_off_bytes(levers.offload_gradient_bytes))
-    return states.element_bytes * sum(matrices[:count])
+    return round(states.element_bytes * share * sum(matrices[:count]))
 
 
 def _earlier_weights(layout: Layout, owned: int, whole: int, summed: int) -> int:
@@ -116,15 +121,24 @@ def has_buckets(layout: Layout) -> bool:
     return layout.zero == 0 and layout.data * layout.context > 1 and layout.pipeline == 1
 
 
-def _left_bytes(stage: StageMemory, states: States, shard_bytes: float, is_limited: bool, late_bytes: int) -> int:
+def _left_bytes(
+    stage: StageMemory,
+    states: States,
+    shard_bytes: float,
+    late_bytes: int,
+    *,
+    is_limited: bool,
+    is_sharded: bool,
+) -> int:
     """Gradients of matrices that are away (`shard_bytes` a weight), when the next forward pass looks up the embedding.
 
-    Its own update, the last of a step, has then been waited for. Of updates inside backward so have been all but those
-    that were put off, if the embedding has one of its own.
+    Its own update, the last of a step, has then been waited for, and under FSDP2 the root's. Of updates inside backward
+    so have been all but those that were put off, if the embedding has one of its own.
     """
     away = stage.weights * states.host_moments // max(1, states.host_moments + states.moments)
     if not states.moments:
-        away -= stage.embedding if is_limited else stage.vocabulary
+        waited_for = stage.root + stage.embedding if is_sharded else stage.vocabulary
+        away -= stage.embedding if is_limited else waited_for
     away_bytes = round(shard_bytes * away)
     if not is_limited:
         return away_bytes

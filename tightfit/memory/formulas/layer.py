@@ -5,8 +5,10 @@ Tiled or not is decided here; saved.py and layer_moments.py are about whole laye
 
 from functools import lru_cache
 
+from tightfit.jobs.engine import ENGINES
 from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.levers.policy.tiles import is_tiled
+from tightfit.memory.formulas.engine_saved import engine_saved
 from tightfit.memory.formulas.layer_moments import LayerCost, attention_kind, untiled_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import (
@@ -27,7 +29,11 @@ def layer_kept(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[SavedTen
     """Everything layer `layer` keeps for backward where it is not computed again."""
     if is_tiled(spec, layer, shape.tiles):
         return tuple(tiled_saved(spec, shape))
-    return (*attention_saved(spec, shape), *mlp_saved(spec, layer, shape))
+    return (
+        *attention_saved(spec, shape),
+        *mlp_saved(spec, layer, shape),
+        *engine_saved(spec, layer, shape),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -40,8 +46,10 @@ def level_kept(spec: ModelSpec, layer: int, shape: LocalShape, level: KeepLevel)
     if level != "nothing":
         saved += [tensor for tensor in of_attention if tensor.name in ("output", "logsumexp")]
     if level == "matmuls":
-        saved += [tensor for tensor in of_attention if tensor.name in ("queries", "keys and values")]
-        saved += product_saved(spec, layer, shape)
+        products = [tensor for tensor in of_attention if tensor.name in ("queries", "keys and values")]
+        products += product_saved(spec, layer, shape)
+        kept_share = ENGINES[shape.engine_name].kept_product_share
+        saved += [tensor._replace(bytes=int(kept_share * tensor.bytes)) for tensor in products]
     return tuple(saved)
 
 
@@ -61,6 +69,7 @@ def layer_cost(spec: ModelSpec, layer: int, shape: LocalShape) -> LayerCost:
         return tiled_cost(spec, layer, shape)
     attention_bytes = sum(tensor.bytes for tensor in attention_saved(spec, shape))
     mlp_bytes = sum(tensor.bytes for tensor in mlp_saved(spec, layer, shape))
+    mlp_bytes += sum(tensor.bytes for tensor in engine_saved(spec, layer, shape))
     return untiled_cost(spec, layer, shape, attention_bytes, mlp_bytes)
 
 

@@ -138,15 +138,14 @@ def _attention_moments(
     spec: ModelSpec, layer: int, shape: LocalShape, kept: int, mlp_weights: int
 ) -> tuple[LayerMoment, ...]:
     """Attention's own backward beside the gradients of all it read and wrote, then that of q, k and v's projections."""
-    stream, query, key = shape.stream_bytes(spec), shape.query_bytes(spec), shape.key_bytes(spec)
+    stream, query, key = shape.stream_bytes(spec), shape.query_bytes(spec), shape.attended_key_bytes(spec)
     output_weights = spec.hidden_size * shape.heads(spec) * spec.head_dim
     qkv_weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
-    ring = 4 * key if shape.context > 1 else 0  # the neighbours' keys and values, arriving while others are used
     attention = LayerMoment(
         "attention",
-        saved_bytes=kept,
+        saved_bytes=kept - shape.returned_bytes(spec),  # which the output projection's backward was the last to need
         gradient_bytes=stream + 2 * query + 2 * key,  # of the stream, the output, q, k and v
-        workspace_bytes=attention_workspace(spec, layer, shape) + ring,
+        workspace_bytes=attention_workspace(spec, layer, shape) + ring_workspace(spec, shape),
         made_weights=mlp_weights + output_weights,
         new_weights=output_weights,
     )
@@ -178,8 +177,18 @@ def attention_workspace(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd and
     # cuDNN's sdpa_backward alike.
     wide_dq_bytes = STATISTIC * shape.tokens * heads * spec.head_dim if shape.element_bytes < STATISTIC else 0
-    ungrouped_bytes = 2 * query_bytes if heads != shape.kv_heads(spec) else 0
+    ungrouped_bytes = 2 * query_bytes if heads != shape.attended_kv_heads(spec) else 0
     return row_sums_bytes + wide_dq_bytes + ungrouped_bytes
+
+
+def ring_workspace(spec: ModelSpec, shape: LocalShape) -> int:
+    """What a ring's backward holds besides (parallel/ring.py): keys and values at hand and arriving, the float32
+    gradients of them (own, at hand and arriving), and the sum of dQ."""
+    if shape.ring == 1:
+        return 0
+    query_bytes, key_bytes = shape.query_bytes(spec), shape.attended_key_bytes(spec)
+    wide = STATISTIC // shape.element_bytes
+    return 4 * key_bytes + 6 * wide * key_bytes + wide * query_bytes
 
 
 def _mlp_forward_extra(spec: ModelSpec, layer: int, shape: LocalShape) -> int:

@@ -8,9 +8,11 @@ for a projection is gathered again in backward rather than kept. Context ranks h
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tightfit.jobs.engine import EngineName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.tiles import head_groups
 from tightfit.models.spec import ModelSpec
 
 
@@ -29,8 +31,10 @@ class LocalShape:
     tensor: int = 1
     sequence_parallel: bool = False
     context: int = 1
+    ring: int = 1
     expert: int = 1
     tiles: int = 1
+    engine_name: EngineName = "tightfit"
 
     @property
     def tokens(self) -> int:
@@ -41,6 +45,11 @@ class LocalShape:
     def whole_length(self) -> int:
         """Tokens of a row on all context ranks together."""
         return self.length * self.context
+
+    @property
+    def exchanging(self) -> int:
+        """Context ranks that exchange heads: in attention each has all their tokens and its share of the heads."""
+        return self.context // self.ring
 
     @property
     def stream_tokens(self) -> int:
@@ -75,6 +84,22 @@ class LocalShape:
         """Keys, or values."""
         return self.tokens * self.kv_heads(spec) * spec.head_dim * self.element_bytes
 
+    def attended_kv_heads(self, spec: ModelSpec) -> int:
+        """Key heads of all ranks that exchange heads; where there are fewer than ranks, some get the same one."""
+        return max(self.kv_heads(spec), self.exchanging)
+
+    def attended_key_bytes(self, spec: ModelSpec) -> int:
+        """Keys, or values, as attention has them."""
+        return self.tokens * self.attended_kv_heads(spec) * spec.head_dim * self.element_bytes
+
+    def head_groups(self, spec: ModelSpec) -> int:
+        """In how many groups a tiled layer's attention takes its heads."""
+        return head_groups(self.attended_kv_heads(spec) // self.exchanging, self.tiles)
+
+    def returned_bytes(self, spec: ModelSpec) -> int:
+        """Attention's output as other ranks send it back; else the output projection takes what attention made."""
+        return self.query_bytes(spec) if self.exchanging > 1 else 0
+
     def inner_bytes(self, width: int) -> int:
         """A tensor inside an MLP of `width`: its gate, or up, or their product."""
         return self.tokens * self.columns(width) * self.element_bytes
@@ -92,6 +117,8 @@ def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShap
         tensor=layout.tensor,
         sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
         context=layout.context,
+        ring=layout.ring,
         expert=layout.expert,
         tiles=levers.tiles,
+        engine_name=workload.engine_name,
     )

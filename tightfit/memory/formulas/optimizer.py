@@ -14,7 +14,8 @@ def optimizer(rank: RankMemory) -> StepMoment:
     """The first bucket is widened while all gradients are there; under FSDP2 nothing is, and only shards are left."""
     count, element_bytes = rank.stage.weights, rank.shape.element_bytes
     if rank.levers.update_in_backward:
-        return StepMoment(all_gradients=min(rank.gradients.waiting_at_end_bytes, element_bytes * count))
+        all_bytes = rank.states.kept_gradient_bytes * rank.states.owned
+        return StepMoment(all_gradients=min(rank.gradients.waiting_at_end_bytes, all_bytes))
     if isinstance(rank.weights, ShardedWeights):
         return StepMoment(all_gradients=rank.states.kept_gradient_bytes * rank.states.owned)
     updates_wide = rank.states.masters > 0 or element_bytes == WIDE

@@ -14,6 +14,7 @@ from tightfit.memory.formulas.saved import INDEX
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
 from tightfit.memory.formulas.states import States, resident_states
 from tightfit.memory.formulas.story import OnHost, Resident
+from tightfit.memory.formulas.teacher import TeacherMemory, teacher_memory
 from tightfit.memory.formulas.working_weights import WholeWeights, working_weights
 from tightfit.models.spec import ModelSpec
 
@@ -37,6 +38,7 @@ class RankMemory:
     """Activations of the other micro-batches in flight."""
     arriving_bytes: int
     """A checkpoint on its way from the host."""
+    teacher: TeacherMemory
 
 
 def rank_memory(
@@ -46,11 +48,13 @@ def rank_memory(
     spec, shape = workload.spec, local_shape(workload, layout, levers)
     stage = stage_memory(workload, layout, levers, shape, rank)
     micro_batches = max(1, workload.global_batch // (layout.micro_batch * layout.data))
-    states = resident_states(workload, layout, levers, stage.params, stage.widest)
+    states = resident_states(
+        workload, layout, levers, stage.params, layer_weights=stage.layer_weights, widest_layer=stage.widest
+    )
     flight = _in_flight(layout, stage, micro_batches, states.kept_gradient_bytes * stage.weights)
     weights = working_weights(layout, levers, stage, states, micro_batches)
     one_checkpoint_bytes = checkpoint_bytes(spec, shape, levers) if stage.offloaded else 0
-    passes = max(1, pieces_in_flight(layout, rank, micro_batches) / layout.stages_per_rank)
+    teacher = teacher_memory(workload.teacher, spec, shape, levers)
     return RankMemory(
         spec=spec,
         layout=layout,
@@ -65,18 +69,29 @@ def rank_memory(
             staging=states.staging,
             inputs=2 * INDEX * shape.tokens,
             cublas=overheads.workspace_bytes,
+            teacher=teacher.gpu_weights,
         ),
         host=OnHost(
             weights=states.host_weights,
             masters=states.host_masters,
             moments=states.host_moments,
-            checkpoints=int(passes * stage.offloaded * one_checkpoint_bytes),
+            checkpoints=_waiting_checkpoints(layout, stage, micro_batches) * one_checkpoint_bytes
+            if stage.offloaded
+            else 0,
+            teacher=teacher.host_weights,
         ),
         gradients=make_gradients(layout, levers, stage, states, weights, flight.summed),
         weights=weights,
         other_micro_batches_bytes=flight.other_bytes,
         arriving_bytes=one_checkpoint_bytes,
+        teacher=teacher,
     )
+
+
+def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int) -> int:
+    """Inputs on the host at once: of the layers of every piece of a pipeline that is in flight, at most."""
+    pieces, chunks = max(1, pieces_in_flight(layout, stage.stage.rank, micro_batches)), layout.stages_per_rank
+    return pieces * -(-stage.offloaded // chunks)
 
 
 class InFlight(NamedTuple):

@@ -65,12 +65,15 @@ def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
 def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     """Of attention itself."""
     logsumexp_bytes = STATISTIC * shape.tokens * shape.heads(spec)
-    return [
+    saved = [
         SavedTensor("attention", "queries", shape.query_bytes(spec), "flash attention keeps what rope wrote"),
-        SavedTensor("attention", "keys and values", 2 * shape.key_bytes(spec), "kept once per key head"),
+        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes(spec), "kept once per key head"),
         SavedTensor("attention", "output", shape.query_bytes(spec), "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
     ]
+    if returned_bytes := shape.returned_bytes(spec):
+        saved.append(SavedTensor("attention", "output returned", returned_bytes, "the output projection's is a copy"))
+    return saved
 
 
 def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTensor]:

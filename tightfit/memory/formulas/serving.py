@@ -2,7 +2,8 @@
 
 Quantized formats are those of GGUF files (ggml's blocks of 32 weights: Q8_0 holds a 16-bit scale and 32 bytes, Q4_0 a
 scale and 16, Q4_1 a scale, a minimum and 16). Matrices are quantized; norms, biases and learned positions stay float32
-there. The cache holds what every layer can still see: all tokens, or the last `window` of them.
+there. The cache holds what every layer can still see: all tokens, or the last `window` of them. In int8 or fp8 the
+key or value of a token and head is D bytes and a scale.
 Limits: no pages, whose last one per request is half empty on average.
 """
 
@@ -16,7 +17,10 @@ from tightfit.memory.ledger import Ledger, Line, Phase
 from tightfit.models.spec import ModelSpec
 
 WeightFormat = Literal["fp32", "fp16", "bf16", "q8_0", "q4_1", "q4_0"]
+CacheFormat = Literal["model", "int8", "fp8"]
+"""How keys and values are kept: as the model computes them, or a byte each with a float32 scale per vector."""
 WIDE = 4
+SCALE_BYTES = 4
 
 
 class Block(NamedTuple):
@@ -52,15 +56,22 @@ def small_params(spec: ModelSpec) -> int:
     return spec.layers * (norms + attention + mlp) + spec.norm_params + positions
 
 
-def cache_bytes(spec: ModelSpec, requests: int, length: int, element_bytes: int = 2) -> int:
+def cache_bytes(
+    spec: ModelSpec, requests: int, length: int, element_bytes: int = 2, form: CacheFormat = "model"
+) -> int:
     """Keys and values of `requests` requests of `length` tokens each."""
     seen = (min(length, spec.window_of(layer) or length) for layer in range(spec.layers))
-    return 2 * spec.kv_size * element_bytes * requests * sum(seen)
+    return 2 * spec.kv_heads * vector_bytes(spec, element_bytes, form) * requests * sum(seen)
 
 
-def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> int:
+def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2, form: CacheFormat = "model") -> int:
     """Of one token in all layers, before any window is full."""
-    return 2 * spec.kv_size * element_bytes * spec.layers
+    return 2 * spec.kv_heads * vector_bytes(spec, element_bytes, form) * spec.layers
+
+
+def vector_bytes(spec: ModelSpec, element_bytes: int, form: CacheFormat) -> int:
+    """The key, or value, of one token and head."""
+    return spec.head_dim * element_bytes if form == "model" else spec.head_dim + SCALE_BYTES
 
 
 def serving_ledger(
@@ -70,21 +81,37 @@ def serving_ledger(
     requests: int = 1,
     length: int = 2048,
     prefill_tokens: int = 2048,
+    cache: CacheFormat = "model",
     overheads: Overheads = DEFAULT,
+    stored_bytes: int | None = None,
+    expanded_bytes: int = 0,
 ) -> Ledger:
-    """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time."""
+    """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time.
+
+    `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use.
+    """
     prompt = LocalShape(rows=1, length=min(prefill_tokens, length), element_bytes=2)
     work_bytes = layer_cost(spec, spec.layers - 1, prompt).forward_working
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
+    if stored_bytes is not None:
+        weights = About("weights", "compressed", "codes, scales and what stays plain, as stored"), stored_bytes
     held = [
         weights,
-        (About("activations", "keys and values", "two vectors a token and layer"), cache_bytes(spec, requests, length)),
+        (
+            About("activations", "keys and values", "two vectors a token, head and layer"),
+            cache_bytes(spec, requests, length, form=cache),
+        ),
         (About("activations", "prefill", "a forward pass that keeps nothing"), work_bytes),
         (
             About("logits and loss", "last token's logits", "float32, one a request"),
             WIDE * spec.vocab_size * requests,
         ),
         (About("workspace", "cuBLAS", "one thread"), overheads.workspace_bytes // 2),
+        *(
+            [(About("workspace", "an expanded matrix", "widths that no kernel reads packed"), expanded_bytes)]
+            if expanded_bytes
+            else []
+        ),
     ]
     return Ledger("formulas", (*_lines("load", [weights], overheads), *_lines("forward", held, overheads)))
 

@@ -111,7 +111,7 @@ def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: Loca
         levels,
         shares_embedding=spec.tied and layout.pipeline == 1,
         offloaded=_offloaded_checkpoints(spec, shape, levers, levels) if levers.offload_checkpoints else 0,
-        fused_loss=levers.loss == "fused",
+        fused_loss=levers.loss == "fused" and workload.engine.passes.logits is None,
         loss_chunk_bytes=levers.loss_chunk_bytes,
         every_layer=levers.offload != "none" and levers.update_in_backward,
     )

@@ -3,7 +3,8 @@
 Mixed precision with Adam (Micikevicius et al. 2017; Rajbhandari et al. 2020): 2 weights + 2 gradients + 4 master
 weights + 4 + 4 moments = 16 bytes. ZeRO-1 splits masters and moments over data ranks, ZeRO-2 gradients too, ZeRO-3
 weights too. `paper_bytes` is that rule; `resident_states` is what parallel/data.py makes of it with FSDP2, where the
-float32 shards are the masters and 16-bit weights exist while gathered only.
+float32 shards are the masters and 16-bit weights exist while gathered only. With masters on the host, FSDP2's shards
+and their gradients have 16 bits.
 
 Offload (levers/offload.py): matrices' moments, masters and with `weights` the layers' weights are on the host; they
 pass through a ring of staging memory on the GPU to be updated there, and layers' weights through two slots.
@@ -67,7 +68,9 @@ class States(NamedTuple):
     updated_bytes: int
     """Of a weight as the optimizer updates it: float32 where masters are."""
     kept_gradient_bytes: int
-    """Of a gradient as it is summed and kept: under FSDP2, which reduces it so, float32 where masters are."""
+    """Of a gradient as it is kept: under FSDP2 in the dtype of the shards, float32 where these are the masters."""
+    reduced_gradient_bytes: int
+    """Of a gradient as FSDP2 reduces it, and ZeRO-1 sums it over micro-batches: float32 where masters are."""
     weights: int
     masters: int
     moments: int
@@ -78,34 +81,44 @@ class States(NamedTuple):
     """GPU memory that what is on the host passes through."""
 
 
-def resident_states(workload: Workload, layout: Layout, levers: Levers, params: Params, widest_layer: int) -> States:
-    """Of a rank that has `params` before data ranks split them, `widest_layer` of them in one layer."""
+def resident_states(
+    workload: Workload, layout: Layout, levers: Levers, params: Params, *, layer_weights: int, widest_layer: int
+) -> States:
+    """Of a rank that has `params` before data ranks split them, `layer_weights` of them in layers, at most
+    `widest_layer` in one."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
     updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.data * layout.context // layout.copies
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
-    narrow_copy_stays = not (layout.zero and has_masters)  # else it exists while FSDP2 has it gathered
+    shards_are_masters = layout.zero > 0 and has_masters and levers.offload == "none"
     states = States(
         owned=owned,
         ranks=ranks,
         element_bytes=element_bytes,
         updated_bytes=updated_bytes,
-        kept_gradient_bytes=updated_bytes if layout.zero else element_bytes,
-        weights=element_bytes * owned if narrow_copy_stays else 0,
+        kept_gradient_bytes=updated_bytes
+        if shards_are_masters
+        else max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes),
+        reduced_gradient_bytes=updated_bytes if layout.zero else element_bytes,
+        weights=0 if shards_are_masters else element_bytes * owned,  # a 16-bit copy exists while FSDP2 has it gathered
         masters=MASTER * owned if has_masters else 0,
         moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
     )
-    return states if levers.offload == "none" else _offloaded(states, workload, layout, levers, widest_layer)
+    if levers.offload == "none":
+        return states
+    in_layers = round(owned * layer_weights / max(1, params.all))
+    return _offloaded(states, workload, layout, levers, in_layers, widest_layer)
 
 
-def _offloaded(states: States, workload: Workload, layout: Layout, levers: Levers, widest_layer: int) -> States:
-    """The same with what is away moved to the host."""
+def _offloaded(
+    states: States, workload: Workload, layout: Layout, levers: Levers, in_layers: int, widest_layer: int
+) -> States:
+    """The same with what is away moved to the host; of the weights that are updated here, `in_layers` are in layers."""
     owned, element_bytes, streams_weights = states.owned, states.element_bytes, levers.offload == "weights"
     state_bytes = moment_bytes(levers, wide=workload.updates_wide) + (MASTER if workload.has_masters else 0)
     belongings_bytes = state_bytes + (element_bytes if streams_weights else 0)
-    ends, kept = kept_weights(workload, layout, levers, owned, belongings_bytes)
-    away = owned - kept
+    away = owned - kept_weights(workload, layout, levers, owned, belongings_bytes)
     away_share = away / owned if owned else 0.0
-    streamed = max(0, min(away, owned - ends)) if streams_weights and states.weights else 0
+    streamed = min(away, in_layers) if streams_weights and states.weights else 0
     slots_bytes = WEIGHT_SLOTS * element_bytes * widest_layer if streamed else 0
     # A piece on its way has moments and what is updated: the master, or a weight that is away itself.
     piece_bytes = state_bytes if workload.has_masters else belongings_bytes
@@ -122,11 +135,12 @@ def _offloaded(states: States, workload: Workload, layout: Layout, levers: Lever
     )
 
 
-def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> tuple[int, int]:
-    """Weights outside layers, and those whose belongings stay: whole vocabulary matrices, then layers."""
+def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> int:
+    """Weights whose belongings stay on the GPU, of `count`: whole vocabulary matrices (or shards), then layers."""
     spec = workload.spec
-    matrix = vocabulary_params(spec, layout.tensor)
+    sharing = layout.data * layout.context // layout.copies if layout.zero else 1
+    matrix = vocabulary_params(spec, layout.tensor) // sharing
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)
     whole = whole_that_fit([matrix] * matrices, room)
-    return matrices * matrix, whole * matrix if whole < matrices else min(count, room)
+    return min(count, whole * matrix if whole < matrices else room)

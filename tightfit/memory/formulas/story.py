@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 from tightfit.memory.ledger import Component, Line, Phase, Place
 
 KEPT = "kept for backward: saved.py"
+TEACHER = "teacher"
 
 
 class About(NamedTuple):
@@ -48,6 +49,7 @@ class StepMoment(NamedTuple):
     update_copies: Annotated[int, About("gradients", "widened bucket", "float32, at most 256 MiB or one parameter")] = 0
     logits: Annotated[int, About("logits and loss", "logits", "a chunk, or all with what is made of them")] = 0
     hidden: Annotated[int, About("logits and loss", "hidden states and their gradient", "made in forward")] = 0
+    teacher: Annotated[int, About("activations", "teacher", "its forward pass, then its hidden states")] = 0
     kernel_workspace: Annotated[int, About("workspace", "attention or embedding", "float32 sums in backward")] = 0
     all_gather: Annotated[int, About("communication", "all-gather", "FSDP2: the last buffer, the next weights")] = 0
     reduce_scatter: Annotated[int, About("communication", "reduce-scatter", "FSDP2: until the next one's")] = 0
@@ -63,6 +65,7 @@ class Resident(NamedTuple):
     staging: Annotated[int, About("workspace", "states and weights on their way", "levers.offload")]
     inputs: Annotated[int, About("inputs", "tokens and labels", "8 bytes each")]
     cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")]
+    teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
 
 
 class OnHost(NamedTuple):
@@ -72,6 +75,7 @@ class OnHost(NamedTuple):
     masters: Annotated[int, About("master weights", "offloaded", "levers.offload")]
     moments: Annotated[int, About("optimizer states", "offloaded", "levers.offload")]
     checkpoints: Annotated[int, About("activations", "offloaded checkpoints", "levers.offload_checkpoints")]
+    teacher: Annotated[int, About("weights", TEACHER, "distill.place")] = 0
 
 
 def fullest(moments: Iterable[StepMoment]) -> StepMoment:

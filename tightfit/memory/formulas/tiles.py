@@ -5,8 +5,7 @@ gradient of their product for a tile's tokens, beside float32 sums of the weight
 hand. Then attention, a group of heads after another, then the projections, again by tiles.
 """
 
-from tightfit.levers.policy.tiles import head_groups
-from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace
+from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace, ring_workspace
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.saved import STATISTIC, SavedTensor, attended
 from tightfit.models.spec import ModelSpec
@@ -67,16 +66,16 @@ def _second_half(spec: ModelSpec, shape: LocalShape, kept_bytes: int) -> tuple[L
 
 def _first_half(spec: ModelSpec, layer: int, shape: LocalShape, kept_bytes: int) -> tuple[LayerMoment, ...]:
     """Attention, a group of heads at a time, then the projections of q, k and v."""
-    stream_bytes, query_bytes, key_bytes = shape.stream_bytes(spec), shape.query_bytes(spec), shape.key_bytes(spec)
-    groups = head_groups(shape.kv_heads(spec), shape.tiles)
+    stream_bytes, query_bytes, groups = shape.stream_bytes(spec), shape.query_bytes(spec), shape.head_groups(spec)
+    key_bytes, workspace_bytes = shape.attended_key_bytes(spec), attention_workspace(spec, layer, shape)
     done = _second_half_weights(spec, shape)
     weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
     return (
         LayerMoment(
             "a group of attention's heads",
-            saved_bytes=kept_bytes,
+            saved_bytes=kept_bytes - shape.returned_bytes(spec),
             gradient_bytes=stream_bytes + query_bytes + (query_bytes + 2 * key_bytes) // groups,
-            workspace_bytes=attention_workspace(spec, layer, shape) // groups,
+            workspace_bytes=(workspace_bytes + ring_workspace(spec, shape)) // groups,
             made_weights=done,
             new_weights=done,
         ),

@@ -17,8 +17,10 @@ from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
-from tightfit.memory.formulas.story import StepMoment, fullest, lines
+from tightfit.memory.formulas.story import TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
+
+SAVED = ("weights", "master weights", "optimizer states")
 
 
 def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:
@@ -29,6 +31,7 @@ def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overhead
         fullest_bytes = max(map(sum, _step(rank)))
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
+    overheads = engine_overheads(workload, overheads)
     return gpu_bytes + _slack_bytes(gpu_bytes, overheads) + overheads.context_bytes, host_bytes
 
 
@@ -51,6 +54,7 @@ def _telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[
 def training_ledger(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
     """Every phase of a step, on every pipeline rank, line by line."""
     found: list[Line] = []
+    overheads = engine_overheads(workload, overheads)
     for number in range(layout.pipeline):
         rank = rank_memory(workload, layout, levers, number, overheads)
         for phase, moment in _phases(rank):
@@ -81,10 +85,18 @@ def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
 
 
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:
-    """safetensors puts a whole file together in memory before it writes it (train/checkpoint.py)."""
-    for line in lines(rank.resident, "save", number, "host"):
-        if line.component in ("weights", "master weights", "optimizer states"):
-            yield replace(line, detail="to be written", why="save_file")
+    """A copy of all that is saved, on the GPU or on the host: of one rank the file that safetensors puts together in
+    memory, of several what each stages while training goes on (train/checkpoints)."""
+    for told in (rank.resident, rank.host):
+        for line in lines(told, "save", number, "host"):
+            if line.component in SAVED and line.detail != TEACHER:
+                yield replace(line, detail="to be written", why="copied before it is written")
+
+
+def saved_bytes(workload: Workload, layout: Layout, levers: Levers) -> int:
+    """The same in bytes, of the rank that has most."""
+    ranks = [rank_memory(workload, layout, levers, number) for number in _telling_ranks(workload, layout, levers)]
+    return max(sum(line.bytes for line in _written(rank, 0)) for rank in ranks)
 
 
 def _not_allocated(phase: Phase, rank: int, allocated_bytes: int, overheads: Overheads) -> Iterator[Line]:
@@ -95,6 +107,15 @@ def _not_allocated(phase: Phase, rank: int, allocated_bytes: int, overheads: Ove
     if overheads.context_bytes:
         why = "driver and kernels: see overheads.py"
         yield Line(component="cuda context", phase=phase, bytes=overheads.context_bytes, why=why, rank=rank)
+
+
+def engine_overheads(workload: Workload, overheads: Overheads) -> Overheads:
+    """What the job's engine has besides tensors; ours as given."""
+    if workload.engine_name == "tightfit":
+        return overheads
+    memory = workload.engine.memory
+    more_bytes = int(memory.fixed_gib * 2**30)
+    return replace(overheads, slack_share=memory.slack_share, context_bytes=overheads.context_bytes + more_bytes)
 
 
 def _slack_bytes(allocated_bytes: int, overheads: Overheads) -> int:

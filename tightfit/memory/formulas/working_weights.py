@@ -72,7 +72,9 @@ class ShardedWeights(WholeWeights):
     """That share one copy."""
     element_bytes: int
     reduced_bytes: int
-    """A weight, in which gradients are reduced and kept: float32 where masters are."""
+    """A weight, in which gradients are reduced: float32 where masters are,"""
+    kept_bytes: int
+    """and kept: the same, unless the masters are on the host."""
     stays_gathered: bool
     """Weights stay whole from one micro-batch to the next."""
 
@@ -122,7 +124,11 @@ class ShardedWeights(WholeWeights):
 
     def shards(self, weights: int) -> int:
         """Reduced gradients of so many weights."""
-        return self.reduced_bytes * weights // self.ranks
+        return self.kept_bytes * weights // self.ranks
+
+    def before_cast(self, weights: int) -> int:
+        """The same as they come out of the reduction, where they are then cast to what is kept."""
+        return self.reduced_bytes * weights // self.ranks if self.reduced_bytes > self.kept_bytes else 0
 
 
 def working_weights(
@@ -136,7 +142,8 @@ def working_weights(
         zero=layout.zero,
         ranks=states.ranks,
         element_bytes=states.element_bytes,
-        reduced_bytes=states.kept_gradient_bytes,
+        reduced_bytes=states.reduced_gradient_bytes,
+        kept_bytes=states.kept_gradient_bytes,
         stays_gathered=layout.zero < 3 and micro_batches > 1,
         sums_whole=layout.zero == 1 and micro_batches > 1,
     )

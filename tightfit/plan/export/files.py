@@ -8,8 +8,10 @@ import yaml
 
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
+from tightfit.jobs.engine import EngineName
 from tightfit.plan.export.accelerate import accelerate_config
 from tightfit.plan.export.deepspeed import deepspeed_config, trainer_arguments
+from tightfit.plan.export.estimate import engine_estimate
 from tightfit.plan.export.launch import slurm_script, torchrun_script
 from tightfit.plan.plan import Plan
 
@@ -19,12 +21,14 @@ Text = Callable[[Plan, Path], str]
 EXPORTS: dict[str, tuple[str, Text]] = {
     "deepspeed": ("deepspeed.json", lambda plan, _: _json(deepspeed_config(plan))),
     "trainer": ("trainer.json", lambda plan, _: _json(trainer_arguments(plan))),
-    "accelerate": ("accelerate.yaml", lambda plan, _: yaml.safe_dump(accelerate_config(plan), sort_keys=False)),
+    "accelerate": ("accelerate.yaml", lambda plan, _: _accelerate_text(plan)),
     "torchrun": ("torchrun.sh", torchrun_script),
     "slurm": ("slurm.sh", slurm_script),
 }
 SCRIPTS = ("torchrun", "slurm")
 """What runs a saved plan, and so has one beside it."""
+ENGINE_OF: dict[str, EngineName] = {"deepspeed": "deepspeed", "accelerate": "hf"}
+"""Exports that other code runs: whose memory and time they are written with."""
 
 
 def export(plan: Plan, wanted: str) -> list[str]:
@@ -35,9 +39,9 @@ def export(plan: Plan, wanted: str) -> list[str]:
     folder = Path(wanted)
     plan_file = folder / PLAN_FILE
     said = [_write(plan_file, json.dumps(plan.to_json(), indent=1))]
-    for kind, (name, text) in EXPORTS.items():
+    for kind, (name, _) in EXPORTS.items():
         try:
-            said.append(_write(folder / name, text(plan, plan_file), runs=kind in SCRIPTS))
+            said.append(_written(plan, kind, folder / name, plan_file))
         except UserError as error:
             said.append(f"no {name}: {error}")
     return said
@@ -47,10 +51,21 @@ def _export_one(plan: Plan, kind: str, path: Path) -> list[str]:
     if kind not in EXPORTS:
         raise UserError(f"there is no export {kind!r}; write one of {', '.join(EXPORTS)}, or a folder for all")
     plan_file = path.with_name(f"{path.stem}.{PLAN_FILE}")
-    said = [_write(path, EXPORTS[kind][1](plan, plan_file), runs=kind in SCRIPTS)]
+    said = [_written(plan, kind, path, plan_file)]
     if kind in SCRIPTS:
         said.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
     return said
+
+
+def _written(plan: Plan, kind: str, path: Path, plan_file: Path) -> str:
+    """Write one export; what is said of it includes the estimate for the engine that runs it."""
+    said = _write(path, EXPORTS[kind][1](plan, plan_file), runs=kind in SCRIPTS)
+    return f"{said}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else said
+
+
+def _accelerate_text(plan: Plan) -> str:
+    config = yaml.safe_dump(accelerate_config(plan), sort_keys=False)
+    return f"# {engine_estimate(plan, ENGINE_OF['accelerate'])}\n{config}"
 
 
 def _json(fields: object) -> str:

@@ -40,7 +40,20 @@ def layer_attention(
     pair_flops = 4 * spec.query_size / tensor
     forward_flops = pair_flops * (pairs + tokens * rates.forward_token_keys / 2)
     backward_flops = BACKWARD_WORK * pair_flops * (pairs + tokens * rates.backward_token_keys / 2)
+    if rates.score_passes[0]:
+        return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     return Attention(
         forward_s=forward_flops / rates.attention_forward_flop_s,
         backward_s=backward_flops / rates.attention_backward_flop_s,
+    )
+
+
+def _unfused(spec: ModelSpec, rates: Rates, *, scores: float) -> Attention:
+    """All scores of all pairs, seen or not, computed by plain products and gone over in memory."""
+    flops = 4 * scores * spec.head_dim
+    forward_passes, backward_passes = rates.score_passes
+    score_bytes = 2 * scores
+    return Attention(
+        forward_s=flops / rates.product_flop_s + forward_passes * score_bytes / rates.bytes_s,
+        backward_s=2 * flops / rates.product_flop_s + backward_passes * score_bytes / rates.bytes_s,
     )

@@ -40,11 +40,15 @@ class DataTraffic:
     between_copies_s: float
     root_share: float
     calls: int
+    overlaps_gradients: bool = True
+    """Whether gradients are reduced beside backward."""
 
     def step_s(self, layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float) -> float:
         """Exposed seconds of a step whose micro-batches take `forward_s` and `backward_s`."""
         if layout.data * layout.context == 1:
             return 0.0
+        if not self.overlaps_gradients:
+            return self._alone_s(layout, micro_batches)
         if layout.zero == 0:
             return self.all_reduce_s if layout.pipeline > 1 else exposed_s(self.all_reduce_s, backward_s, self.calls)
         gathered_s = exposed_s(self.gather_s, forward_s, self.calls)
@@ -57,6 +61,14 @@ class DataTraffic:
         each_s = gathered_s + both_s + (1 + again) * self.unpack_s + self.pack_s
         return micro_batches * each_s + self.between_copies_s
 
+    def _alone_s(self, layout: Layout, micro_batches: int) -> float:
+        """Of an engine that reduces after backward and gathers before forward."""
+        if layout.zero == 0:
+            return self.all_reduce_s
+        reductions = 1 if layout.zero == 1 else micro_batches
+        gathers = 2 * micro_batches if layout.zero == 3 else 1
+        return gathers * self.gather_s + reductions * self.reduce_s + self.between_copies_s
+
 
 def data_traffic(
     group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
@@ -66,17 +78,20 @@ def data_traffic(
     dense_group = group(layout.tensor, shards)
     expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
     copies_group = group(layout.tensor * layout.context * max(1, layout.shard_inside), layout.copies)
+    engine, weight_bytes = workload.engine, workload.weight_bytes
+    reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
     calls = layers + 1
-    weight_bytes = workload.weight_bytes
-    reduced_bytes = 4 if workload.has_masters else weight_bytes
+    if engine.bucket_bytes is not None:
+        calls = max(1, round(params.held * reduced_bytes / engine.bucket_bytes))
 
     def gathered_s(bytes_each: int) -> float:
         dense_s = dense_group.all_gather_s(params.dense * bytes_each / calls)
         experts_s = expert_group.all_gather_s(params.experts * bytes_each / calls) if params.experts else 0.0
         return calls * (dense_s + experts_s)
 
-    summed_s = dense_group.all_reduce_s(params.dense * weight_bytes / calls)
-    summed_s += expert_group.all_reduce_s(params.experts * weight_bytes / calls) if params.experts else 0.0
+    summed_bytes = weight_bytes if engine.overlaps_gradients else reduced_bytes
+    summed_s = dense_group.all_reduce_s(params.dense * summed_bytes / calls)
+    summed_s += expert_group.all_reduce_s(params.experts * summed_bytes / calls) if params.experts else 0.0
     byte_each_s = params.held / bytes_s
     return DataTraffic(
         gather_s=gathered_s(weight_bytes),
@@ -87,4 +102,5 @@ def data_traffic(
         between_copies_s=copies_group.all_reduce_s(params.owned * reduced_bytes),
         root_share=params.root_share,
         calls=calls,
+        overlaps_gradients=engine.overlaps_gradients,
     )

@@ -1,6 +1,6 @@
 """Norms, rope, the gate and the loss: bound by memory, one pass over the bytes each as in our fused kernels.
 
-Widths are numbers read or written per token, in one layer.
+Widths are numbers read or written per token, in one layer; ours, and those of other engines (jobs/engine.py).
 
 | | forward | backward |
 |---|---|---|
@@ -12,10 +12,17 @@ Widths are numbers read or written per token, in one layer.
 
 from dataclasses import dataclass
 
+from tightfit.jobs.engine import Engine, Passes
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.seconds.products import mlp_columns
+from tightfit.plan.seconds.products import mlp_columns, routed_share
 from tightfit.plan.seconds.rates import Rates
 
+NORM_PASSES = 2, 3
+"""Of one more norm after a block, forward and backward."""
+CAP_PASSES = 12.0
+ROUTED_PASSES = 3, 7
+"""Over experts' rows: gathered (2) and added up (1); in backward gradients and tokens gathered (4), two input gradients
+added up (2), the sum written (kernels/routed_mlp.py)."""
 LOGIT_PASSES = {"fused": 3.0, "plain": 21.0}
 """Passes over bf16 logits outside the three products; from H=4096, V=128256: fused 82.3 ms, plain 99.3, products 77."""
 
@@ -39,15 +46,24 @@ class Elementwise:
 
 
 def layer_elementwise(
-    spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, sequence_parallel: bool, number_bytes: int
+    spec: ModelSpec,
+    rates: Rates,
+    engine: Engine,
+    *,
+    tokens: float,
+    tensor: int,
+    sequence_parallel: bool,
+    number_bytes: int,
 ) -> Elementwise:
     """Of `tokens` tokens; tensor ranks split norms where they split the stream, and all else."""
-    norm_width = spec.hidden_size * (9 + 4 * spec.sandwich_norms)
-    norm_backward_width = spec.hidden_size * (16 + 6 * spec.sandwich_norms)
-    rope_width = 2 * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
-    inner = 2 if spec.gated else 1
-    gate_width = (inner + 1) * mlp_columns(spec)
-    gate_backward_width = 2 * gate_width
+    passes = layer_passes(engine, spec)
+    norms = 2 if spec.sandwich_norms else 1
+    norm_width = spec.hidden_size * (passes.stream[0] + 2 * (norms - 1) * NORM_PASSES[0])
+    norm_backward_width = spec.hidden_size * (passes.stream[1] + 2 * (norms - 1) * NORM_PASSES[1])
+    rope_width = passes.rope * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
+    routed_width = _routed_rows(spec) * spec.hidden_size
+    gate_passes = passes.gate if spec.gated else passes.activation
+    gate_width, gate_backward_width = (each * mlp_columns(spec) for each in gate_passes)
     width_s = tokens * number_bytes / rates.bytes_s
     stream_s = width_s / (tensor if sequence_parallel else 1)
     split_s = width_s / tensor
@@ -55,8 +71,24 @@ def layer_elementwise(
     return Elementwise(
         norms_s=stream_s * norm_width,
         rope_s=split_s * rope_width,
-        gate_s=split_s * gate_width,
-        backward_s=stream_s * norm_backward_width + split_s * (rope_width + gate_backward_width),
+        gate_s=split_s * (gate_width + ROUTED_PASSES[0] * routed_width),
+        backward_s=stream_s * norm_backward_width
+        + split_s * (rope_width + gate_backward_width + ROUTED_PASSES[1] * routed_width),
         fused_loss_s=LOGIT_PASSES["fused"] * logits_s,
-        plain_loss_more_s=(LOGIT_PASSES["plain"] - LOGIT_PASSES["fused"]) * logits_s,
+        plain_loss_more_s=(_plain_passes(passes, spec) - LOGIT_PASSES["fused"]) * logits_s,
     )
+
+
+def _routed_rows(spec: ModelSpec) -> float:
+    """Copies of a token that go to experts, averaged over the layers."""
+    return 0.0 if spec.experts is None else routed_share(spec) * spec.experts.per_token
+
+
+def _plain_passes(passes: Passes, spec: ModelSpec) -> float:
+    """Over whole logits; a cap goes over float32 ones four times more, and twice in backward."""
+    return (passes.logits or LOGIT_PASSES["plain"]) + (CAP_PASSES if spec.logit_softcap else 0.0)
+
+
+def layer_passes(engine: Engine, spec: ModelSpec) -> Passes:
+    """Those of `engine` over a layer of this family."""
+    return engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes

@@ -13,6 +13,7 @@ With a scale per row the weights' gradients stay products in bf16. One more pass
 
 from tightfit.hardware.efficiency import Efficiency
 from tightfit.hardware.machine import Machine
+from tightfit.jobs.engine import OURS, Engine
 from tightfit.jobs.levers import Levers
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.layer import LayerTime
@@ -22,7 +23,13 @@ SUM_BYTES = 6
 
 
 def fp8_more_s(
-    machine: Machine, efficiency: Efficiency, spec: ModelSpec, levers: Levers, layer: LayerTime, tensor: int
+    machine: Machine,
+    efficiency: Efficiency,
+    spec: ModelSpec,
+    levers: Levers,
+    layer: LayerTime,
+    tensor: int,
+    engine: Engine = OURS,
 ) -> tuple[float, float]:
     """What it changes of one layer's forward and backward, on a card that has such products; mostly below zero."""
     peaks = machine.accelerator.rates
@@ -35,7 +42,7 @@ def fp8_more_s(
     saved_share = 1 - bf16_flops / fp8_flops
     weight_gradients_saved = 0.0 if per_row else 1 - bf16_flops / (peaks.fp8 * efficiency.fp8_tensor_wide)
     forward_bytes, backward_bytes = _coded_bytes(spec, mlp_columns(spec) / tensor, layer.tokens, per_row=per_row)
-    codes_bytes_s = bytes_s * efficiency.codes
+    codes_bytes_s = bytes_s * efficiency.codes / engine.code_share
     sum_s = SUM_BYTES * layer.tokens * spec.hidden_size / bytes_s
     products_s = layer.products.forward_s
     forward_s = forward_bytes / codes_bytes_s - saved_share * products_s

@@ -14,6 +14,9 @@ from tightfit.hardware.links import CALL_US
 from tightfit.hardware.machine import Machine
 
 CALL_S = CALL_US * 1e-6
+LOSS_PER_DOUBLING, LEAST_SHARE = 0.05, 0.5
+"""Of the network's bandwidth, for each doubling of the nodes a group spans: its rings share more switches with others.
+From published runs of 2 to 64 nodes (benchmarks/published.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ def make_group(machine: Machine, stride: int, size: int) -> Group:
         inter /= machine.per_node
     local = size if stride * size <= machine.per_node else min(size, max(1, machine.per_node // stride))
     nodes = math.ceil(size / local)
+    inter *= max(LEAST_SHARE, 1 - LOSS_PER_DOUBLING * math.log2(nodes))
     inside = intra if local > 1 else math.inf
     bandwidth = intra if nodes == 1 else min(inside, inter * local)
     far_s = machine.inter.hop_s if nodes > 1 else machine.intra.hop_s

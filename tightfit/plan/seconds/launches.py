@@ -2,15 +2,30 @@
 
 Levers are taken to add up: what checkpointing adds to a layer's launches is paid by layers that are computed again,
 what fp8 adds by all. Tiles' share is linear in their number, with what they add beside checkpointing measured apart.
-Layers of other families launch a few kernels more or fewer; routed ones many more, which is not counted.
+Layers of other families launch more: norms of queries and keys and after blocks are counted, and inside backward an
+update for each tensor. Routed layers launch as many as others.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
 
-from tightfit.hardware.launches import CHUNK_WEIGHTS, FURTHER_CHUNK_MS, LAYER, REST, UPDATE_MS, UPDATE_REST_MS, Launch
+from tightfit.hardware.calibration import Calibration
+from tightfit.hardware.launches import (
+    BIAS,
+    CHUNK_WEIGHTS,
+    FURTHER_CHUNK_MS,
+    LAYER,
+    NORM,
+    REST,
+    TENSOR_UPDATE_MS,
+    UPDATE_MS,
+    UPDATE_REST_MS,
+    USUAL_TENSORS,
+    Launch,
+)
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.recompute import Recompute
 
 PLAIN = LAYER[""]
@@ -22,13 +37,37 @@ RECOMPUTED = {
 LAYER_MATRICES = 7
 
 
-def launch_s(levers: Levers, recompute: Recompute, layers: int) -> tuple[float, float]:
+def host_share(calibration: Calibration | None) -> float:
+    """The time that this machine's host takes to launch a layer and its update, as a share of the measured host's."""
+    return 1.0 if calibration is None else calibration.layer_launch_ms / (sum(PLAIN) + UPDATE_MS[""])
+
+
+def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec) -> tuple[float, float]:
     """Host seconds of forward and backward of one micro-batch through `layers` layers."""
     forward_ms, backward_ms = PLAIN if levers.tiles == 1 else _tiled(levers.tiles)
+    norms = 2 * (spec.qk_norm + spec.sandwich_norms) * (1 if levers.tiles == 1 else levers.tiles)
+    biases = _biases(spec)
+    more_forward_ms = norms * NORM.forward_ms + biases * BIAS.forward_ms
+    forward_ms += more_forward_ms
+    backward_ms += norms * NORM.backward_ms + biases * BIAS.backward_ms + recompute.share * more_forward_ms
+    if levers.update_in_backward:
+        backward_ms += max(0, layer_tensors(spec) - USUAL_TENSORS) * TENSOR_UPDATE_MS
     for share, more, base in _additions(levers, recompute):
         forward_ms += share * (more.forward_ms - base.forward_ms)
         backward_ms += share * (more.backward_ms - base.backward_ms)
     return 1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms)
+
+
+@lru_cache
+def layer_tensors(spec: ModelSpec) -> int:
+    """Parameters of one layer: matrices, biases and norms."""
+    matrices = 4 + (3 if spec.gated else 2)
+    norms = (2 + 2 * spec.sandwich_norms) * (2 if spec.norm == "layer" else 1) + 2 * spec.qk_norm
+    return matrices + _biases(spec) + norms
+
+
+def _biases(spec: ModelSpec) -> int:
+    return 3 * spec.qkv_bias + spec.output_bias + (3 if spec.gated else 2) * spec.mlp_bias
 
 
 def _additions(levers: Levers, recompute: Recompute) -> Iterator[tuple[float, Launch, Launch]]:

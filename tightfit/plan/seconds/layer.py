@@ -6,8 +6,11 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.attention import Attention, layer_attention
 from tightfit.plan.seconds.elementwise import Elementwise, layer_elementwise
-from tightfit.plan.seconds.products import Products, head_forward_s, layer_products
+from tightfit.plan.seconds.products import Products, head_filled_share, head_forward_s, layer_products
 from tightfit.plan.seconds.rates import Rates
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; cards of other generations have 80 to 150."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,8 @@ class LayerTime:
     attention: Attention
     elementwise: Elementwise
     head_forward_s: float
+    head_filled_share: float = 1.0
+    """Of the card, while the head's input gradient is made."""
 
     @property
     def forward_s(self) -> float:
@@ -33,7 +38,20 @@ class LayerTime:
     @property
     def head_backward_s(self) -> float:
         """The output projection with the fused loss, which makes the gradient of logits a chunk at a time."""
-        return 2 * self.head_forward_s + self.elementwise.fused_loss_s
+        return (1 + 1 / self.head_filled_share) * self.head_forward_s + self.elementwise.fused_loss_s
+
+
+def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
+    """Of the fused loss in 16 bits; other engines' logits come whole."""
+    if workload.precision == "fp32" or workload.engine.passes.logits is not None:
+        return 1.0
+    return head_filled_share(
+        workload.spec,
+        tokens=tokens,
+        tensor=tensor,
+        weight_bytes=workload.weight_bytes,
+        multiprocessors=MULTIPROCESSORS,
+    )
 
 
 def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
@@ -54,10 +72,12 @@ def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
         elementwise=layer_elementwise(
             spec,
             rates,
+            workload.engine,
             tokens=tokens,
             tensor=tensor,
             sequence_parallel=layout.sequence_parallel,
             number_bytes=workload.weight_bytes,
         ),
         head_forward_s=head_forward_s(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
+        head_filled_share=_filled_share(workload, tokens=tokens, tensor=tensor),
     )

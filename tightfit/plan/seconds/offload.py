@@ -1,9 +1,9 @@
 """Offload: copies over the host link that compute does not hide, in the order they are made.
 
-    forward     weights come, checkpoints go; updates that were put off (`late`) pass
-    backward    weights and checkpoints come; states pass as their gradients come, but for the late ones
-    after it    what waits in line still, and the embedding, whose gradient is the last: the next forward pass begins
-                with it, so nothing hides these
+    forward     weights come, checkpoints go
+    backward    weights and checkpoints come; states pass as their gradients come, but for those put off (`late`)
+    after it    what waits in line still, the embedding, whose gradient is the last, and what was put off: the next
+                forward pass begins with the first, and measured steps hide nothing of the others
 
 Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
 whose states nothing hides. States pass both ways at once, each slower than one way alone (benchmarks/calibrate.py).
@@ -18,10 +18,16 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes, state_format
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.offload import PIECE_ELEMENTS
 from tightfit.memory.formulas.states import IN_FLIGHT_BYTES, kept_weights
 from tightfit.plan.seconds.parameters import RankParams
 
 WIDE_BYTES = 4
+FORWARD_WAIT_S, BACKWARD_WAIT_S = 9.8e-13, 13.7e-13
+"""Per squared length of a row, for each piece of streamed masters: what its cast waits for a multiprocessor.
+
+Attention's blocks take as long as rows are, and their share of a layer grows with them too (family_truth.csv, four
+layers of 8B at 32 768 tokens: 1.05 ms a piece)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +47,14 @@ class OffloadTime:
         if levers.checkpoint_host_bytes is not None:
             sent_bytes = min(checkpoint_bytes, levers.checkpoint_host_bytes)
         checkpoints_s = sent_bytes / self._one_way_bytes_s if levers.offload_checkpoints else 0.0
-        weights_s = self._weights_s(levers)
-        forward_left_s = max(0.0, max(checkpoints_s, weights_s) - forward_s)
+        forward_weights_s, weights_s = self._weights_s(levers)
+        forward_left_s = max(0.0, max(checkpoints_s, forward_weights_s) - forward_s)
         backward_left_s = max(0.0, checkpoints_s + weights_s - backward_s)
         if levers.offload == "none":
             return self.micro_batches * (forward_left_s + backward_left_s)
         passing = self._states(levers)
         with_states_s = (
-            max(0.0, max(checkpoints_s, weights_s + passing.forward_s) - forward_s)
+            max(0.0, max(checkpoints_s, forward_weights_s + passing.forward_s) - forward_s)
             + max(0.0, checkpoints_s + weights_s + passing.backward_s - backward_s)
             + passing.after_s
         )
@@ -56,15 +62,24 @@ class OffloadTime:
 
     @property
     def _one_way_bytes_s(self) -> float:
-        return self.machine.accelerator.host.copy_bytes_s
+        return self.machine.host_copy_bytes_s
 
-    def _weights_s(self, levers: Levers) -> float:
-        """Seconds to fetch the layers' weights once."""
+    def _weights_s(self, levers: Levers) -> tuple[float, float]:
+        """Seconds to fetch the layers' weights for forward, and again for backward.
+
+        Masters come a piece at a time and are cast on arrival. The cast waits for a running block of the step's
+        kernels to end, and the next piece for the cast; attention's blocks take as long as rows are.
+        """
         if levers.offload != "weights":
-            return 0.0
-        each_bytes = WIDE_BYTES if self.workload.has_masters else self.workload.weight_bytes
-        layers = self.params.owned - self.params.owned_ends
-        return min(self._away(levers), layers) * each_bytes / self._one_way_bytes_s
+            return 0.0, 0.0
+        workload = self.workload
+        each_bytes = WIDE_BYTES if workload.has_masters else workload.weight_bytes
+        layers = min(self._away(levers), self.params.owned - self.params.owned_ends)
+        copied_s = layers * each_bytes / self._one_way_bytes_s
+        if not workload.has_masters:
+            return copied_s, copied_s
+        waited_s = layers / PIECE_ELEMENTS * workload.sequence_length**2
+        return copied_s + FORWARD_WAIT_S * waited_s, copied_s + BACKWARD_WAIT_S * waited_s
 
     def _states(self, levers: Levers) -> "_StateTraffic":
         """When the states of weights that are away pass."""
@@ -78,7 +93,12 @@ class OffloadTime:
         waiting_bytes = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
         late = min(away, waiting_bytes / self.workload.weight_bytes)
         after = min(away - late, embedding)
-        return _StateTraffic(forward_s=late * each_s, backward_s=(away - late - after) * each_s, after_s=after * each_s)
+        late_s = late * each_s
+        if levers.offload == "optimizer":  # in line behind the embedding: measured steps hide nothing of it
+            return _StateTraffic(
+                forward_s=0.0, backward_s=(away - late - after) * each_s, after_s=after * each_s + late_s
+            )
+        return _StateTraffic(forward_s=late_s, backward_s=(away - late - after) * each_s, after_s=after * each_s)
 
     def _states_s(self, levers: Levers, away: float) -> float:
         """Link seconds of a step's states both ways, or the time the host takes where it updates them."""
@@ -106,7 +126,7 @@ class OffloadTime:
         kept_bytes = moment_bytes(levers, wide=workload.updates_wide)
         kept_bytes += WIDE_BYTES if workload.has_masters else 0
         kept_bytes += workload.weight_bytes if levers.offload == "weights" else 0
-        return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)[1]
+        return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

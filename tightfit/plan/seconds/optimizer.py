@@ -1,11 +1,12 @@
 """The update on the card: bytes that AdamW and the adding of gradients move, and what kernels reach of a copy's rate.
 
-As train/optimizer.py goes about it. Gradients are read for their norm. Torch's AdamW beside masters wants them widened
-(read and written) and its result narrowed (read and written); it reads and writes gradients (scaled in it), what it
-updates, and both moments. Shards are masters already: nothing is widened or narrowed. Our kernels read gradients as
-they are, and write a narrow copy where there is one. The factored update is made of single operations, each of which
-reads and writes float32 numbers. States on the host are updated beside the link, which takes far longer. Updates inside
-backward move less than torch's, but take the slack with which the host is ahead of the card: counted as much.
+As train/optimizer.py goes about it. Gradients are read for their norm. Torch's AdamW, which on GPUs one launch of our
+kernel over lists makes, beside masters wants them widened (read and written) and its result narrowed (read and
+written); it reads gradients, and reads and writes what it updates and both moments. Shards are masters already: nothing
+is widened or narrowed. Our other kernels read gradients as they are, and write a narrow copy where there is one. The
+factored update is made of single operations, each of which reads and writes float32 numbers. States on the host are
+updated beside the link, which takes far longer. Updates inside backward move less than torch's, but take the slack with
+which the host is ahead of the card: counted as much.
 """
 
 from tightfit.hardware.efficiency import Efficiency
@@ -31,6 +32,8 @@ def update_s(
     """The card's seconds of adding up the gradients of a step's micro-batches, and of AdamW."""
     summed_params = params.owned if layout.zero >= 2 else params.held
     added_bytes = (micro_batches - 1) * summed_params * sum_bytes(workload, layout)
+    if workload.engine.fuses_accumulation:
+        added_bytes = 0
     update_bytes = params.owned * moved_bytes(workload, layout, levers)
     return (added_bytes + update_bytes / _reached(levers, efficiency, wide=workload.updates_wide)) / bytes_s
 
@@ -52,7 +55,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
     moments = 2 * moment_bytes(levers, wide=wide)
     if _counts_as_torch(levers, wide=wide):
         widened_narrowed = 2 * (weight + WIDE_BYTES) if has_copy else 0
-        return gradient + widened_narrowed + 4 * updated + moments
+        return gradient + widened_narrowed + 3 * updated + moments
     moved = 2 * gradient + (weight if has_copy else 0) + 2 * updated + moments
     if state_format(levers, wide=wide) == "factored":
         moved += _between_operations_bytes(gradient, updated)

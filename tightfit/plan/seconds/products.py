@@ -8,11 +8,19 @@ nothing of a large one. No product takes less than reading its weights. Backward
 Tensor ranks split each evenly (Shoeybi et al. 2019). Experts' weights count as those a token goes through.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
+from tightfit.jobs.levers import LOSS_CHUNK_BYTES
+from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.rates import Rates
+
+TILE = 128, 256
+"""Rows and columns of a result that one multiprocessor makes at a time (Hopper's large tiles)."""
+LEAST_FILLED = 0.33
+"""Of a card, where cuBLAS splits a long sum over multiprocessors (family_truth.csv: 640 to 1 152 columns)."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,21 @@ def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int,
     )
 
 
+def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_bytes: int, multiprocessors: int) -> float:
+    """How much of a card the gradient of the hidden states fills, which the fused loss makes a chunk at a time.
+
+    Its result is small, [chunk, hidden], and its sum long, over the vocabulary: so many tiles work at once. Where they
+    are few, cuBLAS splits the sum, which gives back some.
+    """
+    columns = -(-spec.vocab_size // tensor)
+    room_bytes = LOSS_CHUNK_BYTES + columns * spec.hidden_size * weight_bytes
+    rows = chunk_rows(int(tokens), room_bytes // (padded(columns) * weight_bytes))
+    tiles = math.ceil(rows / TILE[0]) * math.ceil(spec.hidden_size / TILE[1])
+    return min(1.0, max(LEAST_FILLED, tiles / multiprocessors))
+
+
 def head_forward_s(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> float:
     """The output projection, forward."""
     weights = spec.vocab_size * spec.hidden_size / tensor
-    return max(2 * weights * tokens / rates.head_flop_s, weights * weight_bytes / rates.bytes_s)
+    rate_flop_s = rates.head_flop_s * rates.unaligned_share
+    return max(2 * weights * tokens / rate_flop_s, weights * weight_bytes / rates.bytes_s)

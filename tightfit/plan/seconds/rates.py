@@ -6,9 +6,17 @@ from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Number
 from tightfit.hardware.efficiency import Efficiency, by_head_size
 from tightfit.hardware.machine import Machine
+from tightfit.hardware.sustained import REFERENCES, attention_shares, generation_of, power_factor, product_share
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.workload import Workload
 
+UNFUSED_SCORE_PASSES = 10.0, 14.0
+"""Widths of the scores read and written without a flash kernel: written, masked, softmax, dropout, read by the next
+product; backward the same with gradients."""
+WIDEST_HEAD = 128
+ALIGNED, UNALIGNED_SHARE = 8, 0.25
+"""A vocabulary that is no multiple of 8 (GPT-2's 50 257) leaves products without Hopper's fast copies: a quarter of the
+rate (family_truth.csv, gpt2)."""
 NUMBERS: dict[PrecisionName, Number] = {"fp32": "fp32", "bf16": "bf16", "pure-bf16": "bf16", "fp16": "fp16"}
 
 
@@ -28,6 +36,10 @@ class Rates:
     backward_token_keys: float
     bytes_s: float
     """Read and written, of kernels that memory bounds."""
+    unaligned_share: float = 1.0
+    """Of the head's rate, where the vocabulary is no multiple of 8."""
+    score_passes: tuple[float, float] = (0.0, 0.0)
+    """Over all scores of attention, forward and backward, where no kernel spares them."""
 
 
 def card_peak_flop_s(precision: PrecisionName, machine: Machine) -> float:
@@ -45,13 +57,52 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
     wide, head_dim = workload.precision == "fp32", workload.spec.head_dim
     shares = efficiency.shares(wide=wide)
+    as_measured = wide or machine.calibration is not None
+    sustained = 1.0 if as_measured else product_share(card, peak_flop_s / 1e12) / REFERENCES["hopper"].share
+    forward_share, backward_share = _attention_shares(workload, machine, efficiency)
+    unfused = workload.engine.attention == "unfused"
     return Rates(
-        product_flop_s=peak_flop_s * shares.products,
+        product_flop_s=peak_flop_s * shares.products * sustained,
         product_fixed_s=shares.product_s,
-        head_flop_s=peak_flop_s * (shares.products if wide else efficiency.matmul),
-        attention_forward_flop_s=peak_flop_s * by_head_size(shares.attention_forward, head_dim),
-        attention_backward_flop_s=peak_flop_s * by_head_size(shares.attention_backward, head_dim),
+        head_flop_s=peak_flop_s * (shares.products if wide else efficiency.matmul) * sustained,
+        attention_forward_flop_s=peak_flop_s * forward_share,
+        attention_backward_flop_s=peak_flop_s * backward_share,
         forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
         backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
         bytes_s=card.bandwidth_gb_s * 1e9 * efficiency.bandwidth,
+        unaligned_share=UNALIGNED_SHARE if _is_unaligned(workload, machine) else 1.0,
+        score_passes=UNFUSED_SCORE_PASSES if unfused else (0.0, 0.0),
     )
+
+
+def _is_unaligned(workload: Workload, machine: Machine) -> bool:
+    """Whether Hopper's copies cannot take the vocabulary's rows; other engines pad theirs."""
+    fast = generation_of(machine.accelerator) in ("hopper", "blackwell") and workload.precision != "fp32"
+    return fast and workload.engine_name == "tightfit" and workload.spec.vocab_size % ALIGNED != 0
+
+
+def needs_own_attention(workload: Workload) -> bool:
+    """Whether layers see through windows or cap their scores, or heads are too wide for cuDNN's backward."""
+    spec = workload.spec
+    windowed = bool(spec.window_layers) and (spec.window or 0) < workload.sequence_length
+    return windowed or spec.attention_softcap is not None or spec.head_dim > WIDEST_HEAD
+
+
+def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficiency) -> tuple[float, float]:
+    """Forward and backward, of the engine's attention kernel on this card."""
+    card, kernel, head_dim = machine.accelerator, workload.engine.attention, workload.spec.head_dim
+    wide = workload.precision == "fp32"
+    shares = efficiency.shares(wide=wide)
+    measured = tuple(by_head_size(each, head_dim) for each in (shares.attention_forward, shares.attention_backward))
+    peak_tflop_s = card_peak_flop_s(workload.precision, machine) / 1e12
+    if wide or (machine.calibration is not None and kernel == "cudnn"):
+        return measured[0], measured[1]
+    if kernel == "unfused":
+        return (product_share(card, peak_tflop_s),) * 2
+    if kernel == "cudnn" and generation_of(card) == "hopper":
+        factor = power_factor(card, peak_tflop_s)
+        if needs_own_attention(workload):
+            own = efficiency.own_attention_forward, efficiency.own_attention_backward
+            measured = tuple(by_head_size(each, head_dim) for each in own)
+        return measured[0] * factor, measured[1] * factor
+    return attention_shares(card, kernel, peak_tflop_s, head_dim)

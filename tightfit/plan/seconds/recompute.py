@@ -41,9 +41,18 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
     shares = _shares(workload, layout, levers, layers)
     # A gated MLP without norms or experts behind it hands its last product on: nobody needs it again.
     spec = workload.spec
-    plain = spec.gated and not spec.sandwich_norms and spec.experts is None and layout.tensor == 1
+    engine = workload.engine
+    plain = (
+        engine.skips_last_product
+        and spec.gated
+        and not spec.sandwich_norms
+        and spec.experts is None
+        and layout.tensor == 1
+    )
     tiled = levers.tiles > 1
     seconds = sum(share * _layer_s(layer, level, tiled=tiled, skips_last=tiled or plain) for level, share in shares)
+    matmuls_share = sum(share for level, share in shares if level == "matmuls")
+    seconds += matmuls_share * (1 - engine.kept_product_share) * layer.products.forward_s
     return Recompute(layers * seconds, shares)
 
 

@@ -17,6 +17,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from torch import Tensor
 
+from tightfit import __version__
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.embedding import embed
@@ -48,10 +49,18 @@ class Served:
     on_failure: Callable[[], None] = lambda: None
     began: int = field(default_factory=lambda: int(time.time()))
 
-    def check_model(self, asked: str) -> None:
-        """Refuse to answer in another model's name."""
-        if asked and asked != self.name:
-            raise HTTPException(404, f"there is no model {asked!r} here; this is {self.name}")
+    @property
+    def names(self) -> list[str]:
+        """The model's, then its adapters'."""
+        return [self.name, *self.service.engine.adapters]
+
+    def adapter_of(self, asked: str) -> str | None:
+        """The adapter that a client means, None for the model itself; others are refused."""
+        if asked in ("", self.name):
+            return None
+        if asked not in self.service.engine.adapters:
+            raise HTTPException(404, f"there is no model {asked!r} here; there are {', '.join(self.names)}")
+        return asked
 
 
 def make_app(served: Served) -> Guards:
@@ -63,7 +72,7 @@ def make_app(served: Served) -> Guards:
         yield
         served.service.stop()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, title="tightfit", version=__version__)
     _add_errors(app)
     _add_numbers(app, served)
     _add_generation(app, served)
@@ -115,12 +124,11 @@ def _add_numbers(app: FastAPI, served: Served) -> None:
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_described(served)]}
+        return {"object": "list", "data": [_described(served, name) for name in served.names]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
-        served.check_model(name)
-        return _described(served)
+        return _described(served, served.adapter_of(name) or served.name)
 
 
 def _add_generation(app: FastAPI, served: Served) -> None:
@@ -128,28 +136,29 @@ def _add_generation(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        served.check_model(body.model)
+        adapter = served.adapter_of(body.model)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(tokenizer, longest, logprobs, forced_grammar(body))
         prompts = [await asyncio.to_thread(chat_tokens, body, tokenizer)]
-        writer = Writer(served.name, tokenizer, chat=True, reads_calls=bool(offered(body)))
-        return await _answered(served, Asking(body, prompts, sampling, writer), request)
+        writer = Writer(adapter or served.name, tokenizer, chat=True, reads_calls=bool(offered(body)))
+        return await _answered(served, Asking(body, prompts, sampling, writer, adapter), request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        served.check_model(body.model)
+        adapter = served.adapter_of(body.model)
         prompts = await asyncio.to_thread(as_token_lists, body.prompt, tokenizer)
         if not 1 <= len(prompts) <= MOST_PROMPTS:
             raise UserError(f"there are {len(prompts)} prompts; give 1 to {MOST_PROMPTS}")
         sampling = body.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
-        writer = Writer(served.name, tokenizer, chat=False)
-        return await _answered(served, Asking(body, prompts, sampling, writer), request)
+        writer = Writer(adapter or served.name, tokenizer, chat=False)
+        return await _answered(served, Asking(body, prompts, sampling, writer, adapter), request)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
-        served.check_model(body.model)
+        if served.adapter_of(body.model) is not None:
+            raise UserError(f"model is {body.model!r}, an adapter; embeddings are those of {served.name}")
         return JSONResponse(await _until_gone(request, _embedded(served, body)))
 
 
@@ -215,6 +224,8 @@ async def _hung_up(request: Request) -> None:
 
 async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:
     engine = served.service.engine
+    if engine.spread:
+        raise UserError("embeddings need a model that is whole on one rank; serve it without --tensor and --pipeline")
     texts = await asyncio.to_thread(as_token_lists, body.input, served.tokenizer)
     if not 1 <= len(texts) <= MOST_PROMPTS:
         raise UserError(f"input has {len(texts)} texts; give 1 to {MOST_PROMPTS}")
@@ -249,10 +260,12 @@ def _encoded(row: "np.ndarray[Any, Any]", form: str) -> list[float] | str:
     return row.tolist() if form == "float" else base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
-def _described(served: Served) -> dict[str, Any]:
+def _described(served: Served, name: str) -> dict[str, Any]:
     longest = served.service.engine.max_length
     return {
-        "id": served.name,
+        "id": name,
+        "root": served.name,
+        "parent": None if name == served.name else served.name,
         "object": "model",
         "created": served.began,
         "owned_by": "tightfit",

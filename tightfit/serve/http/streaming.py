@@ -27,6 +27,7 @@ class Asking:
     prompts: list[list[int]]
     sampling: Sampling
     writer: Writer
+    adapter: str | None = None
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -38,6 +39,7 @@ class Asking:
                 sampling=self.sampling,
                 count=self.body.n,
                 priority=self.body.priority,
+                adapter=self.adapter,
             )
             for index, prompt in enumerate(self.prompts)
         ]

@@ -70,11 +70,11 @@ def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: 
     if optimizer.engine is not None:
         weights = optimizer.engine.weights(dtype, ranks)
         return Content(_complete(model.spec, weights), optimizer.engine.states(ranks))
-    if optimizer.offloading is not None:
-        return Content(_complete(model.spec, optimizer.offloading.weights(model)), optimizer.state())
+    offloading = optimizer.offloading
     if optimizer.is_whole:
-        return Content(model, optimizer.state())
-    weights = _wholes(model.state_dict(), ranks, dtype)
+        found = model if offloading is None else _complete(model.spec, offloading.weights(model))
+        return Content(found, optimizer.state())
+    weights = _wholes(model.state_dict() if offloading is None else offloading.weights(model), ranks, dtype)
     states = _wholes(optimizer.state(), ranks)
     return Content(_complete(model.spec, ranks.gather_stages(weights)), ranks.gather_stages(states))
 

@@ -1,14 +1,15 @@
-"""Checkpoints in pieces, written by all ranks while training goes on (`saving.sharded`).
+"""Checkpoints in pieces, written by all ranks while training goes on (`saving.sharded`, the default of several ranks).
 
     run/checkpoints/step-00000100/
         config.json  tokenizer.json …     the model, without weights
         sharded/                          weights and optimizer states in pieces (torch.distributed.checkpoint)
         training/state.json               step, loader position, loss scale, the job
 
-Saving copies what a rank has to host memory and returns; a thread of each rank writes its pieces, over a process group
-of its own, and the first process gives the directory its name when all are on the disk. A kill before that leaves the
-checkpoint before. One is written at a time: the next one waits for it. Any layout reads them, and what exports models
-(models/sharded_weights.py). The directory must be one that all ranks see.
+Saving copies what a rank has to host memory (of what several data ranks have, the first one's) and returns; a thread of
+each rank writes its pieces, over a process group of its own, and the first process gives the directory its name when
+all are on the disk. A kill before that leaves the checkpoint before. One is written at a time: the next one waits for
+it. Any layout reads them, and what exports models (models/sharded_weights.py). The directory must be one that all ranks
+see.
 """
 
 import json
@@ -29,6 +30,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_tree
 from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.saving import shard_holders
 from tightfit.models.checksums import write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.saving import write_config
@@ -61,8 +64,9 @@ class _Pending:
 class ShardedSaver:
     """Writes one checkpoint at a time in the background; all ranks call all of its methods alike."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, layout: Layout) -> None:
+        self.ranks, self.is_writer = ranks, ranks.rank < shard_holders(layout)
+        """Whether this rank has parts that no earlier data rank has: copies are not even staged."""
         self.group = dist.new_group(backend="gloo")  # the thread's, so that it never meets training's collectives
         self.pending: _Pending | None = None
 
@@ -79,7 +83,9 @@ class ShardedSaver:
                 _begin(folder, model, dtype, tokenizer, position)
             self.ranks.barrier()
             future: Any = async_save(
-                _content(model, optimizer), checkpoint_id=folder / FOLDER, process_group=self.group
+                _content(model, optimizer) if self.is_writer else {},
+                checkpoint_id=folder / FOLDER,
+                process_group=self.group,
             )
             written = _digested(future, folder) if self.ranks.first else future
         self.pending = _Pending(written, folder, target, keep, keep_best)
@@ -124,7 +130,8 @@ def _failures_told(target: Path) -> Iterator[None]:
 
 def _content(model: Decoder, optimizer: MasterAdamW) -> dict[str, Tensor]:
     states = {f"{STATE_PREFIX}{name}": tensor for name, tensor in optimizer.state().items()}
-    return {**weights_of(model), **states, "rng/cpu": torch.get_rng_state()}
+    weights = weights_of(model, None if optimizer.offloading is None else optimizer.offloading.weights(model))
+    return {**weights, **states, "rng/cpu": torch.get_rng_state()}
 
 
 def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenizer, position: Position) -> None:

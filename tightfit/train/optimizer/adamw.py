@@ -5,10 +5,11 @@ float32 at once would add 4 more during the update, so parameters are updated in
 torch's fused AdamW on its masters, cast the result back, free the copies. States are allocated at construction, so the
 first step needs no more memory than the others.
 
-Under FSDP2 a rank updates its shards. In mixed precision these are float32 and are the masters themselves; FSDP2 casts
-what it all-gathers. Moments of other formats and stochastic rounding are done by our kernels (updaters.py), which take
-gradients of any dtype. States of matrices may be offloaded to the host (levers/offload.py, streamed_updater.py): their
-updates are still in flight when `step` returns, and waited for where the weight is used.
+Under FSDP2 a rank updates its shards. In mixed precision these are float32 and are the masters themselves (unless those
+are on the host); FSDP2 casts what it all-gathers. Moments of other formats and stochastic rounding are done by our
+kernels (updaters.py), which take gradients of any dtype. States of matrices may be offloaded to the host
+(levers/offload.py, streamed_updater.py): their updates are still in flight when `step` returns, and waited for where
+the weight is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.kernels.gradient_norm import gradient_norm
 from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
+from tightfit.parallel.shard_groups import Shards
 from tightfit.train.engine import Engine
 from tightfit.train.optimizer.backward_update import Apply, BackwardUpdate
 from tightfit.train.optimizer.offloading import Offloading
@@ -81,12 +83,14 @@ class MasterAdamW:
         keep_gradient_memory: bool = False,
         pipeline_ranks: int = 1,
         counted_elsewhere: frozenset[str] = frozenset(),
+        module: nn.Module | None = None,
     ) -> None:
         """`device` is where offloaded states are updated; `seed` is of stochastic rounding.
 
         `keep_gradient_memory` zeroes gradients after a step instead of freeing them, for DDP, whose buckets they are.
         Each of `pipeline_ranks` has an optimizer of its own parameters; those of `counted_elsewhere` are copies of
-        another rank's (a tied embedding), which the gradient norm must count once.
+        another rank's (a tied embedding), which the gradient norm must count once. `module` is what runs forward where
+        that is not `model`: FSDP2's modules are looked for in it.
         """
         self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         self.keep_gradient_memory, self.pipeline_ranks = keep_gradient_memory, pipeline_ranks
@@ -98,13 +102,15 @@ class MasterAdamW:
         """An engine (DeepSpeed) that makes whole steps; it owns the parameters, and there are no buckets here."""
         self.offloading = None
         if levers.offload != "none":
-            self.offloading = Offloading(named, levers, device or named[0][1].device, compute_dtype)
+            shards = Shards(module if self.is_sharded else None)
+            self.offloading = Offloading(named, levers, device or named[0][1].device, compute_dtype, shards)
         self.buckets = [
             self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
             for decayed in (True, False)
             for part in _split([(n, p) for n, p in named if decays(n, p) is decayed], self._bucket_bytes())
         ]
         if self.offloading is not None:
+            assert isinstance(model, Decoder)
             self.offloading.finish(model, named)
         self.in_backward = self._backward_update() if levers.update_in_backward else None
 
@@ -122,25 +128,38 @@ class MasterAdamW:
         self, named: list[tuple[str, nn.Parameter]], weight_decay: float, compute_dtype: torch.dtype | None
     ) -> Bucket:
         names, parameters = [n for n, _ in named], [p for _, p in named]
+        firsts = [first_element(as_dtensor(p, self.splits.get(n))) for n, p in named]
         if self.offloading is not None:
             if self.offloading.is_offloaded(names[0]):
-                return self._offloaded_bucket(names[0], parameters[0], weight_decay)
+                return self._offloaded_bucket(names[0], parameters[0], weight_decay, firsts[0])
             self.offloading.move_to_gpu(parameters[0])
         masters: list[Tensor] = [local(p) for p in parameters]
         if self.casts_gradients:
-            masters = [p.data.float() for p in parameters]  # the storage itself where the model is float32: no copy
+            # The storage itself where the model is float32: no copy.
+            masters = [local(p.data).float() for p in parameters]
             for p in parameters:
-                p.data = p.data.to(compute_dtype)
-        firsts = [first_element(as_dtensor(p, self.splits.get(n))) for n, p in named]
+                self._place(p, local(p.data).to(compute_dtype))
         updater = self._updater(names, masters, firsts, weight_decay)
         return Bucket(names=names, parameters=[*parameters], masters=masters, updater=updater)
 
-    def _offloaded_bucket(self, name: str, parameter: nn.Parameter, weight_decay: float) -> Bucket:
-        """One matrix with offloaded states."""
+    def _place(self, parameter: nn.Parameter, part: Tensor) -> None:
+        if self.offloading is None:
+            parameter.data = part
+        else:
+            self.offloading.shards.place(parameter, part)
+
+    def _offloaded_bucket(self, name: str, parameter: nn.Parameter, weight_decay: float, first: int) -> Bucket:
+        """One matrix with offloaded states; `first` as in `Offloading.offload`."""
         assert self.offloading is not None
-        form = state_format(self.levers, wide=parameter.dtype == torch.float32)
-        updater = StreamedUpdater(self.offloading.link, form, self.settings, weight_decay, self._rounding_seed)
-        master = self.offloading.offload(updater, name, parameter)
+        updater = StreamedUpdater(
+            link=self.offloading.link,
+            form=state_format(self.levers, wide=parameter.dtype == torch.float32),
+            settings=self.settings,
+            weight_decay=weight_decay,
+            seed=self._rounding_seed,
+            after_update=partial(self._free_gradient, parameter) if self.keep_gradient_memory else None,
+        )
+        master = self.offloading.offload(updater, name, parameter, first)
         return Bucket(names=[name], parameters=[parameter], masters=[master], updater=updater)
 
     @property
@@ -156,8 +175,11 @@ class MasterAdamW:
 
     @property
     def casts_gradients(self) -> bool:
-        """Whether masters are float32 copies of 16-bit parameters, so that gradients are cast for the update."""
-        return self.has_masters and not self.is_sharded
+        """Whether masters are float32 copies of 16-bit parameters, so that gradients are cast for the update.
+
+        FSDP2's float32 shards are the masters, unless those are on the host.
+        """
+        return self.has_masters and (not self.is_sharded or self.offloading is not None)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -194,16 +216,19 @@ class MasterAdamW:
     def _update(self, bucket: Bucket, lr: float, factor: Tensor | None) -> None:
         cast = self.casts_gradients and bucket.updater.needs_gradients_in_weight_dtype
         gradients = [self._cast_gradient(*pair) if cast else _gradient(pair[0]) for pair in bucket.pairs]
-        bucket.updater.update(gradients, bucket.parameters if self.casts_gradients else None, lr, factor)
+        copies = [local(p) for p in bucket.parameters] if self.casts_gradients else None
+        bucket.updater.update(gradients, copies, lr, factor)
+        # DDP's buckets are zeroed once they have been read; by the next forward pass DDP may have moved them.
+        in_flight = self.keep_gradient_memory and isinstance(bucket.updater, StreamedUpdater)
         for parameter, master in bucket.pairs:
             if master is not parameter:
                 master.grad = None
-            if not cast:
+            if not cast and not in_flight:
                 self._free_gradient(parameter)
 
     def _cast_gradient(self, parameter: Tensor, master: Tensor) -> Tensor | None:
         """The gradient in the master's dtype; the original is freed."""
-        gradient = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        gradient = None if parameter.grad is None else local(parameter.grad).to(master.dtype)
         self._free_gradient(parameter)
         return gradient
 

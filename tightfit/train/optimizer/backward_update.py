@@ -10,14 +10,22 @@ with T = Σ‖g‖² of the previous step and `seen` the part of Σ‖g‖² tha
 ends at this step's own. In the first step it is √n · the gradient's own norm, for n weights, so that all together stay
 within clip_norm. Norms are saved with the optimizer states, so that a resumed run continues identically.
 A loss that is not finite is noticed before backward; a gradient that is not, only after weights were updated with it.
-Refused (jobs/rules): accumulation, several ranks, fp16. As in LOMO (Lv et al. 2023), here with AdamW.
+
+Under ZeRO each rank updates its shard once FSDP2 has reduced the gradients of a layer, which it tells by the same hook;
+‖g‖² is then summed over the shards, a number per weight, so that all ranks clip alike. FSDP2 reduces a layer's
+gradients together, so weights come in another order than on one GPU, and the estimates differ a little.
+Refused (jobs/rules): accumulation, ranks that sum gradients otherwise, fp16. As in LOMO (Lv et al. 2023), here with
+AdamW.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from tightfit.collectives.shards import is_shard, local
 
 CLIP_EPSILON = 1e-6
 TRUST = 1 / 100
@@ -75,7 +83,8 @@ class BackwardUpdate:
     def complete(self, number: int, gradient: Tensor) -> None:
         """Update parameter `number`, whose gradient is complete."""
         both = self.norms[:, number]
-        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=both[0])
+        torch.linalg.vector_norm(local(gradient), dtype=torch.float32, out=both[0])
+        _sum_over_shards(both[0], gradient)
         self.seen.addcmul_(both, both)
         self.applies[number](self.lr, self._factor(both[0]))
 
@@ -86,6 +95,16 @@ class BackwardUpdate:
             return (self.clip_norm / (self.count**0.5 * own_norm + CLIP_EPSILON)).clamp(max=1.0)
         now, then = (self.seen + TRUST * self.previous_total).unbind()
         return (self.clip_norm / ((self.previous_total * now / then).sqrt() + CLIP_EPSILON)).clamp(max=1.0)
+
+
+def _sum_over_shards(norm: Tensor, gradient: Tensor) -> None:
+    """Make the norm of this rank's shard that of all shards, in place."""
+    if is_shard(gradient):
+        squares = norm.square()
+        for axis, placement in enumerate(gradient.placements):
+            if placement.is_shard():
+                dist.all_reduce(squares, group=gradient.device_mesh.get_group(axis))
+        norm.copy_(squares.sqrt())
 
 
 def _hook(updates: "weakref.ref[BackwardUpdate]", number: int) -> Callable[[Tensor], None]:

@@ -3,35 +3,52 @@
 The decoder arrives on the host in full precision. Parameters are placed one by one: offloaded tensors get pinned host
 memory, the others go to the GPU, and the original is freed; so the host never holds a parameter twice, and the GPU
 never the whole model. Then forward pre-hooks make every layer wait for the updates of its own weights.
+
+Of several ranks each has the states of what it updates: of its layers (pipeline), its rows or columns (tensor), its
+shard (ZeRO). FSDP2's shards then are in the model's own dtype, and so are their gradients, as on one GPU; the float32
+masters are on the host. It all-gathers a layer's shards once they are updated, so the hooks are on FSDP2's modules,
+before its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from tightfit.collectives.shards import as_dtensor, local, splits_of
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.levers.host_update import HostUpdates, faster_route
 from tightfit.levers.offload import LAYERS, ON_GPU, placements
 from tightfit.levers.state_link import OffloadedMatrix, StateLink
 from tightfit.levers.weight_streaming import WEIGHT, StreamedParameter, WeightStream
-from tightfit.memory.host import host_empty
+from tightfit.memory.host import host_empty, known_on_host
 from tightfit.models.decoder import Decoder
+from tightfit.parallel.shard_groups import ShardGroup, Shards
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
 
 Named = Sequence[tuple[str, nn.Parameter]]
+WeightUser = tuple[nn.Module, list[OffloadedMatrix], ShardGroup | None]
 
 
 class Offloading:
     """Places parameters: `offload` those on the host and `move_to_gpu` the others, then `finish`."""
 
-    def __init__(self, named: Named, levers: Levers, device: torch.device, compute_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        named: Named,
+        levers: Levers,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        shards: Shards,
+    ) -> None:
+        self.shards = shards
         self.device, self.masters, self.update_route = device, compute_dtype is not None, levers.offload_update
         self.dtype = compute_dtype or named[0][1].dtype
         wide = named[0][1].dtype == torch.float32
-        self.placements = placements(named, levers, moment_bytes(levers, wide=wide) + 4 * self.masters)
+        own = [(name, known_on_host(local(parameter.data))) for name, parameter in named]
+        self.placements = placements(own, levers, moment_bytes(levers, wide=wide) + 4 * self.masters)
         self.link = StateLink(device, frees_gradients=levers.update_in_backward)
         self.matrices: dict[str, OffloadedMatrix] = {}
         self.stream: WeightStream | None = None
@@ -42,49 +59,62 @@ class Offloading:
 
     def move_to_gpu(self, parameter: nn.Parameter) -> None:
         """Keep this parameter on the GPU."""
-        parameter.data = parameter.data.to(self.device)
+        self.shards.place(parameter, self._on_gpu(local(parameter.data)))
 
-    def offload(self, updater: StreamedUpdater, name: str, parameter: nn.Parameter) -> Tensor:
-        """Put this parameter's states, and its weight if placed so, on the host; returns what AdamW updates."""
-        placement, given = self.placements[name], parameter.data
+    def _on_gpu(self, given: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(given.shape, dtype=dtype or given.dtype, device=self.device).copy_(given)
+
+    def offload(self, updater: StreamedUpdater, name: str, parameter: nn.Parameter, first: int) -> Tensor:
+        """Put this parameter's states, and its weight if placed so, on the host; returns what AdamW updates.
+
+        `first` is the index of its first element in the whole weight.
+        """
+        placement, given = self.placements[name], local(parameter.data)
         on_host = self.masters or placement.weight_offloaded
-        updated: Tensor = parameter
         if on_host:
             updated = host_empty(given.shape, given.dtype, self.device, "master weights" if self.masters else "weights")
             updated.copy_(given)
         if placement.weight_offloaded:  # weight streaming gives it memory
             parameter.data = torch.empty((), dtype=self.dtype, device=self.device).expand(given.shape)
         else:
-            parameter.data = given.to(self.device, self.dtype)
-        matrix = updater.add(name, updated, on_host=on_host, deferred=placement.deferred)
+            placed = self.shards.place(parameter, self._on_gpu(given, self.dtype))
+            updated = updated if on_host else placed
+        matrix = updater.add(name, updated, on_host=on_host, deferred=placement.deferred, first=first)
         matrix.weight_offloaded = placement.weight_offloaded
         self.matrices[name] = matrix
         return updated
 
-    def finish(self, model: nn.Module, named: Named) -> None:
+    def finish(self, model: Decoder, named: Named) -> None:
         """After all parameters are placed: allocate buffers, and register the hooks that wait for updates."""
         if not self.matrices:
             return
-        assert isinstance(model, Decoder)
         self.link.allocate()
         if "host" in (self.update_route, self.update_route == "auto" and faster_route(self.device)[0]):
             largest = max(matrix.rows_per_piece * matrix.width for matrix in self.matrices.values())
             self.link.host = HostUpdates(self.device, largest, self.dtype)
         if any(matrix.weight_offloaded for matrix in self.matrices.values()):
             self._stream_weights(model, dict(named))
-        layers = [(layer, (f"{LAYERS}{index}.",)) for index, layer in enumerate(model.layers)]
-        first = model, ("embed.", "positions.")
-        last = model.norm, ("head.",)  # the loss reads the head's weight right after the final norm
-        modules: list[tuple[nn.Module, tuple[str, ...]]] = [first, *layers, last]
-        for index, (module, prefixes) in enumerate(modules):
-            self._wait_before(module, prefixes, index)
+        users = self._gathered_by(named) if self.shards.groups else self._used_by(model)
+        for index, (module, matrices, group) in reversed(list(enumerate(users))):  # who uses it first counts
+            for matrix in matrices:
+                matrix.forward_index = index
+            module.register_forward_pre_hook(partial(_wait_until_updated, self.link, matrices, group), prepend=True)
 
-    def _wait_before(self, module: nn.Module, prefixes: tuple[str, ...], index: int) -> None:
-        """Before `module` runs, the compute stream waits for the updates of weights with these name prefixes."""
-        matrices = [matrix for name, matrix in self.matrices.items() if name.startswith(prefixes)]
-        for matrix in matrices:
-            matrix.forward_index = index
-        module.register_forward_pre_hook(partial(_wait_until_updated, self.link, matrices))
+    def _used_by(self, model: Decoder) -> Iterator[WeightUser]:
+        """Modules in forward order, and the matrices that each uses; the loss reads the head's weight, which may be
+        the embedding's, right after the final norm. Other pipeline ranks have the modules that are None."""
+        layers = [(layer, (f"{LAYERS}{name}.",)) for name, layer in model.layers._modules.items()]
+        first = [(model, ("embed.", "positions.")), (model.embed, ("embed.",)), (model.positions, ("positions.",))]
+        for module, prefixes in [*first, *layers, (model.norm, ("head.", "embed."))]:
+            if module is not None:
+                yield module, [m for name, m in self.matrices.items() if name.startswith(prefixes)], None
+
+    def _gathered_by(self, named: Named) -> Iterator[WeightUser]:
+        """FSDP2's modules in forward order, and the matrices that it all-gathers before each."""
+        names = {id(parameter): name for name, parameter in named}
+        for group in self.shards.groups:
+            gathered = [names[id(parameter)] for parameter in group.parameters]
+            yield group.module, [self.matrices[name] for name in gathered if name in self.matrices], group
 
     def synchronize(self) -> None:
         """Block until the host has all states as they are after the last step."""
@@ -92,22 +122,33 @@ class Offloading:
 
     def weights(self, model: Decoder) -> dict[str, Tensor]:
         """The model's state dict, with offloaded weights taken from the host."""
-        self.synchronize()
-        offloaded = {name: matrix for name, matrix in self.matrices.items() if matrix.weight_offloaded}
+        away, splits = self.streamed_weights(model), splits_of(model)
         return {
-            name: offloaded[name].tensors[WEIGHT].view(tensor.shape).to(self.dtype) if name in offloaded else tensor
+            name: as_dtensor(away[name], splits.get(name)) if name in away else tensor
             for name, tensor in model.state_dict().items()
+        }
+
+    def streamed_weights(self, model: Decoder) -> dict[str, Tensor]:
+        """The weights that are on the host, in the model's dtype, by name; parameters hold those of some layer."""
+        self.synchronize()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        return {
+            name: matrix.tensors[WEIGHT].view(shapes[name]).to(self.dtype)
+            for name, matrix in self.matrices.items()
+            if matrix.weight_offloaded
         }
 
     def _stream_weights(self, model: Decoder, parameters: dict[str, nn.Parameter]) -> None:
         offloaded = {name: matrix for name, matrix in self.matrices.items() if matrix.weight_offloaded}
         streamed = [
-            [StreamedParameter(parameters[n], m) for n, m in offloaded.items() if n.startswith(f"{LAYERS}{index}.")]
-            for index in range(len(model.layers))
+            [StreamedParameter(parameters[n], m) for n, m in offloaded.items() if n.startswith(f"{LAYERS}{layer}.")]
+            for layer in model.layers._modules  # by name: a pipeline rank has some layers only
         ]
         self.stream = WeightStream(streamed, self.dtype, self.link)
 
 
-def _wait_until_updated(link: StateLink, matrices: list[OffloadedMatrix], *_: object) -> None:
+def _wait_until_updated(link: StateLink, matrices: list[OffloadedMatrix], group: ShardGroup | None, *_: object) -> None:
     for matrix in matrices:
         link.wait_until_updated(matrix)
+        if group is not None:
+            group.gather_after(matrix.weight_ready)

@@ -4,7 +4,7 @@ On the host are the moments, the float32 master where there is one and, where we
 The kernels are those that update states on the GPU, so the results are bit for bit the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,6 +34,8 @@ class _OffloadedEntry:
     weight_on_gpu: Tensor | None
     """The weight, where it is updated in place on the GPU; None where it is on the host too."""
     deferred: bool
+    first: int = 0
+    """Index, in the whole weight, of the first element of this rank's shard."""
     step: int = 0
 
 
@@ -47,11 +49,16 @@ class StreamedUpdater:
     weight_decay: float
     seed: int | None = None
     """Seed of stochastic rounding; None rounds to nearest."""
+    after_update: Callable[[], None] | None = None
+    """Called when the compute stream has waited for an update."""
     needs_gradients_in_weight_dtype: bool = False
     entries: list[_OffloadedEntry] = field(default_factory=list)
 
-    def add(self, name: str, weight: Tensor, *, on_host: bool, deferred: bool) -> OffloadedMatrix:
-        """Add a matrix; with `on_host` the weight (or master) itself is copied to the GPU and back like its states."""
+    def add(self, name: str, weight: Tensor, *, on_host: bool, deferred: bool, first: int = 0) -> OffloadedMatrix:
+        """Add a matrix; with `on_host` the weight (or master) itself is copied to the GPU and back like its states.
+
+        Of a shard, `first` is the index of its first element in the whole weight.
+        """
         matrix = OffloadedMatrix(rows=weight.numel() // weight.shape[-1], width=weight.shape[-1])
         if on_host:
             matrix.add(WEIGHT, weight)
@@ -68,6 +75,7 @@ class StreamedUpdater:
                 states=states,
                 weight_on_gpu=None if on_host else weight,
                 deferred=deferred,
+                first=first,
             )
         )
         return matrix
@@ -98,6 +106,7 @@ class StreamedUpdater:
             run=partial(_update_rows, entry, rows, copy, factor, numbers),
             gradient=gradient,
             reads=(rows,) if factor is None else (rows, factor),
+            after=self.after_update,
         )
         if self.form == "fp32" and entry.weight_on_gpu is None:
             update.on_host = HostWork(
@@ -144,7 +153,7 @@ def _update_rows(
     resident = entry.weight_on_gpu
     weight = staged[WEIGHT] if resident is None else _rows(resident.data, entry.matrix)[rows]
     states = {kind: tensor for kind, tensor in staged.items() if kind != WEIGHT}
-    numbers = numbers._replace(first=rows.start * entry.matrix.width)
+    numbers = numbers._replace(first=entry.first + rows.start * entry.matrix.width)
     entry.kind.update(weight, None if copy is None else copy[rows], gradient[rows], states, factor, numbers)
 
 

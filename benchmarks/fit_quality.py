@@ -1,0 +1,173 @@
+"""Mixes of bits, their predicted beside their measured loss, on real weights: 20 mixes of SmolLM2-135M-Instruct.
+
+Sensitivities are measured on calibration text, as `tightfit compress --fit` does; then mixes are rounded to nearest and
+measured on other text. Ten mixes are random; ten are chosen for budgets from 2.6 to 6.5 bits a weight. Every
+width for all layers is measured too, beside the mix that is chosen for exactly its bytes.
+Appends to benchmarks/results/fit_quality.csv and draws benchmarks/results/fit_quality.png.
+
+    python -m benchmarks.fit_quality --calibrate wiki.train.txt --test wiki.test.txt
+"""
+
+import argparse
+import random
+from collections.abc import Mapping, Sequence
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.rows import RESULTS, append_row
+from tightfit.compress.bit_choice import (
+    PLAIN_BITS,
+    WIDTHS,
+    BitChoice,
+    choose_bits,
+    group_of,
+    options_of,
+    plain_bytes,
+    unit_bytes,
+    units,
+)
+from tightfit.compress.calibration import read_calibration
+from tightfit.compress.cost import matrices
+from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities, reference_predictions, rounded_to
+from tightfit.models.decoder import Decoder
+from tightfit.models.loading import load_model
+from tightfit.models.spec import ModelSpec
+from tightfit.report.figure import panels
+
+BUDGET_BITS = (2.6, 3.0, 3.3, 3.6, 4.0, 4.4, 4.8, 5.2, 5.8, 6.5)
+RANDOM_WIDTHS = (3, 4, 5, 6, 8)
+
+
+def choice_of(spec: ModelSpec, found: Sensitivities, bits: Mapping[str, int], group: int) -> BitChoice:
+    """A given mix, with its bytes and expected loss."""
+    named = units(spec)
+    held = plain_bytes(spec) + sum(unit_bytes(spec, named[unit], width, group) for unit, width in bits.items())
+    loss = sum(found.losses[unit][width] for unit, width in bits.items() if width != PLAIN_BITS)
+    return BitChoice(bits, held, loss)
+
+
+def mixes(spec: ModelSpec, found: Sensitivities, group: int) -> dict[str, BitChoice]:
+    """All that are measured, by name."""
+    made: dict[str, BitChoice] = {}
+    options, every = options_of(spec, found.losses, group), list(units(spec))
+    quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
+    for bits in BUDGET_BITS:
+        made[f"chosen {bits}"] = choose_bits(spec, options, plain_bytes(spec) + int(quantized * bits / 8))
+    chance = random.Random(0)
+    for number in range(10):
+        widths = chance.sample(RANDOM_WIDTHS, 3)
+        made[f"random {number}"] = choice_of(spec, found, {unit: chance.choice(widths) for unit in every}, group)
+    for bits in WIDTHS[:-1]:
+        same = choice_of(spec, found, dict.fromkeys(every, bits), group)
+        made[f"uniform {bits}"] = same
+        made[f"chosen as uniform {bits}"] = choose_bits(spec, options, same.bytes)
+    return made
+
+
+@torch.no_grad()
+def compared(model: Decoder, rows: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[float, float]:
+    """Loss and KL to the original, a token."""
+    total = kl = count = 0.0
+    for tokens, log_p in zip(rows, reference, strict=True):
+        logits = model(tokens).logits
+        assert logits is not None
+        log_q = logits.float().log_softmax(-1)
+        known = log_p.to(log_q)
+        kl += float((known.exp() * (known - log_q)).sum()) / tokens.shape[1] * (tokens.shape[1] - 1)
+        total -= float(log_q[:, :-1].gather(-1, tokens[:, 1:, None]).sum())
+        count += tokens.shape[1] - 1
+    return total / count, kl / count
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Predicted against measured, and perplexity over size."""
+    with panels(path, 1, 2, width=10, height=4.4) as (_, grid):
+        left, right = grid[0]
+        for kind, color, mark in (("chosen", "#1f5fa8", "o"), ("random", "#888888", "x"), ("uniform", "#d1495b", "s")):
+            own = [row for row in rows if row["mix"].startswith(kind)]
+            left.plot([r["measured_kl"] for r in own], [r["predicted_kl"] for r in own], mark, color=color, label=kind)
+            own.sort(key=lambda row: float(row["bits_per_weight"]))
+            line = "-" if kind != "random" else ""
+            right.plot(
+                [r["bits_per_weight"] for r in own],
+                [r["measured_perplexity"] for r in own],
+                mark + line,
+                color=color,
+                label=kind,
+                markersize=4,
+            )
+        ends = [min(r["measured_kl"] for r in rows), max(r["measured_kl"] for r in rows)]
+        left.plot(ends, ends, color="#111111", linewidth=0.8)
+        left.set(
+            xscale="log", yscale="log", xlabel="measured KL (nats a token)", ylabel="predicted", title="Mixes of bits"
+        )
+        right.set(
+            yscale="log", xlabel="bits a quantized weight", ylabel="perplexity", title="The same bytes, spent otherwise"
+        )
+        for axes in (left, right):
+            axes.legend(frameon=False)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--calibrate", required=True)
+    parser.add_argument("--test", required=True)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rows", type=int, default=8, help="calibration rows")
+    parser.add_argument("--windows", type=int, default=8, help="test rows")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/tightfit"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit")
+    chosen = parser.parse_args()
+    loaded = load_model(chosen.model, device=chosen.device, packed=False)
+    spec = loaded.model.spec
+    texts = []
+    for source, count in ((chosen.calibrate, chosen.rows), (chosen.test, chosen.windows)):
+        found = read_calibration(
+            chosen.model,
+            spec,
+            [source],
+            samples=count,
+            length=chosen.length,
+            cache=chosen.cache,
+            field="text",
+            progress=False,
+        )
+        texts.append([row[None].to(chosen.device) for row in found.tokens])
+    group = group_of(spec)
+    measured = measure_sensitivities(loaded.model, texts[0], group, say=lambda text: print(text, flush=True))
+    reference, original = reference_predictions(loaded.model, texts[1])
+    quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
+    rows = []
+    for name, mix in mixes(spec, measured, group).items():
+        with rounded_to(loaded.model, mix.bits, group):
+            loss, kl = compared(loaded.model, texts[1], reference)
+        row: dict[str, Any] = {
+            "model": chosen.model,
+            "mix": name,
+            "bits_per_weight": round(8 * (mix.bytes - plain_bytes(spec)) / quantized, 3),
+            "bytes": mix.bytes,
+            "predicted_kl": round(mix.loss, 5),
+            "measured_kl": round(kl, 5),
+            "predicted_perplexity": round(exp(original + mix.loss), 3),
+            "measured_perplexity": round(exp(loss), 3),
+            "original_perplexity": round(exp(original), 3),
+            "calibration": f"{len(texts[0])} x {chosen.length}",
+            "test": f"{len(texts[1])} x {chosen.length}",
+        }
+        rows.append(row)
+        append_row("fit_quality", row, folder=chosen.results, commit=chosen.commit)
+        print(row, flush=True)
+    draw(rows, chosen.results / "fit_quality.png")
+
+
+if __name__ == "__main__":
+    main()

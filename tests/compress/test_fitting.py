@@ -1,0 +1,137 @@
+"""Bits by layer: what is measured, what is chosen within a budget, and that sizes are what was said."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.compress.conftest import SPEC, random_model
+from tests.compress.test_compression import FAMILIES
+from tightfit.compress.bit_choice import Option, choose_bits, group_of, options_of, plain_bytes, units
+from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.fitting import Fit, fit_bits, fit_ledger, weight_budget_bytes
+from tightfit.compress.recipe import Recipe
+from tightfit.compress.sensitivity import divergence, measure_sensitivities, reference_predictions, rounded_to
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.models.loading import load_model
+from tightfit.models.saving import write_model
+from tightfit.models.tokenizer import Tokenizer
+
+
+def sized(card_bytes: int) -> Machine:
+    machine = parse_machine("T4")
+    return replace(machine, accelerator=replace(machine.accelerator, usable_gib=card_bytes / 2**30))
+
+
+def test_choices_against_all_there_are() -> None:
+    """Of three units with four options each, at every budget: within it, near the best, no worse than one width."""
+    one = replace(SPEC, layers=1, mlp_size=64)
+    names = list(units(one))[:3]
+    losses = {names[0]: (0.0, 0.01, 0.2, 3.0), names[1]: (0.0, 0.002, 0.01, 0.05), names[2]: (0.0, 0.1, 0.15, 0.9)}
+    sizes = {names[0]: (160, 80, 40, 20), names[1]: (320, 160, 80, 40), names[2]: (80, 40, 20, 10)}
+    options = {
+        unit: [
+            Option(bits, size, loss) for bits, size, loss in zip((16, 8, 4, 2), sizes[unit], losses[unit], strict=True)
+        ]
+        for unit in names
+    }
+    fixed = plain_bytes(one)
+    every = list(product(*options.values()))
+    for room in range(70, 570, 10):
+        chosen = choose_bits(one, options, fixed + room)
+        fitting = [each for each in every if sum(option.bytes for option in each) <= room]
+        best = min(sum(option.loss for option in each) for each in fitting)
+        assert chosen.bytes <= fixed + room
+        largest_step = max(loss for unit in names for loss in losses[unit][:3])
+        assert best <= chosen.loss <= best + largest_step
+        for width in range(4):
+            uniform = [options[unit][width] for unit in names]
+            if sum(option.bytes for option in uniform) <= room:
+                assert chosen.loss <= sum(option.loss for option in uniform)
+    with pytest.raises(UserError, match="even at 2 bits"):
+        choose_bits(one, options, fixed + 60)
+
+
+def test_sensitivities_say_which_layers_matter() -> None:
+    """Every unit rounded alone, beside its estimate; and all of them together, which the estimates add up to."""
+    spec = replace(SPEC, tied=False)  # tied, a random model is all but certain of the token it has just read
+    model = random_model(spec)
+    with torch.no_grad():
+        model.get_parameter("norm.weight").mul_(3)
+    rows = [torch.randint(0, 250, (1, 64), generator=torch.Generator().manual_seed(i)) for i in range(16)]
+    group = group_of(spec)
+    assert group == 64
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = measure_sensitivities(model, rows, group, widths=(3, 4))
+    reference, _ = reference_predictions(model, rows)
+    every = units(spec)
+    predicted, measured = [], []
+    for unit in every:
+        bits = {name: 4 if name == unit else 16 for name in every}
+        with rounded_to(model, bits, group):
+            measured.append(divergence(model, rows, reference))
+        predicted.append(found.losses[unit][4])
+    for estimate, truth in zip(predicted, measured, strict=True):
+        assert 0.6 < estimate / truth < 1.7
+    assert float(torch.corrcoef(torch.tensor([predicted, measured]))[0, 1]) > 0.8
+    assert sum(each[3] for each in found.losses.values()) == pytest.approx(found.uniform[3])
+    assert found.uniform[3] > found.uniform[4] > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.fixture
+def fitted(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> tuple[CompressionJob, Fit]:
+    """The tiny model on a card with room for about 5 bits a weight."""
+    job = CompressionJob(
+        model=str(tiny), out=tmp_path / "small", recipe=Recipe(()), data=(str(text),), samples=4, length=64,
+        cache=token_cache,
+    )  # fmt: skip
+    losses: dict[str, dict[int, float]] = {unit: {5: 0.0} for unit in units(SPEC)}
+    wanted = plain_bytes(SPEC) + sum(options[1].bytes for options in options_of(SPEC, losses, 64).values())
+    machine = sized(fit_ledger(SPEC, wanted, 100).peak_bytes())
+    return job, fit_bits(job, machine, 100, "gptq")
+
+
+def test_a_model_that_fits_its_card(fitted: tuple[CompressionJob, Fit]) -> None:
+    job, found = fitted
+    assert found.ledger.peak_bytes() <= found.card_bytes
+    assert len(set(found.choice.bits.values())) > 1
+    assert found.choice.bytes <= weight_budget_bytes(SPEC, found.card_bytes, 100)
+    options = options_of(SPEC, found.sensitivities.losses, 64)
+    uniform = sum(next(option.loss for option in each if option.bits == 5) for each in options.values())
+    assert found.choice.loss <= uniform
+    compress(replace(job, recipe=found.recipe), lambda cost: None, lambda done, total, layer: None)
+    stored = sum(
+        t.nbytes for file in job.out.glob("*.safetensors") for n, t in load_file(file).items() if "shape" not in n
+    )
+    assert stored == found.choice.bytes
+    model = load_model(str(job.out)).model
+    named = {name: unit for unit, names in units(SPEC).items() for name in names}
+    for name, unit in named.items():
+        bits = found.choice.bits[unit]
+        module = model.get_submodule(name)
+        assert getattr(getattr(module, "scheme", None), "bits", 16) == bits
+
+
+def test_what_is_refused(
+    tiny: Path, text: Path, tokenizer: Tokenizer, token_cache: Path, tmp_path: Path, fitted: tuple[CompressionJob, Fit]
+) -> None:
+    job = fitted[0]
+    with pytest.raises(UserError, match="even at 2 bits"):
+        fit_bits(job, sized(fit_ledger(SPEC, 1000, 100).peak_bytes()), 100, "gptq")
+    with pytest.raises(UserError, match="not for --method awq"):
+        fit_bits(job, parse_machine("T4"), 100, "awq")
+    with pytest.raises(UserError, match="128 positions"):
+        fit_bits(job, parse_machine("T4"), 1000, "gptq")
+    with pytest.raises(UserError, match="--data"):
+        fit_bits(replace(job, data=()), sized(fitted[1].card_bytes), 100, "gptq")
+    with pytest.raises(UserError, match="in 16 bits already"):
+        fit_bits(job, parse_machine("T4"), 100, "gptq")
+    (tmp_path / "routed").mkdir()
+    write_model(tmp_path / "routed", random_model(FAMILIES["qwen3_moe"]), tokenizer)
+    with pytest.raises(UserError, match="experts"):
+        fit_bits(replace(job, model=str(tmp_path / "routed")), parse_machine("T4"), 100, "gptq")

@@ -1,0 +1,139 @@
+"""Smaller models by structured pruning: what is cut, what makes up for it, and what transformers computes from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compress.conftest import SPEC, random_model
+from tests.compress.test_compression import FAMILIES, logits
+from tests.compress.test_transformers import their_logits
+from tightfit.compress.narrowing import NarrowingJob, narrow
+from tightfit.compress.report import CompressionReport
+from tightfit.compress.structured import KeptShape, block_influence, refit
+from tightfit.errors import UserError
+from tightfit.models.loading import load_model
+from tightfit.models.saving import write_model
+from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import Tokenizer
+
+
+def cut(model: Path, out: Path, kept: KeptShape, text: Path, cache: Path) -> CompressionReport:
+    job = NarrowingJob(model=str(model), out=out, kept=kept, data=(str(text),), samples=8, length=64, cache=cache)
+    return narrow(job, lambda cost: None, lambda done, total, layer: None)
+
+
+def test_refit_is_least_squares() -> None:
+    """Against lstsq on the inputs themselves, and no other columns of the same places do better."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(300, 24, generator=generator, dtype=torch.float64)
+    x[:, 12:] += x[:, :12] * 0.7
+    weight = torch.randn(5, 24, generator=generator, dtype=torch.float64)
+    kept = torch.tensor([0, 2, 3, 7, 11, 15, 20, 23])
+    wanted = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
+    torch.testing.assert_close(refit(weight, x.T @ x / 300, kept), wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_influence() -> None:
+    x = torch.randn(2, 5, 8)
+    assert block_influence([x], [3 * x]) == pytest.approx(0, abs=1e-12)
+    assert block_influence([x], [-x]) == pytest.approx(2)
+
+
+CASES: dict[str, tuple[ModelSpec, KeptShape]] = {
+    "layers": (SPEC, KeptShape(layers=1)),
+    "heads": (SPEC, KeptShape(heads=2)),
+    "channels": (SPEC, KeptShape(mlp=96)),
+    "all": (SPEC, KeptShape(layers=1, heads=2, mlp=100)),
+    "phi3 channels": (FAMILIES["phi3"], KeptShape(mlp=96)),
+    "gpt2 channels": (FAMILIES["gpt2"], KeptShape(mlp=96)),
+    "experts": (FAMILIES["qwen3_moe"], KeptShape(experts=3, heads=2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_ordinary_smaller_model(
+    name: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    spec, kept = CASES[name]
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(spec), tokenizer)
+    report = cut(tmp_path / "model", tmp_path / "small", kept, text, token_cache)
+    made = load_model(str(tmp_path / "small")).model
+    sizes = {"layers": made.spec.layers, "heads": made.spec.heads, "mlp": made.spec.mlp_size}
+    assert all(getattr(kept, n) in (None, size) for n, size in sizes.items())
+    assert made.get_parameter("layers.0.attention.q.weight").shape[0] == made.spec.query_size
+    assert report.measured.result_bytes == pytest.approx(2 * made.spec.params(), abs=20_000)  # headers
+    theirs = their_logits(tmp_path / "small", torch.float32)
+    torch.testing.assert_close(theirs, logits(tmp_path / "small"), rtol=1e-4, atol=1e-4)
+
+
+def test_refitting_loses_less_than_cutting(
+    tiny: Path,
+    text: Path,
+    tokenizer: Tokenizer,
+    token_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = KeptShape(mlp=96, heads=2)
+    refitted = cut(tiny, tmp_path / "refitted", kept, text, token_cache)
+    monkeypatch.setattr("tightfit.compress.structured.refit", lambda weight, hessian, kept: weight[:, kept])
+    plain = cut(tiny, tmp_path / "plain", kept, text, token_cache)
+    for name, error in refitted.layers[0].errors.items():
+        assert 0 < error < plain.layers[0].errors[name]
+    tokens = torch.tensor(tokenizer.encode(text.read_text()[500:1500]))[None, :128]
+    wanted = logits(tiny, tokens)
+    errors = [float((logits(tmp_path / name, tokens) - wanted).square().mean()) for name in ("refitted", "plain")]
+    assert errors[0] < errors[1]
+
+
+def test_the_least_influential_layer_goes(tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """A layer that adds next to nothing is found, and without it the model computes nearly the same."""
+    model = random_model(SPEC)
+    with torch.no_grad():
+        for name in ("attention.o", "mlp.down"):
+            model.get_parameter(f"layers.0.{name}.weight").mul_(1e-4)
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", model, tokenizer)
+    report = cut(tmp_path / "model", tmp_path / "small", KeptShape(layers=1), text, token_cache)
+    assert "without layers 0" in report.recipe
+    torch.testing.assert_close(logits(tmp_path / "small"), logits(tmp_path / "model"), rtol=0.01, atol=0.01)
+
+
+def test_killed_and_run_again(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tightfit.compress.structured import cut_layer
+
+    kept = KeptShape(mlp=96, heads=2)
+    cut(tiny, tmp_path / "whole", kept, text, token_cache)
+
+    def killed(model: Any, index: int, *rest: Any) -> Any:
+        if index == 1:
+            raise KeyboardInterrupt
+        return cut_layer(model, index, *rest)
+
+    monkeypatch.setattr("tightfit.compress.narrowing.cut_layer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        cut(tiny, tmp_path / "small", kept, text, token_cache)
+    monkeypatch.undo()
+    assert cut(tiny, tmp_path / "small", kept, text, token_cache).resumed_layers == 1
+    assert torch.equal(logits(tmp_path / "small"), logits(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (KeptShape(), "nothing"),
+        (KeptShape(heads=3), "multiple of 2"),
+        (KeptShape(layers=3), "give 1 to 2"),
+        (KeptShape(mlp=500), "give 1 to 128"),
+        (KeptShape(experts=2), "the model has 0"),
+    ],
+)
+def test_what_is_refused(kept: KeptShape, said: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        cut(tiny, tmp_path / "small", kept, text, token_cache)
+    assert list(tmp_path.iterdir()) == []

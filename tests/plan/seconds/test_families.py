@@ -1,0 +1,109 @@
+"""What other families' steps are made of, against what it comes to by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.questions import question
+from tightfit.hardware.launches import BIAS, NORM, TENSOR_UPDATE_MS
+from tightfit.hardware.machine import parse_machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.models.resolve import resolve_spec
+from tightfit.models.spec import ModelSpec
+from tightfit.plan.cost import Costs, LayoutCost
+from tightfit.plan.seconds.launches import launch_s, layer_tensors
+from tightfit.plan.seconds.products import head_filled_share
+from tightfit.plan.seconds.recompute import NONE
+
+H200 = parse_machine("H200")
+
+
+def cost(model: str | ModelSpec, length: int, rows: int = 1) -> LayoutCost:
+    spec = resolve_spec(model) if isinstance(model, str) else model
+    spec = replace(spec, max_positions=max(length, spec.max_positions))
+    workload = Workload(spec=spec, sequence_length=length, global_batch=rows)
+    return Costs(workload, H200).of(Layout(micro_batch=rows))
+
+
+def test_windows_and_caps_take_our_attention_kernel() -> None:
+    plain = resolve_spec("mistral-7b")
+    windowed = replace(plain, window=4096, window_layers=tuple(range(plain.layers)))
+    capped = replace(plain, attention_softcap=50.0)
+    rates = {
+        name: cost(spec, 8192).costs.rates for name, spec in (("plain", plain), ("window", windowed), ("cap", capped))
+    }
+    assert rates["plain"].attention_forward_flop_s > 1.2 * rates["window"].attention_forward_flop_s
+    assert rates["window"].attention_forward_flop_s == rates["cap"].attention_forward_flop_s
+    short = cost(windowed, 2048).costs.rates  # which the window holds whole
+    assert short.attention_forward_flop_s == rates["plain"].attention_forward_flop_s
+
+
+def test_a_small_head_leaves_multiprocessors_idle() -> None:
+    """Gemma-3-270m: chunks of 1024 of 16 384 tokens, 8 × 3 tiles on 132 multiprocessors, where sums are split."""
+    share = head_filled_share(
+        resolve_spec("gemma-3-270m"), tokens=16_384, tensor=1, weight_bytes=2, multiprocessors=132
+    )
+    assert share == 0.33
+    qwen = head_filled_share(resolve_spec("qwen2.5-0.5b"), tokens=16_384, tensor=1, weight_bytes=2, multiprocessors=132)
+    assert qwen == pytest.approx(12 * 4 / 132)
+    llama = head_filled_share(resolve_spec("llama-3.1-8b"), tokens=8192, tensor=1, weight_bytes=2, multiprocessors=132)
+    assert llama == 1.0
+
+
+def test_an_odd_vocabulary_slows_the_head_on_hopper_alone() -> None:
+    odd, even = (cost(replace(resolve_spec("gpt2"), vocab_size=size), 1024, 32).layer for size in (50_257, 50_304))
+    assert odd.head_forward_s == pytest.approx(4 * even.head_forward_s, rel=0.01)
+    on_a100 = [
+        Costs(
+            Workload(spec=replace(resolve_spec("gpt2"), vocab_size=size), sequence_length=1024, global_batch=1),
+            parse_machine("A100-80GB"),
+        ).of(Layout(micro_batch=1))
+        for size in (50_257, 50_304)
+    ]
+    assert on_a100[0].layer.head_forward_s == pytest.approx(on_a100[1].layer.head_forward_s, rel=0.01)
+
+
+def test_routed_rows_are_gathered_and_added_up() -> None:
+    """Three and seven passes over eight copies of every token, in bf16."""
+    spec = resolve_spec("qwen3-30b-a3b")
+    assert spec.experts is not None
+    routed = cost(spec, 4096).layer.elementwise
+    fewer = cost(replace(spec, experts=replace(spec.experts, per_token=4, mlp_size=1536)), 4096).layer.elementwise
+    bytes_each = 4 * 4096 * spec.hidden_size * 2
+    bytes_s = cost(spec, 4096).costs.rates.bytes_s
+    assert routed.gate_s - fewer.gate_s == pytest.approx(3 * bytes_each / bytes_s)
+    assert routed.backward_s - fewer.backward_s == pytest.approx(7 * bytes_each / bytes_s)
+
+
+def test_more_norms_and_biases_are_more_launches() -> None:
+    plain = resolve_spec("llama-3.2-1b")
+    forward_s, backward_s = launch_s(Levers(), NONE, 10, plain)
+    normed = launch_s(Levers(), NONE, 10, replace(plain, qk_norm=True, sandwich_norms=True))
+    assert normed[0] - forward_s == pytest.approx(40e-3 * NORM.forward_ms)
+    biased = launch_s(Levers(), NONE, 10, replace(plain, qkv_bias=True))
+    assert biased[1] - backward_s == pytest.approx(30e-3 * BIAS.backward_ms)
+
+
+def test_every_tensor_is_updated_inside_backward() -> None:
+    assert layer_tensors(resolve_spec("llama-3.2-1b")) == 9
+    assert layer_tensors(resolve_spec("gpt2")) == 6 + 6 + 4
+    inside = Levers(update_in_backward=True)
+    biases = (
+        launch_s(inside, NONE, 1, resolve_spec("gpt2"))[1] - launch_s(inside, NONE, 1, resolve_spec("llama-3.2-1b"))[1]
+    )
+    assert biases == pytest.approx(1e-3 * (7 * TENSOR_UPDATE_MS + 6 * BIAS.backward_ms))
+
+
+def test_streamed_masters_wait_longer_beside_long_rows() -> None:
+    levers = Levers(offload="weights", update_in_backward=True, checkpoint_every=1)
+    times = {}
+    for length in (8192, 32_768):
+        asked = question("llama-3.1-8b", "H200", length, 1)
+        found = Costs(asked.workload, asked.machine).of(Layout(micro_batch=1))
+        times[length] = found.offload._weights_s(levers)
+    pieces = (8.03e9 - 2 * 128_256 * 4096) / 2**22
+    longer_s = pieces * (32_768**2 - 8192**2)
+    assert times[32_768][0] - times[8192][0] == pytest.approx(9.8e-13 * longer_s, rel=0.01)
+    assert times[32_768][1] - times[8192][1] == pytest.approx(13.7e-13 * longer_s, rel=0.01)

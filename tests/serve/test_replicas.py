@@ -1,0 +1,142 @@
+"""Servers behind one address: who gets what, what passes through, and what happens when one is gone."""
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+
+from tests.serve.running import Running, running
+from tightfit.models.loading import LoadedModel
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.http.balancer import SLACK, Balancer
+from tightfit.serve.http.replicas import without_own
+
+CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
+
+
+@contextmanager
+def balanced(ports: list[int]) -> Iterator[tuple[int, Balancer]]:
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    balancer = Balancer(ports)
+    server = uvicorn.Server(uvicorn.Config(balancer, log_level="critical", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield listening.getsockname()[1], balancer
+    server.should_exit = True
+    thread.join(timeout=30)
+    listening.close()
+
+
+@pytest.fixture(scope="module")
+def two(loaded: LoadedModel) -> Iterator[tuple[list[Running], int, Balancer]]:
+    engines = [Engine(loaded.model, loaded.tokenizer, CONFIG) for _ in range(2)]
+    with (
+        running(loaded, engines[0]) as one,
+        running(loaded, engines[1]) as other,
+        balanced([one.port, other.port]) as (port, balancer),
+    ):
+        yield [one, other], port, balancer
+
+
+def client(port: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def fetched(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_answers_are_those_of_one_server_and_both_are_used(two: Any) -> None:
+    servers, port, _ = two
+    settings: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    prompts = [f"{word} lazy dog" for word in ("the", "a", "every", "def", "numbers", "model", "fox", "quick")]
+    direct = [client(servers[0].port).completions.create(prompt=p, **settings).choices[0].text for p in prompts]
+    before = [each.service.engine.counts.requests for each in servers]
+    through = [client(port).completions.create(prompt=p, **settings).choices[0].text for p in prompts]
+    assert through == direct
+    taken = [each.service.engine.counts.requests - was for each, was in zip(servers, before, strict=True)]
+    assert sum(taken) == len(prompts)
+    assert all(taken)
+
+
+def test_streams_errors_and_numbers_pass_through(two: Any) -> None:
+    servers, port, _ = two
+    settings: dict[str, Any] = {"model": "tiny", "prompt": "the quick", "max_tokens": 12, "temperature": 0}
+    pieces = [piece.choices[0].text for piece in client(port).completions.create(stream=True, **settings)]
+    assert len(pieces) > 2
+    assert "".join(pieces) == client(servers[0].port).completions.create(**settings).choices[0].text
+    with pytest.raises(openai.NotFoundError, match="no model 'x'"):
+        client(port).completions.create(model="x", prompt="y")
+    assert fetched(port, "/health") == (200, '{"status":"ok"}')
+    assert fetched(port, "/")[1].startswith("<!")
+    stats, metrics = json.loads(fetched(port, "/stats")[1]), fetched(port, "/metrics")[1]
+    requests = sum(each.service.engine.counts.requests for each in servers)
+    assert stats["requests"] == requests
+    assert f"tightfit_requests_total {requests}" in metrics
+
+
+def test_who_hangs_up_hangs_up_on_the_server(two: Any) -> None:
+    servers, port, balancer = two
+    body = json.dumps({"prompt": "the", "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+    fields = (
+        "POST /v1/completions HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    )
+    head = "\r\n".join((*fields, "", ""))
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(head.encode() + body)
+        assert b"200" in connection.recv(100)
+        assert sum(balancer.open) == 1
+    for server in servers:
+        server.wait_until_idle()
+    until = time.monotonic() + 20
+    while sum(balancer.open) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert balancer.open == [0, 0]
+
+
+def test_bodies_that_begin_alike_go_to_one_server_unless_it_is_busy() -> None:
+    balancer = Balancer([1, 2, 3])
+    bodies = [f"{number}".encode() * 600 for number in range(40)]
+    usual = [balancer.choose(body) for body in bodies]
+    assert set(usual) == {0, 1, 2}
+    assert [balancer.choose(body + b"more") for body in bodies] == usual
+    balancer.open[usual[0]] = SLACK
+    assert balancer.choose(bodies[0]) == usual[0]
+    balancer.open[usual[0]] = SLACK + 1
+    assert balancer.choose(bodies[0]) != usual[0]
+    balancer.open = [3, 1, 2]
+    assert balancer.choose(b"") == 1
+
+
+def test_a_server_that_is_gone_is_an_error_with_a_sentence() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with balanced([unused.getsockname()[1]]) as (port, _):
+            with pytest.raises(openai.InternalServerError, match="does not answer"):
+                client(port).completions.create(model="tiny", prompt="x")
+            assert fetched(port, "/health")[0] == 503
+
+
+def test_copies_are_started_without_the_balancers_options() -> None:
+    given = ["serve", "m", "--replicas", "2", "--port=9", "--host", "0.0.0.0", "--name", "x", "--replicas=2"]
+    assert without_own(given) == ["serve", "m", "--name", "x"]

@@ -1,0 +1,65 @@
+"""What nobody should send, and what a schema allows: no answer is a 5xx, and nothing is left behind."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.serve_malformed import statuses
+from tests.serve.running import Running, running
+from tightfit.models.loading import LoadedModel
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+
+CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Running]:
+    with running(loaded, Engine(loaded.model, loaded.tokenizer, CONFIG)) as made:
+        yield made
+        made.wait_until_idle()
+        assert made.service.failure is None
+
+
+def test_malformed_requests_are_4xx(server: Running) -> None:
+    """Three hundred of the ten thousand that benchmarks/serve_malformed.py sends."""
+    found = statuses(server.port, range(300))
+    assert sum(found.values()) == 300
+    assert all(400 <= status < 500 for status in found), found
+    assert len(found) >= 3
+
+
+def test_what_the_schema_allows_is_no_server_error(server: Running) -> None:
+    """Requests that schemathesis makes of the server's own description, good and bad."""
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, settings
+
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    found: set[tuple[str, int]] = set()
+    quick = settings(
+        max_examples=12,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    for operation in schema.get_all_operations():
+
+        @quick
+        @_given(operation.ok().as_strategy())
+        def ask(case: Any) -> None:
+            response = case.call(timeout=60)
+            assert response.status_code < 500, (case.method, case.path, case.body, response.text)
+            found.add((case.path, response.status_code))
+
+        ask()
+    assert {path for path, _ in found} >= {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models"}
+    assert any(status == 200 for path, status in found if path == "/v1/completions")
+
+
+def _given(strategy: Any) -> Any:
+    from hypothesis import given
+
+    return given(case=strategy)

@@ -1,0 +1,195 @@
+"""A student and its teacher: what a step minimises, where the teacher's bytes are, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.jobs import checkpoint_files
+from tightfit.errors import UserError
+from tightfit.jobs.distill import Distill
+from tightfit.jobs.job import Job
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload, with_teacher
+from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation_eager
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.presets import preset
+from tightfit.models.spec import ModelSpec
+from tightfit.train.distillation import Distiller, HostedTeacher, projection
+from tightfit.train.loop import run_job
+
+SPEC = replace(preset("tiny-llama"), vocab_size=96, layers=3)
+WIDER = replace(SPEC, hidden_size=2 * SPEC.hidden_size, layers=6)
+
+
+def made(spec: ModelSpec, seed: int) -> Decoder:
+    torch.manual_seed(seed)
+    model = Decoder(spec)
+    init_weights(model)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 96, (2, 12), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+    return tokens, labels, documents
+
+
+def test_a_step_minimises_the_formula() -> None:
+    student, teacher = made(SPEC, 1), made(WIDER, 2)
+    settings = Distill(teacher="t", alpha=0.3, temperature=1.5, divergence="reverse")
+    tokens, labels, documents = batch()
+    plain = student(tokens, labels, documents=documents).loss
+    student.objective = Distiller(student, HostedTeacher(teacher, torch.device("cpu")), settings)
+    loss = student(tokens, labels, documents=documents, divisor=7.0).loss
+    loss.backward()
+    found = {name: p.grad for name, p in student.named_parameters()}
+    with torch.no_grad():
+        assert torch.equal(student(tokens, labels, documents=documents).loss, plain)  # evaluation is as ever
+        taught = teacher(tokens, documents=documents).logits
+    exact = Decoder(SPEC).double()
+    exact.load_state_dict(student.state_dict())
+    logits = exact(tokens, documents=documents).logits
+    eye = torch.eye(96, dtype=torch.float64)
+    terms = DistillationTerms(alpha=0.3, temperature=1.5, divergence="reverse")
+    rows = linear_distillation_eager(
+        logits.flatten(0, 1), eye, taught.double().flatten(0, 1), eye, labels.flatten(), terms
+    )
+    wanted = rows.sum() / 7
+    wanted.backward()
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-4, atol=1e-5)
+    for name, parameter in exact.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name].double(), parameter.grad, rtol=1e-3, atol=1e-5)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_features_are_compared_layer_by_layer() -> None:
+    """Against hidden states that are computed apart, with the projection for other widths."""
+    student, teacher = made(SPEC, 1), made(WIDER, 2)
+    tokens, labels, _ = batch()
+    settings = Distill(teacher="t", alpha=0.0, features=0.7, feature_layers=2)
+    distiller = Distiller(student, HostedTeacher(teacher, torch.device("cpu")), settings)
+    assert (distiller.student_layers, distiller.teacher_layers) == ([0, 2], [1, 5])
+    plain = student(tokens, labels).loss
+    student.objective = distiller
+    loss = student(tokens, labels).loss
+    through = projection(WIDER.hidden_size, SPEC.hidden_size)
+    assert through is not None
+    torch.testing.assert_close(through.T @ through, torch.eye(SPEC.hidden_size), atol=1e-5, rtol=0)
+    distances = []
+    for mine, theirs in zip((0, 2), (1, 5), strict=True):
+        a, b = _after(student, mine, tokens), _after(teacher, theirs, tokens) @ through
+        a, b = (x / x.square().mean(-1, keepdim=True).sqrt() for x in (a, b))
+        distances.append(((a - b).square().mean(-1) * (labels != -100)).sum())
+    wanted = plain + 0.7 * torch.stack(distances).mean()
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-4)
+    loss.backward()
+    assert float(student.get_parameter("layers.0.mlp.up.weight").grad.abs().sum()) > 0
+
+
+@torch.no_grad()
+def _after(model: Decoder, layer: int, tokens: Tensor) -> Tensor:
+    positions = model.token_positions(tokens, None, None)
+    x = model.embed_tokens(tokens, positions)
+    for each in list(model.layers)[: layer + 1]:
+        x, _ = each(x, model.forward_context(x, positions, None, None))
+    return x
+
+
+def test_its_own_teacher_says_nothing_new() -> None:
+    student = made(SPEC, 1)
+    tokens, labels, _ = batch()
+    again = Decoder(SPEC)
+    again.load_state_dict(student.state_dict())
+    student.objective = Distiller(student, HostedTeacher(again, torch.device("cpu")), Distill(teacher="m", alpha=1.0))
+    assert float(student(tokens, labels).loss.detach()) < 1e-4
+
+
+@pytest.fixture
+def learning(make_small: Callable[..., Job], a_small_run: Path) -> Callable[..., Job]:
+    """Jobs whose student is half as wide as the run it learns from."""
+    teacher = str(checkpoints_of(a_small_run)[-1])
+    vocabulary = load_model(teacher).model.spec.vocab_size
+    shape = {"layers": 1, "hidden_size": 16, "mlp_size": 24, "vocab_size": vocabulary}
+
+    def job(name: str = "student", distill: dict[str, Any] | None = None, **changes: Any) -> Job:
+        fields: dict[str, Any] = {
+            "model": {"source": "tiny-llama", "shape": shape},
+            "tokenizer": {"source": teacher},
+            "distill": {"teacher": teacher, **(distill or {})},
+            "steps": 4,
+            "saving": {"every": 2, "keep": 3},
+        }
+        return make_small(name, **{**fields, **changes})
+
+    return job
+
+
+def test_a_run_with_a_teacher_resumes_bit_for_bit(learning: Callable[..., Job]) -> None:
+    whole = run_job(learning("whole"), quiet=True)
+    run_job(learning("parts"), quiet=True, stop_after=2)
+    parts = run_job(learning("parts"), quiet=True, resume=True)
+    assert checkpoint_files(whole.checkpoint) == checkpoint_files(parts.checkpoint)
+    plain = run_job(learning("plain", distill={"alpha": 0.0}), quiet=True)
+    assert checkpoint_files(whole.checkpoint) != checkpoint_files(plain.checkpoint)
+
+
+def test_features_and_other_divergences_train(learning: Callable[..., Job]) -> None:
+    settings = {"divergence": "jsd", "features": 1.0, "feature_layers": 1, "place": "host"}
+    result = run_job(learning("jsd", distill=settings), quiet=True)
+    assert result.end is not None
+    assert result.start is not None
+    assert result.end.loss < result.start.loss
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"source": "tiny-llama", "shape": {"vocab_size": 1024}}}, "a vocabulary of"),
+        ({"distill": {"teacher": "tiny-llama"}}, "no weights"),
+        ({"distill": {"features": 1.0, "feature_layers": 2}}, "has 1 layers"),
+    ],
+)
+def test_teachers_that_cannot_teach(changes: dict[str, Any], said: str, learning: Callable[..., Job]) -> None:
+    job = learning("refused", **changes)
+    with pytest.raises(UserError, match=said):
+        run_job(job, quiet=True)
+    assert not job.output.exists()
+
+
+def test_a_section_without_teacher_is_refused(make_small: Callable[..., Job]) -> None:
+    with pytest.raises(ValueError, match="no teacher"):
+        make_small("x", distill={"alpha": 0.3})
+
+
+def test_the_teacher_is_in_the_plan(learning: Callable[..., Job]) -> None:
+    job = learning()
+    teacher = load_model(str(job.distill.teacher)).model
+    held = sum(parameter.nbytes for parameter in teacher.parameters())
+    spec = replace(teacher.spec, hidden_size=16, mlp_size=24)
+    plain = Workload(spec=spec, sequence_length=32, global_batch=4, precision="fp32")
+    ledgers = {
+        place: training_ledger(with_teacher(plain, learning(distill={"place": place})), Layout(), Levers())
+        for place in ("device", "host")
+    }
+    for place, ledger in ledgers.items():
+        where = "gpu" if place == "device" else "host"
+        kept = [x for x in ledger.lines if x.detail == "teacher" and x.component == "weights" and x.phase == "backward"]
+        assert [(line.place, line.bytes) for line in kept] == [(where, held)]
+        hidden = 4 * 32 * teacher.spec.hidden_size
+        assert ledger.total(lambda x: x.detail == "teacher" and x.component == "activations") >= hidden
+        assert not [x for x in ledger.lines if x.detail == "to be written" and x.bytes == held]
+    without = training_ledger(plain, Layout(), Levers())
+    assert ledgers["device"].peak_bytes() >= without.peak_bytes() + held

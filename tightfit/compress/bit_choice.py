@@ -1,0 +1,196 @@
+"""Bits of every set of linear layers within a budget of bytes, for the least expected loss.
+
+A unit is the linear layers of one input (query, key and value; output projection; gate and up; down), which share a
+width so that programs that fuse them can. Each has options: bits, bytes and the loss they are expected to add. All
+begin at 16 bits; then the step down that costs the least loss a byte saved is taken, on the lower convex hull of every
+unit's options, until the budget holds; what is left over is spent on the best steps up that still fit. Where some one
+width for all would fit and be better, that is taken: a mix is never expected to be worse. Nothing here imports torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tightfit.compress.cost import matrices
+from tightfit.compress.recipe import Recipe, Step
+from tightfit.errors import UserError
+from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.spec import ModelSpec
+
+PLAIN_BITS = 16
+WIDTHS = (2, 3, 4, 5, 6, 8)
+GROUPS = (128, 64, 32, 16, 8)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One width of one unit: what it takes, and what loss it adds (nats a token)."""
+
+    bits: int
+    bytes: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class BitChoice:
+    """Bits by unit, the bytes of the whole model, and the loss all of it is expected to add."""
+
+    bits: Mapping[str, int]
+    bytes: int
+    loss: float
+
+
+def units(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """The matrices of every unit, by the unit's name such as layers.0.qkv."""
+    found: dict[str, list[str]] = {}
+    for name in matrices(spec):
+        layer, _, own = name.partition(".attention.")
+        if own:
+            unit = f"{layer}.{'o' if own == 'o' else 'qkv'}"
+        else:
+            stem, _, own = name.rpartition(".")
+            unit = f"{stem}.{'down' if own == 'down' else 'up'}"
+        found.setdefault(unit, []).append(name)
+    return {unit: tuple(names) for unit, names in found.items()}
+
+
+def group_of(spec: ModelSpec) -> int:
+    """The largest usual group that cuts all rows into whole ones."""
+    inputs = {shape[2] for shape in matrices(spec).values()}
+    fits = [group for group in GROUPS if all(size % group == 0 for size in inputs)]
+    return fits[0] if fits else 0
+
+
+def scheme_of(bits: int, group: int) -> Scheme:
+    """How weights of a width are coded: as the recipe's steps do by default, in groups of `group`."""
+    return Scheme(bits=bits, group=group, symmetric=bits == 8)
+
+
+def unit_bytes(spec: ModelSpec, names: Sequence[str], bits: int, group: int) -> int:
+    """What the matrices `names` take with this width."""
+    shapes = matrices(spec)
+    if bits == PLAIN_BITS:
+        return sum(2 * count * outputs * inputs for count, outputs, inputs in (shapes[name] for name in names))
+    scheme = scheme_of(bits, group)
+    return sum(count * scheme.weight_bytes(outputs, inputs) for count, outputs, inputs in (shapes[n] for n in names))
+
+
+def options_of(spec: ModelSpec, losses: Mapping[str, Mapping[int, float]], group: int) -> dict[str, list[Option]]:
+    """Every unit's options from the losses of its widths; more bits are never said to lose more."""
+    made: dict[str, list[Option]] = {}
+    for unit, names in units(spec).items():
+        options = [Option(PLAIN_BITS, unit_bytes(spec, names, PLAIN_BITS, group), 0.0)]
+        for bits in sorted(losses[unit], reverse=True):
+            loss = max(losses[unit][bits], options[-1].loss)
+            options.append(Option(bits, unit_bytes(spec, names, bits, group), loss))
+        made[unit] = options
+    return made
+
+
+def plain_bytes(spec: ModelSpec) -> int:
+    """What is never quantized, in two bytes: embedding, norms, biases, output projection, routers."""
+    quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
+    return 2 * (spec.params() - quantized)
+
+
+def choose_bits(spec: ModelSpec, options: Mapping[str, Sequence[Option]], budget_bytes: int) -> BitChoice:
+    """The widths whose model takes at most `budget_bytes`, for the least expected loss."""
+    fixed = plain_bytes(spec)
+    least = fixed + sum(min(option.bytes for option in each) for each in options.values())
+    if least > budget_bytes:
+        raise UserError(
+            f"even at {min(WIDTHS)} bits the weights take {least / 2**30:.2f} GiB, and there is room for "
+            f"{max(budget_bytes, 0) / 2**30:.2f}; take a card with more memory or a shorter --context"
+        )
+    found = [_mixed(options, budget_bytes - fixed), *_uniform(options)]
+    fitting = [choice for choice in found if _bytes(choice) <= budget_bytes - fixed]
+    best = min(fitting, key=lambda choice: (_loss(choice), _bytes(choice)))
+    return BitChoice({unit: option.bits for unit, option in best.items()}, fixed + _bytes(best), _loss(best))
+
+
+def _bytes(choice: Mapping[str, Option]) -> int:
+    return sum(option.bytes for option in choice.values())
+
+
+def _loss(choice: Mapping[str, Option]) -> float:
+    return sum(option.loss for option in choice.values())
+
+
+def _uniform(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]:
+    """One width for all units, for every width that all have."""
+    widths = [option.bits for option in next(iter(options.values()))]
+    return [
+        {unit: next(option for option in each if option.bits == bits) for unit, each in options.items()}
+        for bits in widths
+    ]
+
+
+def _mixed(options: Mapping[str, Sequence[Option]], budget_bytes: int) -> dict[str, Option]:
+    hulls = {unit: _hull(each) for unit, each in options.items()}
+    at = dict.fromkeys(hulls, 0)
+    held = sum(hull[0].bytes for hull in hulls.values())
+
+    def price(unit: str) -> float:
+        here, below = hulls[unit][at[unit]], hulls[unit][at[unit] + 1]
+        return (below.loss - here.loss) / (here.bytes - below.bytes)
+
+    while held > budget_bytes:
+        unit = min((unit for unit in hulls if at[unit] + 1 < len(hulls[unit])), key=price)
+        held += hulls[unit][at[unit] + 1].bytes - hulls[unit][at[unit]].bytes
+        at[unit] += 1
+    return _filled({unit: hull[at[unit]] for unit, hull in hulls.items()}, options, budget_bytes - held)
+
+
+def _hull(options: Sequence[Option]) -> list[Option]:
+    """From the largest down, the options on the lower convex hull of loss over bytes."""
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda each: (-each.bytes, each.loss)):
+        if hull and option.bytes == hull[-1].bytes:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _slope(larger: Option, smaller: Option) -> float:
+    return (smaller.loss - larger.loss) / (larger.bytes - smaller.bytes)
+
+
+def _filled(choice: dict[str, Option], options: Mapping[str, Sequence[Option]], left: int) -> dict[str, Option]:
+    """Steps up that fit into what is left, the most loss saved a byte first."""
+    while True:
+        steps = [
+            (unit, option)
+            for unit, each in options.items()
+            for option in each
+            if 0 < option.bytes - choice[unit].bytes <= left and option.loss < choice[unit].loss
+        ]
+        if not steps:
+            return choice
+        unit, option = max(
+            steps, key=lambda step: (choice[step[0]].loss - step[1].loss) / (step[1].bytes - choice[step[0]].bytes)
+        )
+        left -= option.bytes - choice[unit].bytes
+        choice[unit] = option
+
+
+def recipe_for(spec: ModelSpec, choice: BitChoice, group: int, method: str) -> Recipe:
+    """The recipe that codes every unit with its bits, by `method` (rtn or gptq)."""
+    named = units(spec)
+    steps = []
+    for bits in sorted(set(choice.bits.values())):
+        layers = tuple(name for unit, chosen in choice.bits.items() if chosen == bits for name in named[unit])
+        scheme = None if bits == PLAIN_BITS else scheme_of(bits, group)
+        if scheme is None:
+            steps.append(Step(method="keep", layers=layers))
+        else:
+            steps.append(
+                Step(
+                    method="gptq" if method == "gptq" else "rtn",
+                    layers=layers,
+                    bits=bits,
+                    group=group,
+                    symmetric=scheme.symmetric,
+                )
+            )
+    return Recipe(tuple(steps))

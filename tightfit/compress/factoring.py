@@ -1,0 +1,152 @@
+"""`factorise`: from a model to one whose linear layers are two of lower rank each (`low_rank.py`).
+
+A first pass over all layers finds the singular values that share the budget of ranks; a second factors each layer for
+inputs that came through the layers already factored. What comes out is a directory that our loader reads, and
+transformers through the short modelling file in it (models/low_rank.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.compress.compression import LAYER_SHARDS, PLAIN_DTYPE, Progress
+from tightfit.compress.cost import CompressionCost, matrices
+from tightfit.compress.finished_layer import load_finished
+from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.linear_sets import linear, linear_sets
+from tightfit.compress.low_rank import Factors, LowRankMethod, choose_ranks, factor, singular_energies
+from tightfit.compress.observation import observe, run_layer
+from tightfit.compress.report import CompressionReport
+from tightfit.compress.rewriting import LayerRewriting, RewritingJob, Rewritten, through
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.low_rank import MODELLING_FILE, factored_names, low_rank_config, modelling_code
+from tightfit.models.quantized.directory import tensors_to_write
+from tightfit.models.quantized.formats.own import Own
+from tightfit.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactoringJob(RewritingJob):
+    """What the user asked for: the share of the matrices' numbers that stays."""
+
+    method: LowRankMethod = "whitened"
+    keep: float = 0.7
+
+
+def factorise(job: FactoringJob, announce: Callable[[CompressionCost], None], progress: Progress) -> CompressionReport:
+    """Do `job`; `announce` hears the predicted cost before anything is written."""
+    return _Factoring(job, announce).run(progress)
+
+
+class _Factoring(LayerRewriting):
+    job: FactoringJob
+
+    def check(self) -> None:
+        if not 0 < self.job.keep < 1:
+            raise UserError(f"--keep is {self.job.keep}; it is the share of the matrices' numbers that stays, below 1")
+        self.names = factored_names(self.spec)
+        self.shapes = {name: (outputs, inputs) for name, (_, outputs, inputs) in matrices(self.spec).items()}
+        if set(self.names) < set(self.shapes):
+            raise UserError(
+                f"files of {self.spec.family} models stack or transpose matrices or hold experts, which are not "
+                "factored; take another method"
+            )
+
+    def prepare(self) -> list[int]:
+        """The rank of every matrix, from the singular values of all layers."""
+        energies: dict[str, list[float]] = {}
+        stream = self.embedded(self.parts.embedding())
+        for index in range(self.spec.layers):
+            model = self.parts.layer(index)
+            for group in linear_sets(self.spec, index):
+                seen = self._seen(model, index, group.names[0], stream)
+                for name in group.names:
+                    weight = linear(_layer(model, index), name).weight.detach()
+                    energies[f"layers.{index}.{name}"] = singular_energies(weight, self._moment(seen)).tolist()
+            stream = through(model, index, stream)
+        self.ranks = choose_ranks(energies, self.shapes, self.job.keep)
+        return list(range(self.spec.layers))
+
+    def _moment(self, seen: InputStatistics) -> Tensor | None:
+        return seen.hessian if self.job.method == "whitened" else None
+
+    def _seen(self, model: Decoder, index: int, name: str, stream: list[Tensor]) -> InputStatistics:
+        with torch.no_grad():
+            return observe(model, _layer(model, index), stream, [name], stop=True)[name]
+
+    def written_spec(self) -> ModelSpec:
+        return self.spec
+
+    def changed_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        return low_rank_config(config, {self.names[ours]: rank for ours, rank in self.ranks.items()})
+
+    def more_files(self) -> dict[str, str]:
+        return {MODELLING_FILE: modelling_code(self.spec)}
+
+    def result_bytes(self) -> int:
+        saved = sum(
+            self.shapes[name][0] * self.shapes[name][1] - rank * sum(self.shapes[name])
+            for name, rank in self.ranks.items()
+        )
+        return 2 * (self.spec.params() - saved)
+
+    def settings(self) -> dict[str, Any]:
+        return {"method": self.job.method, "keep": self.job.keep}
+
+    def describe(self) -> str:
+        mean = sum(self.ranks.values()) / max(len(self.ranks), 1)
+        whole = len(self.shapes) - len(self.ranks)
+        return f"{self.job.method} low rank: {self.job.keep:.0%} of the numbers, mean rank {mean:.0f}, {whole} whole"
+
+    @torch.no_grad()
+    def rewrite(self, model: Decoder, new: int, old: int, stream: list[Tensor]) -> Rewritten:
+        layer = _layer(model, old)
+        factors: dict[str, Factors] = {}
+        errors: dict[str, float] = {}
+        for group in linear_sets(self.spec, old):
+            seen = self._seen(model, old, group.names[0], stream)
+            for name in group.names:
+                ours = f"layers.{old}.{name}"
+                if ours not in self.ranks:
+                    continue
+                module = linear(layer, name)
+                before = module.weight.clone()
+                factors[ours] = factor(before, self.ranks[ours], self._moment(seen))
+                module.weight.copy_(factors[ours].product)
+                lost = output_error(module.weight - before, seen.hessian)
+                errors[name] = lost / max(output_error(before, seen.hessian), 1e-30)
+        outputs = [run_layer(model, layer, x) for x in stream]
+        return Rewritten(self._tensors(model, old, factors), errors, outputs)
+
+    def _tensors(self, model: Decoder, index: int, factors: dict[str, Factors]) -> dict[str, Tensor]:
+        """The layer's tensors: two of a factored module, whose bias goes with the second."""
+        state = {f"layers.{index}.{name}": tensor for name, tensor in _layer(model, index).state_dict().items()}
+        made = tensors_to_write(self.spec, state, {}, Own(), PLAIN_DTYPE)
+        for ours, found in factors.items():
+            module = self.names[ours]
+            del made[f"{module}.weight"]
+            made[f"{module}.0.weight"] = found.first.to("cpu", PLAIN_DTYPE).contiguous()
+            made[f"{module}.1.weight"] = found.second.to("cpu", PLAIN_DTYPE).contiguous()
+            if f"{module}.bias" in made:
+                made[f"{module}.1.bias"] = made.pop(f"{module}.bias")
+        return made
+
+    def load(self, new: int) -> Decoder:
+        tensors = dict(self.directory.tensors(new + LAYER_SHARDS))
+        for ours in (name for name in self.ranks if name.startswith(f"layers.{new}.")):
+            module = self.names[ours]
+            first, second = tensors.pop(f"{module}.0.weight"), tensors.pop(f"{module}.1.weight")
+            tensors[f"{module}.weight"] = second.float() @ first.float()
+            if f"{module}.1.bias" in tensors:
+                tensors[f"{module}.bias"] = tensors.pop(f"{module}.1.bias")
+        return load_finished(tensors, new, self.spec, Own(), {}, self.device)
+
+
+def _layer(model: Decoder, index: int) -> Layer:
+    found = model.layers._modules[str(index)]
+    assert isinstance(found, Layer)
+    return found

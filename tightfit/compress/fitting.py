@@ -1,0 +1,108 @@
+"""`--fit CARD --context N`: bits by layer so that the model, its cache and its work fit a card, for the least loss.
+
+    weights ≤ (card − CUDA context) / (1 + slack) − cache of N tokens − prefill − logits − one expanded matrix
+
+as the ledger of serving says (memory/formulas/serving.py); widths that no kernel reads packed are expanded one matrix
+at a time. Sizes are those of the codes as they are stored, so they are exact; file headers stay on disk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+
+from tightfit.compress.bit_choice import BitChoice, choose_bits, group_of, options_of, recipe_for
+from tightfit.compress.compression import CompressionJob
+from tightfit.compress.cost import matrices
+from tightfit.compress.recipe import Recipe
+from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
+from tightfit.memory.formulas.serving import serving_ledger
+from tightfit.memory.ledger import Ledger
+from tightfit.models.loading import load_model, source_spec
+from tightfit.models.spec import ModelSpec
+
+SENSITIVITY_ROWS = 8
+"""Calibration rows that sensitivities are measured on; their noise is far below the differences between layers."""
+SENSITIVITY_LENGTH = 512
+FITTED_METHODS = ("gptq", "rtn")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was chosen, what it is expected to cost in quality, and what the card will hold."""
+
+    choice: BitChoice
+    recipe: Recipe
+    sensitivities: Sensitivities
+    ledger: Ledger
+    card_bytes: int
+    length: int
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Expected perplexity over the original's."""
+        return exp(self.choice.loss)
+
+    def describe(self, machine: Machine) -> str:
+        """One line."""
+        counts: dict[int, int] = {}
+        for bits in self.choice.bits.values():
+            counts[bits] = counts.get(bits, 0) + 1
+        told = ", ".join(f"{count} at {bits}" for bits, count in sorted(counts.items(), reverse=True))
+        return (
+            f"fits {machine.accelerator.name} with {self.length:,} tokens: {self.ledger.peak_bytes() / 2**30:.2f} of "
+            f"{self.card_bytes / 2**30:.2f} GiB, weights {self.choice.bytes / 2**30:.3f} GiB; bits by set of layers: "
+            f"{told}; expected perplexity {self.perplexity_ratio - 1:+.1%} at most (KL {self.choice.loss:.4f})"
+        )
+
+
+def weight_budget_bytes(spec: ModelSpec, card_bytes: int, length: int) -> int:
+    """The most bytes that weights may take beside a request of `length` tokens."""
+    if not 1 <= length <= spec.max_positions:
+        raise UserError(f"--context is {length}, but the model has {spec.max_positions} positions; give 1 to that many")
+    low, high = 0, card_bytes
+    while low < high:  # the ledger grows with the weights; slack is a share of all of it
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fit_ledger(spec, middle, length).peak_bytes() <= card_bytes else (low, middle - 1)
+    return low
+
+
+def fit_ledger(spec: ModelSpec, stored_bytes: int, length: int) -> Ledger:
+    """What a card holds that serves weights of `stored_bytes` with one request of `length` tokens."""
+    expanded = max(4 * outputs * inputs for _, outputs, inputs in matrices(spec).values())
+    return serving_ledger(spec, length=length, stored_bytes=stored_bytes, expanded_bytes=expanded)
+
+
+def fit_bits(
+    job: CompressionJob,
+    machine: Machine,
+    context: int | None,
+    method: str,
+    say: Callable[[str], None] = lambda text: None,
+) -> Fit:
+    """Measure sensitivities on some calibration rows and choose bits for one card of `machine`."""
+    spec = source_spec(job.model)
+    length = min(4096, spec.max_positions) if context is None else context
+    if method not in FITTED_METHODS:
+        raise UserError(f"--fit chooses bits for {' and '.join(FITTED_METHODS)}, not for --method {method}")
+    if spec.experts is not None:
+        raise UserError("--fit does not know how sensitive experts are; say their bits in a --recipe")
+    card_bytes = machine.accelerator.memory_bytes
+    budget = weight_budget_bytes(spec, card_bytes, length)
+    if budget >= 2 * spec.params():
+        raise UserError(
+            f"{job.model} fits {machine.accelerator.name} with {length:,} tokens in 16 bits already; there is nothing "
+            "to compress (--method makes it smaller all the same)"
+        )
+    if not job.data:
+        raise UserError("--fit looks at the inputs and gradients of layers; give it text with --data")
+    group = group_of(spec)
+    calibration = job.read_calibration(spec)
+    rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
+    decoder = load_model(job.model, device=job.device, packed=False).model
+    found = measure_sensitivities(decoder, rows, group, say=say)
+    del decoder
+    choice = choose_bits(spec, options_of(spec, found.losses, group), budget)
+    recipe = recipe_for(spec, choice, group, method)
+    return Fit(choice, recipe, found, fit_ledger(spec, choice.bytes, length), card_bytes, length)

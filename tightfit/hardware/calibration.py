@@ -1,0 +1,130 @@
+"""This machine's own rates, as `tightfit calibrate` measured them, in a file of the user's.
+
+The file is `$XDG_CONFIG_HOME/tightfit/calibration.json` (`~/.config` where that is not set), one entry per device name.
+`--on local` and `--fit` use the entry of the card they find; without one they count with the shares of other cards
+(sustained.py). Rates are what the machine reached, not shares of a data sheet.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
+from tightfit.durable import durable_file
+from tightfit.errors import UserError
+from tightfit.hardware.accelerator import Accelerator
+from tightfit.hardware.efficiency import MEASURED, Efficiency, Shares
+
+FORMAT = 1
+CPU = "cpu"
+"""The device name of a machine without a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Rates of one device and its host."""
+
+    device: str
+    date: str
+    products_tflop_s: Mapping[str, float]
+    """Of matrix products that follow one another, by number format."""
+    product_us: float
+    """Fixed part of one product."""
+    attention_tflop_s: Mapping[str, tuple[float, float]]
+    """Causal attention, forward and backward, by number format."""
+    copy_gb_s: float
+    """Read and written, of a copy on the device."""
+    link_gb_s: float
+    """Of a pinned copy from the host."""
+    link_both_ways: float
+    """Of each of two copies at once, as a share of one alone."""
+    host_adam_params_s: float
+    layer_launch_ms: float
+    """The host's time to launch a plain layer, forward and backward."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Calibration":
+        """What `to_json` made."""
+        attention = {name: (float(pair[0]), float(pair[1])) for name, pair in data["attention_tflop_s"].items()}
+        return cls(**{**data, "attention_tflop_s": attention})
+
+    def efficiency(self, card: Accelerator) -> Efficiency:
+        """The same as shares of the card's peaks, which is what costs count with."""
+        return replace(
+            MEASURED,
+            narrow=self._shares(card, MEASURED.narrow, ("bf16", "fp16")),
+            wide=self._shares(card, MEASURED.wide, ("fp32",)),
+            matmul=self._share(card, ("bf16", "fp16")) or MEASURED.matmul,
+            bandwidth=self.copy_gb_s / card.bandwidth_gb_s,
+            fp8_tensor=self._share(card, ("fp8",)) or MEASURED.fp8_tensor,
+            fp8_tensor_wide=self._share(card, ("fp8",)) or MEASURED.fp8_tensor_wide,
+            fp8_row=self._share(card, ("fp8",)) or MEASURED.fp8_row,
+            link_both_ways=self.link_both_ways,
+            host_adam_params_s=self.host_adam_params_s,
+        )
+
+    def _share(self, card: Accelerator, numbers: tuple[str, ...]) -> float | None:
+        """Of the first number format that was measured and that the card has a peak of."""
+        for number in numbers:
+            peak = getattr(card.rates, number)
+            if number in self.products_tflop_s and peak:
+                return self.products_tflop_s[number] / peak
+        return None
+
+    def _shares(self, card: Accelerator, other: Shares, numbers: tuple[str, ...]) -> Shares:
+        products = self._share(card, numbers)
+        if products is None:
+            return other
+        number = next(each for each in numbers if each in self.products_tflop_s and getattr(card.rates, each))
+        forward, backward = self.attention_tflop_s.get(number, (0.0, 0.0))
+        peak = getattr(card.rates, number)
+        return replace(
+            other,
+            products=products,
+            product_s=self.product_us * 1e-6,
+            attention_forward=((64, forward / peak),) if forward else other.attention_forward,
+            attention_backward=((64, backward / peak),) if backward else other.attention_backward,
+        )
+
+
+def calibration_path() -> Path:
+    """The user's file."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
+    return Path(home) / "tightfit" / "calibration.json"
+
+
+def read_calibrations(path: Path | None = None) -> dict[str, Calibration]:
+    """Every entry by device name; nothing where there is no file."""
+    path = path or calibration_path()
+    if not path.exists():
+        return {}
+    remedy = f"remove {path}, or make it anew with `tightfit calibrate`"
+    data = read_json(path, LARGEST_RECORD_BYTES, "a calibration", remedy=remedy)
+    try:
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']!r} instead of {FORMAT}")
+        return {name: Calibration.from_json(entry) for name, entry in data["devices"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(f"{path} is not a calibration ({error}); {remedy}") from None
+
+
+def write_calibration(found: Calibration, path: Path | None = None) -> Path:
+    """Add or replace the entry of `found`'s device; others stay."""
+    path = path or calibration_path()
+    entries = {**read_calibrations(path), found.device: found}
+    text = json.dumps({"format": FORMAT, "devices": {name: each.to_json() for name, each in entries.items()}}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with durable_file(path) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; set XDG_CONFIG_HOME to another place") from None
+    return path

@@ -1,0 +1,304 @@
+"""All that happens between the projection of a decoding step and the output of its attention, in one kernel.
+
+For one new token per sequence: queries and the key get their norms (where the model has them) and are turned by their
+position (rope), key and value go to their place in the paged cache, and the queries attend over all of it:
+
+    out[b, h] = Σ_t softmax_t(cap(scale · q[b, h] · k[t])) · v[t],   t in the last `window` of lengths[b] positions
+
+It is rotate_store.py and paged_attention.py in one, as between small kernels most of the time goes by in starting them.
+As there, the keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023). Every program
+turns the queries of its heads again, which is little; the one whose share ends the sequence also turns and stores the
+new key. It takes that key and its value from registers, so nobody waits for the write. The program that comes last for
+its sequence and key head, by a counter, joins the shares and sets the counter back to zero for the next launch.
+"""
+
+import torch
+from torch import Tensor
+
+from tightfit.kernels.flash_blocks import Problem, softcapped_scores
+from tightfit.kernels.operators import on_device_of
+from tightfit.kernels.overlap import launch_next, wait_for_previous
+from tightfit.kernels.paged_attention import MOST_SPLITS, keys_at_a_time, paged_attention_eager, split_count
+from tightfit.kernels.rotate_store import rotate_store_eager
+from tightfit.kernels.triton_support import tl, triton
+
+MANY_PAIRS = 256
+"""Pairs of sequence and key head from which on a share of a sequence has at least four blocks of keys: there are
+programs enough for the card, and joining shares costs more than it brings."""
+
+
+def decode_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    counters: Tensor,
+    *,
+    heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+    splits: int | None = None,
+    overlap: bool = False,
+) -> Tensor:
+    """Attention [B, heads, D] of qkv [B, (heads + 2 kv_heads) · D] over the cache, which gets the new keys and values.
+
+    keys, values [blocks, block_size, kv_heads, D]; tables int32 [B, n]; lengths [B] count the new token; cos and sin
+    [positions, d/2]; counters int32 [≥ B · kv_heads] are zero before and after.
+    """
+    B, (kv_heads, D) = qkv.shape[0], keys.shape[2:]
+    assert keys.stride() == values.stride()
+    assert tables.stride(1) == qkv.stride(1) == 1
+    assert counters.numel() >= B * kv_heads
+    pairs = B * kv_heads
+    splits = splits or split_count(pairs, tables.shape[1] * keys.shape[1], qkv.device)
+    assert splits <= MOST_SPLITS
+    out = torch.empty((B, heads, D), device=qkv.device, dtype=qkv.dtype)
+    parts = torch.empty((B, heads, splits, D), device=qkv.device, dtype=torch.float32)
+    norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)
+    problem = Problem(scale, window or 0, softcap or 0.0, None)
+    inner, outer = problem.factors()
+    constants = problem.constants(out[None])
+    constants.pop("HAS_BOUNDS")
+    group = heads // kv_heads
+    launch = {"launch_pdl": True} if overlap else {}
+    with on_device_of(qkv):
+        _kernel[(kv_heads, splits, B)](
+            qkv,
+            keys,
+            values,
+            tables,
+            lengths,
+            cos,
+            sin,
+            qkv if q_norm is None else q_norm,
+            qkv if k_norm is None else k_norm,
+            counters,
+            out,
+            parts,
+            norms,
+            qkv.stride(0),
+            *keys.stride()[:3],
+            tables.stride(0),
+            cos.stride(0),
+            norm_eps,
+            norm_offset,
+            window or 0,
+            inner,
+            outer,
+            **constants,
+            HALF=cos.shape[-1],
+            HAS_NORM=q_norm is not None,
+            GROUP=group,
+            GROUP_2=max(16, triton.next_power_of_2(group)),
+            BLOCK_SIZE=keys.shape[1],
+            BLOCK_K=keys_at_a_time(pairs),
+            LEAST_BLOCKS=1 if pairs < MANY_PAIRS else 4,
+            MOST=MOST_SPLITS,
+            OVERLAP=overlap,
+            num_warps=4,
+            num_stages=3 if D * keys.element_size() <= 256 else 2,
+            **launch,
+        )
+    return out
+
+
+def decode_attention_eager(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: float = 0.0,
+) -> Tensor:
+    """The reference: turn and store, then attend."""
+    last = lengths.long() - 1
+    block_size = keys.shape[1]
+    blocks = tables.long().gather(1, (last // block_size)[:, None])[:, 0]
+    query = rotate_store_eager(
+        qkv,
+        keys,
+        values,
+        blocks * block_size + last % block_size,
+        last,
+        cos,
+        sin,
+        heads=heads,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+    )
+    return paged_attention_eager(query, keys, values, tables, lengths, scale=scale, window=window, softcap=softcap)
+
+
+@triton.jit
+def _turned(  # type: ignore[no-untyped-def]
+    x, norm, columns, here, c, s, eps, offset, D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
+):  # fmt: skip
+    """Heads at x [rows, BLOCK_D], normed and turned: column i < HALF with column i + HALF, those after 2 HALF as is."""
+    partner = tl.where(columns < HALF, columns + HALF, tl.where(columns < 2 * HALF, columns - HALF, columns))
+    own = tl.load(x + columns[None, :], mask=here, other=0.0)
+    other = tl.load(x + partner[None, :], mask=here, other=0.0)
+    kind = own.dtype
+    own, other = own.to(tl.float32), other.to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(own * own, 1) / D + eps)[:, None]
+        in_head = columns < D
+        own_weight = tl.load(norm + columns, mask=in_head, other=0.0).to(tl.float32) + offset
+        other_weight = tl.load(norm + partner, mask=in_head, other=0.0).to(tl.float32) + offset
+        own = (own * factor * own_weight[None, :]).to(kind).to(tl.float32)  # as the norm alone would have left it
+        other = (other * factor * other_weight[None, :]).to(kind).to(tl.float32)
+    signed = tl.where(columns < HALF, -s, s)
+    return (own * c[None, :] + other * signed[None, :]).to(kind)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _kernel(  # type: ignore[no-untyped-def]
+    qkv, keys, values, tables, lengths, cos, sin, q_norm, k_norm, counters, out, parts, norms,
+    x_row, kv_block, kv_place, kv_head, table_row, angle_row, eps, offset, window, inner, outer,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, LEAST_BLOCKS: tl.constexpr, MOST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K.
+
+    What does not depend on the projection (lengths, tables, angles, older keys) is asked for before it is waited for.
+    """
+    launch_next(OVERLAP)
+    head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_heads, most_splits = tl.num_programs(0), tl.num_programs(1)
+    rows, columns = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
+    in_group, in_head = rows < GROUP, columns < D
+    length = tl.load(lengths + batch).to(tl.int32)
+    newest = length - 1
+    first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
+    begin_block = first // BLOCK_K
+    blocks = tl.cdiv(length, BLOCK_K) - begin_block
+    splits = tl.maximum(tl.minimum(most_splits, blocks // LEAST_BLOCKS), 1)
+    share = tl.cdiv(blocks, splits)
+    begin = (begin_block + split * share) * BLOCK_K
+    end = tl.minimum(begin + share * BLOCK_K, length)
+    if split >= splits:
+        return
+    table = tables + batch * table_row
+    has_newest = (begin <= newest) & (newest < end)
+    position = tl.maximum(newest, 0).to(tl.int64)
+    place = tl.load(table + position // BLOCK_SIZE).to(tl.int64) * kv_block + (position % BLOCK_SIZE) * kv_place
+    in_rope = columns < 2 * HALF
+    c = tl.load(cos + position * angle_row + columns % HALF, mask=in_rope, other=1.0).to(tl.float32)
+    s = tl.load(sin + position * angle_row + columns % HALF, mask=in_rope, other=0.0).to(tl.float32)
+    before = tl.minimum(end, newest)
+    keys += head * kv_head
+    values += head * kv_head
+    group_mask = in_group[:, None] & in_head[None, :]
+    k, v, here = _older(keys, values, table, begin, first, before, kv_block, kv_place, columns, D, BLOCK_SIZE, BLOCK_K)
+    wait_for_previous(OVERLAP)
+
+    x = qkv + batch * x_row
+    at_heads = x + (head * GROUP + rows[:, None]) * D
+    at_key = x + (kv_heads * GROUP + head) * D + tl.zeros([1, 1], tl.int32)
+    v_new = tl.load(x + (kv_heads * (GROUP + 1) + head) * D + columns, mask=in_head, other=0.0)
+    q = _turned(at_heads, q_norm, columns, group_mask, c, s, eps, offset, D, HALF, HAS_NORM)
+    k_new = _turned(at_key, k_norm, columns, in_head[None, :], c, s, eps, offset, D, HALF, HAS_NORM)
+    stores = (columns < tl.where(has_newest, D, 0)) & in_head
+    tl.store(keys + place + columns[None, :], k_new, mask=stores[None, :])
+    tl.store(values + place + columns, v_new, mask=stores)
+    highest = softcapped_scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1), inner, outer, HAS_SOFTCAP)[0]
+    highest = tl.where(has_newest, highest, -1.0e30)
+    denominator = tl.where(has_newest, 1.0, 0.0) + tl.zeros([GROUP_2], tl.float32)
+    acc = tl.where(has_newest, v_new.to(tl.float32)[None, :], 0.0) + tl.zeros([GROUP_2, BLOCK_D], tl.float32)
+    acc, highest, denominator = _attended(
+        acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP, PRECISION
+    )  # fmt: skip
+    for start in range(begin + BLOCK_K, before, BLOCK_K):
+        k, v, here = _older(
+            keys, values, table, start, first, before, kv_block, kv_place, columns, D, BLOCK_SIZE, BLOCK_K
+        )  # fmt: skip
+        acc, highest, denominator = _attended(
+            acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP, PRECISION
+        )  # fmt: skip
+
+    row = batch * (kv_heads * GROUP) + head * GROUP + rows
+    to_out = out + row[:, None] * D + columns[None, :]
+    if splits == 1:
+        tl.store(to_out, (acc / denominator[:, None]).to(out.dtype.element_ty), mask=group_mask)
+    else:
+        total = tl.num_programs(2).to(tl.int64) * kv_heads * GROUP * most_splits
+        shares = row * most_splits + split
+        tl.store(parts + shares[:, None] * D + columns[None, :], acc, mask=group_mask)
+        tl.store(norms + shares, highest, mask=in_group)
+        tl.store(norms + total + shares, denominator, mask=in_group)
+        tl.debug_barrier()  # all of the program's threads have stored before it is counted
+        counter = counters + batch * kv_heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+            tl.store(counter, 0)
+            _join(parts, norms, out, tl.min(row, 0), total, splits, most_splits, columns, D, GROUP, MOST)
+
+
+@triton.jit
+def _older(  # type: ignore[no-untyped-def]
+    keys, values, table, start, first, before, kv_block, kv_place, columns,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of positions from `start` on, and which of them lie in [first, before)."""
+    at = start + tl.arange(0, BLOCK_K)
+    here = (at < before) & (at >= first)
+    block = tl.load(table + at // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
+    place = (block * kv_block + (at % BLOCK_SIZE) * kv_place)[:, None] + columns[None, :]
+    mask = here[:, None] & (columns < D)[None, :]
+    return tl.load(keys + place, mask=mask, other=0.0), tl.load(values + place, mask=mask, other=0.0), here
+
+
+@triton.jit
+def _attended(  # type: ignore[no-untyped-def]
+    acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The running softmax after another block of keys."""
+    scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
+    scores = tl.where(here[None, :], scores, -1.0e30)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.where(here[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+    shrink = tl.exp2(highest - higher)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, higher, denominator * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    parts, norms, out, row, total, splits, most_splits, columns,
+    D: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), heads from `row` on.
+
+    Read past the first-level cache, which does not see what other programs wrote.
+    """
+    split = tl.arange(0, MOST)
+    here = split < splits
+    for head in tl.static_range(GROUP):
+        at = (row + head) * most_splits + split
+        highest = tl.load(norms + at, mask=here, other=-1.0e30, cache_modifier=".cg")
+        denominator = tl.load(norms + total + at, mask=here, other=0.0, cache_modifier=".cg")
+        factor = tl.exp2(highest - tl.max(highest, 0))
+        mask = here[:, None] & (columns < D)[None, :]
+        part = tl.load(parts + at[:, None] * D + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        made = tl.sum(part * factor[:, None], 0) / tl.sum(denominator * factor, 0)
+        tl.store(out + (row + head) * D + columns, made.to(out.dtype.element_ty), mask=columns < D)

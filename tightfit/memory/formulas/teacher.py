@@ -1,0 +1,56 @@
+"""What a teacher adds to a training step (train/distillation.py): it runs before the student, and keeps nothing.
+
+| when | bytes |
+|---|---|
+| always | its weights, on the GPU or on the host |
+| before forward | its residual stream, a layer at work; from the host that layer's weights too |
+| until the loss | its normed hidden states, and those of compared layers |
+| loss | a chunk of both models' logits; from the host its output projection |
+"""
+
+from dataclasses import dataclass
+
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.teacher import Teacher
+from tightfit.levers.policy.loss_chunks import chunk_rows, distillation_row_bytes
+from tightfit.memory.formulas.layer import layer_cost
+from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.models.spec import ModelSpec
+
+WIDE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherMemory:
+    """Bytes by the time they are there."""
+
+    gpu_weights: int = 0
+    host_weights: int = 0
+    teaching: int = 0
+    """While it runs."""
+    until_loss: int = 0
+    at_loss: int = 0
+    """From the host: its output projection."""
+    chunk: int = 0
+
+
+def teacher_memory(teacher: Teacher | None, student: ModelSpec, shape: LocalShape, levers: Levers) -> TeacherMemory:
+    """The teacher of a student of this shape; nothing without one."""
+    if teacher is None:
+        return TeacherMemory()
+    spec, on_host = teacher.spec, teacher.place == "host"
+    hidden_bytes = shape.hidden_bytes(spec)
+    head_bytes = shape.element_bytes * spec.vocab_size * spec.hidden_size
+    arriving_bytes = max(spec.layer_params(i) for i in range(spec.layers)) * shape.element_bytes if on_host else 0
+    features_bytes = teacher.features * shape.hidden_bytes(student)
+    row_bytes = distillation_row_bytes(student.vocab_size, shape.element_bytes, fused=True)
+    free_bytes = student.vocab_size * student.hidden_size * shape.element_bytes if shape.element_bytes < WIDE else 0
+    rows = max(1, chunk_rows(shape.tokens, (levers.loss_chunk_bytes + free_bytes) // row_bytes))
+    return TeacherMemory(
+        gpu_weights=0 if on_host else teacher.weight_bytes,
+        host_weights=teacher.weight_bytes if on_host else 0,
+        teaching=hidden_bytes + layer_cost(spec, spec.layers - 1, shape).forward_working + arriving_bytes,
+        until_loss=hidden_bytes + features_bytes,
+        at_loss=head_bytes if on_host else 0,
+        chunk=min(rows, shape.tokens) * row_bytes,
+    )

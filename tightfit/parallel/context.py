@@ -1,0 +1,172 @@
+"""Context parallelism: ranks hold a piece of every row each, and meet in attention alone.
+
+Every context rank is given the same whole rows and keeps its tokens (row_split.py). Labels are those of the loader,
+where `labels[t]` follows `tokens[t]` already, so cutting both at the same places loses no pair at a border. Positions
+are those of the whole row, restarted at documents, before they are cut; rope tables are made from them. The loss is of
+a rank's own tokens, divided by the counted tokens of the step; gradients of weights are summed over data and context
+ranks together, and ZeRO splits over both (mesh.py). Everything but attention is as on one process.
+
+| | attention of a rank | what it sends in a layer, forward |
+|---|---|---|
+| exchange of heads (head_exchange.py) | heads / u, all tokens | (u − 1)/u of its q, k, v and output |
+| ring (ring.py) | all heads, its tokens' queries | r − 1 times its keys and values |
+
+`layout.ring` says how many of the context ranks form the ring; the others exchange heads inside it. The ring is for
+heads that are too few, and for links that are slow: its messages are on their way while attention runs.
+
+The decoder is unchanged. Four of its methods are replaced, which Decoder.forward and pipeline stages both call:
+positions, embedding, what layers share (`ForwardContext.attend` takes attention's place) and the loss. Routed layers
+balance their load over the tokens of all pieces of a row, as one process would.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tightfit.collectives.conjugate import all_reduce
+from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.rules.shapes import unshared_rows
+from tightfit.kernels.attention import AttentionMask, attention
+from tightfit.models.cache import KeyValueCache
+from tightfit.models.decoder import Decoder, ForwardContext
+from tightfit.models.mlp import RoutedMlp
+from tightfit.models.rope import tables
+from tightfit.parallel.head_exchange import gather_rows, scatter_rows
+from tightfit.parallel.mesh import context_group
+from tightfit.parallel.ring import ring_attention
+from tightfit.parallel.row_split import RowSplit
+
+APPLIED = "row_split"
+"""Attribute of a decoder with its RowSplit."""
+BY_LONGEST_ROW = ("dynamic", "longrope")
+"""Scalings of rope that depend on the last position of a row, which another rank may have."""
+
+
+def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
+    """Give `model` this rank's tokens of every row, in place and once."""
+    if APPLIED in vars(model):
+        return
+    ring, heads = context_group(mesh, "ring"), context_group(mesh, "heads")
+    split = RowSplit(
+        ring=layout.ring,
+        ring_rank=0 if ring is None else ring.rank(),
+        exchanging=layout.exchanging,
+        exchanging_rank=0 if heads is None else heads.rank(),
+    )
+    context = Context(model, split, heads, ring)
+    own: Any = vars(model)
+    own[APPLIED] = split
+    own["token_positions"] = context.token_positions
+    own["embed_tokens"] = context.embed_tokens
+    own["forward_context"] = context.forward_context
+    own["loss"] = context.loss
+    for module in model.modules():
+        if isinstance(module, RoutedMlp):
+            vars(module)["_balance_loss"] = partial(_balance_loss, mesh.get_group("context"))
+
+
+def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, offsets: Tensor) -> Tensor:
+    """E · Σ_e f_e · P_e as models/mlp.py has it, of the tokens of all ranks; gradients are of this rank's share."""
+    load = offsets.diff(prepend=offsets.new_zeros(1)).to(probabilities.dtype)
+    sums = all_reduce(torch.cat([load, probabilities.sum(0)]), group)
+    load, probability = (sums / (len(probabilities) * group.size())).chunk(2)
+    return len(load) * (load * probability).sum()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a decoder does with whole rows, of which this rank has some tokens."""
+
+    model: Decoder
+    split: RowSplit
+    heads_group: dist.ProcessGroup | None
+    ring_group: dist.ProcessGroup | None
+
+    def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+        """Positions of this rank's tokens in their documents, from whole rows."""
+        if cache is not None:
+            raise UserError("a model whose rows are split over ranks cannot generate; load the checkpoint on one")
+        if sentence := unshared_rows(tokens.shape[1], self.split.ranks, self.split.ring):
+            raise UserError(sentence)
+        return self.split.cut(Decoder.token_positions(self.model, tokens, documents, None))
+
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Of this rank's tokens of whole rows; `positions` are theirs."""
+        return Decoder.embed_tokens(self.model, self.split.cut(tokens), positions)
+
+    def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
+        """The summed loss of this rank's tokens; `labels` are of whole rows."""
+        return Decoder.loss(self.model, x, self.split.cut(labels), divisor)
+
+    def forward_context(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
+    ) -> ForwardContext:
+        """Rope tables for this rank's tokens, and attention over whole rows."""
+        ctx = Decoder.forward_context(self.model, x, positions, None, cache)
+        length = positions.shape[1] * self.split.ranks
+        mask = AttentionMask(length, length, x.device, documents)
+        ctx.attend, ctx.heads_multiple = partial(self.attend, mask), self.split.exchanging
+        for rope in ctx.rope_tables:
+            if rope.scaling in BY_LONGEST_ROW:
+                ctx.rope_tables[rope] = self._tables_of_whole_rows(rope, x, length, documents)
+        return ctx
+
+    def _tables_of_whole_rows(
+        self, rope: Any, x: Tensor, length: int, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        spec, rows = self.model.spec, torch.empty(1, length, dtype=torch.int8, device=x.device)
+        positions = Decoder.token_positions(self.model, rows, documents, None)
+        whole = tables(rope, spec.head_dim, spec.max_positions, positions, x.dtype)
+        cos, sin = (self.split.cut(table.transpose(1, 2)).transpose(1, 2) for table in whole)
+        return cos, sin
+
+    def attend(
+        self,
+        mask: AttentionMask,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of this rank's tokens to all of their rows, [B, heads, t, D]."""
+        if self.heads_group is not None:
+            query, key, value = gather_rows(query, key, value, self.heads_group)
+        attended = self._attend(mask, query, key, value, scale=scale, window=window, softcap=softcap)
+        del query, key, value  # before more is received
+        return attended if self.heads_group is None else scatter_rows(attended, self.heads_group)
+
+    def _attend(
+        self,
+        mask: AttentionMask,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if self.ring_group is not None:
+            first = self._first_keys(mask, window, len(query))
+            return ring_attention(query, key, value, first, self.ring_group, scale=scale, softcap=softcap)
+        impl = self.model.impl.attention
+        return attention(query, key, value, mask, scale=scale, window=window, softcap=softcap, impl=impl)
+
+    def _first_keys(self, mask: AttentionMask, window: int | None, rows: int) -> Tensor | None:
+        """The first key of every query of this rank's place in the ring, [B, tokens]; None where it is the row's."""
+        window = mask.effective_window(window)
+        if mask.is_causal_only(window):
+            return None
+        first = mask.first(window).int()
+        pieces = [first[:, begin:end] for begin, end in self.split.ring_intervals(mask.keys)]
+        return torch.cat(pieces, dim=1).expand(rows, -1)

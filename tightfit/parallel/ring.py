@@ -1,0 +1,256 @@
+"""Ring attention: keys and values go round the ranks while each attends with its own queries (Liu et al. 2023).
+
+Ring rank i of r has pieces i and 2r − 1 − i of every row's 2r (row_split.py). Of what arrives from rank j it needs
+
+| from | queries | keys |
+|---|---|---|
+| itself | all | all, causally |
+| j < i | all | the first piece, wholly |
+| j > i | the second piece | all, wholly |
+
+which is as much work for each j and every rank. What is seen of a part is told to kernels/partial_attention.py as the
+first key of every query, so windows and packed documents hold across ranks. Outputs are joined by their logsumexp in
+float32. The next keys and values arrive while those at hand are attended to.
+
+Backward sends keys and values round once more. Their gradients follow a step behind, summed in float32: they begin at
+the rank after their owner and come home after r − 1 sends, each on its way while the next part is computed.
+
+Elements that a rank sends for t tokens of k key heads of D channels: forward 2 (r − 1) t k D; backward as many, and as
+many float32.
+
+The whole ring is one operator, so that selective checkpointing keeps its result as it does that of other attention, and
+simulations take it as one step: what it allocates while it runs is declared in `_forward_scratch` and
+`_backward_scratch`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tightfit.kernels.flash_attention import like_rows
+from tightfit.kernels.operators import below_autograd, operator
+from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward, join_
+
+WIDE = 4
+"""Bytes of a float32."""
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor | None,
+    group: dist.ProcessGroup,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of this rank's queries [B, heads, t, D] to the keys and values [B, kv_heads, t, D] of all ranks.
+
+    `first` int32 [B, t] is the first key of every query, by its position in the row; None: the row's first.
+    """
+    return _attend(query, key, value, first, scale, softcap or 0.0, group.group_name)[0]
+
+
+class Region(NamedTuple):
+    """What of a rank's queries and of another's keys attend to each other."""
+
+    queries_from: int
+    keys_to: int
+    causal: bool
+
+
+def region_of(rank: int, source: int, length: int) -> Region:
+    """Of queries on ring rank `rank` and keys from `source`, where each has `length` tokens of a row."""
+    if source == rank:
+        return Region(0, length, causal=True)
+    if source < rank:
+        return Region(0, length // 2, causal=False)
+    return Region(length // 2, length, causal=False)
+
+
+def _part(first: Tensor | None, region: Region, source: int, ring: int, length: int, scale: float, cap: float) -> Part:
+    """The region as a kernel takes it: a query's first key counted among those that arrived from `source`."""
+    part = Part(scale, softcap=cap or None, causal=region.causal, keys=region.keys_to)
+    if first is None:
+        return part
+    piece = length // 2
+    starts = (source * piece, (2 * ring - 1 - source) * piece)[: region.keys_to // piece]
+    seen = sum(((first - start).clamp(0, piece) for start in starts), torch.zeros_like(first))
+    return Part(part.scale, part.softcap, part.causal, seen[:, region.queries_from :].contiguous(), part.keys)
+
+
+class _Ring:
+    """This rank's place in the ring, and what it hands on."""
+
+    def __init__(self, group_name: str) -> None:
+        resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        self.group: dist.ProcessGroup = resolve(group_name)
+        self.size, self.rank = self.group.size(), self.group.rank()
+
+    def pass_round(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Ranks and their tensors like `own`, this rank's first; the next one arrives while one is at hand."""
+        held = own
+        del own
+        for step in range(self.size):
+            arriving, works = held, list[Any]()
+            if step < self.size - 1:
+                arriving, works = self.hand_on(held)
+            yield (self.rank - step) % self.size, held
+            for work in works:
+                work.wait()
+            held = arriving
+
+    def hand_on(self, held: Tensor) -> tuple[Tensor, list[Any]]:
+        """Begin to send `held` to the next rank; what the one before sends, once the work is waited for."""
+        arriving = torch.empty_like(held)
+        operations = [
+            dist.P2POp(dist.isend, held, group=self.group, group_peer=(self.rank + 1) % self.size),
+            dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=(self.rank - 1) % self.size),
+        ]
+        return arriving, dist.batch_isend_irecv(operations)
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, softcap: float, group: str
+) -> tuple[Tensor, Tensor]:
+    ring, length = _Ring(group), query.shape[2]
+    out, logs = query.new_empty(0), query.new_empty(0)
+    for source, held in ring.pass_round(torch.stack([key, value])):
+        region = region_of(ring.rank, source, length)
+        part = _part(first, region, source, ring.size, length, scale, softcap)
+        keys, values = held[:, :, :, : region.keys_to].unbind()
+        seeing = query[:, :, region.queries_from :]
+        more, more_logs = attend_part(seeing, keys, values, part)
+        if source == ring.rank:
+            out, logs = more.float() if more.element_size() < WIDE else more, more_logs.contiguous()
+        else:
+            join_(out[:, :, region.queries_from :], logs[:, :, region.queries_from :], more, more_logs)
+        del more, seeing, keys, values, held
+    return out.to(query.dtype), logs
+
+
+class _KeyGradients:
+    """Gradients of keys and values, summed on their way round the ring, one step behind what they are of."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring = ring
+        self.own: Tensor | None = None
+        self.passing: Tensor | None = None
+        self.works: list[Any] = []
+
+    def add(self, d_key: Tensor, d_value: Tensor, like: Tensor, region: Region) -> None:
+        """What this rank found for the keys at hand (`like` them), added to what ranks before it have."""
+        total = torch.zeros_like(like, dtype=torch.float32) if self.passing is None else self._arrived()
+        for sums, found in zip(total, (d_key, d_value), strict=True):
+            sums[:, :, : region.keys_to] += found
+        if self.own is None:
+            self.own = total
+        else:
+            self.passing, self.works = self.ring.hand_on(total)
+
+    def _arrived(self) -> Tensor:
+        assert self.passing is not None
+        for work in self.works:
+            work.wait()
+        return self.passing
+
+    def total(self) -> Tensor:
+        """Of this rank's own keys and values, [2, B, kv_heads, t, D]."""
+        assert self.own is not None
+        return self.own.add_(self._arrived())
+
+
+def _run_backward(
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    first: Tensor | None,
+    scale: float,
+    softcap: float,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring, length = _Ring(group), query.shape[2]
+    d_query, key_gradients = torch.zeros_like(like_rows(query), dtype=torch.float32), _KeyGradients(ring)
+    for source, held in ring.pass_round(torch.stack([key, value])):
+        region = region_of(ring.rank, source, length)
+        part = _part(first, region, source, ring.size, length, scale, softcap)
+        keys, values = held[:, :, :, : region.keys_to].unbind()
+        seeing = slice(region.queries_from, None)
+        by_query = (x[:, :, seeing] for x in (d_out, query, out, logs))
+        given, queries, attended, denominators = by_query
+        found = attend_part_backward(given, queries, keys, values, attended, denominators, part)
+        d_query[:, :, seeing] += found[0]
+        key_gradients.add(found[1], found[2], held, region)
+        del found, held, keys, values
+    d_key, d_value = key_gradients.total().to(key.dtype).unbind()
+    return d_query.to(query.dtype), d_key, d_value
+
+
+def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return like_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    both = key.new_empty(2, *key.shape)
+    return like_rows(query), both[0], both[1]
+
+
+def _forward_scratch(query: Tensor, key: Tensor, *_: Any) -> int:
+    """Keys and values at hand and arriving; a part's output beside the float32 sum, one of which is the result."""
+    return 4 * key.numel() * key.element_size() + WIDE * query.numel()
+
+
+def _backward_scratch(d_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
+    """Keys and values at hand and arriving; float32 gradients of them (own, at hand, arriving) and of queries.
+
+    And what fused attention's backward takes (memory/cuda_rules.py): dQ in float32, and dK and dV of every head.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    kernel_bytes = query.numel() * (WIDE + 2 * query.element_size() * grouped)
+    passing_bytes = 4 * key.numel() * key.element_size() + 6 * WIDE * key.numel()
+    return passing_bytes + WIDE * query.numel() + kernel_bytes
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            out, logs = _attend(query, key, value, first, *settings)
+        ctx.save_for_backward(query, key, value, out, logs, first)
+        ctx.settings = settings
+        ctx.mark_non_differentiable(logs)
+        ctx.set_materialize_grads(False)
+        return out, logs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logs, first = ctx.saved_tensors
+        d_out = grads[0] if grads[0] is not None else torch.zeros_like(out)  # other ranks wait for this one
+        found = _attend_backward(d_out, query, key, value, out, logs, first, *ctx.settings)
+        return *found, None, None, None, None
+
+
+SETTINGS = "Tensor? first, float scale, float softcap, str group"
+_attend_backward = operator(
+    "ring_attention_backward(Tensor d_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logs, "
+    f"{SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+    scratch_bytes=_backward_scratch,
+)
+_attend = operator(
+    f"ring_attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+    _RingAttention,
+    scratch_bytes=_forward_scratch,
+)

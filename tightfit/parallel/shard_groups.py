@@ -1,0 +1,65 @@
+"""FSDP2's groups: the parameters that are all-gathered together, and the module before whose forward that happens.
+
+Who changes shards from outside (optimizer states and weights on the host) must tell FSDP2 where a shard lies now, and
+make its all-gather wait for a shard that is still being updated. Torch has no public way to do either, so this file
+has all of its private names that we use, which are those of torch 2.11 to 2.13.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tightfit.collectives.shards import is_shard, local, replace_local
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """One group and its module."""
+
+    module: nn.Module
+    torch_group: Any
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Its sharded parameters."""
+        return [each.sharded_param for each in self.torch_group.fsdp_params]
+
+    def relocated(self, parameter: Tensor) -> None:
+        """FSDP2 all-gathers `parameter` from where its shard lies now."""
+        next(each for each in self.torch_group.fsdp_params if each.sharded_param is parameter).reset_sharded_param()
+
+    def gather_after(self, event: torch.cuda.Event | None) -> None:
+        """The next all-gather begins after `event`."""
+        self.torch_group._wait_all_gather_streams_on_event(event)
+
+
+def shard_groups(module: nn.Module) -> Iterator[ShardGroup]:
+    """The groups of `module` and everything inside it, in forward order."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            state: Any = each._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one or none
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None:
+                    yield ShardGroup(each, group)
+
+
+class Shards:
+    """Where the shards of a model's parameters lie; plain parameters are their own."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.groups = [] if module is None else list(shard_groups(module))
+        self.group_of = {id(p): group for group in self.groups for p in group.parameters}
+
+    def place(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """Make `part` this rank's shard of `parameter`; returns it as it then lies in memory."""
+        if not is_shard(parameter):
+            parameter.data = part
+            return parameter.data
+        replace_local(parameter, part)
+        self.group_of[id(parameter)].relocated(parameter)
+        return local(parameter)

@@ -1,0 +1,120 @@
+"""A deployment as a Kubernetes manifest: one pod per copy, and one address for all of them.
+
+A Deployment of vLLM's own image and a Service in front. A pod asks for as many GPUs as a copy has cards, so a copy must
+lie within one machine. Weights that are a directory come from a volume claim of the cluster, mounted at that directory;
+names on a hub are loaded by vLLM. The key that clients send comes from a Secret, where there is one. Containers run
+with no more rights than they need, and a pod is sent requests once it answers /health.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from tightfit.errors import UserError
+from tightfit.plan.deployment import Deployment
+from tightfit.plan.export.vllm import MARK, EngineOptions, vllm_arguments
+
+IMAGES: Mapping[str, str] = {"NVIDIA": "vllm/vllm-openai:v0.24.0", "AMD": "vllm/vllm-openai-rocm:v0.24.0"}
+RESOURCES: Mapping[str, str] = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu"}
+PORT = 8000
+LONGEST_NAME = 63
+START_MINUTES = 30
+DRAIN_SECONDS = 60
+CLAIM = "models"
+Json = dict[str, Any]
+
+
+def kubernetes_manifest(deployment: Deployment, options: EngineOptions, *, image: str | None = None) -> str:
+    """Both objects as YAML, after a comment that says what was planned."""
+    objects = kubernetes_objects(deployment, options, image=image)
+    head = f"# {MARK}:\n# {deployment.describe()}\n"
+    return head + "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in objects)
+
+
+def kubernetes_objects(deployment: Deployment, options: EngineOptions, *, image: str | None = None) -> list[Json]:
+    """The Deployment and the Service."""
+    if deployment.spans_nodes:
+        raise UserError(
+            f"a copy of {deployment.model} takes {deployment.cards} cards, but a pod has those of one machine "
+            f"({deployment.machine.per_node}); name larger cards with --on, or use --export vllm"
+        )
+    name = object_name(options.name)
+    inside = replace(options, host="0.0.0.0", port=PORT)
+    pod = _pod(deployment, inside, name, image or IMAGES.get(deployment.machine.accelerator.vendor, ""))
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
+    selector = {"app.kubernetes.io/name": name}
+    return [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": name, "labels": labels},
+            "spec": {
+                "replicas": deployment.replicas,
+                "selector": {"matchLabels": selector},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name, "labels": labels},
+            "spec": {"selector": selector, "ports": [{"name": "http", "port": options.port, "targetPort": "http"}]},
+        },
+    ]
+
+
+def object_name(name: str) -> str:
+    """`name` as Kubernetes allows it: small letters, digits and hyphens, beginning with a letter."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.rstrip("/").rsplit("/", 1)[-1].lower()).strip("-")
+    if not plain:
+        raise UserError(f"--name is {name!r}, of which no Kubernetes name can be made; give letters or digits")
+    if not plain[0].isalpha():
+        plain = f"model-{plain}"
+    return plain[:LONGEST_NAME].rstrip("-")
+
+
+def _pod(deployment: Deployment, options: EngineOptions, name: str, image: str) -> Json:
+    gpus = {RESOURCES.get(deployment.machine.accelerator.vendor, ""): deployment.cards}
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    mounts, volumes = _volumes(options)
+    container = {
+        "name": "server",
+        "image": image,
+        "command": ["vllm"],
+        "args": vllm_arguments(deployment, options),
+        "env": [{"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": _secret(name)}}],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "resources": {"limits": gpus, "requests": gpus},
+        "startupProbe": health | {"periodSeconds": 10, "failureThreshold": 6 * START_MINUTES},
+        "readinessProbe": health | {"periodSeconds": 5},
+        "livenessProbe": health | {"periodSeconds": 10, "failureThreshold": 6},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": mounts,
+    }
+    return {
+        "terminationGracePeriodSeconds": DRAIN_SECONDS,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _secret(name: str) -> Json:
+    return {"name": f"{name}-key"[:LONGEST_NAME], "key": "api-key", "optional": True}
+
+
+def _volumes(options: EngineOptions) -> tuple[list[Json], list[Json]]:
+    """Shared memory for the ranks of a copy, and the claim that holds weights, where they are directories."""
+    mounts: list[Json] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes: list[Json] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    places = [options.weights, *([options.draft] if options.draft else []), *options.adapters.values()]
+    directories = sorted({place for place in places if place.startswith("/")})
+    for directory in directories:
+        sub_path = directory.strip("/")
+        mounts.append({"name": CLAIM, "mountPath": directory, "subPath": sub_path, "readOnly": True})
+    if directories:
+        volumes.append({"name": CLAIM, "persistentVolumeClaim": {"claimName": CLAIM, "readOnly": True}})
+    return mounts, volumes

@@ -1,0 +1,67 @@
+"""What `tightfit serve --export` writes: a script or a manifest, at a place where nothing of the user's is lost."""
+
+from pathlib import Path
+from typing import Literal
+
+from tightfit.durable import durable_file
+from tightfit.errors import UserError
+from tightfit.models.presets import PRESETS
+from tightfit.plan.deployment import Deployment
+from tightfit.plan.export.kubernetes import kubernetes_manifest
+from tightfit.plan.export.vllm import EngineOptions, vllm_script
+
+Target = Literal["vllm", "k8s"]
+FILES: dict[Target, str] = {"vllm": "serve-vllm.sh", "k8s": "serve-k8s.yaml"}
+EXECUTABLE = 0o755
+
+
+def export_serving(
+    target: Target, deployment: Deployment, options: EngineOptions, *, out: Path | None = None, image: str | None = None
+) -> Path:
+    """Write the file and return its path; one that is there and says something else is left alone."""
+    if image is not None and target != "k8s":
+        raise UserError(f"--image is {image}, but only --export k8s names one; use that or leave it out")
+    made = (
+        vllm_script(deployment, options) if target == "vllm" else kubernetes_manifest(deployment, options, image=image)
+    )
+    path = out or Path(FILES[target])
+    _refuse_overwriting(path, made)
+    try:
+        with durable_file(path) as temporary:
+            temporary.write_text(made, encoding="utf-8")
+            if target == "vllm":
+                temporary.chmod(EXECUTABLE)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another place with --out") from None
+    return path
+
+
+def served_weights(model: str, weights: str | None) -> str:
+    """What vLLM is told to load: `weights` where given, else the directory `model` by its whole path."""
+    if weights is not None:
+        return weights
+    if model in PRESETS:
+        raise UserError(
+            f"{model} is a shape without weights; say with --weights which directory or name on a hub vLLM shall load"
+        )
+    path = Path(model).expanduser()
+    if path.is_file() or not (path / "config.json").is_file():
+        raise UserError(
+            f"vLLM does not load {model}; write a Hugging Face directory with `tightfit export {model} DIRECTORY` first"
+        )
+    return str(path.resolve())
+
+
+def _refuse_overwriting(path: Path, made: str) -> None:
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: there is no directory {path.parent}; make it or give another --out")
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; name a file with --out")
+    if not path.exists():
+        return
+    try:
+        same = path.read_bytes() == made.encode()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; name another place with --out") from None
+    if not same:
+        raise UserError(f"{path} is there already and says something else; name another place with --out, or remove it")

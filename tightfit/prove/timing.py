@@ -1,0 +1,45 @@
+"""How long an operation takes on this machine: as one of many that follow each other, without the host in the way.
+
+On a GPU the calls are captured in a CUDA graph and replayed; what cannot be captured (a choice of kernels that looks at
+the stream) runs in a loop. On a CPU a loop of at least `LEAST_S` seconds.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+Do = Callable[[], object]
+LEAST_S = 0.015
+MOST_CALLS = 50
+
+
+def timed_ms(do: Do, device: torch.device, *, graph: bool = True) -> float:
+    """Milliseconds of one call among many."""
+    do()
+    once_ms = looped_ms(do, 3 if device.type == "cuda" else 1, device)
+    count = max(3, min(MOST_CALLS, int(LEAST_S * 1e3 / max(once_ms, 1e-3))))
+    if device.type != "cuda" or not graph:
+        return looped_ms(do, count, device)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for _ in range(count):
+            do()
+    return statistics.median(looped_ms(captured.replay, 1, device) for _ in range(3)) / count
+
+
+def looped_ms(do: Do, count: int, device: torch.device) -> float:
+    """Milliseconds of one of `count` calls in a row."""
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        do()
+    wait(device)
+    return (time.perf_counter() - began) * 1e3 / count
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,177 @@
+"""Several servers of one model behind one address.
+
+A request goes to the server that last had a body with the same beginning, whose prefix cache may still know it, unless
+that one has clearly more to do than another; then to the one with fewest open requests. Answers are passed on as they
+come; a client that hangs up hangs up on its server. Numbers of all servers are added up.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import h11
+
+from tightfit.serve.http.answers import error_body
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+BEGINNING_BYTES = 512
+"""Of a body, which decide where it goes."""
+SLACK = 2
+"""Open requests by which a server may be ahead of another and still get those that begin alike."""
+CHUNK_BYTES = 2**16
+HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"host", b"content-length"}
+
+
+class Balancer:
+    """An ASGI application in front of servers at `ports` of this machine."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self.ports = list(ports)
+        self.open = [0] * len(self.ports)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await _lifespan(receive, send)
+            return
+        message = await receive()
+        body: bytes = message.get("body", b"")
+        if scope["path"] in ("/health", "/stats", "/metrics"):
+            await self._summed(scope, send)
+            return
+        chosen = self.choose(body)
+        self.open[chosen] += 1
+        try:
+            await self._until_gone(receive, self._forward(self.ports[chosen], scope, body, send))
+        finally:
+            self.open[chosen] -= 1
+
+    def choose(self, body: bytes) -> int:
+        """Which server gets a request with this body."""
+        least = min(range(len(self.open)), key=self.open.__getitem__)
+        if not body:
+            return least
+        digest = blake2b(body[:BEGINNING_BYTES], digest_size=8).digest()
+        usual = int.from_bytes(digest) % len(self.ports)
+        return usual if self.open[usual] <= self.open[least] + SLACK else least
+
+    async def _until_gone(self, receive: Receive, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(_hung_up(receive))
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        for each in (task, gone):
+            each.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _forward(self, port: int, scope: MutableMapping[str, Any], body: bytes, send: Send) -> None:
+        begun = False
+        try:
+            async with contextlib.aclosing(_asked(port, scope, body)) as events:
+                async for event in events:
+                    if isinstance(event, h11.Response):
+                        begun = True
+                        headers = [(k, v) for k, v in event.headers if k not in HOP_BY_HOP]
+                        await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
+                    elif isinstance(event, h11.Data):
+                        await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+        except (OSError, h11.RemoteProtocolError):
+            if not begun:
+                return await _answer(send, 503, error_body("a server of this model does not answer", "server_error"))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _summed(self, scope: MutableMapping[str, Any], send: Send) -> None:
+        """What all servers say of themselves: worst health, sums of numbers."""
+        found = await asyncio.gather(*(_whole(port, scope) for port in self.ports))
+        worst = max(status for status, _ in found)
+        if worst >= 400 or scope["path"] == "/health":
+            body = next(body for status, body in found if status == worst)
+            return await _send(send, worst, body, b"application/json")
+        if scope["path"] == "/stats":
+            rows = [json.loads(body) for _, body in found]
+            return await _answer(send, 200, {name: sum(row[name] for row in rows) for name in rows[0]})
+        summed = _summed_metrics([body.decode() for _, body in found])
+        await _send(send, 200, summed.encode(), b"text/plain; version=0.0.4")
+
+
+def _summed_metrics(texts: list[str]) -> str:
+    """Expositions of the same metrics, with their values added."""
+    lines = [text.splitlines() for text in texts]
+    made = []
+    for same in zip(*lines, strict=True):
+        if same[0].startswith("#"):
+            made.append(same[0])
+        else:
+            made.append(f"{same[0].split()[0]} {sum(float(line.split()[1]) for line in same):g}")
+    return "\n".join(made) + "\n"
+
+
+async def _asked(port: int, scope: MutableMapping[str, Any], body: bytes) -> Any:
+    """The events of a server's answer; leaving early closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        connection = h11.Connection(h11.CLIENT)
+        for event in _request(scope, body):
+            writer.write(connection.send(event) or b"")
+        await writer.drain()
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(CHUNK_BYTES))
+                continue
+            if isinstance(event, h11.EndOfMessage):
+                return
+            yield event
+    finally:
+        writer.close()
+
+
+def _request(scope: MutableMapping[str, Any], body: bytes) -> list[Any]:
+    query = scope.get("query_string", b"")
+    target = scope.get("raw_path", scope["path"].encode()) + (b"?" + query if query else b"")
+    headers: Headers = [(name, value) for name, value in scope["headers"] if name.lower() not in HOP_BY_HOP]
+    headers += [(b"host", b"127.0.0.1"), (b"connection", b"close"), (b"content-length", str(len(body)).encode())]
+    request = h11.Request(method=scope["method"], target=target, headers=headers)
+    return [request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()]
+
+
+async def _whole(port: int, scope: MutableMapping[str, Any]) -> tuple[int, bytes]:
+    status, parts = 503, []
+    try:
+        async with contextlib.aclosing(_asked(port, scope, b"")) as events:
+            async for event in events:
+                if isinstance(event, h11.Response):
+                    status = event.status_code
+                else:
+                    parts.append(bytes(event.data))
+    except (OSError, h11.RemoteProtocolError):
+        return 503, json.dumps({"status": "dead"}).encode()
+    return status, b"".join(parts)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return
+
+
+async def _answer(send: Send, status: int, value: Any) -> None:
+    await _send(send, status, json.dumps(value).encode(), b"application/json")
+
+
+async def _send(send: Send, status: int, body: bytes, kind: bytes) -> None:
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,149 @@
+"""Copies of a served model, each a server of its own on the loopback interface, behind one address (balancer.py).
+
+On GPUs a copy gets cards of its own. When one of them ends, so does the whole, with its error: half a service that
+looks whole is worse. A signal stops listening, lets open answers finish, and then ends the copies.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from tightfit.errors import UserError
+from tightfit.serve.http.balancer import Balancer
+from tightfit.serve.http.guards import Guards, ServerLimits
+
+OWN = ("--replicas", "--host", "--port")
+"""Options that are not passed on to a copy."""
+PR_SET_PDEATHSIG = 1
+LOOK_S = 0.2
+START_S = 1800.0
+
+
+class PatientServer(uvicorn.Server):
+    """A signal only ends the listening: the copies are still to be ended, so it is not raised again afterwards."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def serve_replicas(
+    arguments: Sequence[str],
+    *,
+    replicas: int,
+    cards: int,
+    host: str,
+    port: int,
+    drain_seconds: int,
+    limits: ServerLimits,
+    gpus: int,
+) -> None:
+    """Serve copies that are each started with `arguments`, until a signal comes or one of them ends."""
+    if gpus and replicas * cards > gpus:
+        raise UserError(f"--replicas is {replicas}, each on {cards} GPUs, but there are {gpus} here; lower it")
+    ports = _free_ports(replicas)
+    with _copies(without_own(arguments), ports, cards if gpus else 0) as copies:
+        _wait_until_healthy(copies, ports)
+        server = PatientServer(
+            uvicorn.Config(
+                Guards(Balancer(ports), limits),
+                host=host,
+                port=port,
+                log_level="warning",
+                timeout_graceful_shutdown=drain_seconds,
+            )
+        )
+        threading.Thread(target=_watch, args=(copies, server), daemon=True).start()
+        server.run()
+        ended = [copy.returncode for copy in copies if copy.poll() is not None]
+        for copy in copies:
+            copy.send_signal(signal.SIGTERM)
+        for copy in copies:
+            copy.wait(drain_seconds + 30)
+    if ended or not server.started:
+        sys.exit(next((code for code in ended if code), 1))
+
+
+def without_own(arguments: Sequence[str]) -> list[str]:
+    """A command line without the options that only the balancer has."""
+    kept: list[str] = []
+    skip = False
+    for word in arguments:
+        if not skip and word.partition("=")[0] not in OWN:
+            kept.append(word)
+        skip = not skip and word in OWN
+    return kept
+
+
+@contextmanager
+def _copies(arguments: Sequence[str], ports: Sequence[int], cards: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    copies: list[subprocess.Popen[bytes]] = []
+    try:
+        for index, port in enumerate(ports):
+            command = [sys.executable, "-m", "tightfit", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+            own = ",".join(str(index * cards + card) for card in range(cards))
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": own} if cards else {})
+            copies.append(
+                subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
+            )
+        yield copies
+    finally:
+        for copy in copies:
+            if copy.poll() is None:
+                copy.kill()
+                copy.wait()
+
+
+def _end_with_parent() -> None:
+    """Ask Linux for SIGTERM when the parent dies, however it does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _wait_until_healthy(copies: Sequence[subprocess.Popen[bytes]], ports: Sequence[int]) -> None:
+    until = time.monotonic() + START_S
+    waiting = list(ports)
+    while waiting:
+        for index, copy in enumerate(copies):
+            if copy.poll() is not None:
+                raise UserError(f"copy {index} of the model did not start (exit code {copy.returncode}); see above why")
+        if time.monotonic() > until:
+            raise UserError(f"{len(waiting)} copies of the model did not start within {START_S:g} s")
+        waiting = [port for port in waiting if not _is_healthy(port)]
+        time.sleep(LOOK_S)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+    except (OSError, urllib.error.URLError):
+        return False
+    return True
+
+
+def _watch(copies: Sequence[subprocess.Popen[bytes]], server: uvicorn.Server) -> None:
+    """End the server when a copy has ended."""
+    while all(copy.poll() is None for copy in copies):
+        time.sleep(LOOK_S)
+    server.should_exit = True

@@ -1,0 +1,54 @@
+"""A model that guesses for itself: the same layers but for some, which are skipped (Zhang et al. 2023, Draft & Verify).
+
+No second model and no second set of weights; the layers that are kept have keys and values of their own, as what comes
+into them differs. How often its guesses are kept depends on the model and on which layers are skipped: here such in the
+middle, evenly spread, as first and last layers matter most. Which tokens come out does not depend on it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.errors import UserError
+from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.models.decoder import ForwardContext
+from tightfit.serve.paged_cache import PagedCache
+from tightfit.serve.runner import Runner
+from tightfit.serve.step import Step
+
+
+def kept_layers(layers: int, skipped: int) -> list[int]:
+    """The layers that guess, where `skipped` of the inner ones are left out at even distances."""
+    inner = layers - 2
+    if not 1 <= skipped <= inner:
+        raise UserError(
+            f"skip is {skipped}, but a model of {layers} layers has {max(inner, 0)} between its first and last; "
+            "give 1 to that many"
+        )
+    left_out = {1 + (2 * index + 1) * inner // (2 * skipped) for index in range(skipped)}
+    return [layer for layer in range(layers) if layer not in left_out]
+
+
+class SkippingRunner:
+    """Runs some layers of a runner's model on steps, over a cache that has only those."""
+
+    def __init__(self, target: Runner, kept: list[int], cache: PagedCache) -> None:
+        self.target, self.cache, self.device = target, cache, target.device
+        self._place = {layer: place for place, layer in enumerate(kept)}
+
+    @torch.inference_mode()
+    def logits(self, step: Step) -> Tensor:
+        """Logits [R, V] of the step's rows; keys and values of all its tokens are stored."""
+        model, count = self.target.model, step.tokens.shape[1]
+        self.cache.step = step
+        with self.target.fast_products():
+            x = model.embed_tokens(step.tokens, step.positions)
+            mask = AttentionMask(count, count, self.device)
+            ctx = ForwardContext(mask, self.target.ropes.of(step), None, self._attend)
+            for layer in self._place:
+                x, _ = model.layers[layer](x, ctx)
+        return self.target.project(x[0, step.rows])
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        return self.cache.attend(self._place[layer], query, key, value, **settings)
