@@ -17,6 +17,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.presets import preset
 from tightfit.models.spec import Experts
+from tightfit.parallel import expert
 from tightfit.prove.check_target import CheckTarget
 from tightfit.prove.equivalence import Verdict, build_trained, compare
 
