@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.kernels.linear_cross_entropy import IGNORE
@@ -86,7 +87,7 @@ def accumulate(
             assert loss is not None
             mean += loss.detach()
             if check_first:
-                _require_finite(ranks.sum(mean).item())
+                _require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
             if experts is not None and output.balance is not None:
                 loss = loss + experts.balance_weight * output.balance * (count / total)
             on_phase("backward")
@@ -168,7 +169,7 @@ def _step_in_backward(
     updates.begin(lr)
     mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
     on_phase("optimizer")
-    loss, norm = torch.stack([ranks.sum(mean), updates.finish()]).tolist()
+    loss, norm = torch.stack([ranks.sum_pieces(ranks.sum(mean)), updates.finish()]).tolist()
     correct_choices(decoder_of(model), ranks)
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)
@@ -181,7 +182,7 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
     Data and context ranks have parts of the loss, tensor ranks the same value; gradients may be replicated.
     """
     if ranks.processes == 1:
-        assert optimizer.is_whole, "sharded parameters need `ranks`"
+        assert optimizer.is_whole or dist.get_world_size() == 1, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
     copies = ranks_per_stage // (ranks.world * ranks.context)

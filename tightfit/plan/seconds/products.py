@@ -19,6 +19,9 @@ from tightfit.plan.seconds.rates import Rates
 
 TILE = 128, 256
 """Rows and columns of a result that one multiprocessor makes at a time (Hopper's large tiles)."""
+GROUP_ROWS = 100
+"""Rows that each expert's group costs besides its own: 128 experts of 512 rows reach 535 TFLOP/s, 64 of 1 024 reach
+600, 8 of 2 048 reach 708 (calibration.csv, "grouped product")."""
 LEAST_FILLED = 0.33
 """Of a card, where cuBLAS splits a long sum over multiprocessors (family_truth.csv: 640 to 1 152 columns)."""
 
@@ -111,21 +114,30 @@ class Products:
         return self.qkv_s + self.output_s + self.up_s + self.down_s
 
 
+def grouped_share(spec: ModelSpec, tokens: float) -> float:
+    """What a layer's grouped products reach of the usual rate: an expert's last tile is partly empty."""
+    if spec.experts is None:
+        return 1.0
+    rows_each = tokens * spec.experts.per_token / spec.experts.count
+    filled = rows_each / (rows_each + GROUP_ROWS)
+    return 1 / (routed_share(spec) / filled + 1 - routed_share(spec))
+
+
 def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> Products:
     """Of `tokens` tokens on one of `tensor` ranks."""
     linears = layer_linears(spec)
 
-    def seconds(linear: Linear) -> float:
+    def seconds(linear: Linear, reached: float = 1.0) -> float:
         weights = linear.weights / tensor
-        multiplied_s = 2 * tokens * weights / rates.product_flop_s
+        multiplied_s = 2 * tokens * weights / (reached * rates.product_flop_s)
         read_s = weights * weight_bytes / rates.bytes_s
         return linear.count * rates.product_fixed_s + max(multiplied_s, read_s)
 
     return Products(
         qkv_s=seconds(linears.queries) + seconds(linears.keys_values),
         output_s=seconds(linears.output),
-        up_s=seconds(linears.up),
-        down_s=seconds(linears.down),
+        up_s=seconds(linears.up, grouped_share(spec, tokens)),
+        down_s=seconds(linears.down, grouped_share(spec, tokens)),
         weights_once_s=linears.weights / tensor * weight_bytes / rates.bytes_s,
     )
 
