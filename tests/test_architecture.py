@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
     ["printable", "errors", "durable", "bounded_files"],
     ["hardware"],
-    ["models.spec", "models.presets", "models.resolve", "models.huggingface"],
+    ["models.spec", "models.presets", "models.hub", "models.resolve", "models.huggingface"],
     ["jobs"],
     ["levers.policy"],
     ["memory.ledger", "memory.comparison"],

@@ -7,6 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
+    from tightfit.jobs.job import Job
     from tightfit.plan.answer import Question
     from tightfit.plan.plan import Plan
 
@@ -89,6 +90,7 @@ def plan(
     from tightfit.plan.export.files import export as write_export
     from tightfit.plan.plan import refuse_overwriting
     from tightfit.report.plan import print_answer
+    from tightfit.report.waiting import waiting
 
     question = _question(
         model,
@@ -106,8 +108,10 @@ def plan(
     )
     if save is not None:
         refuse_overwriting(save)
-    found = answer(question)
-    extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
+    with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
+        found = answer(question)
+    with waiting("rehearsing the step on fake tensors"):
+        extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
     said = []
     if save is not None:
         found.plan.save(save)
@@ -137,7 +141,7 @@ def _question(
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
-    from tightfit.jobs.paths import absolute, with_absolute_paths
+    from tightfit.jobs.paths import absolute
     from tightfit.jobs.workload import with_teacher
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
@@ -146,22 +150,14 @@ def _question(
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}
-    taught: Any = None
     if model.endswith(JOB_FILES):
-        from tightfit.jobs.job import rounded_vocabulary
-        from tightfit.jobs.load import load_job
-
-        loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
-        job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
-        pins = [*_decided("layout", loaded.layout), *_decided("levers", loaded.levers), *pins]
+        loaded, job, decided, shape = _read_job_file(Path(model))
+        pins = [*decided, *pins]
         seq = loaded.data.sequence_length if seq is None else seq
         precision = precision or _known(loaded.precision)
         rows = loaded.global_batch if rows is None and batch_tokens is None else rows
         steps = loaded.steps if steps is None and tokens is None else steps
-        model, shape = loaded.model.source, dict(loaded.model.shape)
-        if loaded.tokenizer.source == "train":
-            shape["vocab_size"] = rounded_vocabulary(loaded.tokenizer.vocab_size)
-        taught = loaded
+        model = loaded.model.source
     spec = reshaped(resolve_spec(model), shape, model)
     if not job and model not in PRESETS:
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
@@ -188,6 +184,20 @@ def _question(
         steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
         job=job,
     )
+
+
+def _read_job_file(path: Path) -> tuple["Job", dict[str, Any], list[str], dict[str, int]]:
+    """The job, its fields for the plan, its layout and levers as pins, and the sizes that it changes."""
+    from tightfit.jobs.job import rounded_vocabulary
+    from tightfit.jobs.load import load_job
+    from tightfit.jobs.paths import with_absolute_paths
+
+    job = with_absolute_paths(load_job(path), path.parent)
+    fields = job.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
+    shape = dict(job.model.shape)
+    if job.tokenizer.source == "train":
+        shape["vocab_size"] = rounded_vocabulary(job.tokenizer.vocab_size)
+    return job, fields, [*_decided("layout", job.layout), *_decided("levers", job.levers)], shape
 
 
 def _decided(section: str, fields: Any) -> list[str]:
