@@ -26,7 +26,7 @@ FLOORS = [
     ["collectives"],
     ["kernels"],
     ["memory"],
-    ["models", "models.huggingface.weights"],
+    ["models", "models.huggingface.weights", "models.huggingface.adapter"],
     ["levers"],
     ["parallel"],
     ["train"],

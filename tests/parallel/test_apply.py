@@ -62,7 +62,7 @@ def test_the_loss_is_chosen_from_outside() -> None:
     ("layout", "levers", "words"),
     [
         (Layout(context=2), Levers(), ["layout.context is 2", "layout.data"]),
-        (Layout(data=2, expert=2), Levers(), ["layout.expert is 2", "layout.tensor"]),
+        (Layout(data=2, expert=2), Levers(), ["layout.expert is 2", "has no experts"]),
     ],
 )
 def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:

@@ -123,6 +123,14 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
+def _shape(job: "Job") -> dict[str, int]:
+    """What a job changes of its model: the sizes it gives, and the vocabulary that will be trained."""
+    from tightfit.jobs.job import rounded_vocabulary
+
+    trained = {"vocab_size": rounded_vocabulary(job.tokenizer.vocab_size)} if job.tokenizer.source == "train" else {}
+    return dict(job.model.shape) | trained
+
+
 def _question(
     model: str,
     machine: "Machine",
@@ -141,7 +149,7 @@ def _question(
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
-    from tightfit.jobs.paths import absolute
+    from tightfit.jobs.paths import absolute, with_absolute_paths
     from tightfit.jobs.workload import with_teacher
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
@@ -150,14 +158,18 @@ def _question(
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}
+    taught: Any = None
     if model.endswith(JOB_FILES):
-        loaded, job, decided, shape = _read_job_file(Path(model))
-        pins = [*decided, *pins]
+        from tightfit.jobs.load import load_job
+
+        loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
+        job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
+        pins = [*_decided("layout", loaded.layout), *_decided("levers", loaded.levers), *pins]
         seq = loaded.data.sequence_length if seq is None else seq
         precision = precision or _known(loaded.precision)
         rows = loaded.global_batch if rows is None and batch_tokens is None else rows
         steps = loaded.steps if steps is None and tokens is None else steps
-        model = loaded.model.source
+        model, shape, taught = loaded.model.source, _shape(loaded), loaded
     spec = reshaped(resolve_spec(model), shape, model)
     if not job and model not in PRESETS:
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
@@ -184,20 +196,6 @@ def _question(
         steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
         job=job,
     )
-
-
-def _read_job_file(path: Path) -> tuple["Job", dict[str, Any], list[str], dict[str, int]]:
-    """The job, its fields for the plan, its layout and levers as pins, and the sizes that it changes."""
-    from tightfit.jobs.job import rounded_vocabulary
-    from tightfit.jobs.load import load_job
-    from tightfit.jobs.paths import with_absolute_paths
-
-    job = with_absolute_paths(load_job(path), path.parent)
-    fields = job.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
-    shape = dict(job.model.shape)
-    if job.tokenizer.source == "train":
-        shape["vocab_size"] = rounded_vocabulary(job.tokenizer.vocab_size)
-    return job, fields, [*_decided("layout", job.layout), *_decided("levers", job.levers)], shape
 
 
 def _decided(section: str, fields: Any) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tightfit.kernels.flash_blocks import Problem, softcapped_scores
 from tightfit.kernels.operators import on_device_of
-from tightfit.kernels.overlap import launch_next, wait_for_previous
+from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.paged_attention import MOST_SPLITS, keys_at_a_time, paged_attention_eager, split_count
 from tightfit.kernels.rotate_store import rotate_store_eager
 from tightfit.kernels.triton_support import tl, triton
@@ -54,21 +54,17 @@ def decode_attention(
     [positions, d/2]; counters int32 [≥ B · kv_heads] are zero before and after.
     """
     B, (kv_heads, D) = qkv.shape[0], keys.shape[2:]
+    pairs = B * kv_heads
     assert keys.stride() == values.stride()
     assert tables.stride(1) == qkv.stride(1) == 1
-    assert counters.numel() >= B * kv_heads
-    pairs = B * kv_heads
+    assert counters.numel() >= pairs
     splits = splits or split_count(pairs, tables.shape[1] * keys.shape[1], qkv.device)
     assert splits <= MOST_SPLITS
     out = torch.empty((B, heads, D), device=qkv.device, dtype=qkv.dtype)
     parts = torch.empty((B, heads, splits, D), device=qkv.device, dtype=torch.float32)
     norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)
     problem = Problem(scale, window or 0, softcap or 0.0, None)
-    inner, outer = problem.factors()
-    constants = problem.constants(out[None])
-    constants.pop("HAS_BOUNDS")
     group = heads // kv_heads
-    launch = {"launch_pdl": True} if overlap else {}
     with on_device_of(qkv):
         _kernel[(kv_heads, splits, B)](
             qkv,
@@ -91,9 +87,8 @@ def decode_attention(
             norm_eps,
             norm_offset,
             window or 0,
-            inner,
-            outer,
-            **constants,
+            *problem.factors(),
+            **problem.constants_without_documents(out[None]),
             HALF=cos.shape[-1],
             HAS_NORM=q_norm is not None,
             GROUP=group,
@@ -105,7 +100,7 @@ def decode_attention(
             OVERLAP=overlap,
             num_warps=4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
-            **launch,
+            **pdl(overlap),
         )
     return out
 

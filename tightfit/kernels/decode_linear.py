@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tightfit.kernels.glu import ACTIVATIONS, activated
 from tightfit.kernels.operators import on_device_of
-from tightfit.kernels.overlap import launch_next, wait_for_previous
+from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 from tightfit.models.spec import Activation
 
@@ -78,7 +78,6 @@ def decode_linear(
     assert weight.is_contiguous()
     out = torch.empty((1, N), device=x.device, dtype=out_dtype or x.dtype)
     chosen = tile or tile_for(N, K, gated=activation is not None)
-    options = {"launch_pdl": True} if overlap else {}
     with on_device_of(x):
         _kernel[(triton.cdiv(N, chosen.rows),)](
             x,
@@ -99,7 +98,7 @@ def decode_linear(
             BLOCK_K=chosen.cols,
             OVERLAP=overlap,
             num_warps=chosen.warps,
-            **options,
+            **pdl(overlap),
         )
     return out
 

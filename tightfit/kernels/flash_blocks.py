@@ -109,6 +109,10 @@ class Problem:
             "PRECISION": "ieee" if exact else "tf32",
         }
 
+    def constants_without_documents(self, query: Tensor) -> dict[str, object]:
+        """The same for kernels over a paged cache, where every sequence is one document."""
+        return {name: value for name, value in self.constants(query).items() if name != "HAS_BOUNDS"}
+
     def factors(self) -> tuple[float, float]:
         """What scores are multiplied by inside and outside of tanh, in base 2; uncapped scores by the inner alone."""
         if not self.softcap:

@@ -39,6 +39,11 @@ def launch_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
 
 
+def pdl(overlap: bool) -> dict[str, bool]:
+    """The launch option of a kernel that may begin early."""
+    return {"launch_pdl": True} if overlap else {}
+
+
 @lru_cache
 def can_overlap(device: torch.device) -> bool:
     """Whether the card has it."""

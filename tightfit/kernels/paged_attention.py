@@ -16,7 +16,7 @@ from torch import Tensor
 from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.flash_blocks import Problem, softcapped_scores
 from tightfit.kernels.operators import multiprocessors, on_device_of
-from tightfit.kernels.overlap import launch_next, wait_for_previous
+from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 
 BLOCK_K = 64
@@ -60,11 +60,7 @@ def paged_attention(
     parts = torch.empty((B, heads, splits, D), device=query.device, dtype=torch.float32)
     norms = torch.empty((2, B, heads, splits), device=query.device, dtype=torch.float32)
     problem = Problem(scale, window or 0, softcap or 0.0, None)
-    inner, outer = problem.factors()
-    constants = problem.constants(query[None])
-    constants.pop("HAS_BOUNDS")
     group = heads // kv_heads
-    launch = {"launch_pdl": True} if overlap else {}
     with on_device_of(query):
         _kernel[(kv_heads, splits, B)](
             query,
@@ -80,9 +76,8 @@ def paged_attention(
             *keys.stride()[:3],
             tables.stride(0),
             window or 0,
-            inner,
-            outer,
-            **constants,
+            *problem.factors(),
+            **problem.constants_without_documents(query[None]),
             GROUP=group,
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
@@ -92,7 +87,7 @@ def paged_attention(
             OVERLAP=overlap,
             num_warps=4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
-            **launch,
+            **pdl(overlap),
         )
         if splits > 1:
             _join(parts, norms, out, overlap=overlap)
@@ -112,7 +107,7 @@ def _join(parts: Tensor, norms: Tensor, out: Tensor, *, overlap: bool) -> None:
         MOST=MOST_SPLITS,
         OVERLAP=overlap,
         num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
+        **pdl(overlap),
     )
 
 

@@ -67,9 +67,6 @@ def paged_prefill(
     assert keys.stride() == values.stride()
     blocks = blocks or passes(D, query.dtype, capability(query.device)).forward
     problem = Problem(scale, window or 0, softcap or 0.0, None)
-    inner, outer = problem.factors()
-    constants = problem.constants(query[None])
-    constants.pop("HAS_BOUNDS")
     with on_device_of(query):
         _kernel[(heads, len(tiles))](
             query,
@@ -83,9 +80,8 @@ def paged_prefill(
             *out.stride()[:2],
             tables.stride(0),
             window or 0,
-            inner,
-            outer,
-            **constants,
+            *problem.factors(),
+            **problem.constants_without_documents(query[None]),
             GROUP=heads // kv_heads,
             BLOCK_SIZE=keys.shape[1],
             BLOCK_Q=blocks.queries,
