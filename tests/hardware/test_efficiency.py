@@ -18,12 +18,14 @@ from tightfit.hardware.efficiency import (
     H200_GB_S,
     MEASURED,
     NARROW,
+    OWN,
     WIDE,
     by_head_size,
 )
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.seconds.optimizer import moved_bytes
+from tightfit.plan.seconds.products import GROUP_ROWS
 
 ATTENTION_ROWS = 2 * 2 * 8192**2 * 32  # operations of causal attention per element of a head, B2 T8192 with 32 heads
 
@@ -149,18 +151,39 @@ def test_the_list_kernel_reaches_a_copys_bandwidth_in_a_step() -> None:
     assert "torch bf16" not in dict(MEASURED.updates)
 
 
-def test_our_own_attention_is_in_the_results() -> None:
-    """Forward from the sweep of blocks; with backward 12.83 and 21.35 ms, less forward."""
-    with (RESULTS / "flash_blocks.csv").open(encoding="utf-8", newline="") as file:
-        sweep = [row for row in csv.DictReader(file) if row["kernel"] == "forward"]
-    for head, both_ms in ((64, 12.8258), (128, 21.3514)):
-        found = [float(row["tflop_s"]) for row in sweep if row["head_dim"] == str(head)]
-        forward = by_head_size(MEASURED.own_attention_forward, head) * H200_BF16_TFLOP_S
-        assert forward == pytest.approx(max(found), rel=0.001)
-        work_tflop = 4e-12 * 4 * 32 * head * 8192**2 / 2
-        backward_ms = both_ms - work_tflop / forward * 1e3
-        backward = by_head_size(MEASURED.own_attention_backward, head) * H200_BF16_TFLOP_S
-        assert backward == pytest.approx(2.5 * work_tflop / backward_ms * 1e3, rel=0.01)
+def own_attention_rows() -> list[dict[str, str]]:
+    """Windows and caps of the families' calibration, and heads of 256 without either."""
+    with (RESULTS / "calibration.csv").open(encoding="utf-8", newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["kind"] == "attention" and row["dtype"] == "bf16"]
+    return [row for row in found if any(word in row["case"] for word in ("window", "capped", "x256"))]
+
+
+@pytest.mark.parametrize("row", own_attention_rows(), ids=lambda row: row["case"])
+def test_windows_caps_and_wide_heads_take_what_was_measured(row: dict[str, str]) -> None:
+    way, shape, heads, *words = row["case"].split()
+    head, length = int(heads.split("x")[1]), int(shape.split("x")[1])
+    window = int(words[words.index("window") + 1]) if "window" in words else length
+    keys = window - window**2 / 2 / length
+    shares = OWN if words else NARROW
+    names = (way, f"{way}_tokens") if words else (f"attention_{way}", f"{way}_tokens")
+    rate, tokens = (by_head_size(getattr(shares, name), head) for name in names)
+    predicted_ms = float(row["tflop"]) * (1 + tokens / 2 / keys) / (rate * H200_BF16_TFLOP_S) * 1e3
+    assert predicted_ms == pytest.approx(float(row["ms"]), rel=0.17)
+
+
+def test_grouped_products_take_what_was_measured() -> None:
+    """The mean of the three of each shape, at the rate of the three products of the loss."""
+    with (RESULTS / "calibration.csv").open(encoding="utf-8", newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["kind"] == "grouped product"]
+    for experts, rows_each in ((128, 512), (64, 1024), (8, 2048)):
+        times = [
+            float(row["ms"]) / float(row["tflop"])
+            for row in found
+            if f" {experts} experts {experts * rows_each}x" in row["case"]
+        ]
+        assert len(times) == 3
+        share = rows_each / (rows_each + GROUP_ROWS)
+        assert 1e3 / mean(times) == pytest.approx(share * MEASURED.matmul * H200_BF16_TFLOP_S, rel=0.12)
 
 
 def test_head_sizes_between_take_the_smaller_ones_share() -> None:

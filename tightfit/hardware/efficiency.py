@@ -7,7 +7,7 @@ same shares of their own peaks, which is an estimate. Host figures are of one no
 launch times of that host are in launches.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 H200_BF16_TFLOP_S = 989.4
 H200_FP8_TFLOP_S = 1978.9
@@ -36,10 +36,18 @@ class Shares:
 NARROW = Shares(
     products=671 / H200_BF16_TFLOP_S,
     product_s=3.47e-6,
-    attention_forward=((64, 473.9 / H200_BF16_TFLOP_S), (128, 634.6 / H200_BF16_TFLOP_S)),
-    attention_backward=((64, 445.4 / H200_BF16_TFLOP_S), (128, 596.2 / H200_BF16_TFLOP_S)),
-    forward_tokens=((64, 484.0), (128, 398.9)),
-    backward_tokens=((64, 1066.8), (128, 1107.3)),
+    attention_forward=(
+        (64, 473.9 / H200_BF16_TFLOP_S),
+        (128, 634.6 / H200_BF16_TFLOP_S),
+        (256, 709 / H200_BF16_TFLOP_S),
+    ),
+    attention_backward=(
+        (64, 445.4 / H200_BF16_TFLOP_S),
+        (128, 596.2 / H200_BF16_TFLOP_S),
+        (256, 483 / H200_BF16_TFLOP_S),
+    ),
+    forward_tokens=((64, 484.0), (128, 398.9), (256, 971.0)),
+    backward_tokens=((64, 1066.8), (128, 1107.3), (256, 1434.0)),
 )
 """cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens. The GEMMs of calibration.csv, in bursts of 15 ms, reach
 744; in a step they follow one another and the card lowers its clock, so the rate is that of `matmul` below."""
@@ -55,6 +63,21 @@ WIDE = Shares(
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnAttention:
+    """Our Triton kernel, which windows and soft caps take: shares of the peak at long rows, and tokens' keys."""
+
+    forward: ByHead = ((64, 447 / H200_BF16_TFLOP_S), (128, 502 / H200_BF16_TFLOP_S), (256, 435 / H200_BF16_TFLOP_S))
+    backward: ByHead = ((64, 267 / H200_BF16_TFLOP_S), (128, 360 / H200_BF16_TFLOP_S), (256, 150 / H200_BF16_TFLOP_S))
+    forward_tokens: ByHead = ((64, 800.0), (128, 800.0), (256, 650.0))
+    backward_tokens: ByHead = ((64, 670.0), (128, 670.0), (256, 250.0))
+    """Heads of 128 from windows of 1024 and 4096 in 8192 tokens, of 256 from capped rows and windows
+    (calibration.csv, "attention" with "window" or "capped"); of 64 from flash_blocks.csv and kernels.csv."""
+
+
+OWN = OwnAttention()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of the vendor's peaks, and host rates."""
 
@@ -67,19 +90,7 @@ class Efficiency:
     """Causal attention of 2 × 8192 tokens by head size (kernel_parts.csv, cuDNN: 1.206 and 1.750 ms)."""
     attention_backward: ByHead = ((64, 418 / H200_BF16_TFLOP_S), (128, 527 / H200_BF16_TFLOP_S))
     """The same, backward alone: 4.492 − 1.206 and 6.965 − 1.750 ms for 2.5 times the forward's work."""
-    own_attention_forward: ByHead = (
-        (64, 447 / H200_BF16_TFLOP_S),
-        (128, 499 / H200_BF16_TFLOP_S),
-        (256, 245 / H200_BF16_TFLOP_S),
-    )
-    """Our Triton kernel, for windows, soft caps and packed documents (flash_blocks.csv, forward; heads of 256 from
-    Gemma's steps in family_truth.csv)."""
-    own_attention_backward: ByHead = (
-        (64, 267 / H200_BF16_TFLOP_S),
-        (128, 327 / H200_BF16_TFLOP_S),
-        (256, 214 / H200_BF16_TFLOP_S),
-    )
-    """Backward alone: 12.83 and 21.35 ms for both at 4 × 8192 tokens (kernels.csv), less forward."""
+    own: "OwnAttention" = field(default_factory=lambda: OWN)
     bandwidth: float = 4136 / H200_GB_S
     """A copy, read and written bytes counted (kernels.csv, copy_gb_s)."""
     fp8_tensor: float = 1348.6 / H200_FP8_TFLOP_S

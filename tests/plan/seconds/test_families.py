@@ -31,13 +31,22 @@ def test_windows_and_caps_take_our_attention_kernel() -> None:
     plain = resolve_spec("mistral-7b")
     windowed = replace(plain, window=4096, window_layers=tuple(range(plain.layers)))
     capped = replace(plain, attention_softcap=50.0)
-    rates = {
-        name: cost(spec, 8192).costs.rates for name, spec in (("plain", plain), ("window", windowed), ("cap", capped))
-    }
-    assert rates["plain"].attention_forward_flop_s > 1.2 * rates["window"].attention_forward_flop_s
-    assert rates["window"].attention_forward_flop_s == rates["cap"].attention_forward_flop_s
-    short = cost(windowed, 2048).costs.rates  # which the window holds whole
-    assert short.attention_forward_flop_s == rates["plain"].attention_forward_flop_s
+    specs = {"plain": plain, "window": windowed, "cap": capped}
+    rates = {name: cost(spec, 8192).costs.rates for name, spec in specs.items()}
+    assert rates["plain"].windowed is None
+    assert rates["window"].windowed == rates["cap"].windowed
+    assert rates["window"].windowed is not None
+    assert rates["plain"].attention_forward_flop_s > 1.2 * rates["window"].windowed.forward_flop_s
+    assert cost(windowed, 2048).costs.rates.windowed is None, "the window holds the row whole"
+
+
+def test_layers_of_both_kinds_take_their_own_kernels() -> None:
+    plain = resolve_spec("mistral-7b")
+    half, windowed = (
+        replace(plain, window=4096, window_layers=tuple(range(0, plain.layers, every))) for every in (2, 1)
+    )
+    times = [cost(spec, 8192).layer.attention.backward_s for spec in (plain, half, windowed)]
+    assert times[1] == pytest.approx((times[0] + times[2]) / 2)
 
 
 def test_a_small_head_leaves_multiprocessors_idle() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.seconds.rates import Rates
+from tightfit.plan.seconds.rates import AttentionRates, Rates
 
 BACKWARD_WORK = 2.5
 
@@ -24,9 +24,7 @@ class Attention:
 @cache
 def attention_pairs(spec: ModelSpec, sequence_length: int) -> float:
     """Pairs (query, key) of one row in the average layer: T²/2, or less where layers look through a window."""
-    full = sequence_length**2 / 2
-    window = min(spec.window or sequence_length, sequence_length)
-    windowed = window * sequence_length - window**2 / 2
+    full, windowed = sequence_length**2 / 2, _windowed_pairs(spec, sequence_length)
     windowed_share = len(spec.window_layers) / spec.layers
     return windowed_share * windowed + (1 - windowed_share) * full
 
@@ -36,16 +34,39 @@ def layer_attention(
 ) -> Attention:
     """Of `rows` rows; tensor ranks split heads, context ranks queries."""
     tokens = rows * sequence_length / context
-    pairs = rows * attention_pairs(spec, sequence_length) / context
-    pair_flops = 4 * spec.query_size / tensor
-    forward_flops = pair_flops * (pairs + tokens * rates.forward_token_keys / 2)
-    backward_flops = BACKWARD_WORK * pair_flops * (pairs + tokens * rates.backward_token_keys / 2)
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
-    return Attention(
-        forward_s=forward_flops / rates.attention_forward_flop_s,
-        backward_s=backward_flops / rates.attention_backward_flop_s,
+    pair_flops = 4 * spec.query_size / tensor
+    forward_s = backward_s = 0.0
+    for share, row_pairs, kernel in _kernels(spec, rates, sequence_length):
+        pairs = rows * row_pairs / context
+        forward_flops = pair_flops * (pairs + tokens * kernel.forward_token_keys / 2)
+        backward_flops = BACKWARD_WORK * pair_flops * (pairs + tokens * kernel.backward_token_keys / 2)
+        forward_s += share * forward_flops / kernel.forward_flop_s
+        backward_s += share * backward_flops / kernel.backward_flop_s
+    return Attention(forward_s=forward_s, backward_s=backward_s)
+
+
+def _kernels(spec: ModelSpec, rates: Rates, sequence_length: int) -> list[tuple[float, float, AttentionRates]]:
+    """Share of layers, pairs of one of their rows, and the kernel they take: windowed layers, and the others."""
+    usual = AttentionRates(
+        forward_flop_s=rates.attention_forward_flop_s,
+        backward_flop_s=rates.attention_backward_flop_s,
+        forward_token_keys=rates.forward_token_keys,
+        backward_token_keys=rates.backward_token_keys,
     )
+    own = rates.windowed or usual
+    windowed_share = len(spec.window_layers) / spec.layers
+    return [
+        (windowed_share, _windowed_pairs(spec, sequence_length), own),
+        (1 - windowed_share, sequence_length**2 / 2, own if spec.attention_softcap is not None else usual),
+    ]
+
+
+def _windowed_pairs(spec: ModelSpec, sequence_length: int) -> float:
+    """Of one row in a layer with the model's window."""
+    window = min(spec.window or sequence_length, sequence_length)
+    return window * sequence_length - window**2 / 2
 
 
 def _unfused(spec: ModelSpec, rates: Rates, *, scores: float) -> Attention:

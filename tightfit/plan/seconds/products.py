@@ -14,11 +14,14 @@ from functools import cache
 
 from tightfit.jobs.levers import LOSS_CHUNK_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Latent, ModelSpec
 from tightfit.plan.seconds.rates import Rates
 
 TILE = 128, 256
 """Rows and columns of a result that one multiprocessor makes at a time (Hopper's large tiles)."""
+GROUP_ROWS = 100
+"""Rows that each expert's group costs besides its own: 128 experts of 512 rows reach 535 TFLOP/s, 64 of 1 024 reach
+600, 8 of 2 048 reach 708 (calibration.csv, "grouped product")."""
 LEAST_FILLED = 0.33
 """Of a card, where cuBLAS splits a long sum over multiprocessors (family_truth.csv: 640 to 1 152 columns)."""
 
@@ -58,13 +61,25 @@ class Linears:
 def layer_linears(spec: ModelSpec) -> Linears:
     """Of the average layer of `spec`."""
     hidden, columns = spec.hidden_size, mlp_columns(spec)
+    query_columns, key_columns = spec.query_size, spec.kv_size
+    if spec.latent is not None:  # as many products as two narrow ones after another have
+        query_columns, key_columns = _latent_columns(spec, spec.latent)
     return Linears(
-        queries=Linear(hidden, spec.query_size),
-        keys_values=Linear(hidden, spec.kv_size, count=2),
-        output=Linear(spec.query_size, hidden),
+        queries=Linear(hidden, query_columns),
+        keys_values=Linear(hidden, key_columns, count=2),
+        output=Linear(spec.output_size, hidden),
         up=Linear(hidden, columns, count=2 if spec.gated else 1),
         down=Linear(columns, hidden),
     )
+
+
+def _latent_columns(spec: ModelSpec, latent: Latent) -> tuple[int, int]:
+    """Columns that queries, and keys or values, would have if they were made of the hidden state at once."""
+    hidden, rank = spec.hidden_size, latent.query_rank
+    queries = spec.query_size if not rank else rank + rank * spec.query_size // hidden
+    expanded = spec.heads * (spec.head_dim - latent.rope_dim + latent.value_dim)
+    keys_values = latent.kv_rank + latent.rope_dim + latent.kv_rank * expanded // hidden
+    return queries, keys_values // 2
 
 
 @cache
@@ -99,21 +114,30 @@ class Products:
         return self.qkv_s + self.output_s + self.up_s + self.down_s
 
 
+def grouped_share(spec: ModelSpec, tokens: float) -> float:
+    """What a layer's grouped products reach of the usual rate: an expert's last tile is partly empty."""
+    if spec.experts is None:
+        return 1.0
+    rows_each = tokens * spec.experts.per_token / spec.experts.count
+    filled = rows_each / (rows_each + GROUP_ROWS)
+    return 1 / (routed_share(spec) / filled + 1 - routed_share(spec))
+
+
 def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> Products:
     """Of `tokens` tokens on one of `tensor` ranks."""
     linears = layer_linears(spec)
 
-    def seconds(linear: Linear) -> float:
+    def seconds(linear: Linear, reached: float = 1.0) -> float:
         weights = linear.weights / tensor
-        multiplied_s = 2 * tokens * weights / rates.product_flop_s
+        multiplied_s = 2 * tokens * weights / (reached * rates.product_flop_s)
         read_s = weights * weight_bytes / rates.bytes_s
         return linear.count * rates.product_fixed_s + max(multiplied_s, read_s)
 
     return Products(
         qkv_s=seconds(linears.queries) + seconds(linears.keys_values),
         output_s=seconds(linears.output),
-        up_s=seconds(linears.up),
-        down_s=seconds(linears.down),
+        up_s=seconds(linears.up, grouped_share(spec, tokens)),
+        down_s=seconds(linears.down, grouped_share(spec, tokens)),
         weights_once_s=linears.weights / tensor * weight_bytes / rates.bytes_s,
     )
 

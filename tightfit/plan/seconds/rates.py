@@ -13,11 +13,20 @@ from tightfit.jobs.workload import Workload
 UNFUSED_SCORE_PASSES = 10.0, 14.0
 """Widths of the scores read and written without a flash kernel: written, masked, softmax, dropout, read by the next
 product; backward the same with gradients."""
-WIDEST_HEAD = 128
 ALIGNED, UNALIGNED_SHARE = 8, 0.25
 """A vocabulary that is no multiple of 8 (GPT-2's 50 257) leaves products without Hopper's fast copies: a quarter of the
 rate (family_truth.csv, gpt2)."""
 NUMBERS: dict[PrecisionName, Number] = {"fp32": "fp32", "bf16": "bf16", "pure-bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRates:
+    """Of one attention kernel."""
+
+    forward_flop_s: float
+    backward_flop_s: float
+    forward_token_keys: float
+    backward_token_keys: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,8 @@ class Rates:
     """Read and written, of kernels that memory bounds."""
     unaligned_share: float = 1.0
     """Of the head's rate, where the vocabulary is no multiple of 8."""
+    windowed: "AttentionRates | None" = None
+    """Of layers that see through windows or cap their scores, which take our own kernel; None where none do."""
     score_passes: tuple[float, float] = (0.0, 0.0)
     """Over all scores of attention, forward and backward, where no kernel spares them."""
 
@@ -70,6 +81,7 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
         forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
         backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
         bytes_s=card.bandwidth_gb_s * 1e9 * efficiency.bandwidth,
+        windowed=_own_attention(workload, machine, efficiency) if needs_own_attention(workload) else None,
         unaligned_share=UNALIGNED_SHARE if _is_unaligned(workload, machine) else 1.0,
         score_passes=UNFUSED_SCORE_PASSES if unfused else (0.0, 0.0),
     )
@@ -82,10 +94,28 @@ def _is_unaligned(workload: Workload, machine: Machine) -> bool:
 
 
 def needs_own_attention(workload: Workload) -> bool:
-    """Whether layers see through windows or cap their scores, or heads are too wide for cuDNN's backward."""
+    """Whether some layers see through windows or cap their scores."""
     spec = workload.spec
+    if workload.engine.attention != "cudnn" or workload.precision == "fp32":
+        return False
     windowed = bool(spec.window_layers) and (spec.window or 0) < workload.sequence_length
-    return windowed or spec.attention_softcap is not None or spec.head_dim > WIDEST_HEAD
+    return windowed or spec.attention_softcap is not None
+
+
+def _own_attention(workload: Workload, machine: Machine, efficiency: Efficiency) -> AttentionRates:
+    """Our Triton kernel's rates, at the measured share of what this card's usual kernel reaches."""
+    head_dim, own = workload.spec.head_dim, efficiency.own
+    usual = _attention_shares(workload, machine, efficiency)
+    peak_flop_s = card_peak_flop_s(workload.precision, machine)
+    measured = efficiency.shares(wide=False)
+    forward_share = by_head_size(own.forward, head_dim) / by_head_size(measured.attention_forward, head_dim)
+    backward_share = by_head_size(own.backward, head_dim) / by_head_size(measured.attention_backward, head_dim)
+    return AttentionRates(
+        forward_flop_s=peak_flop_s * usual[0] * min(1.0, forward_share),
+        backward_flop_s=peak_flop_s * usual[1] * min(1.0, backward_share),
+        forward_token_keys=by_head_size(own.forward_tokens, head_dim),
+        backward_token_keys=by_head_size(own.backward_tokens, head_dim),
+    )
 
 
 def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficiency) -> tuple[float, float]:
@@ -101,8 +131,5 @@ def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficien
         return (product_share(card, peak_tflop_s),) * 2
     if kernel == "cudnn" and generation_of(card) == "hopper":
         factor = power_factor(card, peak_tflop_s)
-        if needs_own_attention(workload):
-            own = efficiency.own_attention_forward, efficiency.own_attention_backward
-            measured = tuple(by_head_size(each, head_dim) for each in own)
         return measured[0] * factor, measured[1] * factor
     return attention_shares(card, kernel, peak_tflop_s, head_dim)
