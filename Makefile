@@ -53,5 +53,10 @@ SEED ?= 1
 fuzz: install
 	@$(BIN)/python -m tests.fuzz --cases 10000 --seed $(SEED)
 
+# Random questions to the planner, each answer run dry. `make test` asks 40 of them.
+.PHONY: dry-runs
+dry-runs: install
+	@$(BIN)/python -m tests.plan.dry_runs --questions 500 --seed $(SEED)
+
 stress: install
 	@$(BIN)/python -m tests.fuzz.killing --kills 50 --seed $(SEED)

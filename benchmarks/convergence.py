@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.updaters import use_peer
-from benchmarks.rows import RESULTS, append_row
+from benchmarks.rows import RESULTS, append_row, picture_folder
 from tightfit.jobs.job import Optimizer, PrecisionName, Schedule
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -209,7 +209,8 @@ def run_study(study: Study, arguments: Sequence[str] | None = None) -> None:
         row = common | row_of(study, name, curves[name], curves[first])
         print(row, flush=True)
         append_row(study.name, row, folder=chosen.results, commit=chosen.commit)
-    draw(study, curves, chosen.results / f"{study.name}.png", f"{model}: the same {chosen.steps} steps, {study.title}")
+    picture = picture_folder(chosen.results) / f"{study.name}.png"
+    draw(study, curves, picture, f"{model}: the same {chosen.steps} steps, {study.title}")
 
 
 def _parsed(study: Study, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.rows import RESULTS, append_row
+from benchmarks.rows import PICTURES, RESULTS, append_row
 
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "stdlib-loss.png"
+PICTURE = PICTURES / "stdlib-loss.png"
 FACTS = {
     "steps": r"steps +(\d+) of",
     "start_loss": r"held-out loss +([\d.]+) →",

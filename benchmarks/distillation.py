@@ -65,7 +65,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], teacher_loss: float, path: 
     """Held-out loss over steps, from the second evaluation on."""
     with panels(path, 1, 1, width=7.5, height=4.6) as (_, grid):
         axes = grid[0][0]
-        for (name, curve), color in zip(curves.items(), COLORS, strict=True):
+        for (name, curve), color in zip(curves.items(), COLORS, strict=False):
             steps, values = zip(*curve[2:], strict=True)
             axes.plot(steps, values, label=f"{name}: {values[-1]:.3f}", color=color, linewidth=1.4, marker=".")
         axes.axhline(teacher_loss, color="#111111", linestyle=":", label=f"the teacher: {teacher_loss:.3f}")

@@ -48,9 +48,9 @@ def kernels(
         measurements = recorded(limits, measurements, results, commit)
     show_kernels(limits, measurements, as_json=as_json)
     if results is not None:
-        picture = draw_kernels(results / "kernels.csv")
+        pictures = draw_kernels(results / "kernels.csv")
         if not as_json:
-            typer.echo(f"rows in {results / 'kernels.csv'}, picture in {picture}")
+            typer.echo(f"rows in {results / 'kernels.csv'}, pictures in {', '.join(map(str, pictures))}")
 
 
 if __name__ == "__main__":

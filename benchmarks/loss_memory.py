@@ -16,7 +16,7 @@ os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 
 import torch
 
-from benchmarks.rows import RESULTS, append_row
+from benchmarks.rows import RESULTS, append_row, picture_folder
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpointing import checkpoint_layers
@@ -74,9 +74,8 @@ def main(model: str, length: int, folder: Path, commit: str | None) -> None:
         }
         print(row, f"{milliseconds:.0f} ms, loss {loss:.4f}")
         append_row("loss_memory", {**row, "step_ms": f"{milliseconds:.0f}"}, folder=folder, commit=commit)
-    draw_timelines(
-        timelines, f"{model} shape, one step of {length:,} tokens, layers checkpointed", folder / "loss_memory.png"
-    )
+    title = f"{model} shape, one step of {length:,} tokens, layers checkpointed"
+    draw_timelines(timelines, title, picture_folder(folder) / "loss_memory.png")
 
 
 if __name__ == "__main__":

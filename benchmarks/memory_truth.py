@@ -122,12 +122,13 @@ def lever_cases() -> Iterator[Case]:
 
 
 def split_cases() -> Iterator[Case]:
-    """8B over groups of shards, tensor, pipeline and context ranks, and mixtures; plain ZeRO is among the others."""
+    """8B over groups of shards, tensor, pipeline and context ranks, and mixtures; plain ZeRO is among the others.
 
-    def of(split: str, ranks: int, length: int = 4096, **others: Any) -> Case:
-        return Case(
-            model="llama-3.1-8b", sequence_length=length, micro_batch=1, ranks=ranks, split=split, **others
-        )  # fmt: skip
+    And routed models over expert ranks.
+    """
+
+    def of(split: str, ranks: int, length: int = 4096, *, model: str = "llama-3.1-8b", **others: Any) -> Case:
+        return Case(model=model, sequence_length=length, micro_batch=1, ranks=ranks, split=split, **others)
 
     yield of("shard_inside=4", 8, zero=3, checkpoint_every=1)
     yield of("shard_inside=4", 8, zero=2, checkpoint_every=1)
@@ -143,6 +144,11 @@ def split_cases() -> Iterator[Case]:
         yield of("pipeline=4 schedule=zero-bubble", 4, 2048, accumulation=8, stage=stage)
     yield of("pipeline=4 schedule=interleaved stages_per_rank=2", 4, accumulation=8)
     yield of("pipeline=2 tensor=2", 8, zero=1, accumulation=4)
+    yield of("expert=8", 8, model="qwen3-30b-a3b", zero=3, checkpoint_every=1)
+    yield of("expert=4", 8, model="qwen3-30b-a3b", zero=3, checkpoint_every=1, accumulation=2)
+    yield of("expert=8", 8, 8192, model="qwen3-30b-a3b", zero=1, precision="pure-bf16", checkpoint_every=1)
+    yield of("expert=8", 8, 8192, model="mixtral-8x7b", zero=1, precision="pure-bf16", checkpoint_every=1)
+    yield of("expert=4 tensor=2", 8, 8192, model="mixtral-8x7b", precision="pure-bf16", checkpoint_every=1)
     yield of("context=2", 4, 8192, zero=3)
     yield of("context=4", 4, 65_536, zero=3, checkpoint_every=1)
     yield of("context=8", 8, 131_072, zero=3, checkpoint_every=1, precision="pure-bf16")
@@ -150,6 +156,36 @@ def split_cases() -> Iterator[Case]:
     yield of("context=4 ring=4", 4, 131_072, zero=3, checkpoint_every=1)
     yield of("context=8 ring=2", 8, 131_072, zero=3, checkpoint_every=1)
     yield of("context=2 ring=2 tensor=2", 8, 32_768, zero=3, checkpoint_every=1)
+
+
+def rank_lever_cases() -> Iterator[Case]:
+    """States, weights and checkpoints on the host, updates in backward and tiles, as one of several ranks."""
+
+    def of(more: str, ranks: int = 8, length: int = 4096, **others: Any) -> Case:
+        settings: dict[str, Any] = {"model": "llama-3.1-8b", "checkpoint_every": 1} | others
+        return Case(sequence_length=length, micro_batch=1, ranks=ranks, more=more, **settings)
+
+    away = "offload=optimizer"
+    for zero in (1, 2, 3):
+        yield of(away, zero=zero)
+    yield of(away, zero=3, accumulation=2)
+    yield of(away, zero=3, precision="pure-bf16")
+    yield of(away, 2, model="llama-3.2-1b", zero=0)
+    yield of(away, zero=3, split="shard_inside=4")
+    yield of(f"{away} optimizer_states=8bit", zero=3)
+    yield of(f"{away} offload_checkpoints=true", zero=3, length=16_384)
+    yield of(f"{away} update_in_backward=true", zero=3)
+    yield of("update_in_backward=true", zero=3)
+    yield of(away, 4, split="tensor=4")
+    yield of(away, 8, zero=3, split="tensor=2")
+    for stage in (0, 1):
+        yield of(away, 2, split="pipeline=2", accumulation=4, stage=stage)
+    yield of(away, 4, zero=1, split="pipeline=2", accumulation=4)
+    yield of("offload_checkpoints=true", 4, split="pipeline=4", accumulation=8)
+    yield of("offload=weights", 4, split="tensor=4")
+    yield of("offload=weights offload_checkpoints=true", 2, split="pipeline=2", accumulation=4)
+    yield of("tiles=4", 4, 16_384, split="tensor=4 sequence_parallel=false")
+    yield of("tiles=4 offload=optimizer", zero=3, length=16_384)
 
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:
@@ -259,6 +295,8 @@ def _repredict_times(wanted: list[Case], folder: Path) -> None:
 def _table_cases(chosen: argparse.Namespace) -> Iterator[Case]:
     if chosen.families:
         return family_cases()
+    if chosen.rank_levers:
+        return rank_lever_cases()
     return lever_cases() if chosen.levers else split_cases() if chosen.splits else cases()
 
 
@@ -272,6 +310,7 @@ def main() -> None:
     parser.add_argument("--ranks", choices=("one", "many"), help="cases of one rank, which are timed, or of many alone")
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
     parser.add_argument("--splits", action="store_true", help="cases of splits and their mixtures, for split_truth.csv")
+    parser.add_argument("--rank-levers", action="store_true", help="levers of several ranks, for rank_lever_truth.csv")
     parser.add_argument("--families", action="store_true", help="cases of every family, for family_truth.csv")
     parser.add_argument("--new", action="store_true", help="only cases that the table does not have yet")
     parser.add_argument("--times", action="store_true", help="repredict step times alone")

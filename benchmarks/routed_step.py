@@ -1,15 +1,20 @@
 """Seconds and memory of a training step of routed models: transformers' grouped products, with ours inside, and ours.
 
 The workload, the loop and the checks are train_step.py's. The shapes are a few layers of Qwen3-MoE with 64 narrow
-experts and of Mixtral with 8 wide ones. Writes benchmarks/results/routed_step.csv.
+experts and of Mixtral with 8 wide ones. Liger's fused experts, where it is installed, run in a process of their own, as
+it changes transformers' modules for good. Writes benchmarks/results/routed_step.csv.
 
     python -m benchmarks.routed_step --case h200-qwen3 --case h200-mixtral
+    python -m benchmarks.routed_step --case h200-qwen3 --only tightfit
     python -m benchmarks.routed_step --case cpu-tiny
 """
 
 import argparse
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +63,35 @@ MAKERS: dict[str, Maker] = {
     "huggingface grouped_mm + tightfit": partial(make_theirs, prepare=lambda model: accelerate(grouped(model))),
     "tightfit": make_ours,
 }
+LIGER = "huggingface + liger"
+
+
+def with_liger(model: Any) -> Any:
+    """With Liger's kernels, its fused experts among them."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def measure_liger(case: str, results: Path, commit: str | None) -> None:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.routed_step", "--case", case, "--only", LIGER]
+    command += ["--results", str(results), *(["--commit", commit] if commit else [])]
+    subprocess.run(command, check=False)  # it may not fit or not run on this card: the others are told all the same
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--case", choices=ROUTED, action="append", required=True)
+    parser.add_argument("--only", choices=[*MAKERS, LIGER], help="this implementation alone, in this process")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     arguments = parser.parse_args()
     CASES.update(ROUTED)
+    every = MAKERS | {LIGER: partial(make_theirs, prepare=with_liger)}
+    makers = MAKERS if arguments.only is None else {arguments.only: every[arguments.only]}
     for chosen in arguments.case:
-        run_case(chosen, arguments.results, arguments.commit, MAKERS, rounds=1, table="routed_step")
+        run_case(chosen, arguments.results, arguments.commit, makers, rounds=1, table="routed_step")
+        if arguments.only is None and find_spec("liger_kernel"):
+            measure_liger(chosen, arguments.results, arguments.commit)

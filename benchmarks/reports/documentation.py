@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.reports.context_rows import longest_row_lines, longest_rows
 from benchmarks.reports.levers import measured_block, predicted_rows
 from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows, sustained_rows
 from benchmarks.reports.published import engine_rows, group_rows
@@ -146,6 +147,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-times": lambda: markdown_table(*time_rows(RESULTS)),
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
     "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
+    "context-rows": lambda: markdown_table(*longest_rows(RESULTS)),
+    "context-row-lines": lambda: markdown_table(*longest_row_lines(RESULTS)),
 }
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rows import append_row, version_of
-from tightfit.durable import durable_file
+from benchmarks.rows import append_row, picture_folder, version_of
 from tightfit.report.escaping import escape
+from tightfit.report.figure import panels
 from tightfit.report.tables import gib, print_json
 
 if TYPE_CHECKING:
@@ -93,32 +93,40 @@ def _row(limits: "Limits", m: "Measurement") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_kernels(results: Path) -> Path:
-    """A picture beside `results`: per case, how much of the limit each peer reaches, with its time."""
-    import matplotlib
+GROUPS = {
+    "norms": ("rms_norm", "layer_norm"),
+    "elementwise": ("glu", "rope"),
+    "losses": ("cross_entropy", "linear_cross_entropy"),
+    "attention": ("attention",),
+}
+"""Operations that share a picture; others have one of their own."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
+def draw_kernels(results: Path) -> list[Path]:
+    """Pictures of the newest rows, one per group of operations: how fast each peer is beside a copy or a product."""
     cases, last = _newest(results)
-    columns = min(3, len(cases))
+    groups: dict[str, dict[str, dict[str, Row]]] = {}
+    for title, case in cases.items():
+        operation = title.split()[0]
+        group = next((name for name, members in GROUPS.items() if operation in members), operation)
+        groups.setdefault(group, {})[title] = case
+    return [_draw_group(name, group, last, picture_folder(results.parent)) for name, group in groups.items()]
+
+
+def _draw_group(name: str, cases: dict[str, dict[str, Row]], last: Row, folder: Path) -> Path:
+    columns = min(2, len(cases))
     rows = -(-len(cases) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(5.6 * columns, 0.9 + 1.9 * rows), squeeze=False, constrained_layout=True
-    )
-    for panel, (title, case) in zip(axes.flat, cases.items(), strict=False):
-        _draw_case(panel, title, case)
-    for panel in axes.flat[len(cases) :]:
-        panel.set_axis_off()
-    figure.suptitle(
-        f"{last['device']}, torch {last['torch']}: forward and backward, share of the time that its copy "
-        f"({float(last['copy_gb_s']):,.0f} GB/s)\nor matrix product ({float(last['gemm_tflop_s']):,.0f} TFLOP/s) "
-        "would need for the least possible work"
-    )
-    picture = results.with_suffix(".png")
-    with durable_file(picture) as file:
-        figure.savefig(file, format="png", dpi=110)
-    pyplot.close(figure)
+    picture = folder / f"kernels-{name}.png"
+    with panels(picture, rows, columns, width=5.6 * columns, height=0.9 + 2.0 * rows) as (figure, axes):
+        for panel, (title, case) in zip(axes.flat, cases.items(), strict=False):
+            _draw_case(panel, title, case)
+        for panel in axes.flat[len(cases) :]:
+            panel.set_axis_off()
+        figure.suptitle(
+            f"{last['device']}, torch {last['torch']}, forward and backward. 100 % is this card's own copy "
+            f"({float(last['copy_gb_s']):,.0f} GB/s)\nor matrix product ({float(last['gemm_tflop_s']):,.0f} TFLOP/s) "
+            "doing the least possible work; reading more than one writes can be faster than a copy"
+        )
     return picture
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LADDER = "1b-ladder"
+TITLES = {LADDER: "What each lever saves and costs: Llama-3.2-1B, one row of 16,384 tokens, one H200"}
 NONE = "no lever"
 NAMES = {
     "checkpoint_every=1": "checkpoint every layer",
@@ -25,7 +26,16 @@ NAMES = {
     "offload=optimizer": "optimizer on the host",
     "offload=weights": "weights and optimizer on the host",
 }
-GPU, HOST, TIME, SAID = "#1f5fa8", "#a8c4e0", "#d1495b", "#111111"
+SHORT = {
+    "weights and optimizer on the host": "all on host",
+    "checkpoint every layer": "checkpoints",
+    "checkpoints on the host": "on host",
+    "optimizer on the host": "optimizer on host",
+    "optimizer states": "states",
+    "update in backward": "early update",
+}
+"""Words of a name that a picture has no room for."""
+GPU, HOST, TIME, SAID = "#1f5fa8", "#6f9bc8", "#d1495b", "#111111"
 
 
 class Rung(NamedTuple):
@@ -63,37 +73,49 @@ def named(levers: str) -> str:
     return ", ".join(NAMES.get(each, each.replace("_", " ").replace("=", " ")) for each in levers.split()) or NONE
 
 
+def short(name: str) -> str:
+    """The same in few words."""
+    for long, few in SHORT.items():
+        name = name.replace(long, few)
+    return name
+
+
 def draw_levers(path: Path, out: Path, case: str = LADDER) -> None:
-    """Two panels of bars: GPU and host memory, and time of a step against that without levers."""
+    """Three panels of bars: memory on the GPU, memory on the host, and time of a step against that without levers."""
     found = rungs(path, case)
-    places = range(len(found))
-    with panels(out, 1, 2, width=11, height=1.5 + 0.32 * len(found)) as (_, axes_grid):
-        memory, time = axes_grid[0]
-        gpu = [rung.gpu_gib for rung in found]
-        memory.barh(places, gpu, color=GPU, label="GPU, peak allocated")
-        memory.barh(places, [rung.host_gib for rung in found], left=gpu, color=HOST, label="host, pinned")
-        _mark(memory, [rung.predicted_gib for rung in found])
-        memory.set_yticks(list(places), [rung.name for rung in found])
-        memory.set_xlabel("GiB")
-        time.barh(places, [rung.step_s for rung in found], color=TIME, label="measured")
+    with panels(out, 1, 3, width=11, height=1.9 + 0.3 * len(found), sharey=True) as (figure, axes_grid):
+        gpu, host, time = axes_grid[0]
+        _bars(gpu, [rung.gpu_gib for rung in found], GPU, "GPU: GiB at the peak", "{:.1f}")
+        _mark(gpu, [rung.predicted_gib for rung in found])
+        _bars(host, [rung.host_gib for rung in found], HOST, "host: GiB, pinned", "{:.1f}")
+        steps = [rung.step_s for rung in found]
+        _bars(time, steps, TIME, "seconds a step, × no lever", "")
         _mark(time, [rung.predicted_s for rung in found])
-        for place, rung in zip(places, found, strict=True):
+        for place, rung in enumerate(found):
             right = max(rung.step_s, rung.predicted_s)
             time.text(right, place, f"  {rung.step_s / _plain_s(found):.2f} ×", va="center", fontsize=8)
-        time.set_yticks(list(places), [""] * len(found))
-        time.set_xlabel("seconds a step")
-        time.margins(x=0.12)
-        for axes in (memory, time):
-            axes.invert_yaxis()
-            axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8)
-            plain(axes)
+        gpu.set_yticks(range(len(found)), [short(rung.name) for rung in found])
+        gpu.invert_yaxis()
+        handles, labels = time.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8)
+        figure.suptitle(TITLES.get(case, case))
+
+
+def _bars(axes: "Axes", values: list[float], color: str, title: str, form: str) -> None:
+    axes.barh(range(len(values)), values, color=color)
+    for place, value in enumerate(values):
+        if form and value:
+            axes.text(value, place, "  " + form.format(value), va="center", fontsize=8)
+    axes.set_title(title, fontsize=9)
+    axes.margins(x=0.22)
+    plain(axes)
 
 
 def _mark(axes: "Axes", values: list[float]) -> None:
     """What was predicted, on each bar."""
     places = range(len(values))
     low, high = ([place + shift for place in places] for shift in (-0.4, 0.4))
-    axes.vlines(values, low, high, color=SAID, linewidth=1.6, label="predicted")
+    axes.vlines(values, low, high, color=SAID, linewidth=1.6, label="black line: predicted before the step ran")
 
 
 def _plain_s(found: list[Rung]) -> float:

@@ -15,7 +15,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.pins import parse_pins
 
 Implementation = Literal["tightfit", "huggingface"]
-Table = Literal["memory_truth", "lever_truth", "split_truth", "family_truth"]
+Table = Literal["memory_truth", "lever_truth", "split_truth", "family_truth", "rank_lever_truth"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,8 @@ class Case:
         """The results file it belongs to."""
         if self.is_family:
             return "family_truth"
+        if self.more and self.ranks > 1:
+            return "rank_lever_truth"
         if self.split:
             return "split_truth"
         return "lever_truth" if self.more else "memory_truth"

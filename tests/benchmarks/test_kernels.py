@@ -49,7 +49,7 @@ def test_table_rows_and_picture(tmp_path: Path) -> None:
     assert len(rows) == 2 * 12
     assert {row["commit"] for row in rows} == {"0123abc"}
     assert all(float(row["ms_p50"]) > 0 for row in rows if row["peer"] == "tightfit")
-    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "kernels-norms.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_peer_alone_is_still_compared_with_eager() -> None:

@@ -45,7 +45,14 @@ def test_newest_rows_of_the_ladder_that_ran(table: Path) -> None:
 def test_the_picture_is_drawn(table: Path, tmp_path: Path) -> None:
     draw_levers(table, tmp_path / "levers.svg")
     text = (tmp_path / "levers.svg").read_text(encoding="utf-8")
-    for words in ("checkpoint every layer", "host, pinned", "1.25 ×", "seconds a step", "predicted"):
+    for words in (
+        "checkpoints",
+        "optimizer on host, early update",
+        "host: GiB, pinned",
+        "1.25 ×",
+        "seconds a step",
+        "predicted",
+    ):
         assert words in text
 
 

@@ -23,6 +23,7 @@ from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, ModelSpec, Rope
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.joint_weights import can_join
 
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 8}, "gptq": {"bits": 4, "group": 32}, "awq": {"bits": 4, "group": 32}, "smoothquant": {},
@@ -138,6 +139,7 @@ def test_a_recipe_of_several_schemes(tiny: Path, text: Path, token_cache: Path, 
     model = load_model(str(tmp_path / "small")).model
     assert not isinstance(model.layers[0].mlp.down, QuantizedLinear)
     assert (model.layers[1].mlp.down.scheme.bits, model.layers[1].mlp.up.scheme.bits) == (8, 4)
+    assert not can_join(model)  # a server must not take all layers for plain because the first one is
 
 
 def test_rotation_changes_nothing_but_rounding(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:

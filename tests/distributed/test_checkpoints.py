@@ -14,6 +14,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.models.saving import export_model
+from tightfit.train.metrics import METRICS_FILE, read_metrics
 
 Make = Callable[[int], Group]
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
@@ -67,6 +68,39 @@ def test_pieces_of_zero_3_on_four_are_read_by_every_layout(
     for name in layouts:
         copy = make(f"copy by {name}").output
         assert rewritten(group, make("pieces", LAYOUTS[name], **fields), copy) == expected, name
+
+
+ROUTED = {"source": "tiny-mixtral", "shape": {"layers": 2, "hidden_size": 32}}
+EXPERTS = {
+    "experts": {"data": 2, "expert": 2},
+    "experts, zero 3": {"data": 4, "expert": 2, "zero": 3},
+    "experts and tensor": {"data": 2, "expert": 2, "tensor": 2, "zero": 1},
+    "one": {},
+}
+
+
+def test_pieces_of_expert_ranks_are_read_by_every_layout(group: Make, make: Callable[..., Job]) -> None:
+    """Weights, masters and moments; and what the run says about its experts."""
+    fields = {"precision": "bf16", "steps": 1, "model": ROUTED}
+    written = make("pieces", EXPERTS["experts, zero 3"], **fields)
+    run_on(group, written)
+    expected = rewritten(group, make("pieces", **fields), make("copy by one process").output)
+    for name in ("experts", "experts, zero 3", "experts and tensor"):
+        copy = make(f"copy by {name}").output
+        assert rewritten(group, make("pieces", EXPERTS[name], **fields), copy) == expected, name
+    row = read_metrics(written.output / METRICS_FILE)[-2]
+    assert row["expert_load_max"] >= 1 >= row["expert_load_min"] >= 0
+
+
+def test_a_run_goes_on_with_other_expert_ranks(group: Make, make: Callable[..., Job]) -> None:
+    fields = {"model": ROUTED}
+    run_on(group, make("moving", EXPERTS["experts and tensor"], **fields), stop_after=1)
+    run_on(group, make("moving", EXPERTS["experts, zero 3"], **fields), resume=True, stop_after=2)
+    run_on(group, make("moving", **fields), resume=True)
+    run_on(group, make("one", sharded=False, **fields))
+    ours, theirs = (load_model(str(make(name).output)).model.state_dict() for name in ("moving", "one"))
+    for name, weight in theirs.items():
+        assert (ours[name] - weight).norm() < 1e-3 * weight.norm(), name
 
 
 @pytest.mark.parametrize("name", ["replicas", "tensor and pipeline"])

@@ -30,7 +30,13 @@ pytestmark = pytest.mark.usefixtures("server")
 @pytest.fixture
 def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., tuple[Job, Path]]:
     def made(**changes: Any) -> tuple[Job, Path]:
-        fields = {"evaluation": {"max_rows": 2}, "steps": 6, "saving": {"every": 2}, "model": SMALL, "device": "cpu"}
+        fields = {
+            "evaluation": {"max_rows": 2},
+            "steps": 6,
+            "saving": {"every": 2, "sharded": False},
+            "model": SMALL,
+            "device": "cpu",
+        }
         job = tiny_job(tmp_path / "run", corpus, token_cache, **(fields | changes))
         file = tmp_path / "job.yaml"
         file.write_text(yaml.safe_dump(job.model_dump(mode="json")))

@@ -28,7 +28,7 @@ def test_a_program_checks_starts_again_and_stops(tmp_path: Path, corpus: Path, t
     """All of `tightfit launch`: its ranks are compared, started, one is killed, they go on, and are asked to stop."""
     layout = {"data": 2, "zero": 3, "micro_batch": 1}
     job = tiny_job(tmp_path / "run", corpus, token_cache, model=SMALL, steps=100_000, layout=layout, device="cpu",
-                   evaluation={"max_rows": 1}, saving={"every": 3})  # fmt: skip
+                   evaluation={"max_rows": 1}, saving={"every": 3, "sharded": False})  # fmt: skip
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json")))
     process = subprocess.Popen(
         [sys.executable, "-m", "tightfit", "launch", str(tmp_path / "job.yaml"), "--check", "--restarts", "1"],

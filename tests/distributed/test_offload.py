@@ -30,6 +30,8 @@ LAYOUTS = {
     "interleaved": Layout(pipeline=2, micro_batch=2, schedule="interleaved", stages_per_rank=2),
     "stages-zero-1": Layout(pipeline=2, data=2, zero=1, micro_batch=2),
     "stages-data": Layout(pipeline=2, data=2, micro_batch=2),
+    "zero-bubble": Layout(pipeline=2, micro_batch=2, schedule="zero-bubble"),
+    "context": Layout(context=2, zero=3, micro_batch=2),
 }
 
 
@@ -117,6 +119,7 @@ IN_BACKWARD: dict[str, dict[str, Any]] = {
     "zero-2": {"offload": "optimizer"},
     "zero-3": {"offload": "optimizer", "offload_update": "host"},
     "hybrid": {"checkpoint_every": 1},
+    "context": {"tiles": 2},
 }
 
 

@@ -53,6 +53,7 @@ class Case:
     zero: int = 0
     shard_inside: int = 0
     tensor: int = 1
+    expert: int = 1
     sequence_parallel: bool = True
     micro_batch: int = 8
     precision: PrecisionName = "fp32"
@@ -66,12 +67,12 @@ class Case:
     def layout(self) -> Layout:
         return Layout(
             data=self.data, zero=self.zero, shard_inside=self.shard_inside, tensor=self.tensor,  # type: ignore[arg-type]
-            sequence_parallel=self.sequence_parallel, micro_batch=self.micro_batch,
+            sequence_parallel=self.sequence_parallel, micro_batch=self.micro_batch, expert=self.expert,
         )  # fmt: skip
 
     def alone(self) -> "Case":
         """The same on one process that takes all rows at once."""
-        return replace(self, data=1, zero=0, shard_inside=0, tensor=1, micro_batch=self.rows, levers=PLAIN)
+        return replace(self, data=1, zero=0, shard_inside=0, tensor=1, expert=1, micro_batch=self.rows, levers=PLAIN)
 
     def alone_in(self, precision: PrecisionName) -> "Case":
         """The same on one process, in another precision."""
@@ -121,7 +122,7 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
     Made once: each of gloo's groups has a thread that wakes a hundred times a second for as long as the process lives.
     """
-    degrees = {name: getattr(layout, name) for name in ("pipeline", "data", "context", "ring", "tensor")}
+    degrees = {name: getattr(layout, name) for name in ("pipeline", "data", "context", "ring", "tensor", "expert")}
     inside = {"zero": 1, "shard_inside": layout.shard_inside} if layout.copies > 1 else {}
     return _mesh(**degrees, **inside)
 

@@ -17,6 +17,11 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 VISION = {
     "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 32, "vision_use_head": False,
@@ -30,6 +35,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"model_type": "qwen2_moe", **TEXT, **ROUTED, "shared_expert_intermediate_size": 40},
     "qwen3": {"model_type": "qwen3", **TEXT, "head_dim": 8, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **TEXT, **ROUTED, "head_dim": 8, "mlp_only_layers": [0]},
+    "olmoe": {"model_type": "olmoe", **TEXT, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "deepseek_v2": {"model_type": "deepseek_v2", **TEXT, **LATENT},
+    "deepseek_v3": {"model_type": "deepseek_v3", **TEXT, **LATENT, "n_group": 2, "topk_group": 1},
     "gemma": {"model_type": "gemma", **TEXT, "head_dim": 8},
     "gemma2": {"model_type": "gemma2", **TEXT, "head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
     "gemma3": {"model_type": "gemma3_text", **TEXT, "head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},

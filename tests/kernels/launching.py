@@ -20,6 +20,7 @@ import tightfit.kernels.decode_linear
 import tightfit.kernels.flash_blocks
 import tightfit.kernels.fp8_mlp
 import tightfit.kernels.fp8_quantize
+import tightfit.kernels.gather_rows
 import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
@@ -27,6 +28,7 @@ import tightfit.kernels.paged_attention
 import tightfit.kernels.paged_prefill
 import tightfit.kernels.rope
 import tightfit.kernels.rotate_store
+import tightfit.kernels.routed_mlp
 import tightfit.kernels.row_norm
 from tightfit.kernels.triton_support import triton
 
@@ -78,6 +80,11 @@ def launch_everything(dtype: torch.dtype) -> None:
     for activation in tightfit.kernels.glu.ACTIVATIONS:
         ops.glu_backward(x, x, x, activation)
     ops.glu(x, None, "relu2", False)
+    rows = torch.zeros(len(x), 2, dtype=torch.long)
+    ops.gather_rows(x, rows.flatten())
+    for other, shares in ((None, None), (x, x[:, :2])):
+        ops.combine_rows(x, other, shares, rows)
+    ops.routed_mlp_row_gradients_(x, x, x, x[:, 0].contiguous(), x, x, x[:, 0].contiguous(), "silu")
     q, k, table = torch.ones(2, 4, 8, 64, dtype=dtype), torch.ones(2, 2, 8, 64, dtype=dtype), torch.ones(1, 1, 8, 24)
     for interleaved in (False, True):
         ops.rope(q, k, table, table, interleaved, True)

@@ -127,6 +127,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
 def test_far_apart_predictions_stay_finite() -> None:
     """Probabilities that underflow in float32 on both sides."""
     hidden, weight, taught, teacher, labels = problem()
+    hidden, taught, labels = hidden[:6], taught[:6], labels[:6]
     for divergence in DIVERGENCES:
         terms = DistillationTerms(divergence=divergence, temperature=1.0)
         for impl in ("torch", "triton"):

@@ -41,6 +41,10 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
@@ -97,7 +101,8 @@ def test_transformers_builds_as_many_parameters(name: str) -> None:
     config = transformers.AutoConfig.for_model(**config_from_spec(spec, dtype="bfloat16"))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == spec.params()
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(tensor.numel() for tensor in (*model.parameters(), *corrections)) == spec.params()
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("tiny-")])

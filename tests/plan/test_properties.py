@@ -4,9 +4,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from tests.plan.dry_runs import questions, refusal_of, tried
+from tests.plan.questions import question
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.job import Job
@@ -16,7 +19,7 @@ from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.models.presets import PRESETS, preset
-from tightfit.plan.answer import make_workload
+from tightfit.plan.answer import answer, make_workload
 from tightfit.plan.cost import Costs
 from tightfit.plan.fill import fill_card
 from tightfit.plan.search import search
@@ -76,18 +79,29 @@ def test_whatever_a_runnable_search_may_propose_is_run() -> None:
     assert asked > 1500
 
 
-def test_runnable_plans_are_run() -> None:
-    """The whole search of some of these questions, its alternatives too."""
-    fit = 0
-    for space in spaces(60, 16):
-        plans = search(space).plans
-        fit += bool(plans)
-        for each in plans:
-            assert is_run(space.workload, each.layout, each.levers)
-        if plans:
-            filled = fill_card(space, plans[0])
-            assert is_run(space.workload, filled.layout, filled.levers)
-    assert fit > 30
+def test_plans_run_dry(tmp_path: Path) -> None:
+    """The whole answer of some questions, with pins, through the trainer's own dry run; `make dry-runs` asks 500."""
+    found = [tried(asked, question, tmp_path) for asked, question in questions(40, seed=0, most_gpus=16)]
+    plans = [each for each in found if each is not None]
+    assert len(plans) > 30
+    assert sum(each.fits for each in plans) > 20
+    assert [each for each in plans if each.refusal is not None] == []
+
+
+FAMOUS = (
+    ("llama-2-7b", "2xRTX3090", 2048, 16),
+    ("mixtral-8x7b", "8xA100-80GB", 4096, 64),
+    ("llama-3.1-70b", "8xH100-80GB", 4096, 64),
+    ("llama-3.1-8b", "4xV100-32GB", 2048, 32),
+)
+
+
+@pytest.mark.parametrize(("model", "on", "length", "rows"), FAMOUS)
+def test_famous_cases_fit_and_run(model: str, on: str, length: int, rows: int, tmp_path: Path) -> None:
+    asked = replace(question(model, on, length, rows), runnable=True)
+    plan = answer(asked).plan
+    assert plan.fits
+    assert refusal_of(plan, tmp_path) is None
 
 
 LARGER = (

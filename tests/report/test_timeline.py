@@ -106,7 +106,7 @@ def test_a_picture_names_phases_and_peaks(tmp_path: Path) -> None:
     draw_timelines({"before": line, "after": line}, "two steps", tmp_path / "two.svg")
     words = text_of(tmp_path / "two.svg")
     for word in ("before: peak 99.0 MiB allocated, 120.0 MiB reserved", "after: peak", "two steps", "milliseconds",
-                 "forward", "loss", "backward", "optimizer", "reserved"):  # fmt: skip
+                 "forward", "loss", "backward", "optimizer", "reserved", "peak allocated"):  # fmt: skip
         assert word in words
     host = Timeline(positions, line.allocated_bytes, line.allocated_bytes, starts, "allocations and frees")
     draw_timelines({"": host}, "one step", tmp_path / "one.svg")
@@ -119,7 +119,7 @@ def test_mistakes_get_a_sentence() -> None:
     spec = preset("tiny-llama")
     for pins, rows, words in (
         (["layout.zero=3"], None, "nobody to split with"),
-        (["layout.context=2"], None, "can be planned but not trained yet"),
+        (["layout.data=2", "layout.expert=2"], None, "has no experts"),
         (["layout.micro_batch=4"], 6, "6 rows is not a multiple of 4"),
     ):
         with pytest.raises(UserError, match=words):

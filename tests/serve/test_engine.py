@@ -162,25 +162,23 @@ def test_a_certain_guess_keeps_the_distribution() -> None:
 
 
 def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder) -> None:
-    """The pair of first tokens has the probability that the model alone gives it, within five standard errors."""
+    """The second token has the probability that the model alone gives it, within five standard errors."""
     prompt, draws = [9, 8, 7, 9, 8, 7, 9, 8], 600
-    sampling = Sampling(max_tokens=3, temperature=0.7, top_k=3, seed=1)  # the second is guessed: there is room for one
+    sampling = Sampling(max_tokens=3, temperature=1.5, top_k=60)  # the second is guessed: there is room for one more
     config = replace(CONFIG, speculation="draft", speculated_tokens=1, max_sequences=100, step_tokens=400)
     engine = Engine(model, None, config, draft=smaller)
-    requests = [
-        Request(id=str(seed), prompt=prompt, sampling=replace(sampling, seed=seed), count=1) for seed in range(draws)
-    ]
-    made = [tuple(found[0].tokens[:2]) for found in engine.generate(requests).values()]
+    requests = [Request(id=str(s), prompt=prompt, sampling=replace(sampling, seed=s)) for s in range(draws)]
+    made = [found[0].tokens[1] for found in engine.generate(requests).values()]
     assert 0 < engine.counts.kept < engine.counts.guessed
     with torch.no_grad():
         first = probabilities(model(torch.tensor([prompt])).logits[0, -1:], [sampling])[0]
-        for a in first.nonzero().flatten().tolist():
-            second = probabilities(model(torch.tensor([[*prompt, a]])).logits[0, -1:], [sampling])[0]
-            for b in second.nonzero().flatten().tolist():
-                chance = float(first[a] * second[b])
-                spread = (chance * (1 - chance) / draws) ** 0.5
-                assert abs(made.count((a, b)) / draws - chance) <= 5 * spread
-    assert all(first[a] > 0 for a, _ in made)
+        after = first.nonzero().flatten().tolist()
+        logits = model(torch.tensor([[*prompt, token] for token in after])).logits[:, -1]
+        second = first[after] @ probabilities(logits, [sampling] * len(after))
+    for token in second.topk(20).indices.tolist():
+        chance = float(second[token])
+        assert abs(made.count(token) / draws - chance) <= 5 * (chance * (1 - chance) / draws) ** 0.5
+    assert all(second[token] > 0 for token in made)
 
 
 def test_beams_are_those_of_transformers(model: Decoder) -> None:

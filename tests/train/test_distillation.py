@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tests.train.jobs import checkpoint_files
 from tightfit.errors import UserError
+from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.distill import Distill
 from tightfit.jobs.job import Job
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload, with_teacher
 from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation_eager
 from tightfit.memory.formulas.training import training_ledger
@@ -23,6 +25,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.cost import Costs
 from tightfit.train.distillation import Distiller, HostedTeacher, projection
 from tightfit.train.loop import run_job
 
@@ -193,3 +196,21 @@ def test_the_teacher_is_in_the_plan(learning: Callable[..., Job]) -> None:
         assert not [x for x in ledger.lines if x.detail == "to be written" and x.bytes == held]
     without = training_ledger(plain, Layout(), Levers())
     assert ledgers["device"].peak_bytes() >= without.peak_bytes() + held
+
+
+def test_a_teacher_takes_time_in_the_plan() -> None:
+    """Three times the student's own forward pass for three times its layers; from the host, the link's time more."""
+    machine = parse_machine("H100-80GB")
+    spec = preset("llama-3.2-1b")
+    plain = Workload(spec=spec, sequence_length=1024, global_batch=8)
+    layout, levers = Layout(micro_batch=8), Levers()
+    alone = Costs(plain, machine).step(layout, levers)
+    times = {}
+    for place in ("device", "host"):
+        teacher = Teacher(spec=replace(spec, layers=3 * spec.layers), weight_bytes=10**10, place=place)
+        times[place] = Costs(replace(plain, teacher=teacher), machine).step(layout, levers)
+    layer = Costs(plain, machine).layer(layout)
+    own = 3 * spec.layers * layer.forward_s + layer.head_forward_s
+    assert times["device"].teacher_s == pytest.approx(own)
+    assert times["device"].step_s == pytest.approx(alone.step_s + own)
+    assert times["host"].teacher_s - own == pytest.approx(10**10 / machine.accelerator.host.copy_bytes_s)

@@ -27,18 +27,26 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism splits one parameter over a mesh axis."""
+    """How tensor or expert parallelism splits one parameter over a mesh axis, inside what FSDP2 splits again."""
 
     mesh: DeviceMesh
-    """The tensor axis."""
+    """The tensor axis, or that of expert ranks."""
     grid: DeviceMesh
-    """FSDP2's axes and the tensor axis."""
+    """FSDP2's axes, that of `outer` and this one."""
     dim: int | None
     """The split dimension; None where the parameter is replicated."""
     size: int = 0
     """Of the whole parameter along that dimension."""
     partial_gradient: bool = False
     """Whether gradients must be summed over the axis."""
+    outer: "Split | None" = None
+    """Where two axes split a parameter, the outer one: expert ranks have experts, tensor ranks columns of each."""
+
+    @property
+    def cuts(self) -> "tuple[Split, ...]":
+        """The splits of every axis, outermost first."""
+        outer = () if self.outer is None else self.outer.cuts
+        return outer if self.dim is None else (*outer, self)
 
     def bounds(self) -> tuple[int, int]:
         """Start and length of this rank's shard along `dim`."""
@@ -53,17 +61,20 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def splits_of(model: nn.Module) -> Mapping[str, Split]:
-    """The split of each parameter by name; empty without tensor parallelism."""
+    """The split of each parameter by name; empty without tensor or expert parallelism."""
     found: Mapping[str, Split] = vars(model).get(REGISTRY, {})
     return found
 
 
 def remember_splits(model: nn.Module, splits: Mapping[str, Split]) -> None:
-    """Keep `splits` with the model; its state dict has DTensors from now on."""
+    """Keep `splits` with the model, in place of earlier ones; its state dict has DTensors from now on."""
+    is_hooked = REGISTRY in vars(model)
     vars(model)[REGISTRY] = dict(splits)
+    if is_hooked:
+        return
 
     def to_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        for name, split in splits.items():
+        for name, split in splits_of(module).items():
             if prefix + name in state:
                 state[prefix + name] = as_dtensor(state[prefix + name], split)
 
@@ -93,17 +104,17 @@ def whole(tensor: Tensor) -> Tensor:
 
 def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
     """A parameter, its gradient or a state of it as a DTensor of the whole; unchanged where it is not split."""
-    if split is None or split.dim is None or tensor.ndim <= split.dim:
+    cuts = () if split is None else tuple(cut for cut in split.cuts if cut.dim is not None and cut.dim < tensor.ndim)
+    if split is None or not cuts:
         return tensor
     from torch.distributed.tensor import Shard
 
-    mesh, placements = split.mesh, [Shard(split.dim)]
+    placements: list[Any] = [Shard(cut.dim) for cut in cuts if cut.dim is not None]
+    mesh = cuts[0].mesh if len(cuts) == 1 else _without_fsdp(split)
     if is_shard(tensor):
-        mesh, placements = split.grid, [*_strided(tensor.placements, split), *placements]
-    shape = list(tensor.shape)
-    own = split.bounds()[1]
-    shape[split.dim] = split.size if shape[split.dim] == own else shape[split.dim] * split.mesh.size()
-    return _described(local(tensor).detach(), mesh, placements, torch.Size(shape))
+        mesh, placements = split.grid, [*_strided(tensor.placements, cuts), *placements]
+    size = torch.Size(_whole_shape(list(tensor.shape), cuts))
+    return _described(local(tensor).detach(), mesh, placements, size)
 
 
 def _described(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> "DTensor":
@@ -115,18 +126,35 @@ def _described(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
     return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
-def _strided(placements: Any, split: Split) -> list[Any]:
-    """FSDP2's placements where it shards rows that tensor parallelism has already split."""
-    from torch.distributed.tensor import Shard
+def _without_fsdp(split: Split) -> DeviceMesh:
+    """The mesh of two axes that split a parameter; `outer.grid` is that where FSDP2 does not split it again."""
+    assert split.outer is not None
+    return split.outer.grid
+
+
+def _whole_shape(shape: list[int], cuts: Sequence[Split]) -> list[int]:
+    """Of a shard of `shape` as the cuts left it, or of a state that has fewer numbers along a dimension."""
+    for cut in cuts:
+        assert cut.dim is not None
+        own = cut.bounds()[1]
+        shape[cut.dim] = cut.size if shape[cut.dim] == own else shape[cut.dim] * cut.mesh.size()
+    return shape
+
+
+def _strided(placements: Any, cuts: Sequence[Split]) -> list[Any]:
+    """FSDP2's placements where it shards a dimension that is already split."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    cut = split.dim == 0
-    return [_StridedShard(0, split_factor=split.mesh.size()) if cut and p == Shard(0) else p for p in placements]
+    def after(placement: Any) -> Any:
+        split_factor = math.prod(cut.mesh.size() for cut in cuts if placement.is_shard(cut.dim))
+        return _StridedShard(placement.dim, split_factor=split_factor) if split_factor > 1 else placement
+
+    return [after(placement) for placement in placements]
 
 
 def shard_count(tensor: Tensor, split: Split | None) -> int:
     """Different shards of a parameter; each is replicated on (ranks / this) ranks."""
-    found = 1 if split is None or split.dim is None else split.mesh.size()
+    found = 1 if split is None else math.prod(cut.mesh.size() for cut in split.cuts)
     if is_shard(tensor):
         mesh = tensor.device_mesh
         found *= math.prod(mesh.size(axis) for axis, p in enumerate(tensor.placements) if p.is_shard())

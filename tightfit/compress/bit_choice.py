@@ -17,7 +17,9 @@ from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
 PLAIN_BITS = 16
-WIDTHS = (2, 3, 4, 5, 6, 8)
+WIDTHS = (3, 4, 5, 6, 8)
+LEAST_WIDTHS = (2, *WIDTHS)
+"""Two bits where nothing else fits: what they cost in a mix is more than estimates say (docs/LOG.md)."""
 GROUPS = (128, 64, 32, 16, 8)
 
 
@@ -92,13 +94,18 @@ def plain_bytes(spec: ModelSpec) -> int:
     return 2 * (spec.params() - quantized)
 
 
+def least_bytes(spec: ModelSpec, bits: int, group: int) -> int:
+    """The whole model with every unit at `bits`."""
+    return plain_bytes(spec) + sum(unit_bytes(spec, names, bits, group) for names in units(spec).values())
+
+
 def choose_bits(spec: ModelSpec, options: Mapping[str, Sequence[Option]], budget_bytes: int) -> BitChoice:
     """The widths whose model takes at most `budget_bytes`, for the least expected loss."""
     fixed = plain_bytes(spec)
     least = fixed + sum(min(option.bytes for option in each) for each in options.values())
     if least > budget_bytes:
         raise UserError(
-            f"even at {min(WIDTHS)} bits the weights take {least / 2**30:.2f} GiB, and there is room for "
+            f"even at {min(LEAST_WIDTHS)} bits the weights take {least / 2**30:.2f} GiB, and there is room for "
             f"{max(budget_bytes, 0) / 2**30:.2f}; take a card with more memory or a shorter --context"
         )
     found = [_mixed(options, budget_bytes - fixed), *_uniform(options)]

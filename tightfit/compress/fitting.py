@@ -3,22 +3,36 @@
     weights ≤ (card − CUDA context) / (1 + slack) − cache of N tokens − prefill − logits − one expanded matrix
 
 as the ledger of serving says (memory/formulas/serving.py); widths that no kernel reads packed are expanded one matrix
-at a time. Sizes are those of the codes as they are stored, so they are exact; file headers stay on disk.
+at a time. The mix is measured once more as a whole before it is taken, beside every single width that fits. Sizes are
+those of the codes as they are stored, so they are exact; file headers stay on disk.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
-from tightfit.compress.bit_choice import BitChoice, choose_bits, group_of, options_of, recipe_for
+from torch import Tensor
+
+from tightfit.compress.bit_choice import (
+    LEAST_WIDTHS,
+    WIDTHS,
+    BitChoice,
+    choose_bits,
+    group_of,
+    least_bytes,
+    options_of,
+    recipe_for,
+    units,
+)
 from tightfit.compress.compression import CompressionJob
 from tightfit.compress.cost import matrices
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities
+from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.memory.formulas.serving import serving_ledger
 from tightfit.memory.ledger import Ledger
+from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model, source_spec
 from tightfit.models.spec import ModelSpec
 
@@ -74,6 +88,20 @@ def fit_ledger(spec: ModelSpec, stored_bytes: int, length: int) -> Ledger:
     return serving_ledger(spec, length=length, stored_bytes=stored_bytes, expanded_bytes=expanded)
 
 
+def _measured(
+    choice: BitChoice, found: Sensitivities, decoder: Decoder, rows: list[Tensor], group: int, budget: int
+) -> BitChoice:
+    """The mix with its measured loss, or one width for all where that fits and was measured to lose less."""
+    spec = decoder.spec
+    with rounded_to(decoder, choice.bits, group):
+        mixed = replace(choice, loss=divergence(decoder, rows, found.reference))
+    every = [
+        BitChoice(dict.fromkeys(units(spec), bits), least_bytes(spec, bits, group), loss)
+        for bits, loss in found.uniform.items()
+    ]
+    return min([mixed, *(each for each in every if each.bytes <= budget)], key=lambda each: each.loss)
+
+
 def fit_bits(
     job: CompressionJob,
     machine: Machine,
@@ -101,8 +129,10 @@ def fit_bits(
     calibration = job.read_calibration(spec)
     rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
     decoder = load_model(job.model, device=job.device, packed=False).model
-    found = measure_sensitivities(decoder, rows, group, say=say)
-    del decoder
+    widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
+    found = measure_sensitivities(decoder, rows, group, widths=widths, say=say)
     choice = choose_bits(spec, options_of(spec, found.losses, group), budget)
+    choice = _measured(choice, found, decoder, rows, group, budget)
+    del decoder
     recipe = recipe_for(spec, choice, group, method)
     return Fit(choice, recipe, found, fit_ledger(spec, choice.bytes, length), card_bytes, length)

@@ -6,8 +6,8 @@ model's own predictions, so that the loss's gradient has no mean)
     KL ≈ ½ · Σ_oj G_o · Δ_oj² · h_j,     G_o = mean (∂L/∂y_o)²,  h_j = mean x_j²  over tokens
 
 where errors of different weights are taken to be independent, as those of rounding to nearest nearly are. That is right
-up to a factor that grows and then saturates with the error; so for every width the model with all layers at that width
-is measured, and the estimates of that width are scaled to add up to it. What is predicted is KL to the original, which
+up to a factor that depends on the error's size; so for every width the model with all layers at that width is measured,
+and the estimates of that width are scaled to add up to it. What is predicted is KL to the original, which
 is what the loss rises by where the original is well calibrated. GPTQ comes out better than rounding to nearest, so
 the estimate is then an upper one. The whole model is on the device in float32.
 """
@@ -29,11 +29,15 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Expected KL (nats a token) by unit and bits; the measured KL of every width for all, and the original's loss."""
+    """Expected KL (nats a token) by unit and bits; the measured KL of every width for all, and the original's loss.
+
+    `reference` are the original's log-probabilities of every row, on the host.
+    """
 
     losses: Mapping[str, Mapping[int, float]]
     uniform: Mapping[int, float]
     original_loss: float
+    reference: Sequence[Tensor]
 
 
 def measure_sensitivities(
@@ -58,7 +62,7 @@ def measure_sensitivities(
         say(f"all layers at {bits} bits: KL {uniform[bits]:.4f}")
     factors = {bits: uniform[bits] / max(sum(e[bits] for e in estimates.values()), SMALLEST) for bits in widths}
     scaled = {unit: {bits: factors[bits] * kl for bits, kl in each.items()} for unit, each in estimates.items()}
-    return Sensitivities(scaled, uniform, loss)
+    return Sensitivities(scaled, uniform, loss, reference)
 
 
 def weights_of(model: Decoder, name: str) -> Tensor:

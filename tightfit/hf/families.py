@@ -103,6 +103,36 @@ FAMILIES = (
         },
     ),
     HandledFamily(
+        "OLMoE",
+        "olmoe",
+        {
+            "OlmoeForCausalLM": HeadHandler(),
+            "OlmoeRMSNorm": RmsNormHandler(),
+            "OlmoeExperts": ExpertsHandler(),
+            "OlmoeAttention": RotaryHandler(),
+        },
+    ),
+    HandledFamily(
+        "DeepSeek-V2",
+        "deepseek_v2",
+        {
+            "DeepseekV2ForCausalLM": HeadHandler(),
+            "DeepseekV2RMSNorm": RmsNormHandler(),
+            "DeepseekV2MLP": GatedMlpHandler(),
+            "DeepseekV2Experts": ExpertsHandler(),
+        },
+    ),
+    HandledFamily(
+        "DeepSeek-V3",
+        "deepseek_v3",
+        {
+            "DeepseekV3ForCausalLM": HeadHandler(),
+            "DeepseekV3RMSNorm": RmsNormHandler(),
+            "DeepseekV3MLP": GatedMlpHandler(),
+            "DeepseekV3Experts": ExpertsHandler(),
+        },
+    ),
+    HandledFamily(
         "Gemma",
         "gemma",
         {

@@ -33,4 +33,5 @@ def is_result_wanted() -> bool:
 
 def placeholder(like: Tensor, width: int) -> Tensor:
     """An uninitialised tensor [..., width] on the device of `like` that takes no memory."""
-    return like.new_empty(1).expand(*like.shape[:-1], width)
+    shape = (*like.shape[:-1], width)
+    return like.new_empty_strided(shape, (0,) * len(shape))  # no view, of which FSDP2 would warn

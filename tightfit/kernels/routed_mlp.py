@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
+from tightfit.kernels.gather_rows import gather_rows
 from tightfit.kernels.glu import activated, glu, glu_eager
 from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from tightfit.kernels.operators import on_device_of, operator
@@ -47,12 +48,12 @@ class Routing(NamedTuple):
 
 def route(chosen: Tensor, experts: int) -> Routing:
     """Sort the pairs of `chosen` [N, k] by expert; pairs of one expert stay in the order of tokens."""
-    flat = chosen.flatten()
-    order = flat.to(torch.int16 if experts < 2**15 else torch.int32).argsort(stable=True)
-    rows = torch.empty_like(order)
-    rows[order] = torch.arange(len(order), device=order.device)
-    counts = flat.new_zeros(experts).index_add_(0, flat, torch.ones_like(flat))
-    return Routing(order // chosen.shape[1], rows.view_as(chosen), counts.cumsum(0).to(torch.int32))
+    narrow = torch.int16 if experts < 2**15 else torch.int32
+    ordered, order = chosen.flatten().to(narrow).sort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    each = torch.arange(experts, dtype=narrow, device=order.device)
+    offsets = torch.searchsorted(ordered, each, right=True, out_int32=True)
+    return Routing(order // chosen.shape[1], rows.view_as(chosen), offsets)
 
 
 def routed_mlp(
@@ -108,7 +109,7 @@ class _RoutedMlp(torch.autograd.Function):
         activation: Any,
         impl: Any,
     ) -> Tensor:
-        copies = x.index_select(0, tokens)
+        copies = gather_rows(x, tokens, impl=impl)
         gate, up = (grouped_matmul(copies, w.mT, offsets, impl=impl) for w in (gate_weight, up_weight))
         del copies
         ctx.save_for_backward(x, weights, tokens, rows, offsets, gate, up, gate_weight, up_weight, down_weight)
@@ -123,12 +124,12 @@ class _RoutedMlp(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, tokens, rows, offsets, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
         impl, wanted = ctx.impl, ctx.needs_input_grad
-        dy_rows = dy.index_select(0, tokens)
+        dy_rows = gather_rows(dy, tokens, impl=impl)
         d_product = grouped_matmul(dy_rows, down_weight, offsets, impl=impl)
         d_gate, d_up, product, d_weights = _row_gradients(ctx, d_product, gate, up, weights, rows)
         d_down = grouped_outer(dy_rows, product, offsets, impl=impl) if wanted[7] else None
         del dy_rows, product, d_product
-        copies = x.index_select(0, tokens) if wanted[5] or wanted[6] else None
+        copies = gather_rows(x, tokens, impl=impl) if wanted[5] or wanted[6] else None
         d_gate_weight = grouped_outer(d_gate, copies, offsets, impl=impl) if wanted[5] and copies is not None else None
         d_up_weight = grouped_outer(d_up, copies, offsets, impl=impl) if wanted[6] and copies is not None else None
         del copies

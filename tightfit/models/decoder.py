@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, H hidden size, D head size, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from tightfit.kernels.rope import rope
 from tightfit.kernels.triton_support import Impl
 from tightfit.kernels.vocab_parallel import VocabularyRows
 from tightfit.models.cache import KeyValueCache
+from tightfit.models.latent_attention import LatentAttention
 from tightfit.models.mlp import Mlp, RoutedMlp
 from tightfit.models.norm import make_norm
 from tightfit.models.rope import tables
@@ -106,12 +107,17 @@ class Attention(nn.Module):
         self.k = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.v = nn.Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.o = nn.Linear(spec.query_size, spec.hidden_size, bias=spec.output_bias)
-        self.q_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = make_norm(spec, impl.norm, spec.head_dim) if spec.qk_norm else None
+        self.joint_norm = spec.qk_norm_joint
+        query_norm, key_norm = (spec.query_size, spec.kv_size) if spec.qk_norm_joint else (spec.head_dim,) * 2
+        self.q_norm = make_norm(spec, impl.norm, query_norm) if spec.qk_norm else None
+        self.k_norm = make_norm(spec, impl.norm, key_norm) if spec.qk_norm else None
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        query, key, value = (heads.unflatten(-1, (-1, self.head_dim)) for heads in self._project_qkv(x))
-        if self.q_norm is not None and self.k_norm is not None:
+        query, key, value = self._project_qkv(x)
+        if self.joint_norm and self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (query, key, value))
+        if not self.joint_norm and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, heads, T, D]
         if self.rope is not None:
@@ -149,7 +155,9 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, impl: Implementations) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec, impl.norm)
-        self.attention = Attention(spec, layer, impl)
+        # Latent attention has no k and v: whatever takes attention apart is refused for it (jobs/rules).
+        kind = Attention if spec.latent is None else cast(type[Attention], LatentAttention)
+        self.attention = kind(spec, layer, impl)
         self.attention_post_norm = make_norm(spec, impl.norm) if spec.sandwich_norms else None
         self.mlp_norm = make_norm(spec, impl.norm)
         self.mlp = RoutedMlp(spec, impl.glu) if spec.is_routed(layer) else Mlp(spec, spec.mlp_size, impl.glu)
@@ -258,6 +266,6 @@ class Decoder(nn.Module):
         ropes = {rope for i in range(spec.layers) if (rope := spec.rope_of(i)) is not None}
         return ForwardContext(
             mask=AttentionMask(queries, keys, x.device, documents),
-            rope_tables={r: tables(r, spec.head_dim, spec.max_positions, positions, x.dtype) for r in ropes},
+            rope_tables={r: tables(r, spec.rope_dim, spec.max_positions, positions, x.dtype) for r in ropes},
             cache=cache,
         )

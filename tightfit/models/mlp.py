@@ -1,22 +1,27 @@
 """The MLP of a layer: dense (gated or plain) or a mixture of experts (MoE).
 
-Routing: softmax over all experts in float32, top k, weights renormalised where the family does so.
+Which experts a token goes to, and with what weights: routing.py.
 The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4), per layer: E · Σ_e f_e · P_e, where f_e
 is the share of tokens routed to expert e (summing to k) and P_e its mean router probability; it is k when balanced.
 Hugging Face averages f and P over all layers first, where one layer's imbalance can hide another's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.collectives.conjugate import is_recomputing
 from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
 from tightfit.kernels.glu import ACTIVATIONS, glu, relu2
-from tightfit.kernels.routed_mlp import route, routed_mlp
+from tightfit.kernels.routed_mlp import Routing, route, routed_mlp
 from tightfit.kernels.triton_support import Impl, use_triton
-from tightfit.models.spec import ModelSpec
+from tightfit.models.routing import choose, scored
+from tightfit.models.spec import Experts, ModelSpec
+
+Beside = Callable[[], Tensor] | None
+"""What is computed beside the routed experts; on several ranks, while tokens travel."""
 
 
 class Mlp(nn.Module):
@@ -45,13 +50,26 @@ class Mlp(nn.Module):
 class ExpertWeights(nn.Module):
     """The stacked weights of a layer's experts: gate and up [E, F, H], down [E, H, F]."""
 
-    def __init__(self, count: int, hidden_size: int, width: int) -> None:
+    def __init__(self, spec: ModelSpec, experts: Experts, impl: Impl = "auto") -> None:
         super().__init__()
+        count, width, hidden_size = experts.count, experts.mlp_size, spec.hidden_size
+        self.activation, self.impl = spec.activation, impl
         self.gate = nn.Parameter(torch.empty(count, width, hidden_size))
         self.up = nn.Parameter(torch.empty(count, width, hidden_size))
         self.down = nn.Parameter(torch.empty(count, hidden_size, width))
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
+
+    def forward(
+        self, tokens: Tensor, weights: Tensor, routing: Routing, beside: Beside
+    ) -> tuple[Tensor, Tensor | None]:
+        """Every token's experts, weighted and summed, and what `beside` computes: the shared expert."""
+        return self.compute(tokens, weights, routing), beside() if beside is not None else None
+
+    def compute(self, tokens: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        """Σ_j weights[t, j] · expert(tokens[t]) over the experts that are here."""
+        gate, up, down = (_dense(stack) for stack in (self.gate, self.up, self.down))
+        return routed_mlp(tokens, weights, routing, gate, up, down, self.activation, impl=self.impl)
 
 
 def _dense(stack: Tensor | Iterable[Tensor]) -> Tensor:
@@ -67,27 +85,45 @@ class RoutedMlp(nn.Module):
         assert spec.experts is not None
         assert spec.gated
         assert not spec.mlp_bias
-        self.experts_spec, self.activation, self.impl = spec.experts, spec.activation, impl
+        self.experts_spec = spec.experts
         self.router = nn.Linear(spec.hidden_size, spec.experts.count, bias=False)
-        self.experts = ExpertWeights(spec.experts.count, spec.hidden_size, spec.experts.mlp_size)
+        self.experts = ExpertWeights(spec, spec.experts, impl)
         self.shared = Mlp(spec, spec.experts.shared_size, impl) if spec.experts.shared_size else None
-        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if spec.experts.shared_size else None
+        gated = spec.experts.shared_size and spec.experts.shared_gated
+        self.shared_gate = nn.Linear(spec.hidden_size, 1, bias=False) if gated else None
+        self.correction: nn.Parameter | None = None
+        """Added to the scores of experts where they are chosen; not trained, but moved by the load of each step."""
+        if spec.experts.corrected:
+            self.correction = nn.Parameter(torch.zeros(spec.experts.count), requires_grad=False)
+        self.load: Tensor | None = None
+        """Tokens that training has sent to each expert, [E], since it was last set to None,"""
+        self.corrected_load: Tensor | None = None
+        """and what it was when the choice of experts was last corrected (train/expert_load.py)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)  # [N, H]
-        probabilities = F.softmax(self.router(tokens), dim=-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.experts_spec.per_token, dim=-1)
-        if self.experts_spec.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+        probabilities = scored(self.router(tokens), self.experts_spec.score)
+        weights, chosen = choose(probabilities, self.experts_spec, self.correction)
         routing = route(chosen, self.experts_spec.count)
-        gate, up, down = (_dense(stack) for stack in (self.experts.gate, self.experts.up, self.experts.down))
-        out = routed_mlp(tokens, weights.to(x.dtype), routing, gate, up, down, self.activation, impl=self.impl)
-        if self.shared is not None and self.shared_gate is not None:
-            out = out + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)[0]
-        return out.view_as(x), self._balance_loss(probabilities, routing.offsets)
+        beside = None if self.shared is None else partial(self._shared, tokens)
+        out, shared = self.experts(tokens, weights.to(x.dtype), routing, beside)
+        if shared is not None:
+            out = out + shared
+        load = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
+        self._count(load)
+        return out.view_as(x), self._balance_loss(probabilities, load)
 
-    def _balance_loss(self, probabilities: Tensor, offsets: Tensor) -> Tensor:
-        """E · Σ_e f_e · P_e; offsets[e] is the number of rows routed to the experts up to e."""
-        load = offsets.diff(prepend=offsets.new_zeros(1))
+    def _shared(self, tokens: Tensor) -> Tensor:
+        assert self.shared is not None
+        out: Tensor = self.shared(tokens)[0]
+        return out if self.shared_gate is None else torch.sigmoid(self.shared_gate(tokens)) * out
+
+    def _count(self, load: Tensor) -> None:
+        """Add `load` to what training has sent each expert; not again when the layer is recomputed."""
+        if torch.is_grad_enabled() and not is_recomputing():
+            self.load = load if self.load is None else self.load + load
+
+    def _balance_loss(self, probabilities: Tensor, load: Tensor) -> Tensor:
+        """E · Σ_e f_e · P_e, where load[e] is the number of tokens routed to expert e."""
         share = load.to(probabilities.dtype) / len(probabilities)
         return len(load) * (share * probabilities.mean(0)).sum()

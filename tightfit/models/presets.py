@@ -105,6 +105,31 @@ _QWEN3: Row = {
 }
 _QWEN3_SMALL = _QWEN3 | {"tie_word_embeddings": True}
 _QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+_OLMOE: Row = {"model_type": "olmoe"}
+
+
+def _deepseek_yarn(mscale: float) -> Row:
+    bands = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+    scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": mscale, "mscale_all_dim": mscale, **bands}
+    return {"rope_scaling": scaling, "max_position_embeddings": 163_840}
+
+
+_DEEPSEEK_V2: Row = {
+    "model_type": "deepseek_v2",
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    **_deepseek_yarn(0.707),
+}
+_DEEPSEEK_V2_LARGE = _DEEPSEEK_V2 | {
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "topk_method": "group_limited_greedy",
+    "n_group": 8,
+    "topk_group": 3,
+    "routed_scaling_factor": 16.0,
+    **_deepseek_yarn(1.0),
+}
+_DEEPSEEK_V3: Row = {"model_type": "deepseek_v3", **_deepseek_yarn(1.0)}
 _GEMMA2: Row = {"model_type": "gemma2"}
 _GEMMA3: Row = {
     "model_type": "gemma3_text",
@@ -119,6 +144,20 @@ _GEMMA3_SMALL: Row = {
 }
 _PHI3: Row = {"model_type": "phi3"}
 _TINY: Row = {"vocab_size": 512, "max_position_embeddings": 256}
+_TINY_LATENT: Row = _TINY | {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 _TINY_EXPERTS: Row = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _PHI_3_MINI_128K = _PHI3 | {
     "sliding_window": 262_144,
@@ -195,6 +234,10 @@ PRESETS: dict[str, Row] = {
     "qwen3-32b": _row(_QWEN3, 5120, 25_600, 64, 64, 8),
     "qwen3-30b-a3b": _row(_QWEN3_MOE, 2048, 6144, 48, 32, 4),
     "qwen3-235b-a22b": _row(_QWEN3_MOE, 4096, 12_288, 94, 64, 4, moe_intermediate_size=1536),
+    "olmoe-1b-7b": _row(_OLMOE, 2048, 1024, 16, 16, 16),
+    "deepseek-v2-lite": _row(_DEEPSEEK_V2, 2048, 10_944, 27, 16, 16, q_lora_rank=None, moe_intermediate_size=1408),
+    "deepseek-v2": _row(_DEEPSEEK_V2_LARGE, 5120, 12_288, 60, 128, 128),
+    "deepseek-v3": _row(_DEEPSEEK_V3, 7168, 18_432, 61, 128, 128),
     "gemma-2-2b": _row(_GEMMA2, 2304, 9216, 26, 8, 4),
     "gemma-2-9b": _row(_GEMMA2, 3584, 14_336, 42, 16, 8),
     "gemma-2-27b": _row(_GEMMA2, 4608, 36_864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
@@ -223,6 +266,9 @@ PRESETS: dict[str, Row] = {
     "tiny-qwen2-moe": _row(_TINY_QWEN2_MOE, 64, 128, 3, 4, 2),
     "tiny-qwen3": _row(_TINY, 64, 128, 3, 4, 2, model_type="qwen3", head_dim=24, tie_word_embeddings=True),
     "tiny-qwen3-moe": _row(_TINY | _TINY_EXPERTS, 64, 128, 2, 4, 2, model_type="qwen3_moe", norm_topk_prob=True),
+    "tiny-olmoe": _row(_TINY, 64, 32, 2, 4, 4, model_type="olmoe", num_experts=8, num_experts_per_tok=2),
+    "tiny-deepseek-v2": _row(_TINY_LATENT, 64, 128, 3, 4, 4, model_type="deepseek_v2", q_lora_rank=None),
+    "tiny-deepseek-v3": _row(_TINY_LATENT, 64, 128, 3, 4, 4, model_type="deepseek_v3"),
     "tiny-gemma": _row(_TINY, 64, 128, 3, 4, 1, model_type="gemma", head_dim=16),
     "tiny-gemma2": _row(_TINY_GEMMA2, 64, 128, 4, 4, 2),
     "tiny-gemma3": _row(_TINY_GEMMA3, 64, 128, 4, 4, 2),

@@ -12,6 +12,7 @@ from tightfit.errors import UserError
 
 Norm = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Score = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"]
 SIZES = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "mlp_size", "max_positions")
 
@@ -46,10 +47,40 @@ class Experts:
     count: int
     per_token: int
     mlp_size: int
+    score: Score = "softmax"
+    """How the router's logits become scores, over all experts."""
     normalise: bool = True
+    """Whether the weights of a token's experts are made to sum to 1,"""
+    scale: float = 1.0
+    """and what they are multiplied by."""
+    groups: int = 1
+    """Experts are in so many groups, in order,"""
+    chosen_groups: int = 1
+    """and a token's are all in so many of them: those whose best expert (corrected: whose best two) score highest."""
+    corrected: bool = False
+    """Whether experts are chosen by score + a bias per expert, which balances their load without a loss."""
     shared_size: int = 0
+    shared_gated: bool = True
+    """Whether the shared expert is multiplied by a gate of its own."""
     balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one small vector per token.
+
+    `head_dim` of the model is that of queries and keys, of which the last `rope_dim` are rotated; the rotated part of a
+    key is the same for all heads.
+    """
+
+    kv_rank: int
+    """Width of the vector that keys and values are made of."""
+    rope_dim: int
+    value_dim: int
+    """Of a head's values."""
+    query_rank: int = 0
+    """Width of the vector that queries are made of; 0 where they are made of the hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +102,8 @@ class ModelSpec:
     sandwich_norms: bool = False
     """Norms after attention and MLP as well as before (Gemma-2, Gemma-3)."""
     qk_norm: bool = False
+    qk_norm_joint: bool = False
+    """Whether that norm is over all heads together (OLMoE) and not over each."""
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -89,6 +122,7 @@ class ModelSpec:
     window_layers: tuple[int, ...] = ()
     """Layers that see only the last `window` tokens."""
     experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -107,6 +141,24 @@ class ModelSpec:
         if self.experts and not 0 < self.experts.per_token <= self.experts.count:
             raise UserError(
                 f"model routes to {self.experts.per_token} of {self.experts.count} experts; give 1 to that many"
+            )
+        self._check_groups()
+        if self.latent is not None and not 0 < max(self.latent.rope_dim, self.latent.value_dim) <= self.head_dim:
+            raise UserError(
+                f"model rotates {self.latent.rope_dim} and has values of {self.latent.value_dim} numbers in heads of "
+                f"{self.head_dim}; neither may be larger"
+            )
+
+    def _check_groups(self) -> None:
+        experts = self.experts
+        if experts is None:
+            return
+        each = experts.count // max(1, experts.groups)
+        wrong = experts.groups < 1 or experts.count % experts.groups or not 0 < experts.chosen_groups <= experts.groups
+        if wrong or experts.per_token > each * experts.chosen_groups or (experts.corrected and each < 2):
+            raise UserError(
+                f"model chooses {experts.per_token} of {experts.count} experts from {experts.chosen_groups} of "
+                f"{experts.groups} groups, which is not possible"
             )
 
     def window_of(self, layer: int) -> int | None:
@@ -132,6 +184,21 @@ class ModelSpec:
         return self.kv_heads * self.head_dim
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that rope may rotate (`rotated_share` of them)."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def output_size(self) -> int:
+        """Width of what the output projection of one layer takes in."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def qk_norm_params(self) -> int:
+        """Parameters of one layer's norms of queries and keys."""
+        return (self.query_size + self.kv_size if self.qk_norm_joint else 2 * self.head_dim) * self.qk_norm
+
+    @property
     def norm_params(self) -> int:
         """Parameters of one norm over the hidden size."""
         return self.hidden_size * (2 if self.norm == "layer" else 1)
@@ -139,8 +206,18 @@ class ModelSpec:
     def attention_params(self) -> int:
         """Parameters of one layer's attention."""
         h, q, kv = self.hidden_size, self.query_size, self.kv_size
+        if self.latent is not None:
+            return self._latent_params(self.latent)
         bias = (q + 2 * kv) * self.qkv_bias + h * self.output_bias
-        return h * (q + 2 * kv) + q * h + bias + 2 * self.head_dim * self.qk_norm
+        return h * (q + 2 * kv) + q * h + bias + self.qk_norm_params
+
+    def _latent_params(self, latent: Latent) -> int:
+        h, q, rank = self.hidden_size, self.query_size, latent.query_rank
+        queries = h * rank + rank + rank * q if rank else h * q
+        shared = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
+        expanded = latent.kv_rank * self.heads * (self.head_dim - latent.rope_dim + latent.value_dim)
+        bias = (rank + latent.kv_rank + latent.rope_dim) * self.qkv_bias + h * self.output_bias
+        return queries + shared + expanded + self.output_size * h + bias
 
     def mlp_params(self, width: int) -> int:
         """Parameters of one dense MLP of `width`."""
@@ -155,8 +232,21 @@ class ModelSpec:
         experts = self.experts
         assert experts is not None
         routed = self.mlp_params(experts.mlp_size) * (experts.per_token if active else experts.count)
-        shared = self.mlp_params(experts.shared_size) + self.hidden_size if experts.shared_size else 0
-        return self.attention_params() + norms + routed + shared + self.hidden_size * experts.count
+        return self.attention_params() + norms + routed + self.shared_params + self.router_params
+
+    @property
+    def shared_params(self) -> int:
+        """Parameters of a routed layer's shared expert and its gate."""
+        experts = self.experts
+        if experts is None or not experts.shared_size:
+            return 0
+        return self.mlp_params(experts.shared_size) + self.hidden_size * experts.shared_gated
+
+    @property
+    def router_params(self) -> int:
+        """Parameters of a routed layer's router, and the bias of each expert where it has one."""
+        experts = self.experts
+        return 0 if experts is None else (self.hidden_size + experts.corrected) * experts.count
 
     @property
     def embedding_params(self) -> int:

@@ -1,8 +1,9 @@
-"""Applies splits and levers to a decoder in one order: tensor, context, loss, fp8, tiles, checkpoints, data or stages.
+"""Applies splits and levers to a decoder in one order.
 
-Tensor parallelism comes first (`cut`): it cuts weights on the meta device and puts collectives around attention and
-MLP, inside everything else. Context parallelism changes no weight: it gives the decoder this rank's tokens, and layers
-another attention. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
+Tensor, expert, context, loss, fp8, tiles, checkpoints, data or stages. Tensor parallelism comes first (`cut`): it cuts
+weights on the meta device and puts collectives around attention and MLP, inside everything else; expert parallelism
+cuts the experts of what is left. Context parallelism changes no weight: it gives the decoder this rank's tokens, and
+layers another attention. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
 that recomputation uses the weights all-gathered for backward. Sharded weights are filled afterwards (each rank its
 shards); a replicated model must have its values and dtype before. `train/assembly.py` does both, with the optimizer.
 """
@@ -25,19 +26,22 @@ from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.context import context_parallel
 from tightfit.parallel.data import replicate, shard
+from tightfit.parallel.expert import expert_sharding, split_experts
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
 from tightfit.parallel.tensor import tensor_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
-    """Cut weights to this rank's tensor-parallel shards, before they have values, and rows to its tokens.
+    """Cut weights to this tensor and expert rank's shards, before they have values, and rows to its tokens.
 
     Once, before `apply`.
     """
     refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
+    if mesh is not None and layout.expert > 1 and expert_sharding(model) is None:
+        split_experts(model, mesh)
     if mesh is not None and layout.context > 1:
         context_parallel(model, mesh, layout)
 

@@ -71,10 +71,9 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
             vars(module)["_balance_loss"] = partial(_balance_loss, mesh.get_group("context"))
 
 
-def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, offsets: Tensor) -> Tensor:
+def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, load: Tensor) -> Tensor:
     """E · Σ_e f_e · P_e as models/mlp.py has it, of the tokens of all ranks; gradients are of this rank's share."""
-    load = offsets.diff(prepend=offsets.new_zeros(1)).to(probabilities.dtype)
-    sums = all_reduce(torch.cat([load, probabilities.sum(0)]), group)
+    sums = all_reduce(torch.cat([load.to(probabilities.dtype), probabilities.sum(0)]), group)
     load, probability = (sums / (len(probabilities) * group.size())).chunk(2)
     return len(load) * (load * probability).sum()
 

@@ -31,6 +31,8 @@ What a rank sends per parameter and step, in elements (all-reduce is reduce-scat
 Hybrid sharding (`layout.shard_inside`) puts the number of ranks in a group in place of N, and adds one all-reduce of a
 rank's float32 shard of gradients over the groups, at the last micro-batch.
 
+Experts that expert ranks split (parallel/expert.py) are a group of their own: N is then the ranks with the same ones.
+
 Zero 1 and 2 keep weights all-gathered until the step's last backward: resharding between micro-batches would not lower
 the peak. Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP).
 """
@@ -51,12 +53,16 @@ from torch.utils import _pytree
 
 from tightfit.jobs.job import PrecisionName
 from tightfit.models.decoder import Decoder, DecoderOutput
+from tightfit.models.mlp import ExpertWeights, RoutedMlp
 from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
+from tightfit.parallel.expert import expert_parameters, expert_sharding
 
 
 def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
     """Zero 0: DDP. `model` must already have the dtype it trains in; every rank gets the first rank's weights."""
     fake = isinstance(model.embed.weight, FakeTensor)  # fake tensors have no values to broadcast
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, expert_parameters(model))  # other ranks hold other experts
     replica = DistributedDataParallel(
         model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True, init_sync=not fake
     )
@@ -77,16 +83,32 @@ def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName)
     _register_output_type()
     policy = _mixed_precision(precision)
     modules: list[nn.Module | None] = [*model.layers, None if model.spec.tied else model.embed]
+    if (experts_mesh := expert_sharding(model)) is not None:
+        for layer in model.layers:
+            _shard_experts(layer, experts_mesh, policy, reshard_after_forward=zero == 3)
     for module in filter(None, modules):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)  # its gradient does not depend on its weight
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for group in _fsdp_modules(model):
-        group.set_gradient_divide_factor(1.0)
+        if not (isinstance(group, ExpertWeights) and _is_alone(model)):  # it would divide by 1 into another copy
+            group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # else it uses PREMUL_SUM, which gloo lacks
     vars(model)["zero"] = zero  # read by `micro_batch`
     return model
+
+
+def _shard_experts(layer: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
+    """Experts that are split over expert ranks are a group of their own, over the ranks that hold the same ones."""
+    if isinstance(layer.mlp, RoutedMlp):
+        fully_shard(layer.mlp.experts, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+
+
+def _is_alone(model: nn.Module) -> bool:
+    """Whether no other data rank holds this one's experts."""
+    mesh = expert_sharding(model)
+    return mesh is not None and mesh.size() == 1
 
 
 def _mixed_precision(precision: PrecisionName) -> MixedPrecisionPolicy:

@@ -6,13 +6,15 @@ over data and context ranks together: where there are context ranks, a second me
 hybrid sharding it is split in two, `replicate` over groups and `shard` inside them. A third mesh has the context axis
 split into `ring` and, inside it, `heads`. The mesh is made once and passed
 explicitly; no global holds it. Processes are torchrun's; its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) are
-read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert parallelism
-will reuse ranks of these axes.
+read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert ranks are
+neighbours on the axis of data and context ranks: a mesh of their own has it split in `expert_data` (which hold the same
+experts) and `expert` (which hold different ones).
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +49,8 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     degrees = {axis: getattr(layout, axis) for axis in AXES}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    vars(mesh)[SUBMESHES] = _submeshes(mesh, _reducing_mesh(mesh, layout)) | _context_axes(mesh, layout)
+    summing = _submeshes(mesh, _reducing_mesh(mesh, layout))
+    vars(mesh)[SUBMESHES] = summing | _context_axes(mesh, layout) | _expert_submeshes(mesh, layout)
     return mesh
 
 
@@ -67,6 +70,22 @@ def _with_axes(mesh: DeviceMesh, changed: dict[str, dict[str, int]]) -> DeviceMe
     for axis, degree in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         shape |= changed.get(axis, {axis: degree})
     return init_device_mesh(mesh.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _expert_submeshes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
+    """Those of experts: the expert axis, FSDP2's axes of experts, both, and all that split them without FSDP2."""
+    if layout.expert == 1:
+        return {}
+    copies = {"replicate": layout.copies} if layout.copies > 1 else {}
+    holders = copies | {"expert_data": layout.reducing // layout.copies // layout.expert}
+    grid = _with_axes(mesh, {"data": holders | {"expert": layout.expert}, "context": {}})
+    inner = ("expert", "tensor") if layout.tensor > 1 else ("expert",)
+    return {
+        "expert": grid["expert"],
+        "expert_sharding": grid[tuple(holders)],
+        "expert_grid": grid[(*holders, *inner)],
+        "expert_cuts": grid[inner],
+    }
 
 
 def _submeshes(mesh: DeviceMesh, reducing: DeviceMesh) -> dict[str, DeviceMesh]:
@@ -101,6 +120,29 @@ def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """The tensor axis alone, and together with FSDP2's axes."""
     submeshes = vars(mesh)[SUBMESHES]
     return submeshes["tensor"], submeshes["both"]
+
+
+@dataclass(frozen=True)
+class ExpertAxes:
+    """The submeshes of expert parallelism."""
+
+    expert: DeviceMesh
+    """Ranks that hold different experts, and send each other tokens."""
+    sharding: DeviceMesh
+    """Ranks that hold the same experts: FSDP2's axes of experts."""
+    grid: DeviceMesh
+    """FSDP2's axes, expert axis and tensor axis."""
+    cuts: DeviceMesh
+    """Expert axis and tensor axis."""
+
+
+def expert_axes(mesh: DeviceMesh) -> ExpertAxes | None:
+    """The submeshes of experts; None where every data rank holds all of them."""
+    found = vars(mesh)[SUBMESHES]
+    if "expert" not in found:
+        return None
+    names = ("expert", "expert_sharding", "expert_grid", "expert_cuts")
+    return ExpertAxes(*(found[name] for name in names))
 
 
 def long_wait_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

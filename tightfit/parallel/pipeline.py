@@ -29,6 +29,7 @@ from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Attention, Decoder, DecoderOutput
 from tightfit.models.number_formats import COMPUTE_DTYPES
 from tightfit.parallel.data import shard
+from tightfit.parallel.expert import expert_parameters, share_expert_axes, sum_expert_gradients
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline_engine import BufferedStage, TimedWork, make_schedule
 from tightfit.parallel.pipeline_stage import Inputs, Stage, StageSpan, drop_other_stages, spans_of, stage_outputs
@@ -63,6 +64,7 @@ def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: Preci
     if layout.zero:
         stages: list[Any] = pipeline.stages  # `shard` takes a decoder; a stage has the attributes it reads
         for stage in stages:
+            share_expert_axes(model, stage)
             shard(stage, sharding_axes(mesh), layout.zero, precision)
     return pipeline
 
@@ -123,6 +125,7 @@ class Pipeline(nn.Module):
         except RuntimeError as error:  # torch's schedule wraps what a stage raises
             raise error.__cause__ or error from None
         sum_partial_gradients(self.decoder)
+        sum_expert_gradients(self.decoder)
         self._sum_over_data_ranks()
         self._exchange_tied()
         mean = self.stages[-1].mean
@@ -146,7 +149,9 @@ class Pipeline(nn.Module):
         if self.layout.zero or self.layout.reducing == 1:
             return
         group = sharding_axes(self.mesh).get_group()
-        for bucket in _buckets([p.grad for p in self.decoder.parameters() if p.grad is not None]):
+        elsewhere = set(expert_parameters(self.decoder))
+        named = self.decoder.named_parameters()
+        for bucket in _buckets([p.grad for name, p in named if p.grad is not None and name not in elsewhere]):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
             for gradient, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):

@@ -14,6 +14,7 @@ M micro-batches run through the slowest pipeline rank. Each cause has its file i
 | heads that context ranks exchange | nothing (seconds/context.py) |
 | keys and values in a ring of context ranks | attention (seconds/context.py) |
 | gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
+| a teacher's forward pass | nothing |
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
 Cards that work in step wait for the slowest (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to one
@@ -43,6 +44,7 @@ from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
 from tightfit.plan.seconds.stragglers import straggler_share
+from tightfit.plan.seconds.teacher import teacher_s
 from tightfit.plan.seconds.tensor import tensor_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
@@ -107,6 +109,7 @@ class LayoutCost:
         self.layers = max(counts)
         self.layer = layer = costs.layer(layout)
         self.params, self.data = costs.data(layout, self.layers)
+        self.teacher_s = teacher_s(workload, costs.machine, costs.rates, layout)
 
         # The slowest pipeline rank has most layers, or the last ones and the head.
         self.forward_s = max(self.layers * layer.forward_s, counts[-1] * layer.forward_s + layer.head_forward_s)
@@ -119,7 +122,7 @@ class LayoutCost:
         self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
         self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
         experts = costs.group(tensor, layout.expert)
-        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=self.stream_bytes)
+        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=hidden_bytes)
         self.expert_s = (1 - workload.engine.expert_hidden_share) * sent_s
         stages = costs.group(tensor * layout.context * layout.data, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
@@ -194,7 +197,7 @@ class LayoutCost:
             tensor_s=micro
             * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
-            expert_s=micro * (2 + again.share) * self.expert_s,
+            expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputed, tokens go there but not back
             data_s=self.data.step_s(layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_s),
             pipeline_s=micro * sends_s,
             bubble_s=bubble_s(
@@ -207,6 +210,7 @@ class LayoutCost:
             offload_s=self._offload_s(levers, again, forward_s=whole_forward_s, backward_s=hiding_s),
             optimizer_s=max(update, self._update_launch_s(levers)),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
+            teacher_s=micro * self.teacher_s,
         )
 
     @property

@@ -24,7 +24,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger
-from tightfit.models.spec import Experts, ModelSpec, Rope
+from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.search import Candidate
 from tightfit.plan.steptime import StepTime
@@ -211,6 +211,8 @@ def spec_from_json(data: Mapping[str, Any]) -> ModelSpec:
             fields[name] = Rope(**{key: _frozen(value) for key, value in fields[name].items()})
     if fields.get("experts") is not None:
         fields["experts"] = Experts(**{key: _frozen(value) for key, value in fields["experts"].items()})
+    if fields.get("latent") is not None:
+        fields["latent"] = Latent(**fields["latent"])
     return ModelSpec(**{key: _frozen(value) for key, value in fields.items()})
 
 

@@ -25,7 +25,6 @@ from tightfit.jobs.rules.levers import refused_levers
 from tightfit.jobs.rules.refusals import refused_by_planner, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
-from tightfit.jobs.rules.trainer import NOT_TRAINED
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.plan.batch import divisors
@@ -127,8 +126,6 @@ class SearchSpace:
         return bool(self.pins.layout.get(name, value) == value)
 
     def _pinned(self, name: str, values: list[int]) -> list[int]:
-        if self.runnable and name in NOT_TRAINED and name not in self.pins.layout:
-            return [1]
         return [value for value in values if self._allows(name, value)]
 
     def _tensor(self) -> list[int]:

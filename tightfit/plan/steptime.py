@@ -32,15 +32,16 @@ class StepTime:
     """The card waiting for the host, which cannot launch its work as fast."""
     straggler_s: float = 0.0
     """Waiting for the slowest of many cards."""
+    teacher_s: float = 0.0
+    """The forward pass of the model that is learned from."""
 
     @property
     def step_s(self) -> float:
         """All of it."""
         compute_s = self.compute_s + self.recompute_s
         traffic_s = self.tensor_s + self.context_s + self.expert_s + self.data_s + self.pipeline_s
-        return (
-            compute_s + traffic_s + self.bubble_s + self.offload_s + self.optimizer_s + self.launch_s + self.straggler_s
-        )
+        waits_s = self.launch_s + self.straggler_s
+        return compute_s + traffic_s + self.bubble_s + self.offload_s + self.optimizer_s + waits_s + self.teacher_s
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

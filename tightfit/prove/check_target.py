@@ -18,7 +18,7 @@ from tightfit.jobs.load import load_job
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.loading import source_spec
 from tightfit.models.resolve import reshaped
-from tightfit.models.spec import Experts, ModelSpec
+from tightfit.models.spec import Experts, Latent, ModelSpec
 from tightfit.plan.job import PLAN_SUFFIX, job_of_plan
 from tightfit.plan.plan import Plan
 from tightfit.train.step import Batch
@@ -101,7 +101,7 @@ def miniature(target: CheckTarget) -> CheckTarget:
 
 def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
     t, sharing_heads = layout.tensor, layout.tensor * layout.exchanging
-    kv_heads = min(sharing_heads, spec.kv_heads)
+    kv_heads = min(sharing_heads, spec.kv_heads) if spec.latent is None else max(2, sharing_heads)
     heads = max(sharing_heads, kv_heads * min(2, spec.heads // spec.kv_heads))
     head_dim = max(HEAD, 2 * t // kv_heads)
     layers = min(spec.layers, max(2, layout.pipeline * layout.stages_per_rank))
@@ -121,13 +121,22 @@ def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
         window=window,
         window_layers=tuple(layer for layer in spec.window_layers if layer < layers),
         experts=None if spec.experts is None else _few_experts(spec.experts, layers, layout),
+        latent=None if spec.latent is None else _short_latent(spec.latent, head_dim),
     )
 
 
+def _short_latent(latent: Latent, head_dim: int) -> Latent:
+    half = head_dim // 2
+    return Latent(kv_rank=6, rope_dim=half, value_dim=half, query_rank=8 if latent.query_rank else 0)
+
+
 def _few_experts(experts: Experts, layers: int, layout: Layout) -> Experts:
+    groups = min(2, experts.groups)
     return replace(
         experts,
-        count=max(4, layout.expert),
+        count=max(4, layout.expert) * groups,
+        groups=groups,
+        chosen_groups=1,
         per_token=min(2, experts.per_token),
         mlp_size=WIDTH * layout.tensor,
         shared_size=WIDTH * layout.tensor if experts.shared_size else 0,

@@ -214,7 +214,7 @@ def _unfilled(
     """
     faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
     shared = layout.zero > 0 or layout.tensor * layout.pipeline > 1
-    if offloaded and not faking:
+    if offloaded and not faking and not shared:
         dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
         return blank_decoder(workload.spec, "cpu", dtype, impl)
     before = torch.get_default_dtype()

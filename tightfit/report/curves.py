@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SMOOTHING = 0.9
+FEW_STEPS = 20
+"""Fewer are drawn as points, and have no average worth drawing."""
 Rows = list[dict[str, Any]]
 
 
@@ -38,10 +40,14 @@ def draw_loss_curve(run: Path) -> Path | None:
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), constrained_layout=True
     )
     _draw_losses(top, trained, held_out)
-    top.set(ylabel="loss (nats per token)", title=f"{run.name}: {len(trained)} logged steps")
+    top.set(ylabel="loss (nats per token)", title=f"{run.name}: {len(trained)} logged step{'s' * (len(trained) != 1)}")
     top.legend(frameon=False)
-    bottom.plot([row["step"] for row in trained], [row["lr"] for row in trained], color="#555555", linewidth=1.2)
+    mark = "o" if len(trained) < FEW_STEPS else None
+    rates = [row["lr"] for row in trained]
+    bottom.plot([row["step"] for row in trained], rates, color="#555555", linewidth=1.2, marker=mark, markersize=3)
     bottom.set(xlabel="step", ylabel="learning rate")
+    bottom.set_ylim(bottom=0)
+    bottom.xaxis.get_major_locator().set_params(integer=True)  # there is no step 1.5
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -53,8 +59,11 @@ def draw_loss_curve(run: Path) -> Path | None:
 
 def _draw_losses(axes: "Axes", trained: Rows, held_out: Rows) -> None:
     steps, losses = [row["step"] for row in trained], [row["loss"] for row in trained]
-    axes.plot(steps, losses, color="#9db8d9", linewidth=0.8, label="training loss")
-    axes.plot(steps, smoothed(losses), color="#1f5fa8", linewidth=1.6, label="its moving average")
+    if len(steps) < FEW_STEPS:
+        axes.plot(steps, losses, color="#1f5fa8", linewidth=1.2, marker="o", markersize=4, label="training loss")
+    else:
+        axes.plot(steps, losses, color="#9db8d9", linewidth=0.8, label="training loss")
+        axes.plot(steps, smoothed(losses), color="#1f5fa8", linewidth=1.6, label="its moving average")
     if not held_out:
         return
     x, y = [row["step"] for row in held_out], [row["held_out_loss"] for row in held_out]

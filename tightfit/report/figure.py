@@ -51,12 +51,22 @@ def panels(
 
 def _write(figure: "Figure", path: Path) -> None:
     form = path.suffix.lower()[1:]
-    metadata: dict[str, Any] = {"Date": None, "Creator": SOFTWARE} if form == "svg" else {"Software": SOFTWARE}
+    metadata: dict[str, Any] = {"Date": None, "Creator": SOFTWARE}
+    if form == "png":
+        metadata = {"Software": SOFTWARE, "Description": "\n".join(words(figure))}
     try:
         with durable_file(path) as file:
             figure.savefig(file, format=form, dpi=130, metadata=metadata)
     except OSError as error:
         raise UserError(f"cannot write picture {path}: {error.strerror}; choose a writable place") from None
+
+
+def words(figure: "Figure") -> list[str]:
+    """All text of a figure, for who cannot see it."""
+    from matplotlib.text import Text
+
+    found: list[Text] = figure.findobj(Text)
+    return [text for each in found if each.get_visible() and (text := each.get_text().strip())]
 
 
 def plain(axes: "Axes") -> None:

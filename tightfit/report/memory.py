@@ -159,7 +159,17 @@ def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card]) 
         axes.bar(labels, heights, bottom=bottoms, color=color, label=group, width=0.72)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for at, height in enumerate(bottoms):
-        axes.text(at, height, f"{height:,.0f}", ha="center", va="bottom", fontsize=8)
+        label = axes.annotate(
+            f"{height:,.0f}",
+            (at, height),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            zorder=4,
+        )
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # a card's line passes behind it
     for card in cards:
         axes.axhline(card.bytes / GIB, color=CARD_COLOR, linewidth=1.2, linestyle="--", label=card.name)
     axes.set(title=name, xlabel="sequence length")

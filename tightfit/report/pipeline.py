@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
+NARROWEST_NUMBER = 0.008
+"""Of the whole width: a narrower task has no room for its number."""
 COLORS: dict[Work, str] = {"forward": "#9db8d9", "backward": "#4c9f70", "input": "#4c9f70", "weights": "#e0a458"}
 LEGEND: dict[Work, str] = {
     "forward": "forward",
@@ -108,10 +110,13 @@ def draw_records(records: Sequence[Record], path: Path) -> None:
     with panels(path, len(records), 1, width=11, height=height, sharex=True) as (figure, axes):
         for at, record in zip(axes[:, 0], records, strict=True):
             _draw_tasks(at, record.tasks, ranks, numbered=len(record.tasks) <= 80 * ranks)
-            told = f"ranks waited {record.waited:.1%} of the time; (K−1)/(K−1+vM) is {record.formula:.1%}"
+            told = f"ranks waited {record.waited:.1%} of the time; the formula says {record.formula:.1%}"
             at.set_title(f"{record.schedule}: {told}", fontsize=10)
         axes[-1, 0].set_xlabel("seconds")
-        figure.suptitle(f"{ranks} pipeline ranks, {batches} micro-batches, as recorded")
+        figure.suptitle(
+            f"{ranks} pipeline ranks, {batches} micro-batches (the numbers), as recorded; formula: (K−1)/(K−1+vM) of "
+            "K ranks, M micro-batches, v stages a rank"
+        )
         figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
 
 
@@ -122,6 +127,7 @@ def _legend() -> list["Patch"]:
 
 
 def _draw_tasks(axes: "Axes", tasks: list[TimedTask], ranks: int, *, numbered: bool) -> None:
+    longest = max(timed.end for timed in tasks)
     for timed in tasks:
         length = timed.end - timed.start
         darker = 0.65 if timed.task.stage >= ranks else 1.0  # the second stage of a rank
@@ -135,7 +141,7 @@ def _draw_tasks(axes: "Axes", tasks: list[TimedTask], ranks: int, *, numbered: b
             edgecolor="white",
             linewidth=0.6,
         )
-        if numbered:
+        if numbered and length >= NARROWEST_NUMBER * longest:
             axes.text(
                 timed.start + length / 2, timed.rank, str(timed.task.batch + 1), ha="center", va="center", fontsize=6
             )

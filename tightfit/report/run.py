@@ -54,9 +54,18 @@ def _facts(result: RunResult, picture: Path | None) -> Iterator[tuple[str, str]]
     if result.train_seconds:
         yield "speed", _speed(result)
     yield "peak memory", gib(result.peak_bytes)
+    yield from _experts(result)
     yield "checkpoint", near(result.checkpoint)
     if picture is not None:
         yield "loss curve", near(picture)
+
+
+def _experts(result: RunResult) -> Iterator[tuple[str, str]]:
+    """A line per routed layer: how unevenly its experts were used."""
+    for number, load in enumerate(result.expert_load):
+        idle = f", {load.idle} got none" if load.idle else ""
+        told = f"layer {load.layer}: busiest {load.busiest:.2f} × the mean, quietest {load.quietest:.2f} ×{idle}"
+        yield "expert load" if number == 0 else "", told
 
 
 def _speed(result: RunResult) -> str:

@@ -177,7 +177,7 @@ def _draw(axis: "Axes", name: str, full: Timeline) -> None:
         taken = [count / scale for count in line.reserved_bytes]
         axis.step(line.positions, taken, where="post", color=RESERVED_COLOR, linewidth=1.1, label="reserved")
         told += f", {full.peak_reserved_bytes / scale:,.1f} {unit} reserved"
-    axis.axhline(full.peak_bytes / scale, color=PEAK_COLOR, linewidth=0.8, linestyle="--")
+    axis.axhline(full.peak_bytes / scale, color=PEAK_COLOR, linewidth=0.8, linestyle="--", label="peak allocated")
     axis.set_title(f"{name}: {told}" if name else told, fontsize=10)
     axis.set_ylabel(unit)
     axis.set_ylim(bottom=0, top=1.22 * max(full.peak_bytes, full.peak_reserved_bytes, 1) / scale)

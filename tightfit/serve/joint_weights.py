@@ -42,7 +42,8 @@ def can_join(model: Decoder) -> bool:
     """Whether a model's layers are of the common kind, and their projections plain linear layers (not quantized)."""
     spec = model.spec
     plain = spec.norm in ("rms", "rms_plus_one") and not spec.sandwich_norms and spec.gated
-    if not plain or spec.rope is None or spec.experts is not None:
+    apart = spec.latent is not None or spec.qk_norm_joint
+    if not plain or apart or spec.rope is None or spec.experts is not None:
         return False
     return all(type(projection) is nn.Linear for layer in model.layers for projection in _projections(layer))
 

@@ -33,7 +33,7 @@ class RopeTables:
         positions = torch.arange(length, device=device)[None]
         self.by_length = any(rope.scaling == "longrope" for rope in ropes_of(spec))
         self.fixed = {
-            rope: tables(rope, spec.head_dim, spec.max_positions, positions, dtype)
+            rope: tables(rope, spec.rope_dim, spec.max_positions, positions, dtype)
             for rope in ropes_of(spec)
             if rope.scaling != "longrope"
         }
@@ -51,7 +51,7 @@ class RopeTables:
             own = step.positions[:, at : at + count]
             # The tables of a sequence of `length`: its last position is added to say so, and dropped again.
             with_last = torch.cat([own, own.new_full((1, 1), length - 1)], dim=1)
-            made = tables(rope, self.spec.head_dim, self.spec.max_positions, with_last, self.dtype)
+            made = tables(rope, self.spec.rope_dim, self.spec.max_positions, with_last, self.dtype)
             parts.append([part[:, :, :-1] for part in made])
             at += count
         cos, sin = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))

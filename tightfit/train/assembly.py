@@ -22,6 +22,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.data import materialise
+from tightfit.parallel.expert import expert_parameters
 from tightfit.parallel.pipeline import counted_elsewhere, take_stages
 from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
@@ -92,5 +93,6 @@ def assemble(
         device=device,
         keep_gradient_memory=layout.reducing > 1 and layout.pipeline == 1,
         counted_elsewhere=counted_elsewhere(model),
+        in_no_bucket=frozenset(expert_parameters(model)),
     )
     return apply(model, mesh, layout, levers, precision, optimizer.stream_weights), optimizer

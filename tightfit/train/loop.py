@@ -33,6 +33,7 @@ from tightfit.train.checkpoints.sharded import ShardedSaver
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.distillation import teacher_spec
 from tightfit.train.evaluation import Evaluation, evaluate
+from tightfit.train.expert_load import ExpertMeter, LayerLoad
 from tightfit.train.metrics import METRICS_FILE, MetricsLog, SideFiles, read_metrics
 from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.pace import Pace, flops_per_token, peak_flops
@@ -75,6 +76,8 @@ class RunResult:
     """The signal that asked the run to stop early."""
     stopped_early: bool = False
     """Whether the held-out loss had stopped falling (`evaluation.stop_early`)."""
+    expert_load: tuple[LayerLoad, ...] = ()
+    """Of every routed layer, over the steps of this run."""
 
 
 def run_job(
@@ -163,6 +166,7 @@ class _Run:
         self.opened_run = opened_run
         """The run's directory, on the first rank."""
         self.ranks = prepared.ranks
+        self.experts = ExpertMeter(prepared.model, prepared.ranks)
         self.step, self.pace = prepared.position_step, Pace()
         self.losses = self.ranks.broadcast(_held_out_losses(self.job.output, self.step)) if self.step else {}
         self.start = Evaluation(self.losses[0], 0) if 0 in self.losses else None
@@ -261,9 +265,10 @@ class _Run:
             self.saver.poll()
             self._settle()
         if self.step % job.logging.every == 0 or ends:
+            experts = self.experts.take()
             self._log(
                 loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
-                tokens_per_second=rate, peak_bytes=memory, skipped=result.skipped,
+                tokens_per_second=rate, peak_bytes=memory, skipped=result.skipped, **experts,
             )  # fmt: skip
         self.progress.update(self.step, result.loss, rate, memory)
         self.end = None
@@ -326,6 +331,7 @@ class _Run:
             peak_bytes=peak_memory_bytes(p.device), rank=self.ranks.process,
             samples=self._samples(), stopped_by=self.stopped_by,
             stopped_early=self.stopped_by is None and self.step < self.last_step,
+            expert_load=self.experts.of_run(),
         )  # fmt: skip
 
     def _mfu(self) -> float | None:

@@ -41,13 +41,13 @@ class RunData:
 
     store: TokenStore | Stores
     train: PackedRows | Mixture
-    held_out: Rows | None
+    held_out: PackedRows | ConcatDataset[dict[str, Tensor]] | None
 
     def evaluated_rows(self, count: int) -> Rows | None:
         """About `count` rows spread over all that is held out, so that a few of them see the whole variety."""
         if self.held_out is None:
             return None
-        rows = len(self.held_out)  # type: ignore[arg-type]
+        rows = len(self.held_out)
         return Subset(self.held_out, range(0, rows, math.ceil(rows / count)))
 
 
@@ -121,7 +121,9 @@ def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) 
     names = [data.train] if data.weights is None else [[name] for name in data.train]
     stores = tuple(store_of(each) for each in names)
     train, asides = zip(*(parted(store) for store in stores), strict=True)
-    held_out: list[Rows] = [rows(store_of(data.held_out))] if isinstance(data.held_out, list) and data.held_out else []
+    held_out: list[PackedRows] = (
+        [rows(store_of(data.held_out))] if isinstance(data.held_out, list) and data.held_out else []
+    )
     held_out += [aside for aside in asides if aside is not None]
     return RunData(
         store=stores[0] if data.weights is None else Stores(stores, tuple(data.weights)),

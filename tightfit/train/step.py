@@ -13,15 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import micro_batch
+from tightfit.parallel.expert import sum_expert_gradients
 from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.parallel.tensor import sum_partial_gradients
+from tightfit.train.expert_load import correct_choices
 from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
 from tightfit.train.optimizer.backward_update import BackwardUpdate
 from tightfit.train.precision import LossScale
@@ -84,12 +87,13 @@ def accumulate(
             assert loss is not None
             mean += loss.detach()
             if check_first:
-                _require_finite(ranks.sum(mean).item())
+                _require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
             if experts is not None and output.balance is not None:
                 loss = loss + experts.balance_weight * output.balance * (count / total)
             on_phase("backward")
             (loss * scale).backward()
     sum_partial_gradients(decoder_of(model))
+    sum_expert_gradients(decoder_of(model))
     return mean, tokens
 
 
@@ -141,6 +145,7 @@ def train_step(
         optimizer.drop_gradients()
     else:
         optimizer.step(lr, _factor(norm, optimizer.settings.clip_norm, scale.value))
+        correct_choices(model.decoder if isinstance(model, Pipeline) else decoder_of(model), ranks)
     scale.update(overflowed=overflowed)
     return StepResult(loss_value, norm_value, int(counted[0]) if counted else int(tokens), skipped=overflowed)
 
@@ -164,7 +169,8 @@ def _step_in_backward(
     updates.begin(lr)
     mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
     on_phase("optimizer")
-    loss, norm = torch.stack([ranks.sum(mean), updates.finish()]).tolist()
+    loss, norm = torch.stack([ranks.sum_pieces(ranks.sum(mean)), updates.finish()]).tolist()
+    correct_choices(decoder_of(model), ranks)
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)
     return StepResult(loss, norm, int(tokens), skipped=False)
@@ -176,7 +182,7 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
     Data and context ranks have parts of the loss, tensor ranks the same value; gradients may be replicated.
     """
     if ranks.processes == 1:
-        assert optimizer.is_whole, "sharded parameters need `ranks`"
+        assert optimizer.is_whole or dist.get_world_size() == 1, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
     copies = ranks_per_stage // (ranks.world * ranks.context)

@@ -19,6 +19,7 @@ from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.huggingface.weights import from_hf_state
 
 LENGTH = 24
+CORRECTION = "e_score_correction_bias"
 BATCH = 2
 Config = dict[str, Any]
 
@@ -32,6 +33,14 @@ _QWEN2_MOE = _BASE | {
     "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 20, "num_hidden_layers": 3, "mlp_only_layers": [1],
 }  # fmt: skip
+_DEEPSEEK = _BASE | {
+    "num_key_value_heads": 4, "num_hidden_layers": 3, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+_DEEPSEEK_V2 = _DEEPSEEK | {"model_type": "deepseek_v2", "routed_scaling_factor": 1.7}
+_DEEPSEEK_V3 = _DEEPSEEK | {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5}
 _GEMMA = _BASE | {"head_dim": 12, "num_hidden_layers": 3, "sliding_window": 7}
 _GEMMA2 = _GEMMA | {
     "model_type": "gemma2", "query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.6, "final_logit_softcapping": 0.8,
@@ -90,6 +99,16 @@ CASES: dict[str, Config] = {
     "qwen3_moe": _BASE
     | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
     | {"norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 7, "head_dim": 12},
+    "olmoe": _BASE | {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12},
+    "olmoe-normed": _BASE
+    | {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12}
+    | {"norm_topk_prob": True, "num_key_value_heads": 4},
+    "deepseek_v2-grouped": _DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"},
+    "deepseek_v2-lite": _DEEPSEEK_V2 | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v3-yarn": _DEEPSEEK_V3
+    | _scaled("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0)
+    | {"norm_topk_prob": False, "attention_bias": True},
     "gemma": _BASE | {"model_type": "gemma", "head_dim": 12, "num_key_value_heads": 1},
     "gemma2": _GEMMA2,
     "gemma2-uncapped": _GEMMA2
@@ -134,7 +153,8 @@ def pair(name: str) -> Pair:
         config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     ).eval()
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        biases = (buffer for name, buffer in theirs.named_buffers() if name.endswith(CORRECTION))
+        for parameter in (*theirs.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter), alpha=0.15)
     spec = spec_from_config(CASES[name], name)
     ours = Decoder(spec).eval()
@@ -167,6 +187,8 @@ def as_stored(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
                 stored[name.replace("mlp.experts.down_proj", f"{block}.experts.{i}.{down}.weight")] = expert
         else:
             stored[name.replace("mlp.gate.weight", f"{block}.gate.weight")] = tensor
+    if not grads:
+        stored |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION)}
     return stored
 
 

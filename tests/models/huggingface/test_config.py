@@ -40,9 +40,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
             assert config.layer_types == types
         elif name != "sliding_window" or "use_sliding_window" not in row.defaults:
             assert getattr(config, name, value) == value, name
-    assert spec_from_config({"model_type": family}, "empty") == spec_from_config(
-        as_saved({"model_type": family}), "full"
-    )
+    without_default = {"num_experts_per_tok": 6} if family == "deepseek_v2" else {}
+    given = {"model_type": family, **without_default}
+    assert spec_from_config(given, "empty") == spec_from_config(as_saved(given), "full")
 
 
 @pytest.mark.parametrize("name", CASES)

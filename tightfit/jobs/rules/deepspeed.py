@@ -53,6 +53,13 @@ def deepspeed_has_something_to_do(run: Run) -> str | None:
     return None
 
 
+@rule(DEEPSPEED_RULES, "model")
+def deepspeed_does_not_correct_choices(run: Run) -> str | None:
+    if run.spec is not None and run.spec.experts is not None and run.spec.experts.corrected:
+        return f"engine is deepspeed, but {run.spec.family} balances experts after each step; set engine to tightfit"
+    return None
+
+
 @rule(DEEPSPEED_RULES, "precision")
 def deepspeed_keeps_masters(run: Run) -> str | None:
     if run.precision == "pure-bf16":

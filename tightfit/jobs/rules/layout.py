@@ -50,6 +50,16 @@ def expert_ranks_are_data_ranks(layout: "Layout") -> str | None:
     return None
 
 
+@rule(LAYOUT_RULES, "expert", "shard_inside")
+def groups_hold_all_experts(layout: "Layout") -> str | None:
+    if layout.shard_inside and layout.shard_inside % layout.expert:
+        return (
+            f"layout.shard_inside is {layout.shard_inside}, but its ranks hold all experts between them and "
+            f"layout.expert is {layout.expert}; give a multiple of it"
+        )
+    return None
+
+
 @rule(LAYOUT_RULES, "stages_per_rank", "schedule", "pipeline")
 def several_stages_interleave(layout: "Layout") -> str | None:
     if (layout.stages_per_rank > 1) != (layout.schedule == "interleaved" and layout.pipeline > 1):

@@ -5,13 +5,12 @@ from tightfit.jobs.rules import distillation as distillation  # enters its rules
 from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
 from tightfit.jobs.rules.rule import Run, first_refusal
 from tightfit.jobs.rules.run import RUN_RULES
-from tightfit.jobs.rules.trainer import TRAINER_RULES, some_splits_are_not_trained_yet
+from tightfit.jobs.rules.trainer import TRAINER_RULES
 
 
 def refused_by_planner(run: Run) -> str | None:
-    """Why `run` is not planned: what nobody could train, and what the trainer does not do of splits that it knows."""
-    planned = [each for each in TRAINER_RULES if each.sentence is not some_splits_are_not_trained_yet]
-    return first_refusal(RUN_RULES, run) or first_refusal(planned, run)
+    """Why `run` is not planned: what nobody could train, and what the trainer does not do."""
+    return refused_by_trainer(run)
 
 
 def refused_by_trainer(run: Run) -> str | None:

@@ -60,6 +60,21 @@ def tensor_ranks_divide_the_model(run: Run) -> str | None:
     return None if run.spec is None else indivisible(run.spec, run.layout.tensor)
 
 
+@rule(RUN_RULES, "layout.expert", "model")
+def expert_ranks_divide_the_experts(run: Run) -> str | None:
+    expert = run.layout.expert
+    if run.spec is None or expert == 1:
+        return None
+    if run.spec.experts is None:
+        return f"layout.expert is {expert}, but {run.spec.family} has no experts; set it to 1"
+    if run.spec.experts.count % expert:
+        return (
+            f"layout.expert is {expert}, which does not divide the model's {run.spec.experts.count} experts; "
+            "give a divisor of them"
+        )
+    return None
+
+
 @rule(RUN_RULES, "layout.context", "layout.ring", "layout.tensor", "model")
 def context_ranks_share_heads(run: Run) -> str | None:
     layout = run.layout

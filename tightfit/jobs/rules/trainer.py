@@ -6,21 +6,8 @@ from tightfit.jobs.rules.shapes import mlp_widths, uneven_share
 from tightfit.jobs.state_format import BLOCK_8BIT
 
 TRAINER_RULES: list[Rule[Run]] = []
-NOT_TRAINED = ("expert",)
-"""Splits that can be planned but not trained yet."""
 FP8_MULTIPLE = 16
 """Sizes of matrices whose fp8 codes tensor cores multiply; kernels/fp8_quantize.py pads to the same."""
-
-
-@rule(TRAINER_RULES, *(f"layout.{name}" for name in NOT_TRAINED))
-def some_splits_are_not_trained_yet(run: Run) -> str | None:
-    for name in NOT_TRAINED:
-        if (degree := getattr(run.layout, name)) > 1:
-            return (
-                f"layout.{name} is {degree}, which can be planned but not trained yet; set it to 1 and use "
-                "layout.data, layout.tensor or layout.pipeline"
-            )
-    return None
 
 
 @rule(TRAINER_RULES, "levers.offload", "layout.zero")
@@ -147,6 +134,21 @@ def fp8_needs_aligned_sizes(run: Run) -> str | None:
             f"levers.matmul asks for fp8, which needs sizes in multiples of {FP8_MULTIPLE}, but the model has one of "
             f"{odd}; set it to native"
         )
+    return None
+
+
+@rule(TRAINER_RULES, "layout.tensor", "levers.tiles", "levers.matmul", "model")
+def some_attention_is_whole(run: Run) -> str | None:
+    """Latent attention has vectors that all heads share; norms over all heads together need all of them."""
+    spec = run.spec
+    if spec is None or (spec.latent is None and not spec.qk_norm_joint):
+        return None
+    wanted = {"layout.tensor": run.layout.tensor, "levers.tiles": run.levers.tiles}
+    for name, degree in wanted.items():
+        if degree > 1:
+            return f"{name} is {degree}, but attention of {spec.family} is not taken apart by heads; set it to 1"
+    if spec.latent is not None and run.levers.matmul != "native":
+        return f"levers.matmul is {run.levers.matmul}, but {spec.family} is trained without fp8; set it to native"
     return None
 
 

@@ -28,8 +28,8 @@ def is_checkpointed(levers: Levers) -> bool:
 
 def needs_last_product(spec: ModelSpec, layer: int) -> bool:
     """Whether backward needs the result of a layer's last product: for a norm after it, or a shared expert's gate."""
-    has_shared_expert = spec.is_routed(layer) and spec.experts is not None and spec.experts.shared_size > 0
-    return spec.sandwich_norms or has_shared_expert
+    experts = spec.experts if spec.is_routed(layer) else None
+    return spec.sandwich_norms or (experts is not None and experts.shared_size > 0 and experts.shared_gated)
 
 
 def fixed_levels(

@@ -25,6 +25,7 @@ def backward(rank: RankMemory) -> list[StepMoment]:
     # Whole sums are reduced in the last backward of a step, whose other micro-batches are gone.
     if sharded is not None and (rank.gradients.earlier_bytes or not sharded.sums_whole):
         moments += [_at_reduction(rank, sharded, visit) for visit in visits if not visit.is_inner]
+        moments += [_after_experts(rank, sharded, visit) for visit in visits if visit.apart_weights]
         if rank.stage.root:
             moments.append(_at_last_reduction(rank, sharded))
     return moments
@@ -71,19 +72,24 @@ def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
 
 
 def _at_reduction(rank: RankMemory, weights: ShardedWeights, visit: LayerVisit) -> StepMoment:
-    """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone."""
+    """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone.
+
+    Where its experts are a group apart, those are done.
+    """
+    reduced_weights = visit.apart_weights or visit.own_weights
     moment = StepMoment(
         *visit.saved_before,
         working_weights=weights.after_layer(visit),
         earlier_gradients=rank.gradients.earlier_bytes,
         done_gradients=rank.gradients.done(visit.done_weights),
-        layer_gradients=rank.gradients.element_bytes * visit.own_weights,
+        layer_gradients=max(rank.gradients.element_bytes * reduced_weights, weights.reduced_experts(visit)),
         vocabulary_gradients=rank.gradients.head_bytes,
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=rank.stage.tables_bytes,
+        layer_saved=visit.kept_at_reduction,
         activation_gradients=rank.stage.stream_bytes,
         all_gather=weights.prefetched(visit),
-        reduce_scatter=weights.reduced_bytes * visit.own_weights,
+        reduce_scatter=weights.reduced_bytes * reduced_weights,
     )
     if not weights.sums_whole:
         return moment
@@ -92,6 +98,15 @@ def _at_reduction(rank: RankMemory, weights: ShardedWeights, visit: LayerVisit) 
         done_gradients=weights.shards(visit.done_weights),
         layer_gradients=0,
         vocabulary_gradients=0,
+    )
+
+
+def _after_experts(rank: RankMemory, weights: ShardedWeights, visit: LayerVisit) -> StepMoment:
+    """Attention, where a layer's experts are a group apart: beside what their gradients were reduced from and to."""
+    return _at_reduction(rank, weights, visit)._replace(
+        layer_gradients=weights.reduced_experts(visit),
+        layer_saved=visit.attention_after,
+        activation_gradients=0,
     )
 
 
@@ -125,10 +140,11 @@ def _at_last_reduction(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
     """FSDP2's last callback: the root's and the embedding's whole gradients, and the buffer one is reduced from."""
     stage, gradients = rank.stage, rank.gradients
     whole, largest = stage.root + stage.embedding, max(stage.root, stage.embedding)
+    largest_bytes = weights.shards(largest) if gradients.bytes_per_done_weight else 0
     moment = StepMoment(
         working_weights=weights.at_end(),
         earlier_gradients=gradients.earlier_bytes,
-        done_gradients=gradients.done(stage.layer_weights) + round(gradients.bytes_per_done_weight * largest),
+        done_gradients=gradients.done(stage.layer_weights) + largest_bytes,
         vocabulary_gradients=gradients.element_bytes * whole,
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=stage.tables_bytes,

@@ -66,21 +66,28 @@ def make_gradients(
     """Of a rank that sums `summed` micro-batches."""
     owned, element_bytes = states.owned, states.element_bytes
     kept_bytes = states.kept_gradient_bytes
+    apart = stage.params.experts if layout.expert > 1 else 0
     summed_bytes = states.reduced_gradient_bytes if layout.zero == 1 else kept_bytes
-    earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights, summed)
+    earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights, apart, summed)
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
     is_limited = levers.offload != "none" and levers.update_in_backward
     late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
     shard_bytes = kept_bytes * owned / max(1, stage.weights)
+    if layout.expert > 1 and layout.zero:  # fewer ranks share experts than share the rest
+        shard_bytes = kept_bytes * stage.layer_params.shard(states.ranks, layout.expert) / stage.layer_weights
     vocabulary_bytes = element_bytes * stage.vocabulary * owned // max(1, stage.weights)
     stays_bytes = summed_bytes if weights.sums_whole else shard_bytes
+    if has_buckets(layout) and summed == 1:
+        grown_bytes = kept_bytes * apart / max(1, stage.layer_weights)  # of experts alone, which are in no bucket
+    else:
+        grown_bytes = 0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes
     makes_head = stage.stage.has_head and not adds_in_place
     head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)
     return Gradients(
         element_bytes=element_bytes,
         earlier_bytes=earlier_bytes,
         add_in_place=adds_in_place,
-        bytes_per_done_weight=0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes,
+        bytes_per_done_weight=grown_bytes,
         limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
         waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, vocabulary_bytes) if is_limited else 0,
         left_bytes=0
@@ -103,14 +110,15 @@ def _late_bytes(levers: Levers, stage: StageMemory, states: States) -> int:
     return round(states.element_bytes * share * sum(matrices[:count]))
 
 
-def _earlier_weights(layout: Layout, owned: int, whole: int, summed: int) -> int:
+def _earlier_weights(layout: Layout, owned: int, whole: int, apart: int, summed: int) -> int:
     """DDP's buckets stay; sums stay while there are more micro-batches, unsharded under ZeRO-1 (parallel/data.py).
 
     Under DDP those sums are beside the buckets: the optimizer has dropped the views, and without synchronisation
-    autograd makes tensors of its own, which the last micro-batch copies into the buckets.
+    autograd makes tensors of its own, which the last micro-batch copies into the buckets. Experts that are `apart`, as
+    other ranks hold other ones, are in no bucket.
     """
     if has_buckets(layout):
-        return whole * (1 if summed == 1 else 2)
+        return whole - apart if summed == 1 else 2 * whole - apart
     if summed == 1:
         return 0
     return whole if layout.zero == 1 else owned

@@ -112,6 +112,8 @@ def _weights_again(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     if is_tiled(spec, layer, shape.tiles):
         return spec.hidden_size * (spec.query_size + 2 * spec.kv_size)
     attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.kv_size)
+    if spec.latent is not None:
+        attention = spec.attention_params()
     return attention + _mlp_products_again(spec, layer) * spec.hidden_size * _mlp_width(spec, layer)
 
 

@@ -100,20 +100,20 @@ def _experts_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[Lay
     inner = experts.per_token * shape.inner_bytes(experts.mlp_size)
     matrix = -(-experts.count // shape.expert) * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
-    stream, sent = shape.stream_bytes(spec), _sent_bytes(spec, shape)
+    stream, travels = shape.stream_bytes(spec), shape.expert > 1
+    arrived = copies if travels else 0  # the gradient of this rank's results, of which sorted copies are made
+    summed = copies if travels else shape.hidden_bytes(spec)
     down = LayerMoment(
         "gradient of the experts' down projections",
         saved_bytes=kept,
-        gradient_bytes=stream + copies + inner,  # of every row's output, and of its product
-        workspace_bytes=sent,
+        gradient_bytes=stream + arrived + copies + inner,  # of every row's output, and of its product
         made_weights=shared + matrix,
         new_weights=matrix,
     )
     inputs = LayerMoment(
         "gradient of the experts' inputs",
         saved_bytes=kept,
-        gradient_bytes=stream + 2 * copies + shape.hidden_bytes(spec),  # through gate, through up, and their sum
-        workspace_bytes=sent,
+        gradient_bytes=stream + arrived + 2 * copies + summed,  # through gate, through up, and their sum
         made_weights=shared + 3 * matrix,
         new_weights=3 * matrix,
     )
@@ -127,13 +127,6 @@ def _copies_bytes(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     return spec.experts.per_token * shape.hidden_bytes(spec)
 
 
-def _sent_bytes(spec: ModelSpec, shape: LocalShape) -> int:
-    """Where experts are on several ranks, token copies lie in a buffer each to be sent and received."""
-    if shape.expert == 1 or spec.experts is None:
-        return 0
-    return 2 * spec.experts.per_token * shape.hidden_bytes(spec)
-
-
 def _attention_moments(
     spec: ModelSpec, layer: int, shape: LocalShape, kept: int, mlp_weights: int
 ) -> tuple[LayerMoment, ...]:
@@ -141,6 +134,9 @@ def _attention_moments(
     stream, query, key = shape.stream_bytes(spec), shape.query_bytes(spec), shape.attended_key_bytes(spec)
     output_weights = spec.hidden_size * shape.heads(spec) * spec.head_dim
     qkv_weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
+    if spec.latent is not None:
+        output_weights = spec.hidden_size * spec.output_size
+        qkv_weights = spec.attention_params() - output_weights
     attention = LayerMoment(
         "attention",
         saved_bytes=kept - shape.returned_bytes(spec),  # which the output projection's backward was the last to need
@@ -198,7 +194,8 @@ def _mlp_forward_extra(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
         assert spec.experts is not None
         inner_bytes = spec.experts.per_token * shape.inner_bytes(spec.experts.mlp_size)
         outputs_bytes = _copies_bytes(spec, layer, shape)  # of all rows, beside their products or the tokens' sums
-        return outputs_bytes + max(inner_bytes, hidden_bytes) + _sent_bytes(spec, shape)
+        returned_bytes = outputs_bytes if shape.expert > 1 else 0
+        return outputs_bytes + max(inner_bytes, hidden_bytes + returned_bytes)
     product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not spec.mlp_bias else 0
     return product_bytes + hidden_bytes
 
@@ -209,6 +206,10 @@ def _mlp_working(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     if spec.is_routed(layer):
         assert spec.experts is not None
         inner_bytes = spec.experts.per_token * shape.inner_bytes(spec.experts.mlp_size)
-        rows_bytes = _copies_bytes(spec, layer, shape) + 2 * inner_bytes + max(inner_bytes, hidden_bytes)
-        return 2 * stream_bytes + rows_bytes + _sent_bytes(spec, shape)
+        copies_bytes = _copies_bytes(spec, layer, shape)
+        if shape.expert > 1:  # what was received and what was made of it, beside the products or what came back
+            rows_bytes = 2 * copies_bytes + max(3 * inner_bytes, copies_bytes + hidden_bytes)
+        else:
+            rows_bytes = copies_bytes + 2 * inner_bytes + max(inner_bytes, hidden_bytes)
+        return 2 * stream_bytes + rows_bytes
     return 2 * stream_bytes + hidden_bytes + (3 if spec.gated else 2) * shape.inner_bytes(spec.mlp_size)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.formulas.local_shape import ceil
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Latent, ModelSpec
 
 
 class Params(NamedTuple):
@@ -34,19 +34,21 @@ class Params(NamedTuple):
 @lru_cache(maxsize=4096)
 def layer_params(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) -> Params:
     """Of one layer."""
-    norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + 2 * spec.head_dim * spec.qk_norm
+    norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + spec.qk_norm_params
     dense = norms + _attention_params(spec, tensor)
     if not spec.is_routed(layer):
         return Params(dense + ceil(spec.mlp_params(spec.mlp_size), tensor), 0)
     experts = spec.experts
     assert experts is not None
-    shared = spec.mlp_params(experts.shared_size) + spec.hidden_size if experts.shared_size else 0
-    router = spec.hidden_size * experts.count
     one_expert = ceil(spec.mlp_params(experts.mlp_size), tensor)
-    return Params(dense + ceil(shared, tensor) + router, ceil(experts.count, expert) * one_expert)
+    return Params(
+        dense + ceil(spec.shared_params, tensor) + spec.router_params, ceil(experts.count, expert) * one_expert
+    )
 
 
 def _attention_params(spec: ModelSpec, tensor: int) -> int:
+    if spec.latent is not None:
+        return spec.attention_params()  # not split over tensor ranks
     q, kv = ceil(spec.heads, tensor) * spec.head_dim, ceil(spec.kv_size, tensor)
     return spec.hidden_size * (2 * q + 2 * kv) + (q + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
 
@@ -54,10 +56,20 @@ def _attention_params(spec: ModelSpec, tensor: int) -> int:
 def layer_matrices(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) -> tuple[int, ...]:
     """Sizes of a layer's larger matrices in the model's order: q, k, v, o, then the MLP's; experts are stacked."""
     query, key = (spec.hidden_size * ceil(heads, tensor) * spec.head_dim for heads in (spec.heads, spec.kv_heads))
+    attention = (query, key, key, query) if spec.latent is None else _latent_matrices(spec, spec.latent)
     inner = spec.hidden_size * ceil(spec.mlp_size, tensor)
     if spec.is_routed(layer) and spec.experts is not None:
         inner = ceil(spec.experts.count, expert) * spec.hidden_size * ceil(spec.experts.mlp_size, tensor)
-    return (query, key, key, query, *(inner,) * (3 if spec.gated else 2))
+    return (*attention, *(inner,) * (3 if spec.gated else 2))
+
+
+def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:
+    """Of latent attention: those of queries, kv_a, kv_b, o."""
+    hidden, rank = spec.hidden_size, latent.query_rank
+    queries = (hidden * rank, rank * spec.query_size) if rank else (hidden * spec.query_size,)
+    expanded = spec.heads * (spec.head_dim - latent.rope_dim + latent.value_dim)
+    shared = hidden * (latent.kv_rank + latent.rope_dim)
+    return (*queries, shared, latent.kv_rank * expanded, spec.output_size * hidden)
 
 
 def embedding_params(spec: ModelSpec, tensor: int = 1) -> int:

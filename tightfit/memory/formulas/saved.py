@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Latent, ModelSpec
 
 Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
 STATISTIC, INDEX, OFFSET = 4, 8, 4
@@ -46,13 +46,16 @@ def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     ]
     if spec.qk_norm:
         before_bytes = shape.query_bytes(spec) + shape.key_bytes(spec)
-        rows = shape.tokens * (shape.heads(spec) + shape.kv_heads(spec))
+        heads = 2 if spec.qk_norm_joint else shape.heads(spec) + shape.kv_heads(spec)
+        rows = shape.tokens * heads
         saved += [
             SavedTensor("norms", "queries and keys before their norms", before_bytes, "row_norm keeps its input"),
             SavedTensor(
                 "norms", "query and key norm statistics", statistic_bytes(spec, rows), "row_norm keeps float32 per row"
             ),
         ]
+    if spec.latent is not None:
+        saved += _latent_saved(spec, spec.latent, shape)
     saved += attended(spec, shape)
     if spec.sandwich_norms:
         saved += [
@@ -65,14 +68,35 @@ def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
 def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     """Of attention itself."""
     logsumexp_bytes = STATISTIC * shape.tokens * shape.heads(spec)
+    unpadded = []
+    if spec.latent is not None:
+        unpadded_bytes = shape.tokens * spec.output_size * shape.element_bytes
+        unpadded = [SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input")]
     saved = [
         SavedTensor("attention", "queries", shape.query_bytes(spec), "flash attention keeps what rope wrote"),
         SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes(spec), "kept once per key head"),
         SavedTensor("attention", "output", shape.query_bytes(spec), "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
+        *unpadded,
     ]
     if returned_bytes := shape.returned_bytes(spec):
         saved.append(SavedTensor("attention", "output returned", returned_bytes, "the output projection's is a copy"))
+    return saved
+
+
+def _latent_saved(spec: ModelSpec, latent: Latent, shape: LocalShape) -> list[SavedTensor]:
+    """Of latent attention (models/latent_attention.py): each small vector before and after its norm."""
+    vectors = [("keys' and values'", latent.kv_rank)]
+    if latent.query_rank:
+        vectors.append(("queries'", latent.query_rank))
+    saved = []
+    for whose, rank in vectors:
+        vector_bytes, norm_bytes = shape.tokens * rank * shape.element_bytes, STATISTIC * shape.tokens
+        saved += [
+            SavedTensor("norms", f"{whose} small vectors", vector_bytes, "row_norm keeps its input"),
+            SavedTensor("norms", f"{whose} norm statistics", norm_bytes, "row_norm keeps float32 per row"),
+            SavedTensor("attention", f"{whose} normed vectors", vector_bytes, "the input of what is made of them"),
+        ]
     return saved
 
 
@@ -109,13 +133,17 @@ def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTe
 
 
 def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
-    """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row; balanced over expert ranks."""
+    """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row.
+
+    Expert ranks (parallel/expert.py, in balance) keep what they received, and the way of their rows on both sides.
+    """
     experts = spec.experts
     assert experts is not None
     tokens, element_bytes, chosen = shape.tokens, shape.element_bytes, experts.per_token * shape.tokens
     probabilities_bytes = STATISTIC * (tokens + 1) * experts.count
     weights_bytes = chosen * element_bytes + (STATISTIC * (chosen + tokens) if experts.normalise else 0)
-    indices_bytes = 3 * INDEX * chosen + OFFSET * experts.count
+    travels = shape.expert > 1
+    indices_bytes = (5 if travels else 3) * INDEX * chosen + OFFSET * experts.count // shape.expert
     inner_bytes = experts.per_token * shape.inner_bytes(experts.mlp_size)
     saved = [
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
@@ -123,9 +151,13 @@ def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
         SavedTensor("mlp", "experts' gate and up", 2 * inner_bytes, "no copies of tokens, no products, no outputs"),
     ]
+    if travels:
+        received_bytes = experts.per_token * shape.hidden_bytes(spec)
+        saved.append(SavedTensor("mlp", "received rows", received_bytes, "the input of this rank's experts"))
     if experts.shared_size:
         gated_bytes = shape.hidden_bytes(spec) + tokens * element_bytes
         saved += _dense_saved(spec, experts.shared_size, shape)
+    if experts.shared_size and experts.shared_gated:
         saved.append(SavedTensor("mlp", "shared expert's output and gate", gated_bytes, "mul keeps both sides"))
     return saved
 
@@ -150,7 +182,8 @@ def product_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedT
         SavedTensor("mlp", "experts' products", experts_bytes, "gate and up; with a shared expert the outputs too"),
     ]
     if experts.shared_size:
-        shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + hidden_bytes + shape.tokens * shape.element_bytes
+        gate_bytes = hidden_bytes + shape.tokens * shape.element_bytes if experts.shared_gated else 0
+        shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + gate_bytes
         saved.append(SavedTensor("mlp", "shared expert's gate, up, output and share", shared_bytes, "multiplied again"))
     return saved
 

@@ -25,7 +25,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
-from tightfit.memory.formulas.saved import INDEX, SavedBytes, statistic_bytes
+from tightfit.memory.formulas.saved import INDEX, SavedBytes, attention_saved, statistic_bytes
 from tightfit.models.spec import ModelSpec
 
 
@@ -43,6 +43,12 @@ class LayerVisit(NamedTuple):
     saved_before: SavedBytes
     """What the layers before it keep."""
     own_weights: int
+    apart_weights: int
+    """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
+    kept_at_reduction: int
+    """and what the layer still holds when their gradients are reduced,"""
+    attention_after: int
+    """and at its attention's fullest moment after that."""
     done_weights: int
     """Of the layers after it, which are done."""
     growing: LayerMoment
@@ -66,8 +72,14 @@ class StageMemory:
     weights: int
     """All of `params`."""
     layer_weights: int
+    layer_params: Params
+    """The same, experts apart."""
     widest: int
-    """Weights of the layer that has most."""
+    """Weights of the layer that has most,"""
+    widest_group: int
+    """of the largest group of a layer that FSDP2 gathers at once,"""
+    widest_dense: int
+    """and of the largest that leads a layer: without experts that are a group of their own."""
     vocabulary: int
     """Weights of the embedding or the output projection."""
     shares_embedding: bool
@@ -155,7 +167,10 @@ def remembered_stage(
         params=in_layers.plus(Params(before + after)),
         weights=in_layers.all + before + after,
         layer_weights=in_layers.all,
+        layer_params=in_layers,
         widest=widest,
+        widest_group=layers.widest_group(),
+        widest_dense=layers.widest_dense(),
         vocabulary=vocabulary,
         shares_embedding=shares_embedding,
         root=before + after - embedding,
@@ -198,6 +213,32 @@ class _StageLayers:
             total = total.plus(self.weights[kind], count)
         return total, max(params.all for params in self.weights.values())
 
+    def apart(self, kind: LayerKind) -> int:
+        """Experts of a layer that are a group of their own."""
+        return self.weights[kind].experts if self.shape.expert > 1 else 0
+
+    def widest_group(self) -> int:
+        """Weights of a layer's largest group."""
+        return max(max(self.apart(kind), params.all - self.apart(kind)) for kind, params in self.weights.items())
+
+    def widest_dense(self) -> int:
+        """Weights of a layer's first group."""
+        return max(params.all - self.apart(kind) for kind, params in self.weights.items())
+
+    def _kept_at_reduction(self, kind: LayerKind) -> int:
+        """What attention has kept, and the gradient of the MLP's input."""
+        if not self.apart(kind):
+            return 0
+        kept_bytes = sum(tensor.bytes for tensor in attention_saved(self.spec, self.shape))
+        return kept_bytes + self.shape.hidden_bytes(self.spec)
+
+    def _attention_after(self, kind: LayerKind) -> int:
+        if not self.apart(kind):
+            return 0
+        moments = layer_cost(self.spec, self.examples[kind], self.shape).backward
+        attention = next(moment for moment in moments if moment.name == "attention")
+        return attention.saved_bytes + attention.gradient_bytes + attention.workspace_bytes
+
     def saved(self, counts: Counter[LayerKind]) -> SavedBytes:
         """What so many layers of each kind keep; of the first `offloaded` recomputed ones the input is not there."""
         total = SavedBytes()
@@ -221,6 +262,9 @@ class _StageLayers:
                 visit = LayerVisit(
                     saved_before=self.saved(before),
                     own_weights=self.weights[kind].all,
+                    apart_weights=self.apart(kind),
+                    kept_at_reduction=self._kept_at_reduction(kind),
+                    attention_after=self._attention_after(kind),
                     done_weights=weights_after,
                     growing=self._fullest(kind, summed=False),
                     summing=self._fullest(kind, summed=True),
@@ -266,6 +310,6 @@ def _for_weights_bytes(spec: ModelSpec, shape: LocalShape) -> int:
 def _tables_bytes(spec: ModelSpec, shape: LocalShape, stage: PipelineStage, layers: _StageLayers) -> int:
     """Rope keeps cosines and sines, one row for all; learned positions their numbers."""
     ropes = {rope for layer in layers.examples.values() if (rope := spec.rope_of(layer)) is not None}
-    pairs = sum(int(spec.head_dim * rope.rotated_share) // 2 for rope in ropes)
+    pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)
     positions_bytes = INDEX * shape.length if spec.rope is None and stage.has_embedding else 0
     return 2 * shape.length * pairs * shape.element_bytes + positions_bytes

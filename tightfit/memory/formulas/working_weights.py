@@ -6,6 +6,8 @@ weight as it is and transposed) are there from forward until its backward is don
 FSDP2 (parallel/data.py) gathers 16-bit weights from the shards, in groups: each layer, an untied embedding, and the
 root (final norm, output projection, tied embedding, learned positions), which stays whole from forward to backward.
 
+Experts that are split over expert ranks are a group apart from their layer's, gathered and reduced inside it.
+
 - ZeRO-3: the root and the layer at work are whole, and the next layer's weights are on their way (prefetched).
 - ZeRO-1 and 2: layers stay whole after forward too; in backward they are let go of one by one or, with several
   micro-batches, at the end of the last one's.
@@ -69,7 +71,9 @@ class ShardedWeights(WholeWeights):
 
     zero: int
     ranks: int
-    """That share one copy."""
+    """That share one copy,"""
+    expert_ranks: int
+    """and of those, the ones that share an expert's."""
     element_bytes: int
     reduced_bytes: int
     """A weight, in which gradients are reduced: float32 where masters are,"""
@@ -96,10 +100,11 @@ class ShardedWeights(WholeWeights):
         return self.element_bytes * (self.stage.weights - let_go)
 
     def after_layer(self, visit: LayerVisit) -> int:
-        """Once a layer has let go of its own."""
+        """Once a layer (or its experts, where they are apart) has let go of its own."""
+        own = visit.apart_weights or visit.own_weights
         if self.zero == 3:
-            return self.element_bytes * self.stage.root
-        let_go = 0 if self.stays_gathered and not self.sums_whole else visit.done_weights + visit.own_weights
+            return self.element_bytes * (self.stage.root + visit.own_weights - own)
+        let_go = 0 if self.stays_gathered and not self.sums_whole else visit.done_weights + own
         return self.element_bytes * (self.stage.weights - let_go)
 
     def at_embedding(self) -> int:
@@ -110,17 +115,24 @@ class ShardedWeights(WholeWeights):
         return self.element_bytes * self.stage.weights if self.stays_gathered and not self.sums_whole else 0
 
     def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
+        # A rank that shares its experts with nobody gathers them without a buffer.
+        weights = self.stage.widest_dense if self.expert_ranks == 1 else self.stage.widest_group
         # Where weights stay gathered it is the first micro-batch's, which has no sums of gradients beside it.
-        return max(0, self.element_bytes * self.stage.widest - (earlier_gradient_bytes if self.stays_gathered else 0))
+        return max(0, self.element_bytes * weights - (earlier_gradient_bytes if self.stays_gathered else 0))
 
     def prefetched(self, visit: LayerVisit | None) -> int:
         if self.zero < 3 or (visit is not None and visit.is_first):
             return 0
-        return self.element_bytes * (self.stage.widest if visit is None else visit.own_weights)
+        next_weights = self.stage.widest_dense if visit is None else visit.own_weights - visit.apart_weights
+        return self.element_bytes * next_weights
 
     def previous_reduction(self, visit: LayerVisit | None) -> int:
         is_first_reduction = visit is not None and visit.is_last
-        return 0 if is_first_reduction or self.sums_whole else self.reduced_bytes * self.stage.widest
+        return 0 if is_first_reduction or self.sums_whole else self.reduced_bytes * self.stage.widest_dense
+
+    def reduced_experts(self, visit: LayerVisit) -> int:
+        """Reduced gradients of a layer's experts where they are a group apart, when they are reduced."""
+        return self.reduced_bytes * visit.apart_weights // self.expert_ranks
 
     def shards(self, weights: int) -> int:
         """Reduced gradients of so many weights."""
@@ -141,6 +153,7 @@ def working_weights(
         stage=stage,
         zero=layout.zero,
         ranks=states.ranks,
+        expert_ranks=max(1, states.ranks // layout.expert),
         element_bytes=states.element_bytes,
         reduced_bytes=states.reduced_gradient_bytes,
         kept_bytes=states.kept_gradient_bytes,

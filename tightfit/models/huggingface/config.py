@@ -5,8 +5,10 @@ represent: silently ignoring a field that changes the computation would load wei
 reads its own result back and compares, so a spec its family cannot express is an error and never a wrong file.
 """
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -14,7 +16,7 @@ from tightfit.errors import UserError
 from tightfit.models.huggingface.families import FAMILIES, Family, Names, WindowRule
 from tightfit.models.huggingface.fields import Fields
 from tightfit.models.huggingface.rope import LONGEST, read_ropes, write_ropes
-from tightfit.models.spec import Activation, Experts, ModelSpec
+from tightfit.models.spec import Activation, Experts, Latent, ModelSpec, Rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS: dict[str, Activation] = {
@@ -51,6 +53,8 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
     fields = Fields(config, source, family.defaults)
     _refuse_unknown_computation(fields, family)
     values: dict[str, Any] = {name: _read(fields, name, names, family) for name, names in family.fields.items()}
+    if family.latent is not None:
+        values |= _read_latent(fields, family.latent)
     _derive(fields, values)
     if family.scales_embedding:
         values["embedding_scale"] = values["hidden_size"] ** 0.5
@@ -59,8 +63,12 @@ def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
     values["window"], values["window_layers"] = _read_windows(fields, family, values["layers"])
     values["experts"] = _read_experts(fields, family, values["layers"])
     if "rope" not in family.fixed:
-        ropes = read_ropes(fields, family, values["head_dim"], values["max_positions"])
+        latent: Latent | None = values.get("latent")
+        rotated = values["head_dim"] if latent is None else latent.rope_dim
+        ropes = read_ropes(fields, family, rotated, values["max_positions"])
         values["rope"], values["local_rope"] = ropes
+        if latent is not None:
+            values["attention_scale"] = _latent_scale(ropes[0], values["head_dim"])
     try:
         return ModelSpec(family=model_type, **values, **family.fixed)
     except UserError as error:
@@ -76,6 +84,7 @@ def config_from_spec(spec: ModelSpec, *, dtype: str, extra: Mapping[str, Any] | 
     config |= {names[0]: _written(spec, name, family) for name, names in family.fields.items()}
     config |= _write_windows(spec, family)
     config |= _write_experts(spec.experts, family)
+    config |= _write_latent(spec, family)
     config |= write_ropes(family, spec.rope, spec.local_rope)
     # Null rather than absent: the defaults of transformers are token ids that need not even be in the vocabulary.
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -135,6 +144,8 @@ def _read(fields: Fields, name: str, names: Names, family: Family) -> Any:
         return _read_activation(fields, names, family)
     if name == "attention_scale":
         return float(fields.whole(*names, most=LONGEST) ** -0.5)
+    if name == "scale":
+        return fields.number(*names)
     if name == "balance_weight":
         return fields.number(*names, or_equal=True)
     return (fields.number if name == "norm_eps" else fields.maybe_number)(*names)
@@ -241,11 +252,53 @@ def _read_experts(fields: Fields, family: Family, layers: int) -> Experts | None
     if family.experts is None:
         return None
     values = {name: _read(fields, name, names, family) for name, names in family.experts.items()}
+    values |= family.fixed_experts
+    if "n_shared_experts" in family.defaults:
+        return Experts(**values, **_read_deepseek(fields, values, layers))
     dense = set(_whole_list(fields, "mlp_only_layers", layers))
     if "decoder_sparse_step" in family.defaults:
         step = fields.whole("decoder_sparse_step", most=_LARGEST["layers"])
         dense |= {i for i in range(layers) if (i + 1) % step}
     return Experts(**values, dense_layers=tuple(sorted(dense)))
+
+
+def _read_deepseek(fields: Fields, values: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Groups of experts, shared ones (as one that is wider), and the first layers, which are dense."""
+    shared = fields.maybe_whole("n_shared_experts", most=2**10, least=0) or 0
+    first_dense = fields.maybe_whole("first_k_dense_replace", most=2**31, least=0) or 0
+    limited = fields.word("topk_method") in ("group_limited_greedy", "noaux_tc")
+    groups = fields.maybe_whole("n_group", most=2**16) if limited else 1
+    chosen = fields.maybe_whole("topk_group", most=2**16) if limited else 1
+    return {
+        "groups": groups or 1,
+        "chosen_groups": chosen or 1,
+        "shared_size": shared * values["mlp_size"],
+        "dense_layers": tuple(range(min(first_dense, layers))),
+    }
+
+
+def _read_latent(fields: Fields, names: Mapping[str, Names]) -> dict[str, Any]:
+    """Latent attention, and the width of a head: what is rotated and what is not."""
+    sizes = {name: fields.maybe_whole(*each, most=2**20) or 0 for name, each in names.items()}
+    head_dim = sizes.pop("plain_dim") + sizes["rope_dim"]
+    return {"latent": Latent(**sizes), "head_dim": head_dim}
+
+
+def _latent_scale(rope: Rope | None, head_dim: int) -> float | None:
+    """Yarn's mscale_all_dim also multiplies the scores, twice: of queries and of keys."""
+    every = None if rope is None or rope.scaling == "none" else rope.factor("mscale_all_dim")
+    factor = None if rope is None else rope.factor("factor")
+    if not every or factor is None or factor <= 1:
+        return None
+    return float(head_dim**-0.5 * (0.1 * every * math.log(factor) + 1.0) ** 2)
+
+
+def _write_latent(spec: ModelSpec, family: Family) -> dict[str, Any]:
+    latent = spec.latent
+    if latent is None or family.latent is None:
+        return {}
+    values = asdict(latent) | {"plain_dim": spec.head_dim - latent.rope_dim}
+    return {names[0]: values[name] or None for name, names in family.latent.items()}
 
 
 def _whole_list(fields: Fields, name: str, below: int) -> list[int]:
@@ -262,4 +315,19 @@ def _write_experts(experts: Experts | None, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {names[0]: getattr(experts, name) for name, names in family.experts.items()}
     if "decoder_sparse_step" in family.defaults:
         config |= {"mlp_only_layers": list(experts.dense_layers), "decoder_sparse_step": 1}
+    if "n_shared_experts" in family.defaults:
+        config |= _write_deepseek(experts, family)
     return config
+
+
+def _write_deepseek(experts: Experts, family: Family) -> dict[str, Any]:
+    usual = family.defaults["topk_method"]
+    limited = "noaux_tc" if usual == "noaux_tc" else "group_limited_greedy"
+    return {
+        "topk_method": limited if experts.groups > 1 else usual,
+        "n_group": experts.groups,
+        "topk_group": experts.chosen_groups,
+        "n_shared_experts": experts.shared_size // experts.mlp_size,
+        "first_k_dense_replace": len(experts.dense_layers),
+        "num_nextn_predict_layers": 0,
+    }

@@ -34,6 +34,10 @@ class Family:
     activations: dict[str, Activation] = field(default_factory=dict)
     """Activation names that mean something else in this family than elsewhere."""
     experts: Mapping[str, Names] | None = None
+    fixed_experts: Mapping[str, Any] = field(default_factory=dict)
+    """Properties of Experts that the family fixes."""
+    latent: Mapping[str, Names] | None = None
+    """Fields of Latent, where the family has latent attention; `plain_dim` is what of a head is not rotated."""
     windows: WindowRule = "none"
     layer_types: bool = False
     """Whether a `layer_types` list overrules the window rule."""
@@ -88,6 +92,22 @@ _QWEN_EXPERTS = _MIXTRAL_EXPERTS | {
     "mlp_size": ("moe_intermediate_size",),
     "normalise": ("norm_topk_prob",),
 }
+
+_DEEPSEEK_EXPERTS: dict[str, Names] = {
+    "count": ("n_routed_experts", "num_local_experts"),
+    "per_token": ("num_experts_per_tok",),
+    "mlp_size": ("moe_intermediate_size",),
+    "normalise": ("norm_topk_prob",),
+    "scale": ("routed_scaling_factor",),
+}
+_LATENT: dict[str, Names] = {
+    "kv_rank": ("kv_lora_rank",),
+    "query_rank": ("q_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "plain_dim": ("qk_nope_head_dim",),
+    "value_dim": ("v_head_dim",),
+}
+_LATENT_FIELDS = {name: names for name, names in _BIASED_FIELDS.items() if name != "head_dim"}
 
 _LLAMA: dict[str, Any] = {
     "vocab_size": 32_000,
@@ -146,6 +166,57 @@ _QWEN3_MOE = _QWEN2_MOE | {
     "moe_intermediate_size": 768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+}
+_OLMOE = _LLAMA | {
+    "vocab_size": 50_304,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.01,
+}
+_DEEPSEEK_V2 = _LLAMA | {
+    "vocab_size": 102_400,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "n_group": None,
+    "topk_group": None,
+    "aux_loss_alpha": 0.001,
+}
+_DEEPSEEK_V3 = _DEEPSEEK_V2 | {
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
 }
 _GEMMA = _LLAMA | {
     "vocab_size": 256_000,
@@ -260,6 +331,36 @@ FAMILIES: dict[str, Family] = {
         experts=_QWEN_EXPERTS,
         windows="all",
         weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.QK_NORMS, *names.QWEN_EXPERTS),
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        defaults=_OLMOE,
+        fields=_BIASED_FIELDS,
+        fixed={"qk_norm": True, "qk_norm_joint": True},
+        insists={"partial_rotary_factor": 1.0, "clip_qkv": None},
+        experts=_QWEN_EXPERTS | {"mlp_size": ("intermediate_size",)},
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.QK_NORMS, *names.QWEN_EXPERTS),
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        defaults=_DEEPSEEK_V2,
+        fields=_LATENT_FIELDS,
+        insists={"norm_topk_prob": False, "mlp_bias": False, "moe_layer_freq": 1},
+        experts=_DEEPSEEK_EXPERTS | {"balance_weight": ("aux_loss_alpha",)},
+        fixed_experts={"shared_gated": False},
+        latent=_LATENT,
+        weights=llama_rules(*names.LATENT, *names.MLP_NORM, *names.QWEN_EXPERTS, *names.SHARED_EXPERTS),
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        defaults=_DEEPSEEK_V3,
+        fields=_LATENT_FIELDS,
+        insists={"rope_interleave": True, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        experts=_DEEPSEEK_EXPERTS,
+        fixed_experts={"shared_gated": False, "corrected": True, "score": "sigmoid"},
+        latent=_LATENT,
+        weights=llama_rules(*names.LATENT, *names.MLP_NORM, *names.QWEN_EXPERTS, *names.SHARED_EXPERTS),
+        ignored=r"rotary_emb\.inv_freq$|^model\.layers\.61\.",  # the module that predicts a token further on
     ),
     "gemma": Family(
         architecture="GemmaForCausalLM",

@@ -6,19 +6,21 @@ one module each on disk, are slices of one stacked parameter here. Nothing here 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Rule:
     """Their module `theirs` holds our modules `ours`, stacked along the output dimension where there are several.
 
-    `{layer}` and `{expert}` stand for numbers; a module has a weight and possibly a bias.
+    `{layer}` and `{expert}` stand for numbers; a module has a weight and possibly a bias. With `is_tensor` these are
+    not modules but single tensors.
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    is_tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ def _apply(rule: Rule, present: set[str], layer: int, experts: int) -> Iterator[
                     f"{theirs.replace('{expert}', str(expert))}.weight", tuple(ours), rule.transposed, expert
                 )
         return
+    if rule.is_tensor:
+        if ours[0] in present:
+            yield TensorMap(theirs, tuple(ours), rule.transposed, None)
+        return
     for kind in ("weight", "bias"):
         whole = tuple(f"{name}.{kind}" for name in ours)
         if whole[0] in present:
@@ -68,7 +74,7 @@ def llama_rules(*extra: Rule) -> tuple[Rule, ...]:
 
 
 def _in_layer(rule: Rule, prefix: str) -> Rule:
-    return Rule(prefix + rule.theirs, tuple("layers.{layer}." + name for name in rule.ours), rule.transposed)
+    return replace(rule, theirs=prefix + rule.theirs, ours=tuple("layers.{layer}." + name for name in rule.ours))
 
 
 def _expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -103,6 +109,20 @@ QWEN_EXPERTS = _expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT = (
     *(Rule(f"mlp.shared_expert.{x}_proj", (f"mlp.shared.{x}",)) for x in ("gate", "up", "down")),
     Rule("mlp.shared_expert_gate", ("mlp.shared_gate",)),
+)
+SHARED_EXPERTS = (
+    *(Rule(f"mlp.shared_experts.{x}_proj", (f"mlp.shared.{x}",)) for x in ("gate", "up", "down")),
+    Rule("mlp.gate.e_score_correction_bias", ("mlp.correction",), is_tensor=True),
+)
+LATENT = (
+    Rule("self_attn.q_proj", ("attention.q",)),
+    Rule("self_attn.q_a_proj", ("attention.q_a",)),
+    Rule("self_attn.q_a_layernorm", ("attention.q_a_norm",)),
+    Rule("self_attn.q_b_proj", ("attention.q_b",)),
+    Rule("self_attn.kv_a_proj_with_mqa", ("attention.kv_a",)),
+    Rule("self_attn.kv_a_layernorm", ("attention.kv_a_norm",)),
+    Rule("self_attn.kv_b_proj", ("attention.kv_b",)),
+    *(Rule(f"mlp.{x}_proj", (f"mlp.{x}",)) for x in ("gate", "up")),
 )
 _GPT2_LAYER = (
     Rule("ln_1", ("attention_norm",)),

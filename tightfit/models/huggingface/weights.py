@@ -143,7 +143,15 @@ def _assemble(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtyp
     parts = [state[name] if mapping.expert is None else state[name][mapping.expert] for name in mapping.ours]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     whole = whole.T if mapping.transposed and whole.ndim == 2 else whole
-    return whole.to(dtype or whole.dtype).contiguous()
+    return whole.to(stored_dtype(mapping.ours[0], dtype) or whole.dtype).contiguous()
+
+
+def stored_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype in which our parameter `name` is stored, where others are in `dtype`.
+
+    Biases that experts are chosen by move in steps that 16 bits would lose.
+    """
+    return torch.float32 if dtype is not None and name.endswith(".correction") else dtype
 
 
 def _pieces(mapping: TensorMap, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -237,7 +245,8 @@ def _split(
 
 
 def _bytes(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
-    return math.prod(_shape(mapping, state)) * (dtype or state[mapping.ours[0]].dtype).itemsize
+    stored = stored_dtype(mapping.ours[0], dtype) or state[mapping.ours[0]].dtype
+    return math.prod(_shape(mapping, state)) * stored.itemsize
 
 
 def _index(shards: dict[str, list[TensorMap]], state: Mapping[str, Tensor], dtype: torch.dtype | None) -> str:

@@ -14,7 +14,7 @@ from functools import cache
 
 from tightfit.jobs.levers import LOSS_CHUNK_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Latent, ModelSpec
 from tightfit.plan.seconds.rates import Rates
 
 TILE = 128, 256
@@ -61,13 +61,25 @@ class Linears:
 def layer_linears(spec: ModelSpec) -> Linears:
     """Of the average layer of `spec`."""
     hidden, columns = spec.hidden_size, mlp_columns(spec)
+    query_columns, key_columns = spec.query_size, spec.kv_size
+    if spec.latent is not None:  # as many products as two narrow ones after another have
+        query_columns, key_columns = _latent_columns(spec, spec.latent)
     return Linears(
-        queries=Linear(hidden, spec.query_size),
-        keys_values=Linear(hidden, spec.kv_size, count=2),
-        output=Linear(spec.query_size, hidden),
+        queries=Linear(hidden, query_columns),
+        keys_values=Linear(hidden, key_columns, count=2),
+        output=Linear(spec.output_size, hidden),
         up=Linear(hidden, columns, count=2 if spec.gated else 1),
         down=Linear(columns, hidden),
     )
+
+
+def _latent_columns(spec: ModelSpec, latent: Latent) -> tuple[int, int]:
+    """Columns that queries, and keys or values, would have if they were made of the hidden state at once."""
+    hidden, rank = spec.hidden_size, latent.query_rank
+    queries = spec.query_size if not rank else rank + rank * spec.query_size // hidden
+    expanded = spec.heads * (spec.head_dim - latent.rope_dim + latent.value_dim)
+    keys_values = latent.kv_rank + latent.rope_dim + latent.kv_rank * expanded // hidden
+    return queries, keys_values // 2
 
 
 @cache

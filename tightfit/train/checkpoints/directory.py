@@ -30,7 +30,7 @@ from tightfit.durable import discard_directory, durable_directory
 from tightfit.errors import UserError
 from tightfit.models.checksums import verify, write_checksums
 from tightfit.models.decoder import Decoder
-from tightfit.models.huggingface.weights import load_weights
+from tightfit.models.huggingface.weights import load_weights, stored_dtype
 from tightfit.models.loading import checkpoints_of, has_sharded, verify_weights
 from tightfit.models.saving import write_model
 from tightfit.models.sharded_weights import load_sharded_weights
@@ -95,7 +95,7 @@ def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | No
     for name, tensor in tensors.items():
         complete = whole(tensor)
         if ranks.is_stage_leader:
-            found[name] = complete.to("cpu", dtype or complete.dtype)
+            found[name] = complete.to("cpu", stored_dtype(name, dtype) or complete.dtype)
     return found
 
 

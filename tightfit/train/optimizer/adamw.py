@@ -83,11 +83,13 @@ class MasterAdamW:
         keep_gradient_memory: bool = False,
         pipeline_ranks: int = 1,
         counted_elsewhere: frozenset[str] = frozenset(),
+        in_no_bucket: frozenset[str] = frozenset(),
         module: nn.Module | None = None,
     ) -> None:
         """`device` is where offloaded states are updated; `seed` is of stochastic rounding.
 
-        `keep_gradient_memory` zeroes gradients after a step instead of freeing them, for DDP, whose buckets they are.
+        `keep_gradient_memory` zeroes gradients after a step instead of freeing them, for DDP, whose buckets they are;
+        those of `in_no_bucket` (experts, of which other ranks hold other ones) are freed.
         Each of `pipeline_ranks` has an optimizer of its own parameters; those of `counted_elsewhere` are copies of
         another rank's (a tied embedding), which the gradient norm must count once. `module` is what runs forward where
         that is not `model`: FSDP2's modules are looked for in it.
@@ -96,6 +98,7 @@ class MasterAdamW:
         self.keep_gradient_memory, self.pipeline_ranks = keep_gradient_memory, pipeline_ranks
         self.counted_elsewhere = counted_elsewhere
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._in_no_bucket = {id(p) for name, p in named if name in in_no_bucket}
         self.is_sharded = any(is_shard(p) for _, p in named)
         self.splits = splits_of(model)
         self.engine: Engine | None = None
@@ -239,7 +242,8 @@ class MasterAdamW:
                 self._free_gradient(parameter)
 
     def _free_gradient(self, parameter: Tensor) -> None:
-        if self.keep_gradient_memory and parameter.grad is not None:
+        kept = self.keep_gradient_memory and id(parameter) not in self._in_no_bucket
+        if kept and parameter.grad is not None:
             parameter.grad.zero_()
         else:
             parameter.grad = None

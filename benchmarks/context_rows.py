@@ -1,12 +1,13 @@
 """The longest rows of 8B that 8 and 32 H100 hold, on paper: by formula, and rehearsed line by line on fake tensors.
 
 One row a step, split over all ranks by context parallelism; ZeRO-3 over the same ranks; every layer recomputed, its
-input exact on the host as far as that has room; layers in tiles. A node has 1 TB of host memory. The longest row is found by the closed forms,
-in steps of 64 Ki tokens; then the real step is rehearsed at that length. ALST (Bekman et al. 2025) published 3.7 and 15
-million tokens on the same GPUs. Rows go to benchmarks/results/long_rows.csv and long_rows_lines.csv.
+input exact on the host as far as that has room; layers in tiles. A node has 1 TB of host memory. The longest row is
+found by the closed forms, in steps of 64 Ki tokens; then the real step is rehearsed at that length. ALST (Bekman et al.
+2025) published 3.7 and 15 million tokens on the same GPUs. Rows go to benchmarks/results/context_rows.csv and
+context_rows_lines.csv.
 
-    python -m benchmarks.long_rows                seconds
-    python -m benchmarks.long_rows --rehearse     and a rehearsal of each, minutes
+    python -m benchmarks.context_rows                seconds
+    python -m benchmarks.context_rows --rehearse     and a rehearsal of each, minutes
 """
 
 import argparse
@@ -149,9 +150,9 @@ def main() -> None:
         rehearsed = rehearse(workload, case.layout, case.levers) if chosen.rehearse else None
         row = row_of(name, length, rehearsed)
         print(*row.values(), sep=", ", flush=True)
-        append_row("long_rows", row, folder=chosen.results, commit=chosen.commit)
+        append_row("context_rows", row, folder=chosen.results, commit=chosen.commit)
         for line in lines_of(name, length, rehearsed):
-            append_row("long_rows_lines", line, folder=chosen.results, commit=chosen.commit)
+            append_row("context_rows_lines", line, folder=chosen.results, commit=chosen.commit)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""Texts as vectors: by WordLlama, whose package carries its weights, or by the server's own /v1/embeddings.
+
+WordLlama (static embeddings of 256 numbers, 16 MB) was made for retrieval. A language model's mean-pooled states were
+not, and find less; they need no further package.
+"""
+
+import json
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+Embed = Callable[[list[str]], list[list[float]]]
+AT_ONCE = 32
+
+
+def wordllama() -> Embed | None:
+    """The sentence encoder from PyPI, where it is installed."""
+    try:
+        from wordllama import WordLlama
+    except ModuleNotFoundError:
+        return None
+    model = WordLlama.load()
+    return lambda texts: [[float(x) for x in row] for row in model.embed(texts, norm=True)]
+
+
+def served(url: str) -> Embed:
+    """The vectors of the model that is served at `url`."""
+
+    def embed(texts: list[str]) -> list[list[float]]:
+        made: list[list[float]] = []
+        for at in range(0, len(texts), AT_ONCE):
+            found = post(f"{url}/v1/embeddings", {"input": texts[at : at + AT_ONCE]})
+            made += [row["embedding"] for row in found["data"]]
+        return made
+
+    return embed
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What a server answers to `body`."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return dict(json.loads(response.read()))

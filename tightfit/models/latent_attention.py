@@ -1,0 +1,101 @@
+"""Multi-head latent attention (MLA, DeepSeek-V2, 2024): queries, keys and values made of small vectors per token.
+
+    [c, r] = x · W_kv_a          c of kv_rank numbers, r of rope_dim
+    k_h = [norm(c) · W_k_h, rope(r)],   v_h = norm(c) · W_v_h,   q_h = [q_h, rope(q'_h)]
+
+The rotated part of a key is one for all heads. Rope's pairs are neighbours in the stored weights (x₀ x₁, x₂ x₃, …);
+ours are halves apart, so the rotated parts of queries and keys are reordered alike, which their products do not notice.
+Attention itself is that of every other family, over heads of `head_dim`; values are narrower and padded with zeros for
+it. Limits: a key/value cache holds expanded keys and values, not c and r, as folding W_k into the queries would allow;
+heads are not split over tensor ranks.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.kernels.attention import attention
+from tightfit.kernels.rope import rope
+from tightfit.models.norm import RmsNorm
+from tightfit.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from tightfit.models.decoder import ForwardContext, Implementations
+
+NORM_EPS = 1e-6
+"""Of the norms of small vectors, whatever the model's own is."""
+
+
+class LatentAttention(nn.Module):
+    """Attention of one layer of a model with `spec.latent`."""
+
+    def __init__(self, spec: ModelSpec, layer: int, impl: "Implementations") -> None:
+        super().__init__()
+        latent = spec.latent
+        assert latent is not None
+        self.layer, self.impl, self.latent, self.head_dim = layer, impl, latent, spec.head_dim
+        self.window, self.rope, self.softcap = spec.window_of(layer), spec.rope_of(layer), spec.attention_softcap
+        self.scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        hidden, rank, biased = spec.hidden_size, latent.query_rank, spec.qkv_bias
+        self.q = None if rank else nn.Linear(hidden, spec.query_size, bias=False)
+        self.q_a = nn.Linear(hidden, rank, bias=biased) if rank else None
+        self.q_a_norm = RmsNorm(rank, NORM_EPS, 0.0, impl.norm) if rank else None
+        self.q_b = nn.Linear(rank, spec.query_size, bias=False) if rank else None
+        self.kv_a = nn.Linear(hidden, latent.kv_rank + latent.rope_dim, bias=biased)
+        self.kv_a_norm = RmsNorm(latent.kv_rank, NORM_EPS, 0.0, impl.norm)
+        per_head = spec.head_dim - latent.rope_dim + latent.value_dim
+        self.kv_b = nn.Linear(latent.kv_rank, spec.heads * per_head, bias=False)
+        self.o = nn.Linear(spec.output_size, hidden, bias=spec.output_bias)
+
+    def forward(self, x: Tensor, ctx: "ForwardContext") -> Tensor:
+        query, key, value = self._project(x, ctx)
+        if ctx.attend is not None:
+            attended = ctx.attend(
+                self.layer, query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
+            )
+        else:
+            if ctx.cache is not None:
+                key, value = ctx.cache.extend(self.layer, key, value)
+            attended = attention(
+                query,
+                key,
+                value,
+                ctx.mask,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+                impl=self.impl.attention,
+            )
+        return self.o(attended[..., : self.latent.value_dim].transpose(1, 2).flatten(2))
+
+    def _project(self, x: Tensor, ctx: "ForwardContext") -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and padded values, [B, heads, T, head_dim] each."""
+        latent, plain = self.latent, self.head_dim - self.latent.rope_dim
+        query = self._queries(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        compressed, key_rope = self.kv_a(x).split([latent.kv_rank, latent.rope_dim], dim=-1)
+        expanded = self.kv_b(self.kv_a_norm(compressed.contiguous()))
+        expanded = expanded.unflatten(-1, (-1, plain + latent.value_dim)).transpose(1, 2)
+        key, value = expanded.split([plain, latent.value_dim], dim=-1)
+        query, query_rope = query.split([plain, latent.rope_dim], dim=-1)
+        query_rope, key_rope = _as_halves(query_rope), _as_halves(key_rope[:, None])
+        if self.rope is not None:
+            cos, sin = ctx.rope_tables[self.rope]
+            query_rope, key_rope = rope(query_rope, key_rope, cos, sin, impl=self.impl.rope)
+        query = torch.cat([query, query_rope], dim=-1)
+        key = torch.cat([key, key_rope.expand(-1, key.shape[1], -1, -1)], dim=-1)
+        return query, key, F.pad(value, (0, self.head_dim - latent.value_dim))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self.q is not None:
+            return self.q(x)
+        assert self.q_a is not None
+        assert self.q_a_norm is not None
+        assert self.q_b is not None
+        return self.q_b(self.q_a_norm(self.q_a(x)))
+
+
+def _as_halves(x: Tensor) -> Tensor:
+    """x₀ x₁ x₂ x₃ … → x₀ x₂ … x₁ x₃ …"""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

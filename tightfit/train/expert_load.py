@@ -1,0 +1,118 @@
+"""The load of experts: how many tokens each one got, over all ranks and micro-batches, told in metrics and at the end.
+
+Routed layers count while they train (models/mlp.py). `ExpertMeter.take` adds up all ranks: data and context ranks have
+their own tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers, experts] a logged
+step.
+
+Families that correct the choice of experts (models/routing.py) balance their load without a loss: after every step the
+bias of an expert that got more than its share falls by CORRECTION_RATE, and that of the others rises (Wang et al. 2024;
+DeepSeek-V3's rate). All ranks have the same loads, so the biases stay equal. With `pure-bf16` the biases are bf16,
+whose steps are coarser than the rate once a bias is above a quarter.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightfit.collectives.shards import local, local_region
+from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.mlp import RoutedMlp
+from tightfit.parallel.ranks import Ranks
+
+CORRECTION_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """Of one layer's experts: the busiest and the quietest as multiples of the mean, and how many got nothing."""
+
+    layer: int
+    busiest: float
+    quietest: float
+    idle: int
+
+
+class ExpertMeter:
+    """Collects the loads of all routed layers of a model; every rank calls `take` alike."""
+
+    def __init__(self, model: Decoder, ranks: Ranks) -> None:
+        self.spec, self.ranks = model.spec, ranks
+        self.own = dict(routed_layers(model))
+        self.total: Tensor | None = None
+        """Tokens of every expert since the run began, [layers, experts], on the host."""
+
+    def take(self) -> Mapping[str, float]:
+        """Numbers for metrics about the steps since the last call; nothing where the model is not routed."""
+        if self.spec.experts is None:
+            return {}
+        found = self._over_all_ranks()
+        self.total = found if self.total is None else self.total + found
+        loads = layer_loads(found)
+        if not loads:
+            return {}
+        return {
+            "expert_load_max": max(load.busiest for load in loads),
+            "expert_load_min": min(load.quietest for load in loads),
+            "experts_idle": sum(load.idle for load in loads),
+        }
+
+    def of_run(self) -> tuple[LayerLoad, ...]:
+        """Every routed layer's load over the whole run."""
+        return () if self.total is None else layer_loads(self.total)
+
+    def _over_all_ranks(self) -> Tensor:
+        assert self.spec.experts is not None
+        device = self.ranks.device_type if self.ranks.processes > 1 else "cpu"
+        counts = torch.zeros(self.spec.layers, self.spec.experts.count, dtype=torch.float64, device=device)
+        for layer, mlp in self.own.items():
+            if mlp.load is not None:
+                counts[layer] = mlp.load.to(counts)
+                mlp.load = mlp.corrected_load = None
+        ranks = self.ranks
+        copies = ranks.processes // (ranks.world * ranks.context * ranks.stages)  # tensor ranks count the same tokens
+        return (self.ranks.sum_over_all(counts) / copies).cpu()
+
+
+@torch.no_grad()
+def correct_choices(model: Decoder, ranks: Ranks) -> None:
+    """Move the biases that experts are chosen by, by the load of this step. Every rank calls it alike."""
+    experts = model.spec.experts
+    if experts is None or not experts.corrected:
+        return
+    layers = [mlp for _, mlp in routed_layers(model) if mlp.load is not None]
+    if not layers:
+        return
+    loads = ranks.sum_pieces(ranks.sum(torch.stack([_new_load(mlp) for mlp in layers]).float()))
+    for mlp, load in zip(layers, loads, strict=True):
+        assert mlp.correction is not None
+        step = CORRECTION_RATE * torch.sign(load.mean() - load)
+        own = local(mlp.correction)
+        ((first, count),) = local_region(mlp.correction)
+        own.add_(step[first : first + count].to(own))
+
+
+def _new_load(mlp: RoutedMlp) -> Tensor:
+    """Tokens by expert since the last correction."""
+    assert mlp.load is not None
+    found = mlp.load if mlp.corrected_load is None else mlp.load - mlp.corrected_load
+    mlp.corrected_load = mlp.load
+    return found
+
+
+def routed_layers(model: Decoder) -> Iterator[tuple[int, RoutedMlp]]:
+    """The routed layers of this rank, by their number in the whole model."""
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        if isinstance(layer.mlp, RoutedMlp):
+            yield layer.attention.layer, layer.mlp
+
+
+def layer_loads(counts: Tensor) -> tuple[LayerLoad, ...]:
+    """Of tokens by layer and expert; layers without any are not routed, or have not run."""
+    return tuple(
+        LayerLoad(layer, float(row.max() / row.mean()), float(row.min() / row.mean()), int((row == 0).sum()))
+        for layer, row in enumerate(counts)
+        if row.sum() > 0
+    )
