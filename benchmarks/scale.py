@@ -180,9 +180,9 @@ def row_of(one: Chosen) -> dict[str, Any]:
 
 
 def _parts(time: StepTime) -> dict[str, float]:
-    """By column: waiting for launches and for the slowest card counts as compute, which it never exceeds."""
+    """By column: waiting for launches and for the slowest card, and a teacher's forward, count as compute."""
     parts = asdict(time)
-    parts["compute_s"] += parts.pop("launch_s") + parts.pop("straggler_s")
+    parts["compute_s"] += sum(parts.pop(name) for name in ("launch_s", "straggler_s", "teacher_s"))
     return parts
 
 
