@@ -85,3 +85,10 @@ def test_sizes_are_changed_by_name() -> None:
     for changes, words in (({"wheels": 4}, "wheels is not a size"), ({"tied": 2}, "tied is 2")):
         with pytest.raises(UserError, match=words):
             reshaped(spec, changes, "tiny-llama")
+
+
+def test_a_shape_may_be_changed_within_reason() -> None:
+    assert reshaped(SPEC, {"layers": 10_000}, "x").layers == 10_000
+    for changes in ({"layers": 2**31}, {"hidden_size": 2**40}, {"layers": -1}):
+        with pytest.raises(UserError, match=r"it lies between 0 and"):
+            reshaped(SPEC, changes, "x")

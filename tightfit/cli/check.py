@@ -30,8 +30,10 @@ def check(
     """
     from tightfit.prove.equivalence_check import run_check
     from tightfit.report.check import print_verdict
+    from tightfit.report.waiting import waiting
 
-    verdict, subject = run_check(job, override or [], steps=steps, tiny=tiny)
+    with waiting("comparing all ranks with one process"):
+        verdict, subject = run_check(job, override or [], steps=steps, tiny=tiny)
     if verdict is None:
         return
     print_verdict(verdict, subject, as_json=as_json)

@@ -73,8 +73,10 @@ def require_same(job: "Job", source: str) -> None:
     from tightfit.prove.check_target import target_of
     from tightfit.prove.equivalence_check import check
     from tightfit.report.check import print_verdict
+    from tightfit.report.waiting import waiting
 
-    verdict, subject = check(target_of(job), source)
+    with waiting("comparing all ranks with one process"):
+        verdict, subject = check(target_of(job), source)
     if verdict is None:
         return
     print_verdict(verdict, subject, as_json=False)

@@ -90,6 +90,7 @@ def plan(
     from tightfit.plan.export.files import export as write_export
     from tightfit.plan.plan import refuse_overwriting
     from tightfit.report.plan import print_answer
+    from tightfit.report.waiting import waiting
 
     question = _question(
         model,
@@ -107,8 +108,10 @@ def plan(
     )
     if save is not None:
         refuse_overwriting(save)
-    found = answer(question)
-    extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
+    with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
+        found = answer(question)
+    with waiting("rehearsing the step on fake tensors"):
+        extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
     said = []
     if save is not None:
         found.plan.save(save)

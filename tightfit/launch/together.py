@@ -21,8 +21,11 @@ import torch.distributed as dist
 
 from tightfit.errors import UserError
 from tightfit.launch.forked import Forked
+from tightfit.launch.stopped import StoppedRanks
 from tightfit.parallel.mesh import BACKENDS, TIMEOUT
 
+LOOK_S = 1.0
+"""How often a process that was stopped is looked for."""
 ANSWER, MEETING, REFUSAL, FAILURE = "answer", "meeting", "refusal", "failure"
 
 
@@ -36,8 +39,12 @@ def run_together(world: int, function: Callable[..., Any], *arguments: Any, modu
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         given = (world, kind, folder, function, arguments)
         with Forked(world, _run, given, imported, fresh=kind == "cuda") as processes:
-            while not processes.failures and processes.wait():
-                pass
+            stopped = StoppedRanks()
+            while not processes.failures and processes.wait(LOOK_S):
+                if (rank := stopped.look(processes.pids)) is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(processes.pids[rank], signal.SIGKILL)
+                    raise UserError(f"process {rank} of {world} was stopped (SIGSTOP), so all were ended; run it again")
             if failures := processes.failures:
                 raise _failure(Path(folder), world, failures)
         return pickle.loads((Path(folder) / ANSWER).read_bytes())  # our own process wrote it

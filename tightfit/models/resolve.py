@@ -13,6 +13,8 @@ from tightfit.models.presets import PRESETS, preset, suggestion
 from tightfit.models.spec import ModelSpec
 
 LARGEST_SIZE = 2**31
+MOST_LAYERS = 100_000
+"""Each of which is looked at."""
 LARGEST_CONFIG_BYTES = 16 * 2**20
 
 
@@ -46,8 +48,9 @@ def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelS
         old = getattr(spec, name, None) if name in ModelSpec.__dataclass_fields__ else None
         if not isinstance(old, int):
             raise UserError(f"model.shape.{name} is not a size of a model; see `tightfit models {source}`")
-        if not 0 <= value <= LARGEST_SIZE:
-            raise UserError(f"model.shape.{name} is {value!r:.40}; sizes lie between 0 and {LARGEST_SIZE:,}")
+        most = MOST_LAYERS if name == "layers" else LARGEST_SIZE
+        if not 0 <= value <= most:
+            raise UserError(f"model.shape.{name} is {value!r:.40}; it lies between 0 and {most:,}")
         if isinstance(old, bool) and value not in (0, 1):
             raise UserError(f"model.shape.{name} is {value}, but a model has that or not; say true or false")
         changed[name] = type(old)(value)

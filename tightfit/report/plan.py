@@ -20,6 +20,8 @@ from tightfit.report.tables import count_name, gib, print_json
 
 BAR_CELLS = 50
 """With two indents and `123.45 GiB of 123.45 GiB` it fits 80 columns."""
+LONGEST_LINE = 46
+"""Of one component, behind its name and size."""
 COLOURS: dict[Component, str] = {
     "weights": "blue",
     "master weights": "cyan",
@@ -116,7 +118,7 @@ def _memory(ledger: Ledger, room_bytes: int) -> Group:
     bar.append(f"  {gib(used)} of {gib(room_bytes)}")
     table = Table.grid(padding=(0, 2))
     for component, held in parts.items():
-        line = "█" * round(held / scale * BAR_CELLS) or "▏"
+        line = "█" * min(round(held / scale * BAR_CELLS), LONGEST_LINE) or "▏"
         table.add_row(f"  {component}", gib(held), Text(line, style=COLOURS[component]))
     where = f", pipeline rank {rank}" if rank else ""
     return Group(Text(f"memory at its fullest ({phase}{where})", style="dim"), bar, table)
