@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--ask", help="one question instead of the evaluation")
     parser.add_argument("--vectors", choices=("auto", "wordllama", "server"), default="auto")
     parser.add_argument("--index", default=":memory:", help="a new SQLite file for passages and vectors")
+    parser.add_argument("--few", action="store_true", help="only the topics that the questions are about")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     arguments = parser.parse_args()
     with contextlib.nullcontext(arguments.url) if arguments.url else server(arguments.model) as url:
@@ -125,7 +126,8 @@ def main() -> None:
         if own is None and arguments.vectors == "wordllama":
             raise SystemExit("wordllama is not installed: pip install wordllama")
         print(f"vectors by {'WordLlama' if own else 'the served model'}", flush=True)
-        library = Library(url, own or served(url), passages(), arguments.index)
+        names = sorted({topic for question in QUESTIONS for topic in question.topics}) if arguments.few else None
+        library = Library(url, own or served(url), passages(names), arguments.index)
         if arguments.ask:
             made = library.answer(arguments.ask)
             print(f"{made.text}\n  from {made.source.topic if made.source else 'nowhere'}")

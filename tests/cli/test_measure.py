@@ -165,7 +165,7 @@ MISTAKES = [
     (["measure", "absent.yaml"], ["absent.yaml"]),
     (["measure", "JOB", "-o", "data.train=absent.txt"], ["absent.txt"]),
     (["measure", "JOB", "-o", "output=FILE"], ["FILE", "not a directory"]),
-    (["measure", "JOB", "-o", "layout.context=2"], ["layout.context is 2", "can be planned but not trained yet"]),
+    (["measure", "JOB", "-o", "layout.tensor=2", "-o", "levers.loss=plain"], ["levers.loss is plain", "layout.tensor"]),
     (["measure", "JOB", "-o", "layout.data=2"], ["2 rank(s)", "1 process(es)", "torchrun --nproc-per-node=2"]),
     (["measure", "JOB", "-o", "layout.tensor=2"], ["2 rank(s)", "1 process(es)", "torchrun --nproc-per-node=2"]),
     (["measure", "FILE.json"], ["FILE.json", "make a plan"]),

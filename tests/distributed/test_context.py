@@ -16,11 +16,12 @@ from tests.train.models import TINY, TINY_ROUTED
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.models.decoder import Decoder
+from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec, Rope
 from tightfit.parallel import context, ring
 from tightfit.parallel.context import Context
 from tightfit.parallel.row_split import RowSplit
-from tightfit.prove.check_target import CheckTarget
+from tightfit.prove.check_target import CheckTarget, miniature
 from tightfit.prove.equivalence import Verdict, build_trained, compare
 from tightfit.train.evaluation import evaluate
 from tightfit.train.precision import LossScale
@@ -87,6 +88,16 @@ def test_ranks_that_exchange_heads_train_as_one_process(group: Make, name: str) 
 def test_rings_train_as_one_process(group: Make, name: str) -> None:
     spec, layout, levers = RINGS[name]
     assert_same(group, CheckTarget(spec, layout, levers, passes=2))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(context=4, ring=2, zero=3), Layout(context=4, zero=1), Layout(context=2, tensor=2)], ids=str
+)
+def test_miniatures_have_heads_for_all_ranks(group: Make, layout: Layout) -> None:
+    """As `tightfit check` makes them of models that are too large."""
+    small = miniature(CheckTarget(preset("gemma-2-9b"), layout, passes=2))
+    assert small.spec.heads % (layout.exchanging * layout.tensor) == 0
+    assert_same(group, small)
 
 
 @pytest.mark.parametrize("layout", [Layout(context=2, zero=3, micro_batch=2), Layout(context=4, ring=2, tensor=2)])

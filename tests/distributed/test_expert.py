@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.group import Group
@@ -110,7 +111,7 @@ def test_whatever_the_load(group: Make, chosen: tuple[int, ...], zero: int) -> N
 
 def count_sent(target: CheckTarget) -> int:
     """Elements of hidden size that this rank sends to expert ranks in a step, to itself included."""
-    sent, send = [], expert.dist.all_to_all_single
+    sent, send = [], dist.all_to_all_single
 
     def counted(out: Tensor, given: Tensor, *sizes: Any, **options: Any) -> Any:
         sent.append(given.numel() if given.ndim == 2 and given.is_floating_point() else 0)
@@ -118,7 +119,7 @@ def count_sent(target: CheckTarget) -> int:
 
     mesh, device = mesh_of(target.layout), torch.device("cpu")
     model = build_trained(target, mesh, device)
-    with patch.object(expert.dist, "all_to_all_single", counted):
+    with patch.object(dist, "all_to_all_single", counted):
         model.step(target, 1, lambda phase: None)
     return sum(sent)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
+from tightfit.jobs.levers import Levers
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.measurement import Measuring, measured, replay_of_history, running_totals
 from tightfit.memory.trace import Allocation
@@ -217,9 +218,9 @@ def test_mistakes_get_a_sentence(job: Job, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="it is not a directory; choose another"):
         measure_job(job.model_copy(update={"output": tmp_path / "file"}), 1, quiet=True)
-    layout = job.layout.model_copy(update={"context": 2})
-    with pytest.raises(UserError, match=r"layout.context is 2, which can be planned but not trained yet"):
-        measure_job(job.model_copy(update={"layout": layout}), 1, quiet=True)
+    split = {"layout": job.layout.model_copy(update={"tensor": 2}), "levers": Levers(loss="plain")}
+    with pytest.raises(UserError, match=r"levers.loss is plain, which needs all logits"):
+        measure_job(job.model_copy(update=split), 1, quiet=True)
     exploding = job.optimizer.model_copy(update={"lr": 1e30})
     with pytest.raises(UserError, match=r"lower optimizer.lr \(now 1e\+30\)"):
         measure_job(job.model_copy(update={"optimizer": exploding}), 4, quiet=True)

@@ -61,11 +61,11 @@ def test_the_loss_is_chosen_from_outside() -> None:
 @pytest.mark.parametrize(
     ("layout", "levers", "words"),
     [
-        (Layout(context=2), Levers(), ["layout.context is 2", "layout.data"]),
+        (Layout(tensor=2), Levers(loss="plain"), ["levers.loss is plain", "layout.tensor is 2"]),
         (Layout(data=2, expert=2), Levers(), ["layout.expert is 2", "has no experts"]),
     ],
 )
-def test_what_can_only_be_planned_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:
+def test_what_is_not_trained_is_refused(layout: Layout, levers: Levers, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         cut(tiny_model(), None, layout, levers)
     assert all(word in str(caught.value) for word in words)

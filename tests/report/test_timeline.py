@@ -119,7 +119,7 @@ def test_mistakes_get_a_sentence() -> None:
     spec = preset("tiny-llama")
     for pins, rows, words in (
         (["layout.zero=3"], None, "nobody to split with"),
-        (["layout.context=2"], None, "can be planned but not trained yet"),
+        (["layout.data=2", "layout.expert=2"], None, "has no experts"),
         (["layout.micro_batch=4"], 6, "6 rows is not a multiple of 4"),
     ):
         with pytest.raises(UserError, match=words):

@@ -3,11 +3,17 @@
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tightfit.cli.options import Device
+
+if TYPE_CHECKING:
+    from tightfit.serve.config import EngineConfig
+    from tightfit.serve.http.server import ServerOptions
+    from tightfit.serve.ranks import Spread
 
 SERVE_EXTRA = "pip install 'tightfit[serve]'"
 
@@ -77,111 +83,105 @@ def serve(
     tightfit serve my-model --tensor 2 --replicas 4
     tightfit serve my-model --export k8s --on 8xH100-80GB
     """
+    asked = SimpleNamespace(**locals())
+    _check(asked)
+    if export is not None:
+        _export(asked)
+    else:
+        _serve(asked)
+
+
+def _check(asked: Any) -> None:
+    """Refuse options that do not go together."""
     from tightfit.errors import UserError
     from tightfit.models.huggingface.adapter_config import named_directories
 
-    adapters = named_directories(adapter or [])
-    if (name or model) in adapters:
-        raise UserError(f"--adapter names {name or model!r}, which is the model; give the adapter another name")
-    if export is not None:
-        options = {"name": name, "host": host, "port": port, "draft": draft, "lookup": lookup, "guesses": guesses}
-        return _export(
-            export,
-            model,
-            on=on,
-            out=out,
-            image=image,
-            weights=weights,
-            options=options | {"prefix_cache": prefix_cache},
-            adapters=adapters,
-            asked={
-                "length": max_length,
-                "requests": max_sequences,
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "replicas": replicas,
-                "cache": cache_format,
-            },
-        )
-    for option, given in (("on", on), ("weights", weights), ("image", image), ("out", out)):
-        if given is not None:
+    asked.adapters = named_directories(asked.adapter or [])
+    if (called := asked.name or asked.model) in asked.adapters:
+        raise UserError(f"--adapter names {called!r}, which is the model; give the adapter another name")
+    ways = [f"--{way}" for way in ("draft", "lookup", "skip") if getattr(asked, way)]
+    if len(ways) > 1:
+        raise UserError(f"{' and '.join(ways)} are ways to guess ahead; choose one")
+    if asked.export is not None and asked.skip:
+        raise UserError(f"--skip is {asked.skip}, which vLLM does not have; use --draft or --lookup with --export")
+    for option in () if asked.export is not None else ("on", "weights", "image", "out"):
+        if (given := getattr(asked, option)) is not None:
             raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
-    from tightfit.launch.forked import Forked
-    from tightfit.serve.config import EngineConfig
-    from tightfit.serve.rank_start import check_ranks, run_other_rank, start_first_rank
-    from tightfit.serve.ranks import Spread, open_meeting
-    from tightfit.serve.start import default_model, gpu_count, start_engine
+
+
+def _serve(asked: Any) -> None:
+    from tightfit.errors import UserError
+    from tightfit.serve.rank_start import check_ranks
+    from tightfit.serve.ranks import Spread
+    from tightfit.serve.start import default_model, gpu_count
 
     try:
         from tightfit.serve.http.guards import ServerLimits
         from tightfit.serve.http.replicas import serve_replicas
         from tightfit.serve.http.server import ServerOptions
-        from tightfit.serve.http.server import serve as run_server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}, which the base install leaves out: {SERVE_EXTRA}") from None
 
-    ways = [option for option, given in (("--draft", draft), ("--lookup", lookup), ("--skip", skip)) if given]
-    if len(ways) > 1:
-        raise UserError(f"{' and '.join(ways)} are ways to guess ahead; choose one")
-    source = model or default_model()
-    config = EngineConfig(
-        max_sequences=max_sequences,
-        step_tokens=max(step_tokens, max_sequences),
-        max_length=max_length,
-        cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
-        cache_format=cache_format,
-        prefix_cache=prefix_cache,
-        speculation="draft" if draft else "lookup" if lookup else "skip" if skip else "none",
-        skipped_layers=skip or 0,
-        host_bytes=int(host_cache_gib * 2**30),
-        speculated_tokens=guesses,
-    )
-    limits = ServerLimits(
-        api_key=api_key,
-        body_bytes=int(max_body_mib * 2**20),
-        request_seconds=max_seconds,
-        requests=max_requests,
-    )
-    spread = Spread(tensor or 1, pipeline or 1)
+    source, spread = asked.model or default_model(), Spread(asked.tensor or 1, asked.pipeline or 1)
     if spread.ranks > 1:
-        check_ranks(source, spread, device, adapters=bool(adapters), draft=draft is not None, skip=skip is not None)
-    if (replicas or 1) > 1:
-        return serve_replicas(
-            sys.argv[1:],
-            replicas=replicas or 1,
-            cards=spread.ranks,
-            host=host,
-            port=port,
-            drain_seconds=drain_seconds,
-            limits=limits,
-            gpus=gpu_count(device),
-        )
-    server_options = ServerOptions(host=host, port=port, name=name, drain_seconds=drain_seconds, limits=limits)
+        check_ranks(source, spread, asked.device, adapters=bool(asked.adapters), draft=asked.draft, skip=asked.skip)
+    limits = ServerLimits(
+        api_key=asked.api_key,
+        body_bytes=int(asked.max_body_mib * 2**20),
+        request_seconds=asked.max_seconds,
+        requests=asked.max_requests,
+    )
+    options = ServerOptions(
+        host=asked.host, port=asked.port, name=asked.name, drain_seconds=asked.drain_seconds, limits=limits
+    )
+    if (asked.replicas or 1) > 1:
+        gpus = gpu_count(asked.device)
+        return serve_replicas(sys.argv[1:], options, replicas=asked.replicas, cards=spread.ranks, gpus=gpus)
+    _serve_one(source, spread, options, asked)
+
+
+def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: Any) -> None:
+    """One copy of the model, over its ranks."""
+    from tightfit.launch.forked import Forked
+    from tightfit.serve.http.server import serve as run_server
+    from tightfit.serve.rank_start import run_other_rank, start_first_rank
+    from tightfit.serve.ranks import open_meeting
+    from tightfit.serve.start import start_engine
+
+    config = _engine_config(asked)
     with ExitStack() as others:
         if spread.ranks > 1:
             store = open_meeting(spread.ranks)
-            arguments = (source, config, spread, store.port, device)
+            arguments = (source, config, spread, store.port, asked.device)
             others.enter_context(Forked(spread.ranks - 1, run_other_rank, arguments, [run_other_rank.__module__]))
-            loaded, engine = start_first_rank(source, config, spread, store, device)
+            loaded, engine = start_first_rank(source, config, spread, store, asked.device)
         else:
-            loaded, engine = start_engine(source, config, device=device, draft=draft, adapters=adapters)
+            loaded, engine = start_engine(
+                source, config, device=asked.device, draft=asked.draft, adapters=asked.adapters
+            )
         typer.echo(engine.describe())
-        typer.echo(f"{source} on http://{host}:{port} (chat page at /, OpenAI clients at /v1)")
-        run_server(loaded, engine, server_options)
+        typer.echo(f"{source} on http://{options.host}:{options.port} (chat page at /, OpenAI clients at /v1)")
+        run_server(loaded, engine, options)
 
 
-def _export(
-    target: Literal["vllm", "k8s"],
-    model: str | None,
-    *,
-    on: str | None,
-    out: Path | None,
-    image: str | None,
-    weights: str | None,
-    options: dict[str, Any],
-    adapters: dict[str, Path],
-    asked: dict[str, Any],
-) -> None:
+def _engine_config(asked: Any) -> "EngineConfig":
+    from tightfit.serve.config import EngineConfig
+
+    return EngineConfig(
+        max_sequences=asked.max_sequences,
+        step_tokens=max(asked.step_tokens, asked.max_sequences),
+        max_length=asked.max_length,
+        cache_bytes=None if asked.cache_gib is None else int(asked.cache_gib * 2**30),
+        cache_format=asked.cache_format,
+        prefix_cache=asked.prefix_cache,
+        speculation="draft" if asked.draft else "lookup" if asked.lookup else "skip" if asked.skip else "none",
+        skipped_layers=asked.skip or 0,
+        host_bytes=int(asked.host_cache_gib * 2**30),
+        speculated_tokens=asked.guesses,
+    )
+
+
+def _export(asked: Any) -> None:
     from tightfit.errors import UserError
     from tightfit.hardware.machine import parse_machine
     from tightfit.models.huggingface.adapter_config import largest_rank
@@ -190,16 +190,32 @@ def _export(
     from tightfit.plan.export.serving_files import export_serving, served_weights
     from tightfit.plan.export.vllm import EngineOptions
 
-    if model is None:
+    if asked.model is None:
         raise UserError("--export needs a MODEL: a Hugging Face directory, or a preset with --weights")
-    loads = served_weights(model, weights)
-    deployment = make_deployment(model, resolve_spec(model), parse_machine(on or "local"), **asked)
-    told = EngineOptions(
-        weights=loads,
-        adapters={key: str(path.resolve()) for key, path in adapters.items()},
-        largest_rank=max(map(largest_rank, adapters.values()), default=0),
-        **options | {"name": options["name"] or model},
+    weights = served_weights(asked.model, asked.weights)
+    deployment = make_deployment(
+        asked.model,
+        resolve_spec(asked.model),
+        parse_machine(asked.on or "local"),
+        length=asked.max_length,
+        requests=asked.max_sequences,
+        tensor=asked.tensor,
+        pipeline=asked.pipeline,
+        replicas=asked.replicas,
+        cache=asked.cache_format,
     )
-    path = export_serving(target, deployment, told, out=out, image=image)
+    options = EngineOptions(
+        weights=weights,
+        name=asked.name or asked.model,
+        host=asked.host,
+        port=asked.port,
+        draft=asked.draft,
+        lookup=asked.lookup,
+        guesses=asked.guesses,
+        prefix_cache=asked.prefix_cache,
+        adapters={key: str(path.resolve()) for key, path in asked.adapters.items()},
+        largest_rank=max(map(largest_rank, asked.adapters.values()), default=0),
+    )
+    path = export_serving(asked.export, deployment, options, out=asked.out, image=asked.image)
     typer.echo(deployment.describe())
     typer.echo(f"wrote {path}")

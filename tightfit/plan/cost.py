@@ -197,7 +197,7 @@ class LayoutCost:
             tensor_s=micro
             * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
-            expert_s=micro * (2 + again.share) * self.expert_s,
+            expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputed, tokens go there but not back
             data_s=self.data.step_s(layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_s),
             pipeline_s=micro * sends_s,
             bubble_s=bubble_s(

@@ -11,7 +11,9 @@ from tightfit.serve.ranks import Spread, check_spread, find_meeting, join, load_
 from tightfit.serve.start import gpu_dtype, pick_device
 
 
-def check_ranks(source: str, spread: Spread, device: str, *, adapters: bool, draft: bool, skip: bool) -> None:
+def check_ranks(
+    source: str, spread: Spread, device: str, *, adapters: bool, draft: str | None, skip: int | None
+) -> None:
     """Refuse what ranks cannot do, before any is started."""
     if adapters:
         raise UserError("--adapter is for a model on one rank; leave out --tensor and --pipeline, or merge the adapter")

@@ -59,7 +59,7 @@ class DryRun:
             "data_tokens": checked.data.store.tokens_total,
             "documents": checked.data.store.documents,
             "rows": len(checked.data.train),
-            "held_out_rows": 0 if checked.data.held_out is None else len(checked.data.held_out),  # type: ignore[arg-type]
+            "held_out_rows": 0 if checked.data.held_out is None else len(checked.data.held_out),
             "checkpoint_bytes": self.checkpoint_bytes,
         }
 

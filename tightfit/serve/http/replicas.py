@@ -22,7 +22,8 @@ import uvicorn
 
 from tightfit.errors import UserError
 from tightfit.serve.http.balancer import Balancer
-from tightfit.serve.http.guards import Guards, ServerLimits
+from tightfit.serve.http.guards import Guards
+from tightfit.serve.http.server import ServerOptions
 
 OWN = ("--replicas", "--host", "--port")
 """Options that are not passed on to a copy."""
@@ -39,17 +40,7 @@ class PatientServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve_replicas(
-    arguments: Sequence[str],
-    *,
-    replicas: int,
-    cards: int,
-    host: str,
-    port: int,
-    drain_seconds: int,
-    limits: ServerLimits,
-    gpus: int,
-) -> None:
+def serve_replicas(arguments: Sequence[str], options: ServerOptions, *, replicas: int, cards: int, gpus: int) -> None:
     """Serve copies that are each started with `arguments`, until a signal comes or one of them ends."""
     if gpus and replicas * cards > gpus:
         raise UserError(f"--replicas is {replicas}, each on {cards} GPUs, but there are {gpus} here; lower it")
@@ -58,11 +49,11 @@ def serve_replicas(
         _wait_until_healthy(copies, ports)
         server = PatientServer(
             uvicorn.Config(
-                Guards(Balancer(ports), limits),
-                host=host,
-                port=port,
+                Guards(Balancer(ports), options.limits),
+                host=options.host,
+                port=options.port,
                 log_level="warning",
-                timeout_graceful_shutdown=drain_seconds,
+                timeout_graceful_shutdown=options.drain_seconds,
             )
         )
         threading.Thread(target=_watch, args=(copies, server), daemon=True).start()
@@ -71,7 +62,7 @@ def serve_replicas(
         for copy in copies:
             copy.send_signal(signal.SIGTERM)
         for copy in copies:
-            copy.wait(drain_seconds + 30)
+            copy.wait(options.drain_seconds + 30)
     if ended or not server.started:
         sys.exit(next((code for code in ended if code), 1))
 
