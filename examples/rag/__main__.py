@@ -26,7 +26,7 @@ from examples.rag.questions import QUESTIONS, Question
 
 COUNT = 3
 SHOWN_CHARACTERS = 600
-CITED = r"[^\[\]\n]{10,240}\[[1-3]\]"
+CITED = r"[^\[\]\n]{10,160}\[[1-3]\]"
 """The form of an answer: a sentence or two and the number of a passage, which a small model would forget."""
 
 
