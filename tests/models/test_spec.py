@@ -8,6 +8,7 @@ import pytest
 from tightfit.errors import UserError
 from tightfit.models.presets import preset
 from tightfit.models.resolve import reshaped
+from tightfit.models.spec import Experts, ModelSpec, Rope
 
 SPEC = ModelSpec(
     family="llama", vocab_size=100, hidden_size=8, layers=2, heads=4, kv_heads=2, head_dim=2, mlp_size=16,
