@@ -12,8 +12,8 @@ from tests.train.jobs import SMALL_RUN, tiny_job
 from tightfit.cli import main as cli
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("tightfit ")]
+FENCED = PAGE.split("\n```")[1::2]  # what stands between fences, each with its language first
+COMMANDS = [line for block in FENCED if block[0] == "\n" for line in block.splitlines() if line.startswith("tightfit ")]
 ROWS = re.findall(r"^\| (?:\(nothing\)|`(--[^`]+)`) \| (\w+)[^|]*\| (\w+)", PAGE, flags=re.MULTILINE)
 
 

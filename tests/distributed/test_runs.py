@@ -218,6 +218,9 @@ def test_torchrun_trains_and_one_process_goes_on(make: Callable[..., Job], tmp_p
 
 def test_a_wrong_number_of_processes_gets_a_sentence_and_writes_nothing(make: Callable[..., Job]) -> None:
     job = make("never", 4, 3)
-    with pytest.raises(UserError, match=r"has 4 rank\(s\), but 1 process\(es\) run; start it with torchrun"):
+    with pytest.raises(
+        UserError,
+        match=r"has 4 rank\(s\), but 1 process\(es\) run; start it with `tightfit launch JOB`, or with torchrun",
+    ):
         alone(job)
     assert not job.output.exists()

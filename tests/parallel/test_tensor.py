@@ -119,7 +119,7 @@ def test_what_is_gathered_again_counts_as_activations() -> None:
          "layout.tensor is 6, but the model has 4 key and value heads"),
         (replace(TINY, mlp_size=65), Layout(tensor=2), Levers(), "has 65 MLP columns; give a number that divides them"),
         (TINY_ROUTED, Layout(tensor=2), Levers(loss="plain"), "levers.loss is plain, which needs all logits"),
-        (TINY, Layout(tensor=2), Levers(tiles=2), "levers.tiles is 2, which takes layers apart"),
+        (TINY, Layout(tensor=2), Levers(tiles=2), "levers.tiles is 2, which cuts the sequence where 2"),
         (TINY, Layout(tensor=2), Levers(optimizer_states="factored"), "needs all rows and columns of a weight"),
         (TINY, Layout(tensor=2), Levers(optimizer_states="8bit"), "blocks of 256 do not divide rows cut in 2"),
         (replace(SPEC, vocab_size=9), Layout(tensor=4), Levers(), "leaves a rank without any of 9 tokens"),
@@ -130,7 +130,7 @@ def test_what_cannot_be_split_gets_a_sentence(spec: ModelSpec, layout: Layout, l
     assert sentence is not None
     assert words in sentence
     decoder, _, _ = build(Case(spec=spec), None)
-    with pytest.raises(UserError, match=r"layout\.tensor"):
+    with pytest.raises(UserError, match=r"layout\.(tensor|sequence_parallel)"):
         cut(decoder, None, layout, levers)
     assert refused_by_trainer(Run(layout=Layout(), levers=levers, spec=spec)) is None
 

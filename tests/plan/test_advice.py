@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.plan.questions import planned
+from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 
 
@@ -97,13 +98,12 @@ def test_stages_rather_than_tensor_ranks_cross_nodes() -> None:
     assert one_each.plan.layout.tensor == 1
 
 
-def test_zero_above_1_adds_traffic_to_every_micro_batch_of_a_pipeline() -> None:
+def test_zero_above_1_is_not_planned_in_a_pipeline() -> None:
     pins = ("layout.pipeline=4", "layout.data=2", "layout.tensor=1", "layout.schedule=1f1b", "layout.micro_batch=1")
-    times = [
-        planned("llama-3.1-8b", "8xA100-80GB", 2048, 64, *pins, f"layout.zero={zero}").plan.time.data_s
-        for zero in (1, 2, 3)
-    ]
-    assert times[0] < times[1] < times[2]
+    assert planned("llama-3.1-8b", "8xA100-80GB", 2048, 64, *pins, "layout.zero=1").plan.fits
+    for zero in (2, 3):
+        with pytest.raises(UserError, match="sends gradients and weights at each of a pipeline's micro-batches"):
+            planned("llama-3.1-8b", "8xA100-80GB", 2048, 64, *pins, f"layout.zero={zero}")
 
 
 def test_8b_does_not_fit_one_80_gb_card_without_offload() -> None:

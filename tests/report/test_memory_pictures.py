@@ -46,6 +46,12 @@ def text_of(path: Path) -> str:
     return " ".join(element.text or "" for element in ElementTree.parse(path).iter())
 
 
+def words_of(path: Path) -> str:
+    """All words of a PNG of ours, which carries them."""
+    said: str = Image.open(path).text["Description"]  # type: ignore[attr-defined]
+    return said
+
+
 def test_a_bar_is_as_high_as_the_peak() -> None:
     spec, levers = preset(LLAMA), Levers(checkpoint_every=1)
     drawn = bar(spec, 4096, levers, data=8, zero=3)
@@ -223,7 +229,7 @@ def test_the_pages_commands_run_as_written(name: str, tmp_path: Path) -> None:
     made = CliRunner().invoke(app, [*shlex.split(command), "--out", str(tmp_path / "made.png")])
     assert made.exit_code == 0, made.output
     drawn, kept = (
-        Image.open(folder / each).text["Description"]  # type: ignore[attr-defined]
+        words_of(folder / each)
         for folder, each in ((tmp_path, "made.png"), (ROOT / "docs" / "pictures", f"{name}.png"))
     )
     assert drawn == kept, "draw docs/pictures anew"
