@@ -81,7 +81,7 @@ def test_whatever_a_runnable_search_may_propose_is_run() -> None:
 
 def test_plans_run_dry(tmp_path: Path) -> None:
     """The whole answer of some questions, with pins, through the trainer's own dry run; `make dry-runs` asks 500."""
-    found = [tried(asked, question, tmp_path) for asked, question in questions(40, seed=0, most_gpus=16)]
+    found = [tried(asked, question, tmp_path) for asked, question in questions(12, seed=0, most_gpus=16)]
     plans = [each for each in found if each is not None]
     assert len(plans) > 30
     assert sum(each.fits for each in plans) > 20

@@ -42,7 +42,11 @@ def test_who_asks_during_an_evaluation_gets_a_checkpoint_and_no_evaluation(
 
     monkeypatch.setattr(loop, "evaluation_batches", slow)
     job = make_small(steps=9, evaluation={"every": 1, "max_rows": 64}, saving={"every": 1}, layout={"micro_batch": 1})
-    result = run_job(job, quiet=True)
+    before = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        result = run_job(job, quiet=True)
+    finally:
+        signal.signal(number, before)
     assert (result.stopped_by, result.step, result.end) == (number, 1, None)
     whole = sum("held_out_loss" in row for row in read_metrics(job.output / "metrics.jsonl"))
     assert whole == 1, "that of the beginning"
