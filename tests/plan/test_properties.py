@@ -83,8 +83,8 @@ def test_plans_run_dry(tmp_path: Path) -> None:
     """The whole answer of some questions, with pins, through the trainer's own dry run; `make dry-runs` asks 500."""
     found = [tried(asked, question, tmp_path) for asked, question in questions(12, seed=0, most_gpus=16)]
     plans = [each for each in found if each is not None]
-    assert len(plans) > 30
-    assert sum(each.fits for each in plans) > 20
+    assert len(plans) > 8
+    assert sum(each.fits for each in plans) > 4
     assert [each for each in plans if each.refusal is not None] == []
 
 
