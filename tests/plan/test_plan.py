@@ -1,6 +1,7 @@
 """A plan is a file: what is saved is what is loaded, and anything else is one sentence."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,14 @@ def test_a_simulation_confirms_or_refutes(plan: Plan) -> None:
     found = plan.confirmed(plan.ledger)
     assert found["fits"] == plan.fits
     assert found["gpu_peak_bytes"] == plan.ledger.peak_bytes()
+
+
+def test_lists_inside_lists_inside_lists_are_one_sentence(plan: Plan) -> None:
+    """Parsers of some Pythons go deeper than a function may call itself."""
+    data = plan.to_json()
+    nested: Any = []
+    for _ in range(2 * sys.getrecursionlimit()):
+        nested = [nested]
+    data["workload"]["spec"]["rope"]["long_factor"] = nested
+    with pytest.raises(UserError, match=r"^here is not a plan \(maximum recursion"):
+        Plan.from_json(data, "here")

@@ -178,7 +178,7 @@ class Plan:
             )
         except UserError as error:
             raise UserError(f"{where} is not a plan that can be used: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ValidationError, RecursionError) as error:
             reason = str(error).split("\n", 1)[0]
             raise UserError(f"{where} is not a plan ({reason}); make one with `tightfit plan --save`") from None
 
