@@ -307,10 +307,10 @@ def test_formulas_need_neither_torch_nor_numpy() -> None:
 
 
 def test_a_search_can_ask_often() -> None:
-    """Counted in calls, which no busy machine changes: a hundred or two, once shapes have been seen."""
+    """Counted in calls, which no busy machine changes: a few hundred once shapes have been seen, of 223,000 before."""
     run, levers = workload("llama-3.1-405b", batch=1024), Levers(checkpoint_every=1)
     layout = Layout(micro_batch=1, data=16, zero=3, tensor=8, pipeline=8)
     peak(run, layout, levers)
     profile = cProfile.Profile()
     profile.runcall(peak, run, layout, levers)
-    assert pstats.Stats(profile).total_calls < 400  # type: ignore[attr-defined]
+    assert pstats.Stats(profile).total_calls < 600  # type: ignore[attr-defined]
