@@ -82,9 +82,9 @@ class Case:
     def layout(self) -> Layout:
         return Layout(
             data=self.data,
-            zero=self.zero,
+            zero=self.zero,  # type: ignore[arg-type]
             shard_inside=self.shard_inside,
-            tensor=self.tensor,  # type: ignore[arg-type]
+            tensor=self.tensor,
             sequence_parallel=self.sequence_parallel,
             micro_batch=self.micro_batch,
             expert=self.expert,
