@@ -45,20 +45,24 @@ def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
 
 @rule(RUN_RULES, "levers.update_in_backward", "layout", "precision")
 def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
-    """It must be whole and finite when backward has passed a layer; of several ranks, FSDP2 reduces it then."""
+    """It must be whole and finite when backward has passed a layer, and be freed then."""
     if not run.levers.update_in_backward:
         return None
-    needs = "levers.update_in_backward needs"
+    what, layout = "levers.update_in_backward frees gradients during backward", run.layout
     if run.accumulation > 1:
-        return f"{needs} the whole batch in one backward, but there are {run.accumulation}; raise layout.micro_batch"
-    if run.layout.pipeline > 1:
-        return f"{needs} all of a batch in one backward, but layout.pipeline is {run.layout.pipeline}; set it to 1"
-    if sums_later := next((axis for axis in ("tensor", "expert") if getattr(run.layout, axis) > 1), None):
-        return f"{needs} gradients that no rank adds to after backward, as layout.{sums_later} does; set that to 1"
-    if run.layout.ranks > 1 and not run.layout.zero:
-        return f"{needs} gradients that are summed layer by layer, but layout.zero is 0; set it to 2 or 3"
+        return (
+            f"{what}, but those of {run.accumulation} micro-batches add up and are all there before the last one's "
+            "backward; raise layout.micro_batch, or leave the lever out"
+        )
+    if layout.pipeline > 1:
+        return (
+            f"{what}, but a pipeline's micro-batches add theirs up, and with one micro-batch all but one of "
+            f"layout.pipeline={layout.pipeline} ranks would wait; set layout.pipeline=1, or leave the lever out"
+        )
+    if layout.reducing > 1 and not layout.zero:
+        return f"{what}, but layout.zero is 0, where DDP's buckets hold all of them; set layout.zero to 1, 2 or 3"
     if run.precision == "fp16":
-        return f"{needs} gradients that cannot overflow, but precision is fp16; set it to bf16"
+        return "levers.update_in_backward needs gradients that cannot overflow, but precision is fp16; set it to bf16"
     return None
 
 
