@@ -55,9 +55,12 @@ def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "layout.tensor", "model")
+@rule(RUN_RULES, "layout.tensor", "layout.tensor_mesh", "model")
 def tensor_ranks_divide_the_model(run: Run) -> str | None:
-    return None if run.spec is None else indivisible(run.spec, run.layout.tensor)
+    """Those in a line; tensor_mesh.py has the others."""
+    if run.spec is None or run.layout.tensor_mesh != "1d":
+        return None
+    return indivisible(run.spec, run.layout.tensor)
 
 
 @rule(RUN_RULES, "layout.expert", "model")

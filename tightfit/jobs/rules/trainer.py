@@ -103,7 +103,7 @@ def states_share_whole_rows(run: Run) -> str | None:
             "levers.optimizer_states is factored, which needs all rows and columns of a weight, but layout.tensor is "
             f"{tensor}; take 8bit or bf16"
         )
-    if states != "8bit" or run.spec is None:
+    if states != "8bit" or run.spec is None or run.layout.tensor_mesh != "1d":
         return None
     rows = [run.spec.query_size, *(size for _, size in mlp_widths(run.spec))]
     if any(length // tensor % BLOCK_8BIT for length in rows):
@@ -117,7 +117,8 @@ def states_share_whole_rows(run: Run) -> str | None:
 @rule(TRAINER_RULES, "layout.sequence_parallel", "layout.tensor", "layout.context", "data.sequence_length")
 def tensor_ranks_share_tokens_evenly(run: Run) -> str | None:
     layout, length = run.layout, run.sequence_length
-    if layout.tensor == 1 or not layout.sequence_parallel or length is None:
+    in_a_line = layout.tensor > 1 and layout.tensor_mesh == "1d"
+    if not in_a_line or not layout.sequence_parallel or length is None:
         return None
     return uneven_share(layout.micro_batch, length // layout.context, layout.tensor)
 
@@ -143,7 +144,8 @@ def some_attention_is_whole(run: Run) -> str | None:
     spec = run.spec
     if spec is None or (spec.latent is None and not spec.qk_norm_joint):
         return None
-    wanted = {"layout.tensor": run.layout.tensor, "levers.tiles": run.levers.tiles}
+    tensor = run.layout.tensor if run.layout.tensor_mesh == "1d" else 1  # a mesh has norms over heads of several ranks
+    wanted = {"layout.tensor": tensor, "levers.tiles": run.levers.tiles}
     for name, degree in wanted.items():
         if degree > 1:
             return f"{name} is {degree}, but attention of {spec.family} is not taken apart by heads; set it to 1"
