@@ -11,7 +11,6 @@ from tests.distributed.training import GEMMA, GPT2
 from tests.train.models import TINY
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.models.spec import ModelSpec
 from tightfit.prove.check_target import CheckTarget
 from tightfit.prove.equivalence_check import checked
 
