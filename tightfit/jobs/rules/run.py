@@ -66,9 +66,12 @@ def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "layout.tensor", "model")
+@rule(RUN_RULES, "layout.tensor", "layout.tensor_mesh", "model")
 def tensor_ranks_divide_the_model(run: Run) -> str | None:
-    return None if run.spec is None else indivisible(run.spec, run.layout.tensor)
+    """Those in a line; tensor_mesh.py has the others."""
+    if run.spec is None or run.layout.tensor_mesh != "1d":
+        return None
+    return indivisible(run.spec, run.layout.tensor)
 
 
 @rule(RUN_RULES, "layout.expert", "model")
@@ -215,7 +218,7 @@ def states_share_whole_rows(run: Run) -> str | None:
             "levers.optimizer_states is factored, which needs all rows and columns of a weight, but layout.tensor is "
             f"{tensor}; take 8bit or bf16"
         )
-    if states != "8bit" or run.spec is None:
+    if states != "8bit" or run.spec is None or run.layout.tensor_mesh != "1d":
         return None
     rows = [run.spec.query_size, *(size for _, size in mlp_widths(run.spec))]
     if any(length // tensor % BLOCK_8BIT for length in rows):
@@ -229,7 +232,8 @@ def states_share_whole_rows(run: Run) -> str | None:
 @rule(RUN_RULES, "layout.sequence_parallel", "layout.tensor", "layout.context", "data.sequence_length")
 def tensor_ranks_share_tokens_evenly(run: Run) -> str | None:
     layout, length = run.layout, run.sequence_length
-    if layout.tensor == 1 or not layout.sequence_parallel or length is None:
+    in_a_line = layout.tensor > 1 and layout.tensor_mesh == "1d"
+    if not in_a_line or not layout.sequence_parallel or length is None:
         return None
     return uneven_share(layout.micro_batch, length // layout.context, layout.tensor)
 
@@ -255,7 +259,8 @@ def some_attention_is_whole(run: Run) -> str | None:
     spec = run.spec
     if spec is None or (spec.latent is None and not spec.qk_norm_joint):
         return None
-    wanted = {"layout.tensor": run.layout.tensor, "levers.tiles": run.levers.tiles}
+    tensor = run.layout.tensor if run.layout.tensor_mesh == "1d" else 1  # a mesh has norms over heads of several ranks
+    wanted = {"layout.tensor": tensor, "levers.tiles": run.levers.tiles}
     for name, degree in wanted.items():
         if degree > 1:
             return f"{name} is {degree}, but attention of {spec.family} is not taken apart by heads; set it to 1"
