@@ -48,7 +48,7 @@ def read_ropes(fields: Fields, family: Family, head_dim: int, max_positions: int
     def one(inside: Fields, theta_name: str) -> Rope:
         return _read_rope(inside, fields, theta_name, family, head_dim, max_positions)
 
-    empty = Fields({}, fields.source, inside="rope_scaling")
+    empty = Fields(family.default_rope, fields.source, inside="rope_scaling")
     scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
     nested = parameters is not None and any(isinstance(value, Mapping) for value in parameters.values.values())
     if not family.two_ropes:

@@ -134,15 +134,19 @@ def _some(names: list[str]) -> str:
 def _shape(mapping: TensorMap, state: Mapping[str, Tensor]) -> tuple[int, ...]:
     """The shape their tensor must have."""
     shapes = [state[name].shape[mapping.expert is not None :] for name in mapping.ours]
-    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    return whole[::-1] if mapping.transposed else whole
+    whole = list(shapes[0])
+    whole[mapping.stacked] = sum(shape[mapping.stacked] for shape in shapes)
+    if mapping.transposed:
+        whole[-2:] = whole[-2:][::-1]
+    return tuple(whole)
 
 
 def _assemble(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Their tensor from ours, cast to `dtype` if given; a view unless it is concatenated, transposed or cast."""
     parts = [state[name] if mapping.expert is None else state[name][mapping.expert] for name in mapping.ours]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    whole = whole.T if mapping.transposed and whole.ndim == 2 else whole
+    if len(parts) > 1:  # outputs of experts alternate, others follow each other
+        parts = [torch.stack(parts, dim=2).flatten(1, 2) if mapping.stacked else torch.cat(parts)]
+    whole = parts[0].mT if mapping.transposed and parts[0].ndim > 1 else parts[0]
     return whole.to(stored_dtype(mapping.ours[0], dtype) or whole.dtype).contiguous()
 
 
@@ -156,7 +160,9 @@ def stored_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _pieces(mapping: TensorMap, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Their tensor split into ours."""
-    whole = tensor.T if mapping.transposed and tensor.ndim == 2 else tensor
+    whole = tensor.mT if mapping.transposed and tensor.ndim > 1 else tensor
+    if mapping.stacked:
+        return whole.unflatten(1, (-1, len(mapping.ours))).unbind(2)
     return whole.split([state[name].shape[mapping.expert is not None] for name in mapping.ours])
 
 
