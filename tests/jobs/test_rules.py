@@ -64,6 +64,7 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),
     "fp8_needs_aligned_sizes": ({}, {"matmul": "fp8-row"}, {"spec": replace(SPEC, mlp_size=8193)}),
     "some_attention_is_whole": ({"tensor": 2}, {}, {"spec": preset("tiny-deepseek-v3")}),
+    "sinks_are_not_split": ({"context": 2}, {}, {"spec": preset("tiny-gpt-oss")}),
     "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
     "a_student_is_whole": ({"tensor": 2}, {}, {"distills": True}),
     "distillation_is_fused": ({}, {"loss": "plain"}, {"distills": True}),

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.flash_attention import like_rows
 from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward
 
 
@@ -63,7 +64,7 @@ class _SinkAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, part: Any) -> Tensor:
         plain, plain_logs = attend_part(query, key, value, part)
         logs = torch.logaddexp(plain_logs, sinks.to(plain_logs.dtype).view(1, -1, 1))
-        out = (plain * (plain_logs - logs).exp()[..., None]).to(plain.dtype)
+        out = torch.mul(plain, (plain_logs - logs).exp()[..., None], out=like_rows(query))
         ctx.save_for_backward(query, key, value, sinks, out, logs)
         ctx.part = part
         return out

@@ -113,7 +113,8 @@ def write_ropes(family: Family, rope: Rope | None, local: Rope | None) -> dict[s
     """The fields that say `rope` and `local`, in the older style, which transformers 5 reads as well."""
     if rope is None:
         return {}
-    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _scaling_object(rope)}
+    unscaled = {"rope_type": "default"} if family.default_rope else None  # null would mean the family's own scaling
+    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _scaling_object(rope) or unscaled}
     if local is not None:
         config["rope_local_base_freq"] = local.theta
     if "partial_rotary_factor" not in family.insists:

@@ -23,6 +23,7 @@ from tightfit.errors import UserError
 from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.families import FAMILIES
+from tightfit.models.huggingface.mxfp4 import HALF_BLOCK, packed_names, unpacked, unpacked_shape
 from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
@@ -61,6 +62,9 @@ def load_weights(model: Decoder, directory: Path) -> None:
         raise ValueError("the model is on the meta device; call to_empty() on it before loading weights")
     files = _files(directory)
     where = {name: path for path, names in files.items() for name in names}
+    packed = packed_names(where)
+    stored_as = {part: where.pop(part) for parts in packed.values() for part in parts}
+    where |= {name: stored_as[blocks] for name, (blocks, _) in packed.items()}
     found = _match(where, state, model.spec, str(directory))
     by_file: dict[Path, list[tuple[TensorMap, str]]] = {path: [] for path in files}
     for mapping, name in found:
@@ -68,6 +72,9 @@ def load_weights(model: Decoder, directory: Path) -> None:
     for path, wanted in by_file.items():
         with _reading(path) as tensors:
             for mapping, name in wanted:
+                if name in packed:
+                    _check_packed(tensors, stored_as, packed[name], mapping, state, path)
+                    continue
                 stored = tensors.get_slice(name)
                 _check_dtype(stored.get_dtype(), name, path)
                 _check_shape(stored.get_shape(), mapping, name, state, str(path))
@@ -75,7 +82,31 @@ def load_weights(model: Decoder, directory: Path) -> None:
         with _reading(path) as tensors, torch.no_grad():
             for mapping, name in wanted:
                 if not all(state[ours].is_meta for ours in mapping.ours):
-                    _place(mapping, tensors.get_tensor(name), state)
+                    stored = _unpacked(tensors, stored_as, packed[name]) if name in packed else tensors.get_tensor(name)
+                    _place(mapping, stored, state)
+
+
+def _check_packed(
+    tensors: Any,
+    stored_as: Mapping[str, Path],
+    names: tuple[str, str],
+    mapping: TensorMap,
+    state: Mapping[str, Tensor],
+    path: Path,
+) -> None:
+    """The shapes and dtypes of MXFP4 blocks and their scales, which may be in another file."""
+    blocks = tensors.get_slice(names[0])
+    with _reading(stored_as[names[1]]) as others:
+        scales = others.get_slice(names[1])
+        kinds, groups = {blocks.get_dtype(), scales.get_dtype()}, list(scales.get_shape())
+    if kinds != {"U8"} or list(blocks.get_shape()) != [*groups, HALF_BLOCK]:
+        raise UserError(f"{names[0]} in {path} is not MXFP4 with its {names[1]}; download the model again")
+    _check_shape(unpacked_shape(blocks.get_shape()), mapping, names[0], state, str(path))
+
+
+def _unpacked(tensors: Any, stored_as: Mapping[str, Path], names: tuple[str, str]) -> Tensor:
+    with _reading(stored_as[names[1]]) as others:
+        return unpacked(tensors.get_tensor(names[0]), others.get_tensor(names[1]))
 
 
 def save_weights(
