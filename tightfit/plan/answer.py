@@ -181,6 +181,7 @@ def _refused(plan: Plan) -> str | None:
         spec=workload.spec,
         sequence_length=workload.sequence_length,
         distills=workload.teacher is not None,
+        rounding=workload.rounding,
     )
     return refused_by_trainer(run)
 
