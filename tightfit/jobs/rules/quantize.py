@@ -1,10 +1,10 @@
 """What does not go with training for rounded weights."""
 
 from tightfit.jobs.rules.rule import Run, rule
-from tightfit.jobs.rules.trainer import TRAINER_RULES
+from tightfit.jobs.rules.run import RUN_RULES
 
 
-@rule(TRAINER_RULES, "quantize.bits", "layout", "levers.tiles", "levers.matmul", "levers.offload")
+@rule(RUN_RULES, "quantize.bits", "layout", "levers.tiles", "levers.matmul", "levers.offload")
 def rounded_weights_are_whole(run: Run) -> str | None:
     """Groups are of whole rows, and tiles, fp8 and streamed weights have forward functions of their own."""
     if run.rounding is None:
@@ -23,7 +23,7 @@ def rounded_weights_are_whole(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "quantize.scales", "layout", "levers.offload")
+@rule(RUN_RULES, "quantize.scales", "layout", "levers.offload")
 def learned_scales_are_of_one_rank(run: Run) -> str | None:
     """They are no parameters of the model, so nobody reduces their gradients."""
     if run.rounding is None or not run.rounding.learned:
@@ -38,7 +38,7 @@ def learned_scales_are_of_one_rank(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "quantize.group", "model")
+@rule(RUN_RULES, "quantize.group", "model")
 def rows_are_whole_groups(run: Run) -> str | None:
     if run.rounding is None or run.spec is None:
         return None
