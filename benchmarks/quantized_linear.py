@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.compress.ranges import fit_grid
 from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize_rows
 from tightfit.kernels.int8_linear import int8_linear
 from tightfit.kernels.packing import pack
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 ROWS = (1, 4, 16, 64, 256, 2048)
