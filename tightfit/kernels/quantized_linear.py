@@ -36,17 +36,29 @@ PROGRAMS_PER_PROCESSOR = 4
 
 
 def quantized_linear(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, *, impl: Impl = "auto"
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bits: int,
+    group: int,
+    *,
+    residual: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
-    """x [..., K] times the transpose of the weight in `words` [N, K · bits / 32], scale and zero [N, groups]."""
+    """x [..., K] times the transpose of the weight in `words` [N, K · bits / 32], scale and zero [N, groups], and
+    `residual` [..., N] on top."""
     if not (use_triton(impl, x) and can_be_fused(x.shape[-1], bits, group)):
-        return quantized_linear_eager(x, words, scale, zero, bits, group)
+        made = quantized_linear_eager(x, words, scale, zero, bits, group)
+        return made if residual is None else made + residual
     _check(x, words, scale, bits, group)
-    rows = x.reshape(-1, x.shape[-1])
+    rows, outputs = x.reshape(-1, x.shape[-1]), words.shape[0]
     if len(rows) > FEW_ROWS or x.dtype == torch.float32:
-        return F.linear(x, _expand(words, scale, zero, bits, group, x.dtype))
-    made: Tensor = _few(rows.contiguous(), words, scale, zero, bits, group)
-    return made.view(*x.shape[:-1], words.shape[0])
+        made = F.linear(x, _expand(words, scale, zero, bits, group, x.dtype))
+        return made if residual is None else made + residual
+    added = None if residual is None else residual.reshape(-1, outputs).contiguous()
+    few: Tensor = _few(rows.contiguous(), words, scale, zero, added, bits, group)
+    return few.view(*x.shape[:-1], outputs)
 
 
 def quantized_linear_eager(
@@ -104,6 +116,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     words_ptr,
     scale_ptr,
     zero_ptr,
+    residual_ptr,
     y_ptr,
     partial_ptr,
     counter_ptr,
@@ -114,6 +127,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -174,6 +188,8 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for other in range(SPLIT):
             total += tl.load(partial_ptr + other * M * N + out, mask=here, other=0.0, cache_modifier=".cg")
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + out, mask=here, other=0.0).to(tl.float32)
     tl.store(y_ptr + out, total.to(DTYPE), mask=here)
 
 
@@ -250,13 +266,22 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
 
 
-def _run_few(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
+def _run_few(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, residual: Tensor | None, bits: int, group: int
+) -> Tensor:
     tiles = tiles_for(len(x), words.shape[0], x.shape[1], bits, x.device)
-    return launch_few(x, words, scale, zero, bits, group, tiles)
+    return launch_few(x, words, scale, zero, bits, group, tiles, residual)
 
 
 def launch_few(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, tiles: Tiles
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bits: int,
+    group: int,
+    tiles: Tiles,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """The product cut as `tiles` say."""
     (M, K), N = x.shape, words.shape[0]
@@ -269,6 +294,7 @@ def launch_few(
             words,
             scale,
             words if zero is None else zero,
+            y if residual is None else residual,
             y,
             partial,
             _counters(x.device),
@@ -279,6 +305,7 @@ def launch_few(
             BITS=bits,
             GROUP=group,
             HAS_ZERO=zero is not None,
+            HAS_RESIDUAL=residual is not None,
             SPLIT=tiles.split,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
@@ -312,9 +339,10 @@ def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gr
 
 
 _few = operator(
-    "quantized_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, int bits, int group) -> Tensor",
+    "quantized_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? residual, int bits, int group)"
+    " -> Tensor",
     _run_few,
-    lambda x, words, scale, zero, bits, group: x.new_empty(x.shape[0], words.shape[0]),
+    lambda x, words, scale, zero, residual, bits, group: x.new_empty(x.shape[0], words.shape[0]),
 )
 _expand = operator(
     "expand_codes(Tensor words, Tensor scale, Tensor? zero, int bits, int group, ScalarType dtype) -> Tensor",

@@ -75,6 +75,13 @@ class QuantizedLinear(nn.Module):
             self._outliers(),
         )
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is integers in words, in groups of neighbours, and nothing beside them."""
+        ordered = self.group_of is None and self.outlier_starts is None
+        whole = self.scale.shape[0] == self.out_features
+        return self.scheme.kind == "int" and self.scheme.activations is None and ordered and whole
+
     def _outliers(self) -> Outliers | None:
         starts, columns, values = self.outlier_starts, self.outlier_columns, self.outlier_values
         return None if starts is None or columns is None or values is None else Outliers(starts, columns, values)
@@ -95,7 +102,7 @@ class QuantizedLinear(nn.Module):
             return int8_linear(x, self.packed, self.scale)
         if scheme.activations == "fp8":
             return F.linear(rounded(x, "fp8"), self.dequantize(x.dtype))
-        if scheme.kind == "int" and per_row and self.group_of is None and self.outlier_starts is None:
+        if self.is_packed:
             return quantized_linear(
                 x, self.packed, self.scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl
             )
