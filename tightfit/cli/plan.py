@@ -51,7 +51,8 @@ def plan(
     export: Annotated[
         list[str] | None,
         typer.Option(
-            help="A folder for all exports, or KIND=FILE: deepspeed, accelerate, torchrun, slurm, kubernetes, pytorchjob, skypilot."
+            help="A folder for all exports, or KIND=FILE, where KIND is deepspeed, accelerate, torchrun, slurm, "
+            "kubernetes, pytorchjob or skypilot."
         ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False,
