@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.flash_attention import like_rows
+from tightfit.kernels.operators import operator
 from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward
 
 
@@ -37,11 +38,10 @@ def sink_attention(
     """Attention of query [B, heads, Tq, D] to key, value [B, kv_heads, Tk, D] with sinks [heads]."""
     if not mask.is_square:
         return sink_attention_eager(query, key, value, sinks, mask.dense(window, explicit=True), scale=scale)
-    part = Part(scale, causal=True, keys=mask.keys)
+    first = None
     if not mask.is_causal_only(window):
-        first = mask.first(mask.effective_window(window)).to(torch.int32).expand(len(query), -1).contiguous()
-        part = Part(scale, causal=True, first=first, keys=mask.keys)
-    out: Tensor = _SinkAttention.apply(query, key, value, sinks, part)
+        first = mask.first_of_rows(window, len(query))
+    out: Tensor = _SinkAttention.apply(query, key, value, sinks, first, scale)
     return out
 
 
@@ -61,19 +61,70 @@ def sink_attention_eager(
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, part: Any) -> Tensor:
-        plain, plain_logs = attend_part(query, key, value, part)
-        logs = torch.logaddexp(plain_logs, sinks.to(plain_logs.dtype).view(1, -1, 1))
-        out = torch.mul(plain, (plain_logs - logs).exp()[..., None], out=like_rows(query))
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, first: Tensor | None, scale: float
+    ) -> Tensor:
+        out, logs = _attend(query, key, value, sinks, first, scale)
         ctx.save_for_backward(query, key, value, sinks, out, logs)
-        ctx.part = part
+        ctx.first, ctx.scale = first, scale  # `first` is the mask's, of all layers with this window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, logs = ctx.saved_tensors
-        gradients = attend_part_backward(d_out, query, key, value, out, logs, ctx.part)
-        share = (sinks.to(logs.dtype).view(1, -1, 1) - logs).exp()
-        d_sinks = -(share * (d_out.to(logs.dtype) * out.to(logs.dtype)).sum(-1)).sum((0, 2))
-        return *gradients, d_sinks.to(sinks.dtype), None
+        gradients = _attend_backward(d_out, query, key, value, sinks, out, logs, ctx.first, ctx.scale)
+        return *gradients, None, None
+
+
+def _part(key: Tensor, first: Tensor | None, scale: float) -> Part:
+    return Part(scale, causal=True, first=first, keys=key.shape[2])
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, first: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    plain, plain_logs = attend_part(query, key, value, _part(key, first, scale))
+    logs = torch.logaddexp(plain_logs, sinks.to(plain_logs.dtype).view(1, -1, 1))
+    return torch.mul(plain, (plain_logs - logs).exp()[..., None], out=like_rows(query)), logs
+
+
+def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return like_rows(query), query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def _run_backward(
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    first: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    gradients = attend_part_backward(d_out, query, key, value, out, logs, _part(key, first, scale))
+    share = (sinks.to(logs.dtype).view(1, -1, 1) - logs).exp()
+    d_sinks = -(share * (d_out.to(logs.dtype) * out.to(logs.dtype)).sum(-1)).sum((0, 2))
+    return *gradients, d_sinks.to(sinks.dtype)
+
+
+def _fake_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    return like_rows(query), like_rows(key), like_rows(value), torch.empty_like(sinks)
+
+
+_attend = operator(
+    "sink_attention(Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor? first, float scale) "
+    "-> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+_attend_backward = operator(
+    "sink_attention_backward(Tensor d_out, Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor out, "
+    "Tensor logs, Tensor? first, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
