@@ -70,6 +70,7 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "a_student_is_whole": ({"tensor": 2}, {}, {"distills": True}),
     "distillation_is_fused": ({}, {"loss": "plain"}, {"distills": True}),
     "features_are_kept": ({}, {"checkpoint_every": 1}, {"distills": True, "compares_features": True}),
+    "maps_are_of_whole_rows": ({"context": 2}, {}, {"distills": True, "compares_attention": True}),
     "rounded_weights_are_whole": ({"tensor": 2}, {}, {"rounding": ROUNDING}),
     "learned_scales_are_of_one_rank": ({"data": 2}, {}, {"rounding": ROUNDING}),
     "rows_are_whole_groups": ({}, {}, {"rounding": ROUNDING, "spec": replace(SPEC, mlp_size=8193)}),

@@ -70,7 +70,7 @@ def weights_of(model: Decoder, name: str) -> Tensor:
 
 
 class _Estimate:
-    """½ · Σ over tokens of Σ_oj g_o² Δ_oj² x_j² of one linear layer, for every width; filled by a forward and a backward pass."""
+    """½ · Σ over tokens of Σ_oj g_o² Δ_oj² x_j² of a linear layer, for every width; passes of the model fill it."""
 
     def __init__(self, weight: Tensor, widths: Sequence[int], group: int) -> None:
         self.weight, self.group = weight, group
