@@ -21,7 +21,7 @@ from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload, with_teacher
 from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation_eager
 from tightfit.memory.formulas.training import training_ledger
-from tightfit.models.decoder import Decoder
+from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.models.presets import preset
@@ -135,13 +135,16 @@ def test_attention_maps_are_compared(tmp_path: Path) -> None:
     assert float(student.get_parameter("layers.0.attention.q.weight").grad.abs().sum()) > 0
 
 
+@torch.no_grad()
 def test_maps_stay_inside_documents() -> None:
     model = made(SPEC, 1)
     tokens, _, documents = batch()
     positions = model.token_positions(tokens, documents, None)
     x = model.embed_tokens(tokens, positions)
     ctx = model.forward_context(x, positions, documents, None)
-    found = attention_map(model.layers[0].attention, model.layers[0].attention_norm(x), ctx, documents)
+    layer = model.layers[0]
+    assert isinstance(layer, Layer)
+    found = attention_map(layer.attention, layer.attention_norm(x), ctx, documents)
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 12))
     assert float(found[0, 5:, :5].abs().max()) == 0
     assert float(found[1, 11, 0]) > 0

@@ -2,8 +2,8 @@
 tokens it tells apart.
 
 Attention maps are softmax(scale · q kᵀ) averaged over heads, so that any numbers of heads compare; their distance is
-KL(teacher ‖ student) of every query (as MiniLM, Wang et al. 2020). They are made of queries and keys once more, as fused
-attention keeps no map: B · heads · T² numbers of each compared layer.
+KL(teacher ‖ student) of every query (as MiniLM, Wang et al. 2020). They are made of queries and keys once more, as
+fused attention keeps no map: B · heads · T² numbers of each compared layer.
 
 The contrastive loss (InfoNCE, van den Oord et al. 2018; Tian et al. 2019 for distillation) asks of every student
 embedding to be nearer to the teacher's of the same token than to those of other tokens of the micro-batch, of which

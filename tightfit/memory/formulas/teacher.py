@@ -6,7 +6,7 @@
 | before forward | its residual stream, a layer at work; from the host that layer's weights too |
 | until the loss | its normed hidden states, and those of compared layers |
 | loss | a chunk of both models' logits; from the host its output projection |
-| maps | of compared layers [T, T] a row until the loss; at it the student's scores, probabilities and mask of every head |
+| maps | of compared layers [T, T] a row until the loss; there the student's scores and probabilities of every head |
 """
 
 from dataclasses import dataclass
@@ -50,13 +50,11 @@ def teacher_memory(teacher: Teacher | None, student: ModelSpec, shape: LocalShap
     row_bytes = distillation_row_bytes(student.vocab_size, shape.element_bytes, fused=True)
     free_bytes = student.vocab_size * student.hidden_size * shape.element_bytes if shape.element_bytes < WIDE else 0
     rows = max(1, chunk_rows(shape.tokens, (levers.loss_chunk_bytes + free_bytes) // row_bytes))
+    working_bytes = layer_cost(spec, spec.layers - 1, shape).forward_working
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,
         host_weights=teacher.weight_bytes if on_host else 0,
-        teaching=hidden_bytes
-        + layer_cost(spec, spec.layers - 1, shape).forward_working
-        + arriving_bytes
-        + teaching_maps_bytes,
+        teaching=hidden_bytes + working_bytes + arriving_bytes + teaching_maps_bytes,
         until_loss=hidden_bytes + features_bytes + teacher.maps * map_bytes,
         at_loss=(head_bytes if on_host else 0) + student_maps_bytes,
         chunk=min(rows, shape.tokens) * row_bytes,
