@@ -4,6 +4,7 @@ The packages are not installed with the tests; where they are, these run. Each m
 model with its own functions, and its own reader computes what is compared with.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def by_llm_compressor(tiny: Path, folder: Path) -> Tensor:
 
 
 def by_gptqmodel(tiny: Path, folder: Path) -> Tensor:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it asks for two on every machine
     pytest.importorskip("gptqmodel")
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
