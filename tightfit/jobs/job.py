@@ -232,7 +232,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
+        if self.steps is None and self.epochs is None:
+            raise ValueError("neither steps nor epochs is given; say how long to train with one of the two")
+        if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give exactly one of the two")
         rows = self.layout.micro_batch * self.layout.data
         if self.global_batch % rows:
