@@ -114,17 +114,22 @@ class Attention(nn.Module):
         self.k_norm = make_norm(spec, impl.norm, key_norm) if spec.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, normed and rotated, [B, heads, T, D]."""
         query, key, value = self._project_qkv(x)
         if self.joint_norm and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (query, key, value))
+        query, key, value = (flat.unflatten(-1, (-1, self.head_dim)) for flat in (query, key, value))
         if not self.joint_norm and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, heads, T, D]
         if self.rope is not None:
             cos, sin = ctx.rope_tables[self.rope]
             query, key = rope(query, key, cos, sin, impl=self.impl.rope)
+        return query, key, value
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        query, key, value = self.heads(x, ctx)
         if ctx.attend is not None:
             assert self.sinks is None, "context ranks and serving refuse models with attention sinks"
             attended = ctx.attend(
