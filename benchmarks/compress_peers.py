@@ -47,8 +47,9 @@ def llm_compressor(weight: Tensor, seen: InputStatistics | None, scheme: Scheme)
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
     assert seen is not None
-    args = QuantizationArgs(num_bits=scheme.bits, symmetric=scheme.symmetric, strategy="group",
-                            group_size=scheme.group, actorder="static")  # fmt: skip
+    args = QuantizationArgs(
+        num_bits=scheme.bits, symmetric=scheme.symmetric, strategy="group", group_size=scheme.group, actorder="static"
+    )
     groups = weight.view(weight.shape[0], -1, scheme.group)
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     made = quantize_weight(weight[None].clone(), seen.hessian[None].clone(), scale[None], zero[None], None, args)

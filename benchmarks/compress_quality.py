@@ -52,17 +52,26 @@ class Entry:
 
 def entries(group: int) -> list[Entry]:
     """Every method at every width; groups of `group` inputs."""
-    made = [Entry("nf4", recipe_of("nf4")), Entry("nf4", recipe_of("nf4"), "bitsandbytes"),
-            Entry("llm.int8", recipe_of("llm.int8")), Entry("smoothquant", recipe_of("smoothquant")),
-            Entry("fp8", recipe_of("fp8", activations="fp8")), Entry("mxfp4", recipe_of("mxfp4")),
-            Entry("nvfp4", recipe_of("nvfp4")), Entry("spqr", recipe_of("spqr", bits=3)),
-            Entry("binary", recipe_of("binary", group=group))]  # fmt: skip
+    made = [
+        Entry("nf4", recipe_of("nf4")),
+        Entry("nf4", recipe_of("nf4"), "bitsandbytes"),
+        Entry("llm.int8", recipe_of("llm.int8")),
+        Entry("smoothquant", recipe_of("smoothquant")),
+        Entry("fp8", recipe_of("fp8", activations="fp8")),
+        Entry("mxfp4", recipe_of("mxfp4")),
+        Entry("nvfp4", recipe_of("nvfp4")),
+        Entry("spqr", recipe_of("spqr", bits=3)),
+        Entry("binary", recipe_of("binary", group=group)),
+    ]
     for bits in (8, 4, 3, 2):
         for name in ("rtn", "gptq", "awq", "rotate+gptq"):
             made.append(Entry(name, recipe_of(name, bits=bits, group=group)))
         plain = recipe_of("gptq", bits=bits, group=group, symmetric=False, ranges="minmax")
-        made += [Entry("gptq", plain, "llm-compressor"), Entry("gptq", plain, "gptqmodel"),
-                 Entry("hqq", recipe_of("rtn", bits=bits, group=group), "hqq")]  # fmt: skip
+        made += [
+            Entry("gptq", plain, "llm-compressor"),
+            Entry("gptq", plain, "gptqmodel"),
+            Entry("hqq", recipe_of("rtn", bits=bits, group=group), "hqq"),
+        ]
     return made
 
 
@@ -124,9 +133,15 @@ def main() -> None:
     assert loaded.tokenizer is not None
     spec = loaded.model.spec
     calibration = read_calibration(
-        arguments.model, spec, [arguments.calibrate],
-        samples=arguments.samples, length=arguments.length, cache=arguments.cache, field="text", progress=False,
-    )  # fmt: skip
+        arguments.model,
+        spec,
+        [arguments.calibrate],
+        samples=arguments.samples,
+        length=arguments.length,
+        cache=arguments.cache,
+        field="text",
+        progress=False,
+    )
     store = prepare_text([arguments.test], loaded.tokenizer, cache_dir=arguments.cache, vocab_size=spec.vocab_size)
     text = PackedText(store, arguments.length)
     subset = torch.utils.data.Subset(text, range(min(arguments.windows, len(text))))
@@ -142,14 +157,22 @@ def main() -> None:
         result, seconds = measure(entry, loaded.model, calibration, lambda: evaluation_batches(subset, 4))
         bits = predict(spec, entry.recipe, 0, 0).bits_per_weight
         row = {
-            "model": arguments.model, "package": entry.package or "tightfit", "method": entry.name,
-            "scheme": scheme.describe(), "bits_per_weight": round(bits, 4), "perplexity": round(result.perplexity, 4),
-            "original_perplexity": round(result.original_perplexity, 4), "kl": round(result.kl.mean, 5),
+            "model": arguments.model,
+            "package": entry.package or "tightfit",
+            "method": entry.name,
+            "scheme": scheme.describe(),
+            "bits_per_weight": round(bits, 4),
+            "perplexity": round(result.perplexity, 4),
+            "original_perplexity": round(result.original_perplexity, 4),
+            "kl": round(result.kl.mean, 5),
             "kl_half_width": result.kl.half_width and round(result.kl.half_width, 5),
-            "agreement": round(result.agreement.mean, 4), "windows": result.rows, "length": arguments.length,
+            "agreement": round(result.agreement.mean, 4),
+            "windows": result.rows,
+            "length": arguments.length,
             "calibration": f"{calibration.tokens.shape[0]} x {calibration.tokens.shape[1]}",
-            "seconds": round(seconds, 1), "device": arguments.device,
-        }  # fmt: skip
+            "seconds": round(seconds, 1),
+            "device": arguments.device,
+        }
         append_row("compress_quality", row, folder=arguments.results, commit=arguments.commit)
         print({name: row[name] for name in ("package", "method", "scheme", "perplexity", "kl", "seconds")}, flush=True)
 

@@ -99,9 +99,14 @@ def compare_models(compressed: Decoder, original: Decoder, batches: Iterable[dic
         difference.add(made[0] - made[1], counted)
         rows, tokens = rows + len(counted), tokens + int(counted.sum())
     return Comparison(
-        loss=loss.interval(), original_loss=other.interval(), loss_difference=difference.interval(),
-        kl=kl.interval(), agreement=agreement.interval(), rows=rows, tokens=tokens,
-    )  # fmt: skip
+        loss=loss.interval(),
+        original_loss=other.interval(),
+        loss_difference=difference.interval(),
+        kl=kl.interval(),
+        agreement=agreement.interval(),
+        rows=rows,
+        tokens=tokens,
+    )
 
 
 def _per_token(

@@ -84,10 +84,22 @@ def unpacked(words, BITS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr)
 
 @triton.jit
 def few_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, words_ptr, scale_ptr, zero_ptr, y_ptr, M, N, K, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    groups,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
     """BLOCK_N outputs of all rows of x, in which the first inputs of all words come first, then all second ones, …: a
     thread that holds neighbouring words finds what it needs for each of their codes side by side."""
     PER: tl.constexpr = 32 // BITS
@@ -128,9 +140,19 @@ def _one_plus(words, BITS: tl.constexpr, J: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def expand_kernel(  # type: ignore[no-untyped-def]
-    words_ptr, scale_ptr, zero_ptr, weight_ptr, N, K, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    weight_ptr,
+    N,
+    K,
+    groups,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     PER: tl.constexpr = 32 // BITS
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(0) * BLOCK_K
@@ -188,9 +210,20 @@ def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gr
     weight = torch.empty(N, K, device=words.device, dtype=dtype)
     with on_device_of(words):
         expand_kernel[(triton.cdiv(K, step), triton.cdiv(N, 32))](
-            words, scale, zero if zero is not None else words, weight, N, K, scale.shape[1],
-            BITS=bits, GROUP=group, HAS_ZERO=zero is not None, BLOCK_N=32, BLOCK_K=step, num_warps=4,
-        )  # fmt: skip
+            words,
+            scale,
+            zero if zero is not None else words,
+            weight,
+            N,
+            K,
+            scale.shape[1],
+            BITS=bits,
+            GROUP=group,
+            HAS_ZERO=zero is not None,
+            BLOCK_N=32,
+            BLOCK_K=step,
+            num_warps=4,
+        )
     return weight
 
 

@@ -102,9 +102,15 @@ def run_job(
         decision = _agreed(ranks, lambda: _decided(job.output, start))
         with RunProgress(0, 0, quiet) as notes:
             prepared = prepare(
-                job, decision.checkpoint, notes.say, show_bars=not quiet, device=device, mesh=mesh,
-                saves=True, replaces=decision.replaces,
-            )  # fmt: skip
+                job,
+                decision.checkpoint,
+                notes.say,
+                show_bars=not quiet,
+                device=device,
+                mesh=mesh,
+                saves=True,
+                replaces=decision.replaces,
+            )
             last_step = _last_step(prepared, stop_after)
             if finished := prepared.position_step == prepared.total_steps:
                 notes.say(
@@ -267,9 +273,15 @@ class _Run:
         if self.step % job.logging.every == 0 or ends:
             experts = self.experts.take()
             self._log(
-                loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
-                tokens_per_second=rate, peak_bytes=memory, skipped=result.skipped, **experts,
-            )  # fmt: skip
+                loss=result.loss,
+                gradient_norm=_finite(result.gradient_norm),
+                lr=lr,
+                tokens=result.tokens,
+                tokens_per_second=rate,
+                peak_bytes=memory,
+                skipped=result.skipped,
+                **experts,
+            )
         self.progress.update(self.step, result.loss, rate, memory)
         self.end = None
         if ends or (job.saving.every and self.step % job.saving.every == 0):
@@ -305,9 +317,12 @@ class _Run:
     def _save(self) -> None:
         p, saving = self.p, self.job.saving
         position = Position(
-            step=self.step, loader=p.loader.state_dict(), loss_scale=asdict(p.scale),
-            job=self.job.model_dump(mode="json"), facts=p.facts,
-        )  # fmt: skip
+            step=self.step,
+            loader=p.loader.state_dict(),
+            loss_scale=asdict(p.scale),
+            job=self.job.model_dump(mode="json"),
+            facts=p.facts,
+        )
         dtype = COMPUTE_DTYPES[p.precision]
         kept: dict[str, Any] = {"keep": saving.keep, "keep_best": saving.keep_best}
         if self.saver is not None:
@@ -323,16 +338,27 @@ class _Run:
         p, pace = self.p, self.pace
         assert self.saved is not None
         return RunResult(
-            run=self.job.output, checkpoint=self.saved, step=self.step, steps=p.total_steps,
-            params=p.model.spec.params(), device=device_name(p.device), precision=p.precision,
-            start=self.start, end=self.end,
-            tokens_per_second=pace.tokens_per_second, train_seconds=pace.seconds,
-            warmup_steps=pace.warmup_steps, warmup_seconds=pace.warmup_seconds, mfu=self._mfu(),
-            peak_bytes=peak_memory_bytes(p.device), rank=self.ranks.process,
-            samples=self._samples(), stopped_by=self.stopped_by,
+            run=self.job.output,
+            checkpoint=self.saved,
+            step=self.step,
+            steps=p.total_steps,
+            params=p.model.spec.params(),
+            device=device_name(p.device),
+            precision=p.precision,
+            start=self.start,
+            end=self.end,
+            tokens_per_second=pace.tokens_per_second,
+            train_seconds=pace.seconds,
+            warmup_steps=pace.warmup_steps,
+            warmup_seconds=pace.warmup_seconds,
+            mfu=self._mfu(),
+            peak_bytes=peak_memory_bytes(p.device),
+            rank=self.ranks.process,
+            samples=self._samples(),
+            stopped_by=self.stopped_by,
             stopped_early=self.stopped_by is None and self.step < self.last_step,
             expert_load=self.experts.of_run(),
-        )  # fmt: skip
+        )
 
     def _mfu(self) -> float | None:
         p = self.p

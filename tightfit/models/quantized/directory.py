@@ -63,8 +63,11 @@ class QuantizedDirectory:
     def coded(self, link: TensorMap, name: str) -> CodedWeight:
         """The quantized weight `name`, found to have the model's shape."""
         module = name.removesuffix(".weight")
-        tensors = {suffix: self._read(f"{module}.{suffix}") for suffix in self.format.suffixes
-                   if f"{module}.{suffix}" in self._file_of}  # fmt: skip
+        tensors = {
+            suffix: self._read(f"{module}.{suffix}")
+            for suffix in self.format.suffixes
+            if f"{module}.{suffix}" in self._file_of
+        }
         scheme = self.scheme(module)
         weight = self.format.decode(tensors, scheme, module)
         wide = plain_files._shape(link, self.shapes)

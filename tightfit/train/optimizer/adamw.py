@@ -38,7 +38,7 @@ from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.shard_groups import Shards
 from tightfit.train.engine import Engine
-from tightfit.train.optimizer.backward_update import Apply, BackwardUpdate
+from tightfit.train.optimizer.backward_update import BackwardUpdate, EarlyUpdate
 from tightfit.train.optimizer.offloading import Offloading
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
 from tightfit.train.optimizer.updaters import FormatUpdater, TorchUpdater, Updater
@@ -123,7 +123,9 @@ class MasterAdamW:
         return BUCKET_BYTES if self.casts_gradients else None
 
     def _backward_update(self) -> BackwardUpdate:
-        updates: list[tuple[Tensor, Apply]] = [(b.parameters[0], partial(self._update, b)) for b in self.buckets]
+        updates = [
+            EarlyUpdate(b.parameters[0], partial(self._update, b), self.splits.get(b.names[0])) for b in self.buckets
+        ]
         after_backward = [] if self.offloading is None else [self.offloading.link.flush_deferred]
         return BackwardUpdate(updates, self.settings.clip_norm, after_backward)
 
