@@ -22,9 +22,17 @@ def describe_layout(layout: Layout) -> str:
         parts.append(f"data {layout.data} ({zero})")
     for axis in ("context", "tensor"):
         if (degree := getattr(layout, axis)) > 1:
-            parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else ''}")
+            parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else _mesh(layout)}")
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     return f"{' × '.join(parts) or 'one GPU'}{experts}, micro-batch {layout.micro_batch}"
+
+
+def _mesh(layout: Layout) -> str:
+    """How tensor ranks stand: nothing for a line, ` (2d, 4 × 4)`, ` (2.5d, 2 × 4 × 4)`, ` (3d, 2 × 2 × 2)`."""
+    if layout.tensor_mesh == "1d":
+        return ""
+    axes = layout.tensor_axes[1:] if layout.tensor_mesh == "2d" else layout.tensor_axes
+    return f" ({layout.tensor_mesh}, {' × '.join(map(str, axes))})"
 
 
 def _ring(layout: Layout) -> str:
