@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from tests.distributed.training import GEMMA, GPT2
 from tests.train.models import TINY
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.prove.check_target import CheckTarget
+from tightfit.models.presets import preset, preset_names
+from tightfit.prove.check_target import CheckTarget, miniature
+from tightfit.prove.equivalence import Verdict
 from tightfit.prove.equivalence_check import checked
+from tightfit.train import step
 
 Make = Callable[[int], Group]
 CPU = torch.device("cpu")
@@ -48,3 +52,27 @@ def test_a_mesh_of_tensor_ranks_trains_as_one_process_does(group: Make, name: st
     target = CASES[name]
     verdict = group(target.layout.ranks).run(checked, CPU, target, 1)[0]
     assert verdict.same, verdict
+
+
+FAMILIES = {spec.family: spec for spec in map(preset, preset_names()) if spec.experts is None and spec.latent is None}
+
+
+def test_every_dense_family_is_split(group: Make) -> None:
+    """In miniature, as `tightfit check` does it."""
+    for family, spec in FAMILIES.items():
+        target = miniature(CheckTarget(spec, SQUARE))
+        verdict = group(4).run(checked, CPU, target, 1)[0]
+        assert verdict.same, (family, verdict)
+
+
+def test_a_sum_left_out_is_found(group: Make) -> None:
+    """The check can fail: norms' gradients of some rows are not those of all."""
+    verdict = group(4).run(checked_without_sums, CheckTarget(SPECS["llama"], SQUARE))[0]
+    assert verdict.first is not None
+    assert verdict.first.kind == "gradient"
+    assert "norm" in verdict.first.name
+
+
+def checked_without_sums(target: CheckTarget) -> Verdict:
+    with patch.object(step, "sum_partial_gradients", lambda model: None):
+        return checked(CPU, target, 1)

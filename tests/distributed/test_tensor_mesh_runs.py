@@ -1,4 +1,4 @@
-"""Runs on meshes of tensor ranks: their checkpoints are read by any layout, and theirs by any mesh, to the same bits."""
+"""Runs on meshes of tensor ranks: any layout reads their checkpoints, and they any layout's, to the same bits."""
 
 from collections.abc import Callable
 from pathlib import Path

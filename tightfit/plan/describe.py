@@ -27,12 +27,17 @@ def describe_layout(layout: Layout) -> str:
     return f"{' × '.join(parts) or 'one GPU'}{experts}, micro-batch {layout.micro_batch}"
 
 
-def _mesh(layout: Layout) -> str:
-    """How tensor ranks stand: nothing for a line, ` (2d, 4 × 4)`, ` (2.5d, 2 × 4 × 4)`, ` (3d, 2 × 2 × 2)`."""
+def describe_mesh(layout: Layout) -> str:
+    """`in a line` or `on a 3d mesh (2 × 2 × 2)`."""
     if layout.tensor_mesh == "1d":
-        return ""
+        return "in a line"
     axes = layout.tensor_axes[1:] if layout.tensor_mesh == "2d" else layout.tensor_axes
-    return f" ({layout.tensor_mesh}, {' × '.join(map(str, axes))})"
+    return f"on a {layout.tensor_mesh} mesh ({' × '.join(map(str, axes))})"
+
+
+def _mesh(layout: Layout) -> str:
+    """How tensor ranks stand, where it is not in a line."""
+    return "" if layout.tensor_mesh == "1d" else f" {describe_mesh(layout)}"
 
 
 def _ring(layout: Layout) -> str:
