@@ -49,7 +49,7 @@ def test_layouts_that_are_no_mesh(fields: dict[str, Any], words: str) -> None:
     [
         (TINY_ROUTED, SQUARE, {}, "routes whole tokens to experts"),
         (replace(TINY, hidden_size=34), CUBE, {}, "34 hidden columns in 4"),
-        (replace(TINY, heads=5), SQUARE, {}, "5 attention heads in 2"),
+        (replace(TINY, heads=5, kv_heads=1), SQUARE, {}, "5 attention heads in 2"),
         (replace(TINY, heads=6, kv_heads=3, head_dim=8), SQUARE, {}, "3 key heads"),
         (TINY, SQUARE.model_copy(update={"micro_batch": 3}), {}, "deals out rows in 2 parts"),
         (TINY, CUBE.model_copy(update={"micro_batch": 2}), {}, "deals out rows in 4 parts"),

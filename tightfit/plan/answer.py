@@ -21,9 +21,9 @@ from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
 from tightfit.plan.host_room import saving_bytes
+from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
-from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.plan import Plan
 from tightfit.plan.search import COMFORT, Candidate, search
 from tightfit.plan.space import SearchSpace

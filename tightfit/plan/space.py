@@ -94,6 +94,7 @@ class SearchSpace:
             spec=workload.spec,
             sequence_length=workload.sequence_length,
             distills=workload.teacher is not None,
+            rounding=workload.rounding,
         )
         return refused_by_trainer(run)
 
@@ -133,7 +134,7 @@ class SearchSpace:
         ranks = self._pinned("tensor", divisors(self.machine.ranks))
         found = [{"tensor": t, "tensor_mesh": "1d", "tensor_depth": 1} for t in ranks if indivisible(spec, t) is None]
         for kind, tensor, depth in product(("2d", "2.5d", "3d"), ranks, divisors(self.machine.ranks)):
-            mesh = {"tensor": tensor, "tensor_mesh": kind, "tensor_depth": depth}
+            mesh: dict[str, Any] = {"tensor": tensor, "tensor_mesh": kind, "tensor_depth": depth}
             layout = Layout.model_construct(**mesh)
             usual = "tensor_depth" in pins or depth <= layout.tensor_axes[1]
             if usual and tensor_ranks_fill_their_mesh(layout) is None:

@@ -137,7 +137,7 @@ def _few_experts(experts: Experts, layers: int, layout: Layout) -> Experts:
     groups = min(2, experts.groups)
     return replace(
         experts,
-        count=max(4, layout.expert) * groups,
+        count=-(-4 // layout.expert) * layout.expert * groups,  # the next multiple of the expert ranks
         groups=groups,
         chosen_groups=1,
         per_token=min(2, experts.per_token),
