@@ -29,8 +29,14 @@ JOINT = replace(TINY, qk_norm=True, qk_norm_joint=True, kv_heads=4)
 ONE_KEY = replace(TINY, kv_heads=1, qk_norm=True, qkv_bias=True)
 THREES = {"hidden_size": 36, "heads": 6, "head_dim": 6, "mlp_size": 66}
 """Sizes for three ranks along an axis."""
-SPECS = {"llama": replace(TINY, vocab_size=97), "gemma": GEMMA, "gpt2": GPT2, "biases": BIASED, "joint": JOINT,
-         "one-key": ONE_KEY}  # fmt: skip
+SPECS = {
+    "llama": replace(TINY, vocab_size=97),
+    "gemma": GEMMA,
+    "gpt2": GPT2,
+    "biases": BIASED,
+    "joint": JOINT,
+    "one-key": ONE_KEY,
+}
 CASES = {
     **{f"2d-{name}": CheckTarget(spec, SQUARE) for name, spec in SPECS.items()},
     **{f"2.5d-{name}": CheckTarget(SPECS[name], DEEP) for name in ("llama", "gpt2", "one-key")},
@@ -43,7 +49,7 @@ CASES = {
         f"2d-zero-{zero}": CheckTarget(SPECS["biases"], SQUARE.model_copy(update={"data": 2, "zero": zero}))
         for zero in (0, 1, 3)
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

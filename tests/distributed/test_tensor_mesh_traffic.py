@@ -45,7 +45,7 @@ CASES = {
     "3d-gpt": (GPT, CUBE),
     "3d-joint": (SPECS["joint"], CUBE),
     "3d-one-key": (SPECS["one-key"], CUBE),
-}  # fmt: skip
+}
 
 
 class Collectives(TorchDispatchMode):
