@@ -5,7 +5,9 @@
 Activations need nothing of their own: on a mesh a rank has `rows / parts` rows of a micro-batch, and of those a q-th of
 heads, columns and residual stream, which is what LocalShape counts with (Xu and You 2021: 1/q² of all activations; Wang
 et al. 2022: 1/(d q²); Bian et al. 2021: 1/q³). What differs: the product of a gated MLP is kept, as down's weight
-gradient is made of it by another product (saved.py), and the head's columns are gathered for the loss.
+gradient is made of it by another product (saved.py), and the head's columns are gathered for the loss. Not counted: the
+float32 temporaries of norms, which are no fused kernels on a mesh; they show where long rows are recomputed and a
+layer's backward is the fullest moment (up to 16 % of that phase in rehearsals, 2 % of the peak).
 """
 
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
