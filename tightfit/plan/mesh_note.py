@@ -6,6 +6,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.rules.layout import refused_layout
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
+from tightfit.memory.formulas.training import peak
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_mesh
 from tightfit.plan.plan import Plan
@@ -32,11 +33,16 @@ def mesh_note(plan: Plan) -> str | None:
 
 
 def _others(plan: Plan) -> Iterator[Layout]:
-    """The same ranks in a line, or on every mesh that the rulebook lets this plan have."""
+    """The same ranks in a line, or on every mesh that the rulebook lets this plan have and that the card holds."""
     tensor, levers, workload = plan.layout.tensor, plan.levers, plan.workload
     for kind in ("1d", "2d", "2.5d", "3d"):
         for depth in range(2, tensor + 1) if kind == "2.5d" else (1,):
             layout = plan.layout.model_copy(update={"tensor_mesh": kind, "tensor_depth": depth})
             run = Run(layout=layout, levers=levers, spec=workload.spec, sequence_length=workload.sequence_length)
-            if layout != plan.layout and not refused_layout(layout) and not refused_by_trainer(run):
+            refused = refused_layout(layout) or refused_by_trainer(run)
+            if layout != plan.layout and not refused and _fits(plan, layout):
                 yield layout
+
+
+def _fits(plan: Plan, layout: Layout) -> bool:
+    return peak(plan.workload, layout, plan.levers)[0] <= plan.machine.accelerator.memory_bytes
