@@ -3,6 +3,7 @@
 python -m benchmarks.pictures truth --out docs/pictures/truth.png
 python -m benchmarks.pictures levers --out docs/pictures/levers.png
 python -m benchmarks.pictures published --out docs/pictures/published.png
+python -m benchmarks.pictures tensor-meshes --out docs/pictures/tensor-meshes.png
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from benchmarks.reports.levers import draw_levers
 from benchmarks.reports.published import draw_published
 from benchmarks.reports.scatter import draw_truth
+from benchmarks.reports.tensor_meshes import draw_tensor_meshes
 from benchmarks.rows import RESULTS
 
 app = typer.Typer(help="Draw measured rows as PNG or SVG.", no_args_is_help=True, pretty_exceptions_enable=False)
@@ -40,6 +42,13 @@ def levers(out: Out, results: Annotated[Path, typer.Option(help="Rows of levers.
 def published(out: Out) -> None:
     """Runs that others published: speed and memory, predicted for their engine."""
     draw_published(out)
+    typer.echo(f"picture in {out}")
+
+
+@app.command()
+def tensor_meshes(out: Out) -> None:
+    """Traffic and memory of tensor ranks in a line and on meshes, over their number, as the planner computes them."""
+    draw_tensor_meshes(out)
     typer.echo(f"picture in {out}")
 
 

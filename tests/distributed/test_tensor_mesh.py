@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from tests.distributed.training import GEMMA, GPT2
 from tests.train.models import TINY
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.prove.check_target import CheckTarget
+from tightfit.models.presets import preset, preset_names
+from tightfit.prove.check_target import CheckTarget, miniature
+from tightfit.prove.equivalence import Verdict
 from tightfit.prove.equivalence_check import checked
+from tightfit.train import step
 
 Make = Callable[[int], Group]
 CPU = torch.device("cpu")
@@ -25,8 +29,14 @@ JOINT = replace(TINY, qk_norm=True, qk_norm_joint=True, kv_heads=4)
 ONE_KEY = replace(TINY, kv_heads=1, qk_norm=True, qkv_bias=True)
 THREES = {"hidden_size": 36, "heads": 6, "head_dim": 6, "mlp_size": 66}
 """Sizes for three ranks along an axis."""
-SPECS = {"llama": replace(TINY, vocab_size=97), "gemma": GEMMA, "gpt2": GPT2, "biases": BIASED, "joint": JOINT,
-         "one-key": ONE_KEY}  # fmt: skip
+SPECS = {
+    "llama": replace(TINY, vocab_size=97),
+    "gemma": GEMMA,
+    "gpt2": GPT2,
+    "biases": BIASED,
+    "joint": JOINT,
+    "one-key": ONE_KEY,
+}
 CASES = {
     **{f"2d-{name}": CheckTarget(spec, SQUARE) for name, spec in SPECS.items()},
     **{f"2.5d-{name}": CheckTarget(SPECS[name], DEEP) for name in ("llama", "gpt2", "one-key")},
@@ -39,7 +49,7 @@ CASES = {
         f"2d-zero-{zero}": CheckTarget(SPECS["biases"], SQUARE.model_copy(update={"data": 2, "zero": zero}))
         for zero in (0, 1, 3)
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,3 +58,27 @@ def test_a_mesh_of_tensor_ranks_trains_as_one_process_does(group: Make, name: st
     target = CASES[name]
     verdict = group(target.layout.ranks).run(checked, CPU, target, 1)[0]
     assert verdict.same, verdict
+
+
+FAMILIES = {spec.family: spec for spec in map(preset, preset_names()) if spec.experts is None and spec.latent is None}
+
+
+def test_every_dense_family_is_split(group: Make) -> None:
+    """In miniature, as `tightfit check` does it."""
+    for family, spec in FAMILIES.items():
+        target = miniature(CheckTarget(spec, SQUARE))
+        verdict = group(4).run(checked, CPU, target, 1)[0]
+        assert verdict.same, (family, verdict)
+
+
+def test_a_sum_left_out_is_found(group: Make) -> None:
+    """The check can fail: norms' gradients of some rows are not those of all."""
+    verdict = group(4).run(checked_without_sums, CheckTarget(SPECS["llama"], SQUARE))[0]
+    assert verdict.first is not None
+    assert verdict.first.kind == "gradient"
+    assert "norm" in verdict.first.name
+
+
+def checked_without_sums(target: CheckTarget) -> Verdict:
+    with patch.object(step, "sum_partial_gradients", lambda model: None):
+        return checked(CPU, target, 1)

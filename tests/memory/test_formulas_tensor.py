@@ -32,6 +32,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
     ("llama-3.1-8b", {"data": 8, "zero": 3, "shard_inside": 4}, {"checkpoint_every": 1}, "bf16", 1, 2048),
     ("llama-3.1-8b", {"data": 8, "zero": 1, "shard_inside": 4}, {"checkpoint_every": 1}, "bf16", 3, 2048),
     ("llama-3.1-8b", {"data": 8, "zero": 2, "shard_inside": 4, "tensor": 2}, {}, "bf16", 2, 2048),
+    ("llama-3.1-8b", {"tensor": 4, "tensor_mesh": "2d", "micro_batch": 4}, {"checkpoint_every": 1}, "bf16", 1, 4096),
+    ("llama-3.1-8b", {"tensor": 8, "tensor_mesh": "2.5d", "tensor_depth": 2, "micro_batch": 4}, {}, "bf16", 1, 4096),
+    ("gemma-2-9b", {"tensor": 8, "tensor_mesh": "3d", "micro_batch": 4}, {}, "bf16", 1, 4096),
 ]
 
 
@@ -43,7 +46,7 @@ def test_the_peak_is_the_simulations(
     spec = replace(preset(model), layers=layers)
     spec = replace(spec, window_layers=tuple(layer for layer in spec.window_layers if layer < layers))
     given, levers_given = Layout.model_validate({"micro_batch": 1, **layout}), Levers.model_validate(levers)
-    batch = given.data * accumulation
+    batch = given.micro_batch * given.data * accumulation
     workload = Workload(spec=spec, sequence_length=length, global_batch=batch, precision=precision)
     found = training_ledger(workload, given, levers_given, Overheads(context_bytes=0, slack_share=0))
     truth = rehearse(workload, given, levers_given)

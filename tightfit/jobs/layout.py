@@ -74,6 +74,11 @@ class Layout(Section):
         return self.tensor_depth, side, side
 
     @property
+    def weight_ranks(self) -> int:
+        """Tensor ranks that have different parts of a weight; those along a 2.5d mesh's depth have copies."""
+        return self.tensor // self.tensor_depth
+
+    @property
     def row_parts(self) -> int:
         """Parts that tensor ranks cut the rows of a micro-batch in."""
         depth, rows, _ = self.tensor_axes

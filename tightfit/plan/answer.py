@@ -21,6 +21,7 @@ from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
 from tightfit.plan.host_room import saving_bytes
+from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
@@ -222,6 +223,7 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         "counts more exactly"
         if plan.fits and plan.gpu_peak_bytes > COMFORT * room
         else None,
+        mesh_note(plan),
         _rates_note(machine, workload.precision),
     ]
     return [sentence for sentence in said if sentence]

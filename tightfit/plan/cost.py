@@ -22,6 +22,8 @@ workload and machine and does what depends on the layout once (`of`), so that a 
 (`LayoutCost.step`).
 """
 
+from collections.abc import Sequence
+
 from tightfit.hardware.efficiency import MEASURED, Efficiency
 from tightfit.hardware.launches import STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
@@ -45,7 +47,8 @@ from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
 from tightfit.plan.seconds.stragglers import straggler_share
 from tightfit.plan.seconds.teacher import teacher_s
-from tightfit.plan.seconds.tensor import tensor_traffic
+from tightfit.plan.seconds.tensor import TensorTraffic, tensor_traffic
+from tightfit.plan.seconds.tensor_mesh import MeshMessages, mesh_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
 
@@ -81,7 +84,7 @@ class Costs:
     def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
         """Parameters of a rank with `layers` layers, and what data ranks exchange of them."""
         sharding = (layout.data, layout.zero, layout.shard_inside, layout.context, layout.expert)
-        key = (*sharding, layout.tensor, layout.pipeline, layers)
+        key = (*sharding, layout.tensor, layout.weight_ranks, layout.pipeline, layers)
         if key not in self._data:
             params = rank_params(self.workload.spec, layout, layers)
             bytes_s = self.rates.bytes_s
@@ -117,7 +120,7 @@ class LayoutCost:
 
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
         self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
-        self.tensor = tensor_traffic(costs.group(1, tensor), layout, counts, hidden_bytes)
+        self.tensor = self._tensor_traffic(counts, hidden_bytes)
         ring, exchange_s = self._ring(), self._head_exchange().one_way_s
         self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
         self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
@@ -136,6 +139,15 @@ class LayoutCost:
             params=self.params,
             micro_batches=self.micro_batches,
         )
+
+    def _tensor_traffic(self, counts: Sequence[int], hidden_bytes: float) -> TensorTraffic:
+        """Of tensor ranks in a line or on a mesh."""
+        costs, layout, workload = self.costs, self.layout, self.costs.workload
+        if layout.tensor_mesh == "1d":
+            return tensor_traffic(costs.group(1, layout.tensor), layout, counts, hidden_bytes)
+        messages = MeshMessages(workload.spec, layout, self.layer.tokens)
+        number_bytes, bytes_s = workload.weight_bytes, costs.rates.bytes_s
+        return mesh_traffic(costs.group, layout, messages, number_bytes=number_bytes, bytes_s=bytes_s)
 
     def _exchanged_numbers(self) -> tuple[float, float]:
         """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
@@ -194,7 +206,8 @@ class LayoutCost:
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
             launch_s=max(micro * waits_s, self._idle_s),
-            tensor_s=micro
+            tensor_s=self.tensor.once_s
+            + micro
             * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
             expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputed, tokens go there but not back
@@ -276,7 +289,7 @@ class LayoutCost:
             wide=workload.updates_wide,
             layers=self.layers,
             layer_params=model.layer + model.layer_experts,
-            ends=model.ends / self.layout.tensor,
+            ends=model.ends / self.layout.weight_ranks,
         )
 
     def _offload_s(self, levers: Levers, again: Recompute, *, forward_s: float, backward_s: float) -> float:

@@ -22,9 +22,22 @@ def describe_layout(layout: Layout) -> str:
         parts.append(f"data {layout.data} ({zero})")
     for axis in ("context", "tensor"):
         if (degree := getattr(layout, axis)) > 1:
-            parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else ''}")
+            parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else _mesh(layout)}")
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     return f"{' × '.join(parts) or 'one GPU'}{experts}, micro-batch {layout.micro_batch}"
+
+
+def describe_mesh(layout: Layout) -> str:
+    """`in a line` or `on a 3d mesh (2 × 2 × 2)`."""
+    if layout.tensor_mesh == "1d":
+        return "in a line"
+    axes = layout.tensor_axes[1:] if layout.tensor_mesh == "2d" else layout.tensor_axes
+    return f"on a {layout.tensor_mesh} mesh ({' × '.join(map(str, axes))})"
+
+
+def _mesh(layout: Layout) -> str:
+    """How tensor ranks stand, where it is not in a line."""
+    return "" if layout.tensor_mesh == "1d" else f" {describe_mesh(layout)}"
 
 
 def _ring(layout: Layout) -> str:

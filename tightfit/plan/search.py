@@ -28,7 +28,7 @@ SAME = 1.02
 HOPELESS = 3.0
 """Layouts this many times slower than the best are not looked at: nobody would take them."""
 DEFAULT = Levers()
-Kind = tuple[bool, bool, bool, bool, int]
+Kind = tuple[bool, str, bool, bool, bool, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ class Candidate:
         """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
         layout, levers = self.layout, self.levers
         degrees = sum(degree > 1 for degree in (layout.tensor, layout.pipeline, layout.context, layout.expert))
+        degrees += layout.tensor_mesh != "1d"
         pulled = sum(getattr(levers, name) != getattr(DEFAULT, name) for name in Levers.model_fields)
         return degrees, pulled, layout.zero
 
@@ -272,7 +273,15 @@ class _Search:
         """
         full = self.space.fills_pipeline(layout)
         degrees = (layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert, layout.zero)
-        siblings = (*degrees, layout.ring, layout.schedule, layout.stages_per_rank, self.space.accumulates(layout))
+        mesh = (layout.tensor_mesh, layout.tensor_depth)
+        siblings = (
+            *degrees,
+            *mesh,
+            layout.ring,
+            layout.schedule,
+            layout.stages_per_rank,
+            self.space.accumulates(layout),
+        )
         if full and layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
             return True
         if any(self._fits(self.pricing.candidate(layout, each)) for each in self._choices(layout).strongest):
@@ -290,7 +299,14 @@ class _Search:
 
 def kind_of(layout: Layout) -> Kind:
     """What is split, and how the data ranks share."""
-    return (layout.tensor > 1, layout.pipeline > 1, layout.context > 1, layout.expert > 1, layout.zero)
+    return (
+        layout.tensor > 1,
+        layout.tensor_mesh,
+        layout.pipeline > 1,
+        layout.context > 1,
+        layout.expert > 1,
+        layout.zero,
+    )
 
 
 def _ranked(plans: list[Candidate]) -> list[Candidate]:

@@ -25,6 +25,7 @@ from tightfit.jobs.rules.levers import refused_levers
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
+from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.plan.batch import divisors
@@ -64,12 +65,14 @@ class SearchSpace:
 
     def _every_family(self) -> Iterator[Iterator[Layout]]:
         """Before the rulebook is asked."""
-        for tensor, pipeline, (context, ring) in product(self._tensor(), self._pipeline(), self._context()):
-            data, rest = divmod(self.machine.ranks, tensor * pipeline * context)
+        for mesh, pipeline, (context, ring) in product(self._tensor(), self._pipeline(), self._context()):
+            if mesh["tensor_mesh"] != "1d" and pipeline * context > 1:
+                continue  # the rulebook refuses them all
+            data, rest = divmod(self.machine.ranks, mesh["tensor"] * pipeline * context)
             if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
             for expert, zero in product(self._expert(data * context), self._zero(data * context, pipeline)):
-                degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "ring": ring, "data": data}
+                degrees = mesh | {"pipeline": pipeline, "context": context, "ring": ring, "data": data}
                 yield self._schedules(degrees | {"expert": expert, "zero": zero})
 
     def _reason(self, layout: Layout) -> str | None:
@@ -125,9 +128,18 @@ class SearchSpace:
     def _pinned(self, name: str, values: list[int]) -> list[int]:
         return [value for value in values if self._allows(name, value)]
 
-    def _tensor(self) -> list[int]:
-        spec = self.workload.spec
-        return self._pinned("tensor", [t for t in divisors(self.machine.ranks) if indivisible(spec, t) is None])
+    def _tensor(self) -> list[dict[str, Any]]:
+        """Tensor ranks in a line, and on meshes whose depth is at most their side, as a pin may want otherwise."""
+        spec, pins = self.workload.spec, self.pins.layout
+        ranks = self._pinned("tensor", divisors(self.machine.ranks))
+        found = [{"tensor": t, "tensor_mesh": "1d", "tensor_depth": 1} for t in ranks if indivisible(spec, t) is None]
+        for kind, tensor, depth in product(("2d", "2.5d", "3d"), ranks, divisors(self.machine.ranks)):
+            mesh: dict[str, Any] = {"tensor": tensor, "tensor_mesh": kind, "tensor_depth": depth}
+            layout = Layout.model_construct(**mesh)
+            usual = "tensor_depth" in pins or depth <= layout.tensor_axes[1]
+            if usual and tensor_ranks_fill_their_mesh(layout) is None:
+                found.append(mesh)
+        return [mesh for mesh in found if all(self._allows(name, value) for name, value in mesh.items())]
 
     def _pipeline(self) -> list[int]:
         layers = self.workload.spec.layers
@@ -208,7 +220,14 @@ class SearchSpace:
     def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
         accumulates, split = self.micro_batches(layout) > 1, layout.ranks > 1
-        degrees = (layout.tensor, layout.pipeline > 1, layout.expert > 1, layout.schedule, layout.zero > 0)
+        degrees = (
+            layout.tensor,
+            layout.tensor_mesh,
+            layout.pipeline > 1,
+            layout.expert > 1,
+            layout.schedule,
+            layout.zero > 0,
+        )
         alike = (host, *degrees, split, accumulates)
         if alike not in self._levers:
             every = self._all_levers if host else self._all_levers_without_host
@@ -244,7 +263,8 @@ class SearchSpace:
                 return f"layout.{name} is {value}, which does not divide the machine's {ranks} GPUs; change one"
         if pins.get("pipeline", 1) > 1 and spec.layers > MOST_PIPELINED_LAYERS:
             return f"layout.pipeline is {pins['pipeline']}, which {spec.layers} layers are planned without; drop it"
-        alone = Layout.model_construct(**{name: pins[name] for name in ("tensor", "pipeline") if name in pins})
+        names = ("tensor", "tensor_mesh", "tensor_depth", "pipeline")
+        alone = Layout.model_construct(**{name: pins[name] for name in names if name in pins})
         if sentence := self.refusal(alone, NO_LEVERS):
             return sentence
         if (micro := pins.get("micro_batch", 1) * pins.get("data", 1)) and self.workload.global_batch % micro:

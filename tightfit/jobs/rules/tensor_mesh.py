@@ -98,13 +98,18 @@ def a_mesh_deals_out_rows(run: Run) -> str | None:
     )
 
 
-@rule(RUN_RULES, "layout.tensor_mesh", "levers.tiles", "levers.checkpoint_keep", "levers.checkpoint_budget_bytes")
+@rule(RUN_RULES, "layout.tensor_mesh", "levers")
 def blocks_are_computed_whole(run: Run) -> str | None:
     kind, levers = run.layout.tensor_mesh, run.levers
     if kind == "1d":
         return None
     if levers.tiles > 1:
         return f"levers.tiles is {levers.tiles}, but a {kind} mesh sends blocks of all tokens at once; set it to 1"
+    if levers.update_in_backward:
+        return (
+            f"levers.update_in_backward needs gradients that are whole when a layer is done, but a {kind} mesh sums "
+            "those of norms and copies once a step; set it to false"
+        )
     if levers.checkpoint_keep == "matmuls":
         return f"levers.checkpoint_keep is matmuls, but products of a {kind} mesh are sums of several; set attention"
     if levers.checkpoint_budget_bytes is not None:

@@ -29,6 +29,8 @@ class LocalShape:
     length: int
     element_bytes: int
     tensor: int = 1
+    mesh_ranks: int = 0
+    """Ranks of a 2D, 2.5D or 3D mesh that have different parts of a weight; `tensor` is then its side."""
     sequence_parallel: bool = False
     context: int = 1
     ring: int = 1
@@ -111,11 +113,12 @@ _remembered = lru_cache(maxsize=4096)(LocalShape)
 def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
     """The shape on every rank of `layout`."""
     return _remembered(
-        rows=layout.micro_batch,
+        rows=ceil(layout.micro_batch, layout.row_parts),
         length=ceil(workload.sequence_length, layout.context),
         element_bytes=workload.weight_bytes,
-        tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+        tensor=layout.tensor_axes[2],
+        mesh_ranks=0 if layout.tensor_mesh == "1d" else layout.weight_ranks,
+        sequence_parallel=layout.tensor_mesh != "1d" or (layout.sequence_parallel and layout.tensor > 1),
         context=layout.context,
         ring=layout.ring,
         expert=layout.expert,

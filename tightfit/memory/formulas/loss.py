@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.tensor_mesh import gathered_head_bytes
 from tightfit.models.spec import ModelSpec
 
 WIDE, INDEX = 4, 8
@@ -43,13 +44,14 @@ def _fused(spec: ModelSpec, shape: LocalShape, allowed_bytes: int) -> LossCost:
     row_bytes = shape.tokens * ((STATISTICS + 1) * WIDE + 2 * INDEX)  # statistics and gradient; labels as they are read
     chunk_bytes = logits_chunk_bytes(spec, shape, allowed_bytes, training=True)
     wide_bytes = WIDE * shape.columns(spec.vocab_size) * spec.hidden_size
+    gathered_bytes = gathered_head_bytes(spec, shape)
     return LossCost(
         logits=chunk_bytes,
-        forward=chunk_bytes + 2 * hidden_bytes + row_bytes + wide_bytes,
-        kept=hidden_bytes + wide_bytes,
-        backward=hidden_bytes + wide_bytes,
+        forward=chunk_bytes + 2 * hidden_bytes + row_bytes + wide_bytes + gathered_bytes,
+        kept=hidden_bytes + wide_bytes + gathered_bytes,
+        backward=hidden_bytes + wide_bytes + gathered_bytes,
         wide_weight_gradient=wide_bytes,
-        evaluated=hidden_bytes + logits_chunk_bytes(spec, shape, allowed_bytes, training=False),
+        evaluated=gathered_bytes + hidden_bytes + logits_chunk_bytes(spec, shape, allowed_bytes, training=False),
     )
 
 

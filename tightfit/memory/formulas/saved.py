@@ -125,10 +125,9 @@ def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTe
             SavedTensor("mlp", "activated", inner_bytes, "the down projection keeps its input"),
         ]
     saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product")]
-    if spec.mlp_bias:
-        saved.append(
-            SavedTensor("mlp", "product", inner_bytes, "projections with biases are modules, and down keeps its input")
-        )
+    if spec.mlp_bias or shape.mesh_ranks:
+        why = "projections with biases, or on a mesh, are by themselves, and down keeps its input"
+        saved.append(SavedTensor("mlp", "product", inner_bytes, why))
     return saved
 
 

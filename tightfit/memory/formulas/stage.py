@@ -23,9 +23,10 @@ from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_byte
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
-from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
+from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
 from tightfit.memory.formulas.saved import INDEX, SavedBytes, attention_saved, statistic_bytes
+from tightfit.memory.formulas.tensor_mesh import held_embedding, held_layer, held_matrices, held_vocabulary
 from tightfit.models.spec import ModelSpec
 
 
@@ -156,8 +157,8 @@ def remembered_stage(
     """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
     layers = _StageLayers(spec, shape, stage, levels, offloaded)
     in_layers, widest = layers.params()
-    vocabulary = vocabulary_params(spec, shape.tensor)
-    before = embedding_params(spec, shape.tensor) if stage.has_embedding else 0
+    vocabulary = held_vocabulary(spec, shape)
+    before = held_embedding(spec, shape) if stage.has_embedding else 0
     after = spec.norm_params + (0 if shares_embedding else vocabulary) if stage.has_head else 0
     embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
     tables_bytes = _tables_bytes(spec, shape, stage, layers)
@@ -175,7 +176,7 @@ def remembered_stage(
         shares_embedding=shares_embedding,
         root=before + after - embedding,
         embedding=embedding,
-        last_layer_matrices=layer_matrices(spec, stage.last - 1, shape.tensor, shape.expert),
+        last_layer_matrices=held_matrices(spec, stage.last - 1, shape),
         offloaded=offloaded,
         saved=layers.saved(layers.counts),
         outside_bytes=tables_bytes + final_norm_bytes,
@@ -204,7 +205,7 @@ class _StageLayers:
         self.counts = Counter(self.kinds)
         self.examples = {kind: stage.first + self.kinds.index(kind) for kind in self.counts}
         """A layer of each kind."""
-        self.weights = {kind: layer_params(spec, n, shape.tensor, shape.expert) for kind, n in self.examples.items()}
+        self.weights = {kind: held_layer(spec, n, shape) for kind, n in self.examples.items()}
 
     def params(self) -> tuple[Params, int]:
         """Weights of all layers, and how many the one with most has."""

@@ -139,7 +139,7 @@ def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int,
     """Weights whose belongings stay on the GPU, of `count`: whole vocabulary matrices (or shards), then layers."""
     spec = workload.spec
     sharing = layout.data * layout.context // layout.copies if layout.zero else 1
-    matrix = vocabulary_params(spec, layout.tensor) // sharing
+    matrix = vocabulary_params(spec, layout.weight_ranks) // sharing
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)
     whole = whole_that_fit([matrix] * matrices, room)

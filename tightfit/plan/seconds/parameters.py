@@ -63,17 +63,17 @@ def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:
     model = model_params(spec)
     either_end = max(spec.embedding_params, spec.vocab_size * spec.hidden_size)
     ends = either_end if layout.pipeline > 1 else model.ends
-    dense = (model.layer * layers + ends) / layout.tensor
-    experts = model.layer_experts * layers / layout.tensor / layout.expert
+    dense = (model.layer * layers + ends) / layout.weight_ranks
+    experts = model.layer_experts * layers / layout.weight_ranks / layout.expert
     shards = layout.data * layout.context // layout.copies if layout.zero else 1
     expert_shards = max(1, shards // layout.expert) if layout.zero else 1
     owned = dense / shards + experts / expert_shards
     owned_share = owned / (dense + experts)
-    all_ends = model.ends / layout.tensor
+    all_ends = model.ends / layout.weight_ranks
     return RankParams(
         dense=dense,
         experts=experts,
-        root=ends / layout.tensor,
+        root=ends / layout.weight_ranks,
         owned=owned,
         owned_embedding=all_ends / (1 if spec.tied else 2) * owned_share,
         owned_ends=all_ends * owned_share,

@@ -70,6 +70,8 @@ class TensorTraffic:
     """Of computing all layers again."""
     regather_s: float
     """Of gathering all layers' inputs again, behind backward."""
+    once_s: float = 0.0
+    """Of summing gradients over copies, once a step."""
 
 
 def tensor_traffic(group: Group, layout: Layout, layer_counts: Sequence[int], hidden_bytes: float) -> TensorTraffic:

@@ -1,0 +1,57 @@
+"""Weights of a rank whose tensor ranks form a 2D, 2.5D or 3D mesh, beside those in a line (params.py).
+
+    matrices / (q² or q³), vectors / q
+
+Activations need nothing of their own: on a mesh a rank has `rows / parts` rows of a micro-batch, and of those a q-th of
+heads, columns and residual stream, which is what LocalShape counts with (Xu and You 2021: 1/q² of all activations; Wang
+et al. 2022: 1/(d q²); Bian et al. 2021: 1/q³). What differs: the product of a gated MLP is kept, as down's weight
+gradient is made of it by another product (saved.py), and the head's columns are gathered for the loss. Not counted: the
+float32 temporaries of norms, which are no fused kernels on a mesh; they show where long rows are recomputed and a
+layer's backward is the fullest moment (up to 16 % of that phase in rehearsals, 2 % of the peak).
+"""
+
+from tightfit.memory.formulas.local_shape import LocalShape, ceil
+from tightfit.memory.formulas.params import (
+    Params,
+    embedding_params,
+    layer_matrices,
+    layer_params,
+    vocabulary_params,
+)
+from tightfit.models.spec import ModelSpec
+
+
+def held_layer(spec: ModelSpec, layer: int, shape: LocalShape) -> Params:
+    """Weights that a rank has of one layer."""
+    if not shape.mesh_ranks:
+        return layer_params(spec, layer, shape.tensor, shape.expert)
+    matrices = sum(layer_matrices(spec, layer))
+    vectors = layer_params(spec, layer).dense - matrices
+    return Params(ceil(matrices, shape.mesh_ranks) + ceil(vectors, shape.tensor))
+
+
+def held_matrices(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[int, ...]:
+    """Sizes of the larger ones, in the model's order."""
+    if not shape.mesh_ranks:
+        return layer_matrices(spec, layer, shape.tensor, shape.expert)
+    return tuple(ceil(size, shape.mesh_ranks) for size in layer_matrices(spec, layer))
+
+
+def held_vocabulary(spec: ModelSpec, shape: LocalShape) -> int:
+    """Of an embedding, or of an output projection."""
+    return (
+        ceil(vocabulary_params(spec), shape.mesh_ranks) if shape.mesh_ranks else vocabulary_params(spec, shape.tensor)
+    )
+
+
+def held_embedding(spec: ModelSpec, shape: LocalShape) -> int:
+    """Before the first layer."""
+    if not shape.mesh_ranks:
+        return embedding_params(spec, shape.tensor)
+    positions = embedding_params(spec) - vocabulary_params(spec)
+    return held_vocabulary(spec, shape) + ceil(positions, shape.tensor)
+
+
+def gathered_head_bytes(spec: ModelSpec, shape: LocalShape) -> int:
+    """The output projection's rows of this rank with all their columns, while the loss multiplies with them."""
+    return shape.columns(spec.vocab_size) * spec.hidden_size * shape.element_bytes if shape.mesh_ranks else 0

@@ -1,0 +1,196 @@
+"""Traffic of tensor ranks on 2D, 2.5D and 3D meshes: every message of a micro-batch (parallel/tensor_mesh.py).
+
+For a layer with products X [n, in] · Wᵀ [in, out], elements in the collectives of one rank, forward:
+
+| | X | W | Y | backward |
+|---|---|---|---|---|
+| 2d, 2.5d | n · in / (d q) broadcast | in · out / q broadcast | – | the same, and as much reduced |
+| 3d | n · in / q² gathered | in · out / q² gathered | n · out / q² scattered | the same, and X, W once more |
+
+A GPT layer (in = h or 4h, 12 h² weights) on q × q ranks thus has (7 n h + 12 h²) / q elements forward and twice that
+backward (Xu and You 2021, table 1, whose backward has the recomputed forward as well; their log₂ q is a tree's depth,
+ours a pipelined ring's: 1). 1D has 4 (t − 1)/t · n h whatever t is: a mesh sends less where ranks are many and tokens
+more than columns, and its weights go over rows of the mesh, its activations over columns, which are neighbours. On few
+ranks, or with few tokens, it sends more. Norms combine a number or two per row; vocabulary and loss: `ends`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.jobs.layout import Layout
+from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.groups import CALL_S, Group
+from tightfit.plan.seconds.tensor import TensorTraffic
+
+Kind = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+CONJUGATE: dict[Kind, Kind] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "broadcast": "reduce",
+}
+STATISTIC_BYTES = 4
+NORM_PASSES = 10, 16
+"""Float32 passes of a norm over its block forward and backward: torch's own operations, not a fused kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Collectives of one kind over one axis; `elements` is what a rank holds of them when they are gathered."""
+
+    kind: Kind
+    axis: Literal["depth", "row", "column"]
+    elements: float
+    calls: int = 1
+    wide: bool = False
+    """Float32 whatever the model's numbers are."""
+
+    @property
+    def conjugate(self) -> "Message":
+        """The collective of backward."""
+        return Message(kind=CONJUGATE[self.kind], axis=self.axis, elements=self.elements, calls=self.calls)
+
+
+@dataclass(frozen=True)
+class MeshMessages:
+    """The messages of `tokens` tokens of a micro-batch, on all tensor ranks together."""
+
+    spec: ModelSpec
+    layout: Layout
+    tokens: float
+
+    @property
+    def _side(self) -> int:
+        return self.layout.tensor_axes[1]
+
+    @property
+    def _cube(self) -> bool:
+        return self.layout.tensor_mesh == "3d"
+
+    @property
+    def _rows(self) -> float:
+        """Tokens that a rank has of the residual stream."""
+        return self.tokens / self.layout.row_parts
+
+    def layer(self, *, backward: bool) -> list[Message]:
+        """Of one layer."""
+        spec = self.spec
+        inner = (spec.mlp_size,) * (2 if spec.gated else 1)
+        keys = (spec.kv_size,) * 2
+        return [
+            *self._product(spec.hidden_size, (spec.query_size, *keys), leaving=False, backward=backward),
+            *self._product(spec.query_size, (spec.hidden_size,), leaving=True, backward=backward),
+            *self._product(spec.hidden_size, inner, leaving=False, backward=backward),
+            *self._product(spec.mlp_size, (spec.hidden_size,), leaving=True, backward=backward),
+            *[self._statistics("column", backward=backward)] * (4 if spec.sandwich_norms else 2),
+            *self._heads(backward=backward),
+        ]
+
+    def _product(self, width: int, outputs: tuple[int, ...], *, leaving: bool, backward: bool) -> Iterator[Message]:
+        """X of `width` columns times one weight for each of `outputs`."""
+        products = self._cubic(width, outputs, leaving=leaving) if self._cube else self._summa(width, outputs)
+        for message in products:
+            if message.kind != "reduce_scatter":
+                yield message
+            if backward or message.kind == "reduce_scatter":
+                yield message.conjugate if backward else message
+
+    def _summa(self, width: int, outputs: tuple[int, ...]) -> Iterator[Message]:
+        depth, side, _ = self.layout.tensor_axes
+        elements = self.tokens / depth * width / side
+        yield Message(kind="broadcast", axis="column", elements=elements, calls=side)
+        for out in outputs:
+            yield Message(kind="broadcast", axis="row", elements=width * out / side, calls=side)
+
+    def _cubic(self, width: int, outputs: tuple[int, ...], *, leaving: bool) -> Iterator[Message]:
+        square = self._side**2
+        yield Message(kind="all_gather", axis="column" if leaving else "row", elements=self.tokens * width / square)
+        for out in outputs:
+            yield Message(kind="all_gather", axis="depth", elements=width * out / square)
+            axis: Literal["row", "column"] = "row" if leaving else "column"
+            yield Message(kind="reduce_scatter", axis=axis, elements=self.tokens * out / square)
+
+    def _statistics(self, axis: Literal["row", "column"], *, backward: bool) -> Message:
+        """Of a norm over columns that several ranks have."""
+        if self.spec.norm != "layer":
+            return Message(kind="all_reduce", axis=axis, elements=self._rows, wide=True)
+        if backward:
+            return Message(kind="all_reduce", axis=axis, elements=2 * self._rows, wide=True)
+        return Message(kind="all_gather", axis=axis, elements=2 * self._rows * self._side, wide=True)
+
+    def _heads(self, *, backward: bool) -> Iterator[Message]:
+        """Norms over all heads together, and keys that fewer heads than ranks have."""
+        spec, axis = self.spec, "row" if self._cube else "column"
+        if spec.qk_norm_joint:
+            yield from [self._statistics(axis, backward=backward)] * 2  # type: ignore[arg-type]
+        if spec.kv_heads < self._side:
+            gathered = Message(kind="all_gather", axis=axis, elements=self._rows * spec.kv_size)  # type: ignore[arg-type]
+            yield from [gathered.conjugate if backward else gathered] * 2
+
+    def ends(self, *, backward: bool) -> list[Message]:
+        """Of the embedding, the last norm and the loss (but for four numbers a row that it combines)."""
+        spec, side = self.spec, self._side
+        stream = self._rows * spec.hidden_size
+        table = -(-spec.vocab_size // side) * spec.hidden_size
+        found = [
+            Message(kind="reduce_scatter", axis="row", elements=stream),
+            Message(kind="all_gather", axis="row", elements=stream),
+            Message(kind="all_to_all", axis="column", elements=stream),
+            Message(kind="all_gather", axis="column", elements=table),
+        ]
+        if self._cube:
+            found += [Message(kind="all_gather", axis="depth", elements=table / side)] * 2
+        sums = self._statistics("column", backward=backward)
+        return [sums, *(message.conjugate if backward else message for message in found)]
+
+
+def mesh_traffic(
+    group: Callable[[int, int], Group], layout: Layout, messages: MeshMessages, *, number_bytes: float, bytes_s: float
+) -> TensorTraffic:
+    """Seconds of one micro-batch; `group` makes one of ranks so far apart and so many."""
+    depth, side, _ = layout.tensor_axes
+    axes = {"column": group(1, side), "row": group(side, side), "depth": group(side * side, depth)}
+    layers, spec = messages.spec.layers, messages.spec
+
+    def seconds(found: list[Message]) -> float:
+        return sum(message_s(axes[m.axis], m, STATISTIC_BYTES if m.wide else number_bytes) for m in found)
+
+    norms = 4 if spec.sandwich_norms else 2
+    block_bytes = STATISTIC_BYTES * messages.tokens * spec.hidden_size / layout.tensor
+    norm_s = [passes * norms * block_bytes / bytes_s for passes in NORM_PASSES]
+    forward_s, backward_s = (
+        layers * (seconds(messages.layer(backward=back)) + norm_s[back]) + seconds(messages.ends(backward=back))
+        for back in (False, True)
+    )
+    gradient_bytes = number_bytes * spec.params() / layout.weight_ranks
+    return TensorTraffic(
+        one_way_s=(forward_s + backward_s) / 2,
+        recompute_s=layers * (seconds(messages.layer(backward=False)) + norm_s[0]),
+        regather_s=0.0,
+        once_s=axes["depth"].all_reduce_s(gradient_bytes) if layout.tensor_mesh == "2.5d" else 0.0,
+    )
+
+
+def message_s(group: Group, message: Message, number_bytes: float) -> float:
+    """Seconds of one kind of collective; broadcasts and sums onto one rank go round a ring in pieces."""
+    payload_bytes = number_bytes * message.elements
+    if group.size == 1:
+        return 0.0
+    if message.kind in ("broadcast", "reduce"):
+        return message.calls * (CALL_S + group.hop_s) + payload_bytes / group.ring_bytes_s
+    if message.kind == "all_reduce":
+        return group.all_reduce_s(payload_bytes)
+    return group.all_to_all_s(payload_bytes) if message.kind == "all_to_all" else group.all_gather_s(payload_bytes)
+
+
+def sent_bytes(messages: list[Message], layout: Layout, number_bytes: float) -> float:
+    """Bytes that one rank sends, round rings: all of a broadcast's or sum's, (q − 1)/q of the others'."""
+    sizes = dict(zip(("depth", "row", "column"), layout.tensor_axes, strict=True))
+    shares = {"broadcast": 1.0, "reduce": 1.0, "all_reduce": 2.0}
+    total = 0.0
+    for m in messages:
+        ring_share = (sizes[m.axis] - 1) / sizes[m.axis]
+        times = shares.get(m.kind, 1.0) * (1.0 if m.kind == "broadcast" or m.kind == "reduce" else ring_share)
+        total += times * m.elements * (STATISTIC_BYTES if m.wide else number_bytes)
+    return total
