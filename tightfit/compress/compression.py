@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit.compress.calibration import Calibration, read_calibration
 from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
 from tightfit.compress.finished_layer import load_finished
-from tightfit.compress.format_choice import choose_format, module_schemes
+from tightfit.compress.format_choice import choose_format
 from tightfit.compress.layer_compression import LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.model_parts import ModelParts
@@ -33,7 +33,7 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import has_weights, load_source_tokenizer
-from tightfit.models.quantized.directory import shapes_of, tensors_to_write
+from tightfit.models.quantized.directory import module_schemes, shapes_of, tensors_to_write
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 

@@ -119,9 +119,15 @@ def export_gguf(
     if data:
         spec = loaded.model.spec
         rows = read_calibration(
-            source, spec, data, samples=samples, length=length or min(512, spec.max_positions),
-            cache=cache, field="text", progress=False,
-        )  # fmt: skip
+            source,
+            spec,
+            data,
+            samples=samples,
+            length=length or min(512, spec.max_positions),
+            cache=cache,
+            field="text",
+            progress=False,
+        )
         importance = importance_matrix(source, rows, device)
     coder = GgufCoder(loaded.model.spec, mixture, importance)
     try:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from tightfit.jobs.distill import Distill
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import Quantize
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.section import Section
@@ -187,6 +188,8 @@ class Job(Section):
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
     distill: Distill = Distill()
     """A teacher whose predictions are learned besides the data."""
+    quantize: Quantize = Quantize()
+    """Weights that are rounded while they are trained, for a compressed model at the end."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
     steps: int | None = Field(default=None, ge=1, le=10**12)
@@ -260,6 +263,7 @@ class Job(Section):
             sequence_length=self.data.sequence_length if spec is not None else None,
             distills=self.distill.teacher is not None,
             compares_features=self.distill.features > 0,
+            rounding=self.quantize.rounding,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 
