@@ -106,6 +106,3 @@ def step_on_odd_rows(case: Case, training: bool) -> str:
     except UserError as error:
         return str(error)
     return "nothing was wrong"
-
-
-@pytest.mark.usefixtures("server")
