@@ -96,6 +96,21 @@ def train_step() -> str:
     return markdown_table(("device", "workload", "implementation", "tokens/s", "speed", "peak memory", "commit"), rows)
 
 
+def hf_step() -> str:
+    """The same of hf_step.py alone: a column for each way to run the Hugging Face model."""
+    columns = {"huggingface": "as it is", "huggingface+liger": "with Liger", "huggingface+tightfit": "with ours"}
+    with (RESULTS / "hf_step.csv").open(encoding="utf-8", newline="") as file:
+        newest = {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
+    rows = []
+    for case in dict.fromkeys(case for case, _ in newest):
+        found = [newest[case, name] for name in columns]
+        first = found[0]
+        workload = f"{first['model']} shape, {first['batch']} × {first['sequence_length']} tokens"
+        steps = [f"{row['step_ms_p50']} ms, {row['peak_gib']} GiB" for row in found]
+        rows.append((workload, *steps, f"`{first['commit']}`"))
+    return markdown_table(("a training step", *columns.values(), "commit"), rows)
+
+
 def plan_output() -> str:
     """What the README's `tightfit plan` prints, and the command itself."""
     plain = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"}
@@ -118,6 +133,7 @@ def default_run() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "job-fields": job_fields,
     "train-step": train_step,
+    "hf-step": hf_step,
     "default-run": default_run,
     "step-profile": lambda: markdown_table(*profile_rows(RESULTS / "step_profile.csv")),
     "accelerators": lambda: markdown_table(*accelerator_rows()),

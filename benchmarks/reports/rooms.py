@@ -55,11 +55,12 @@ def draw_rooms(path: Path) -> dict[str, int]:
     built = [[room for room in floor if counts[room]] for floor in floors()]
     rows = [floor for floor in built if floor]
     torch_free = next(index for index, floor in enumerate(rows) if LAST_TORCH_FREE in floor)
-    with panels(path, 1, 1, width=9, height=0.42 * len(rows) + 1.1) as (figure, axes):
+    with panels(path, 1, 1, width=11, height=0.42 * len(rows) + 1.1) as (figure, axes):
         at = axes[0][0]
-        for index, floor in enumerate(rows):
-            _draw_floor(at, index, floor, counts, torch_free=index <= torch_free)
-        at.set(xlim=(0, 1), ylim=(-0.6, len(rows) - 0.4), xticks=[], yticks=[])
+        ends = [
+            _draw_floor(at, index, floor, counts, torch_free=index <= torch_free) for index, floor in enumerate(rows)
+        ]
+        at.set(xlim=(0, max(1.0, *ends)), ylim=(-0.6, len(rows) - 0.4), xticks=[], yticks=[])
         at.set_ylabel("imports go down only")
         at.spines[["top", "right", "bottom", "left"]].set_visible(False)
         figure.suptitle(f"The rooms of tightfit, {sum(counts.values()):,} lines: floors from the ground up")
@@ -67,7 +68,8 @@ def draw_rooms(path: Path) -> dict[str, int]:
     return counts
 
 
-def _draw_floor(axes: "Axes", index: int, floor: list[str], counts: dict[str, int], *, torch_free: bool) -> None:
+def _draw_floor(axes: "Axes", index: int, floor: list[str], counts: dict[str, int], *, torch_free: bool) -> float:
+    """Draw its rooms side by side; returns where the last one ends."""
     from matplotlib.patches import Rectangle
 
     most = max(counts.values())
@@ -79,6 +81,7 @@ def _draw_floor(axes: "Axes", index: int, floor: list[str], counts: dict[str, in
         axes.add_patch(box)
         axes.text(left + width / 2, index, label, ha="center", va="center", fontsize=8.5)
         left += width + GAP
+    return left
 
 
 def _legend() -> list[object]:

@@ -29,3 +29,19 @@ def test_pages_know_nothing_of_where_they_were_written() -> None:
     words = re.compile(r"/root/|/home/\w+/|/tmp/\w")
     assert [str(page) for page in pages() if words.search(page.read_text(encoding="utf-8"))] == []
     assert (ROOT / "README.md").is_file()
+
+
+def test_one_claim_has_one_number() -> None:
+    """8B at 8,192 tokens without levers is measured by two benchmarks; pages quote hf_step.csv alone."""
+    from benchmarks.reports.documentation import LEVERS, hf_step, train_step
+    from benchmarks.reports.records import record_rows
+
+    _, rows = record_rows(LEVERS)
+    assert not [row for row in rows if row[0] == "8B, 8,192 tokens" and "`" not in row[1]]
+    assert [row for row in rows if row[0] == "8B, 8,192 tokens"]
+    ms = {float(found) for found in re.findall(r"([\d.]+) ms", hf_step())}
+    speeds = {int(found.replace(",", "")) for found in re.findall(r"huggingface[\w+]* \| ([\d,]+)", train_step())}
+    tokens = {round(count / each * 1e3) for each in ms for count in (8192, 16384)}
+    quoted = [speed for speed in speeds if speed < 60_000]
+    assert len(quoted) == 6
+    assert all(any(abs(speed / each - 1) < 0.001 for each in tokens) for speed in quoted)

@@ -12,11 +12,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.distributed.group import Group
 from tests.distributed.piping import Piped
-from tests.distributed.refusing import refuse_or_wait
 from tests.distributed.training import CPU, Case, build, micro_batches
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
-from tightfit.launch.together import run_together
 from tightfit.parallel import mesh
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.precision import LossScale
@@ -108,13 +106,3 @@ def step_on_odd_rows(case: Case, training: bool) -> str:
     except UserError as error:
         return str(error)
     return "nothing was wrong"
-
-
-@pytest.mark.usefixtures("server")
-def test_processes_started_here_end_with_a_sentence() -> None:
-    with pytest.raises(UserError, match="the second rank refuses"):
-        run_together(2, refuse_or_wait, "refuse")
-    with pytest.raises(UserError, match="process 1 of 2 was ended by SIGKILL"):
-        run_together(2, refuse_or_wait, "die")
-    with pytest.raises(RuntimeError, match=r"process 1 of 2 failed:\n(.|\n)*ZeroDivisionError"):
-        run_together(2, refuse_or_wait, "fail")

@@ -1,5 +1,6 @@
 """Cases of data: rows, texts and conversations, and stores of tokens."""
 
+import gzip
 import json
 import random
 import shutil
@@ -65,6 +66,67 @@ def plain_text(chance: random.Random, given: Materials, folder: Path) -> Case:
     return lambda: prepare_text([str(path)], given.tokenizer, cache_dir=cache, vocab_size=chance.choice((300, 10)))
 
 
+def json_document(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """A list of objects in one file, sometimes with an element that is large, deep, or never ends."""
+    rows: list[Any] = [{"text": text} for text in TEXTS]
+    rows.insert(chance.randrange(4), chance.choice((value(chance), {"text": value(chance)}, {"text": "é" * 3 * 10**6})))
+    content = dumped(chance, chance.choice((rows, {"rows": rows}, rows[0])))
+    content = chance.choice((content, content[:-1], content + b",", b"[" * chance.choice((1, 10**6)), b"[" + content))
+    path = folder / "rows.json"
+    path.write_bytes(content)
+    return _consumed(path, chats=chance.random() < 0.3)
+
+
+def _separated(chance: random.Random, delimiter: str) -> bytes:
+    """A table with its names, of which some value is strange, or many, or without an end."""
+    quote, names = chance.choice(('"', "", '"')), chance.choice((["text", "n"], ["n"], ["text"] * 3, [word(chance)]))
+    values = [quote + chance.choice((*TEXTS, word(chance), "x" * 10**6)) + quote for _ in names]
+    whole = "\n".join(delimiter.join(row) for row in (names, values, values))
+    strange = (
+        delimiter * 10**6,
+        f'"a\n"{delimiter}' * 10**5,
+        '"' + "a\n" * 10**6,
+        delimiter.join(f"c{i}" for i in range(2 * 10**5)),
+        "",
+    )
+    return (whole + chance.choice(("", "\n")) + chance.choice(strange)).encode("utf-8", "surrogatepass")
+
+
+def separated_values(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """Comma- and tab-separated values."""
+    suffix, delimiter = chance.choice((("csv", ","), ("tsv", "\t")))
+    content = _separated(chance, delimiter)
+    path = folder / f"rows.{suffix}"
+    path.write_bytes(changed_bytes(chance, content) if chance.random() < 0.4 else content)
+    return _consumed(path, chats=chance.random() < 0.2)
+
+
+def compressed(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """What is inside is rows or text; much of it in few bytes, cut off, or damaged."""
+    inner, content = chance.choice(
+        (
+            ("txt", chance.choice((b"\0", b"a b\n", b" ")) * chance.choice((10, 10**6, 2 * 10**7))),
+            ("jsonl", b'{"text": "' + b"a" * chance.choice((10, 10**6, 10**6, 6 * 10**7)) + b'"}'),
+            ("json", b"[" + b'{"text": "b"},' * 10**4 + b'{"text": "c"}]'),
+            ("csv", _separated(chance, ",")),
+        )
+    )
+    suffix = chance.choice(("gz", "zst"))
+    made = gzip.compress(content, 1) if suffix == "gz" else _zstandard(content)
+    path = folder / f"rows.{inner}.{suffix}"
+    path.write_bytes(changed_bytes(chance, made) if chance.random() < 0.4 else made * chance.choice((1, 1, 3)))
+    return _consumed(path, chats=False)
+
+
+def _zstandard(content: bytes) -> bytes:
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return bytes(sink.getvalue())
+
+
 def parquet(chance: random.Random, given: Materials, folder: Path) -> Case:
     """Parquet with wrong bytes, or with little bytes that mean much."""
     path = folder / "rows.parquet"
@@ -119,6 +181,9 @@ def _stored(given: Materials) -> Path:
 
 KINDS = {
     "json lines": json_lines,
+    "json document": json_document,
+    "separated values": separated_values,
+    "compressed": compressed,
     "chats": chats,
     "plain text": plain_text,
     "parquet": parquet,

@@ -7,17 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.group import PRELOADED
+from tests.programs import call_forked
+from tests.serve.sleeping import sleep
 from tightfit.errors import UserError
+from tightfit.launch.forked import Forked
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import SMOLLM2, LoadedModel
 from tightfit.models.saving import write_model
@@ -25,7 +30,9 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve import start
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
+from tightfit.serve.http import replicas
 from tightfit.serve.http.server import ServerOptions, serve
+from tightfit.serve.rank_watch import RankWatch
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +112,43 @@ def test_several_processes_answer_as_one_and_end_together(directory: Path, loade
             assert json.loads(response.read())["choices"][0]["text"] == wanted
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
+
+
+def serve_with_a_rank_that_dies(signalled: str) -> None:
+    """What a server does while rank 1 is killed: it waits for requests, or its engine fails for want of the rank."""
+    with Forked(1, sleep, (), []) as ranks, RankWatch(ranks):
+        ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        if signalled == "failed":
+            raise RuntimeError("Connection closed by peer")
+        ended.wait(60)
+
+
+@pytest.mark.parametrize("state", ["idle", "failed"])
+def test_a_killed_rank_ends_the_server_with_a_sentence(state: str, tmp_path: Path) -> None:
+    code, _, stderr = call_forked(tmp_path, serve_with_a_rank_that_dies, state)
+    assert code == 1
+    assert stderr == ("tightfit: rank 1 of 2 ended with signal 9 (SIGKILL), and the server with it; start it again\n")
+
+
+def test_ranks_that_are_ended_with_the_server_are_no_fault(capfd: pytest.CaptureFixture[str], server: None) -> None:
+    with Forked(1, sleep, (), PRELOADED) as ranks, RankWatch(ranks):
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_a_killed_copy_ends_the_server_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copies = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    monkeypatch.setattr(replicas, "_copies", lambda *_: nullcontext(copies))
+    monkeypatch.setattr(replicas, "_wait_until_healthy", lambda *_: copies[1].kill())
+    with pytest.raises(SystemExit, match="1"):
+        replicas.serve_replicas([], ServerOptions(port=free_port()), replicas=2, cards=1, gpus=0)
+    said = "tightfit: copy 1 of the model ended with signal 9 (SIGKILL), and the server with it; start it again\n"
+    assert capfd.readouterr().err == said
+    assert copies[0].wait(60) == -signal.SIGTERM
 
 
 def test_a_dead_engine_ends_the_server_with_its_error(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

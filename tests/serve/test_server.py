@@ -241,6 +241,8 @@ BAD_BODIES: list[tuple[str, bytes, int]] = [
     ("/v1/completions", b'{"prompt": "a", "model": "other"}', 404),
     ("/v1/completions", b'{"prompt": "' + b"x" * 100_000 + b'"}', 413),
     ("/v1/embeddings", b'{"input": []}', 400),
+    ("/v1/embeddings", b'{"input": ""}', 400),
+    ("/v1/embeddings", b'{"input": ["a", ""]}', 400),
     ("/v1/embeddings", b'{"input": [[-1]]}', 400),
     ("/v1/embeddings", b'{"input": "a", "dimensions": 7}', 400),
     ("/v1/nothing", b"{}", 404),

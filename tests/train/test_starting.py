@@ -251,3 +251,10 @@ def test_conversations_that_do_not_fit_are_told_of_and_mostly_lost_ones_refused(
     assert not (tmp_path / "refused").exists()
     run_job(job("fits", 3, 3, 128))
     assert "longer than" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["model: ~nosuchuser/m\ndata: d", "model: tiny-llama\ndata: ~nosuchuser/x"])
+def test_nobody_s_home_is_a_sentence(field: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{field}\noutput: o\nsteps: 1\n")
+    with pytest.raises(UserError, match=r"'~nosuchuser/\w' begins with a home directory that does not exist"):
+        read_job(tmp_path / "job.yaml", [])

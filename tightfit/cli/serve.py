@@ -145,6 +145,7 @@ def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: A
     from tightfit.launch.forked import Forked
     from tightfit.serve.http.server import serve as run_server
     from tightfit.serve.rank_start import run_other_rank, start_first_rank
+    from tightfit.serve.rank_watch import RankWatch
     from tightfit.serve.ranks import open_meeting
     from tightfit.serve.start import start_engine
 
@@ -153,7 +154,8 @@ def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: A
         if spread.ranks > 1:
             store = open_meeting(spread.ranks)
             arguments = (source, config, spread, store.port, asked.device)
-            others.enter_context(Forked(spread.ranks - 1, run_other_rank, arguments, [run_other_rank.__module__]))
+            forked = Forked(spread.ranks - 1, run_other_rank, arguments, [run_other_rank.__module__])
+            others.enter_context(RankWatch(others.enter_context(forked)))
             loaded, engine = start_first_rank(source, config, spread, store, asked.device)
         else:
             loaded, engine = start_engine(

@@ -10,6 +10,7 @@ from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any
 
+from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.presets import PRESETS
 
@@ -67,7 +68,10 @@ def absolute(path: Path) -> Path:
 def _found(name: str, beside: Path | None) -> str:
     if name in NOT_FILES:
         return name
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise UserError(f"{name!r} begins with a home directory that does not exist; write the path out") from None
     for place in (path, *([] if beside is None else [beside / path])):
         try:
             if place.exists():

@@ -85,6 +85,8 @@ BROKEN = {
     "short.csv": (b"text,id\na\n", "line 2 has 1 values for 2 columns"),
     "quote.csv": (b'text\n"a', "not a row of values"),
     "names.csv": (b"text,id\n", "has no rows"),
+    "twice.csv": (b"text,text\na,b\n", "names the column 'text' twice"),
+    "columns.csv": (b"," * 5000, "names 5,001 columns"),
 }
 
 
@@ -101,3 +103,13 @@ def test_an_element_has_a_largest_length(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 200_000}]))
     with pytest.raises(UserError, match="element 1 is longer than 10,000"):
         list(read_texts(find_sources([str(tmp_path / "a.json")])))
+
+
+def test_the_lines_of_one_row_have_a_largest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quotes can carry a row over any number of lines; rows that end, and empty lines, may be as many as they like."""
+    monkeypatch.setattr(row_text, "LARGEST_ROW_BYTES", 1_000)
+    (tmp_path / "a.csv").write_text("text\n" + '"a\n",' * 1_000)
+    with pytest.raises(UserError, match="belongs to a row of more than 1,000 bytes"):
+        list(read_texts(find_sources([str(tmp_path / "a.csv")])))
+    (tmp_path / "b.csv").write_text("text\n" + "word\n" * 500 + "\n" * 2_000 + '"two\nlines"\n')
+    assert len(list(read_texts(find_sources([str(tmp_path / "b.csv")])))) == 501

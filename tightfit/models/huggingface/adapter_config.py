@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
 from tightfit.models.resolve import read_config
 
@@ -24,7 +25,7 @@ def named_directories(given: Iterable[str]) -> dict[str, Path]:
             raise UserError(f"--adapter is {text!r}; write NAME=DIRECTORY")
         if name in found:
             raise UserError(f"--adapter names {name!r} twice; give each adapter a name of its own")
-        found[name] = Path(place).expanduser()
+        found[name] = user_path(place, f"--adapter {name}")
     return found
 
 

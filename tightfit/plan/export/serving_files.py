@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from tightfit.bounded_files import user_path
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.models.presets import PRESETS
@@ -44,7 +45,7 @@ def served_weights(model: str, weights: str | None) -> str:
         raise UserError(
             f"{model} is a shape without weights; say with --weights which directory or name on a hub vLLM shall load"
         )
-    path = Path(model).expanduser()
+    path = user_path(model, "MODEL")
     if path.is_file() or not (path / "config.json").is_file():
         raise UserError(
             f"vLLM does not load {model}; write a Hugging Face directory with `tightfit export {model} DIRECTORY` first"

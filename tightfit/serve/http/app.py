@@ -226,6 +226,8 @@ async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:
     engine = served.service.engine
     if engine.spread:
         raise UserError("embeddings need a model that is whole on one rank; serve it without --tensor and --pipeline")
+    if body.input == "" or (isinstance(body.input, list) and "" in body.input):
+        raise UserError("input has an empty text; give texts with something in them")
     texts = await asyncio.to_thread(as_token_lists, body.input, served.tokenizer)
     if not 1 <= len(texts) <= MOST_PROMPTS:
         raise UserError(f"input has {len(texts)} texts; give 1 to {MOST_PROMPTS}")

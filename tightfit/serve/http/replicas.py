@@ -21,6 +21,7 @@ from types import FrameType
 import uvicorn
 
 from tightfit.errors import UserError
+from tightfit.launch.endings import exit_name
 from tightfit.serve.http.balancer import Balancer
 from tightfit.serve.http.guards import Guards
 from tightfit.serve.http.server import ServerOptions
@@ -58,13 +59,17 @@ def serve_replicas(arguments: Sequence[str], options: ServerOptions, *, replicas
         )
         threading.Thread(target=_watch, args=(copies, server), daemon=True).start()
         server.run()
-        ended = [copy.returncode for copy in copies if copy.poll() is not None]
+        ended = {index: copy.returncode for index, copy in enumerate(copies) if copy.poll() is not None}
         for copy in copies:
             copy.send_signal(signal.SIGTERM)
         for copy in copies:
             copy.wait(options.drain_seconds + 30)
+    if ended:
+        index, code = next(iter(ended.items()))
+        how = f"copy {index} of the model ended with {exit_name(code)}"
+        print(f"tightfit: {how}, and the server with it; start it again", file=sys.stderr)
     if ended or not server.started:
-        sys.exit(next((code for code in ended if code), 1))
+        sys.exit(1)
 
 
 def without_own(arguments: Sequence[str]) -> list[str]:

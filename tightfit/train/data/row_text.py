@@ -16,6 +16,7 @@ from tightfit.train.data.source_files import decode, open_bytes
 
 LARGEST_ROW_BYTES = 50_000_000
 """Of a line of JSON: Python's objects can take some 24 times as much."""
+MOST_COLUMNS = 1_000
 BLOCK_BYTES = 2**16
 SPACE = " \t\r\n"
 
@@ -105,7 +106,7 @@ class _Text:
         wanted = BLOCK_BYTES
         while True:
             try:
-                _, end = json.JSONDecoder().raw_decode(self.held, self.at)
+                end = json.JSONDecoder().raw_decode(self.held, self.at)[1]  # what it read is not kept: it can be large
             except (ValueError, RecursionError):
                 end = None
             if end is not None and end < len(self.held):
@@ -134,19 +135,50 @@ def separated_values(path: Path, delimiter: str) -> Iterator[TextRow]:
     """Rows below a line of names; values may be quoted and hold line breaks."""
     csv.field_size_limit(LARGEST_ROW_BYTES)
     with open_bytes(path) as file:
-        lines = (decode(line, path, offset) for _, offset, line in _lines(file, path))
+        lines = _RowLines(file, path)
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         names: list[str] | None = None
         before = 0
         while (values := _values(reader, path)) is not None:
             where = f"{path} line {reader.line_num}"
+            lines.begin_row()
             if names is None:
-                names = values
+                names = _column_names(values, where)
             elif len(values) != len(names):
                 raise UserError(f"{where} has {len(values)} values for {len(names)} columns; correct that line")
             else:
                 yield TextRow(dict(zip(names, values, strict=True)), where, file.tell() - before)
             before = file.tell()
+
+
+class _RowLines:
+    """Lines of a table; those of one row, which quotes can make many, have a largest length together."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.path, self.row_bytes = path, 0
+        self._lines = _lines(file, path)
+
+    def begin_row(self) -> None:
+        """What was read so far belongs to rows that are over."""
+        self.row_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for number, offset, line in self._lines:
+            self.row_bytes += len(line.strip())  # empty lines are no part of a row
+            if self.row_bytes > LARGEST_ROW_BYTES:
+                raise UserError(
+                    f"{self.path} line {number} belongs to a row of more than {LARGEST_ROW_BYTES:,} bytes; "
+                    "look for a quotation mark that is never closed"
+                )
+            yield decode(line, self.path, offset)
+
+
+def _column_names(names: list[str], where: str) -> list[str]:
+    if len(names) > MOST_COLUMNS:
+        raise UserError(f"{where} names {len(names):,} columns, more than {MOST_COLUMNS:,}; it is not a table of texts")
+    if twice := next((name for name in names if name and names.count(name) > 1), None):
+        raise UserError(f"{where} names the column {twice!r} twice; rename one of the two")
+    return names
 
 
 def _values(reader: Any, path: Path) -> list[str] | None:
