@@ -27,12 +27,12 @@ import torch
 
 from tests.interpreter import patch_language_once, read_single_elements
 from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
-from tests.slow_halves import leave_to_torch
+from tests.slow_halves import compute_in_float32
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
 torch.set_num_threads(1)
-leave_to_torch()
+compute_in_float32()
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     read_single_elements()

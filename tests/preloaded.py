@@ -16,6 +16,6 @@ import tightfit.train.loop
 
 tests.interpreter.read_single_elements()
 tests.interpreter.patch_language_once()
-tests.slow_halves.leave_to_torch()
+tests.slow_halves.compute_in_float32()
 
 __all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "tests", "tightfit"]
