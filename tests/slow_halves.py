@@ -42,7 +42,8 @@ def _replace(name: str, rounded: Callable[[Any], Any]) -> None:
 def _compute(kernel: Any, rounded: Callable[[Any], Any], keys: Any, *given: Any, **named: Any) -> Any:
     if given[0].dtype is not torch.bfloat16:
         return kernel.call_boxed(keys, *given, **named)
-    return rounded(kernel.call_boxed(keys, *map(_widened, given), **named))
+    wide = {name: _widened(value) for name, value in named.items()}
+    return rounded(kernel.call_boxed(keys, *map(_widened, given), **wide))
 
 
 def _widened(value: Any) -> Any:

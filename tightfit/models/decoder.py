@@ -74,6 +74,25 @@ class ForwardContext:
     heads_multiple: int = 1
     """`attend` takes some of the key heads as well, if so many or a multiple of it."""
 
+    def attended(self, layer: "Attention | LatentAttention", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of one layer to what is cached and new, [B, heads, T, D]; by `attend` where that is given."""
+        if self.attend is not None:
+            return self.attend(
+                layer.layer, query, key, value, scale=layer.scale, window=layer.window, softcap=layer.softcap
+            )
+        if self.cache is not None:
+            key, value = self.cache.extend(layer.layer, key, value)
+        return attention(
+            query,
+            key,
+            value,
+            self.mask,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            impl=layer.impl.attention,
+        )
+
 
 class LossTarget(Protocol):
     """What a micro-batch shall learn besides its labels, made before the forward pass."""
@@ -123,23 +142,7 @@ class Attention(nn.Module):
         if self.rope is not None:
             cos, sin = ctx.rope_tables[self.rope]
             query, key = rope(query, key, cos, sin, impl=self.impl.rope)
-        if ctx.attend is not None:
-            attended = ctx.attend(
-                self.layer, query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
-            )
-            return self.o(attended.transpose(1, 2).flatten(2))
-        if ctx.cache is not None:
-            key, value = ctx.cache.extend(self.layer, key, value)
-        attended = attention(
-            query,
-            key,
-            value,
-            ctx.mask,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            impl=self.impl.attention,
-        )
+        attended = ctx.attended(self, query, key, value)
         return self.o(attended.transpose(1, 2).flatten(2))
 
     def _project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
