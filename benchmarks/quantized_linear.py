@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.compress.ranges import fit_grid
 from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize_rows
 from tightfit.kernels.int8_linear import int8_linear
-from tightfit.kernels.packing import pack
+from tightfit.kernels.packing import pack_tiles
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 ROWS = (1, 4, 16, 64, 256, 2048)
@@ -38,7 +38,7 @@ def coded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None
     """Words, scales and zero points of a matrix rounded to nearest."""
     made = fit_grid(weight.float(), scheme).code(weight.float())
     zero = None if made.zero is None else made.zero.to(torch.uint8)
-    return pack(made.codes, scheme.bits), made.scale.to(torch.float16), zero
+    return pack_tiles(made.codes, scheme.bits), made.scale.to(torch.float16), zero
 
 
 def products(weight: Tensor, group: int) -> dict[str, tuple[Product, int]]:

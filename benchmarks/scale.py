@@ -180,9 +180,9 @@ def chosen(name: str, case: Case) -> Iterator[Chosen]:
         plan = answer(Question(model=case.model, workload=workload, machine=machine)).plan
         yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
     pins = parse_pins(case.pins)
-    runnable = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins, runnable=True))
-    found = [(runnable.plan.layout, runnable.plan.levers)]
-    found += [(each.layout, each.levers) for each in runnable.alternatives]
+    answered = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins))
+    found = [(answered.plan.layout, answered.plan.levers)]
+    found += [(each.layout, each.levers) for each in answered.alternatives]
     layout, levers = next(each for each in found if trains(workload, *each))
     yield Chosen(name, "trainable", workload, machine, layout, levers)
 

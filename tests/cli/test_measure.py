@@ -125,7 +125,7 @@ def test_training_a_plan_as_json(plan_file: Path, its_own: list[str], tightfit: 
 
 def test_a_plan_of_a_job_file_needs_nothing_more(job_file: Path, tmp_path: Path, tightfit: Any) -> None:
     saved = tmp_path / "planned.json"
-    assert tightfit("plan", job_file, "--on", "A100-80GB", "--runnable", "--save", saved).code == 0
+    assert tightfit("plan", job_file, "--on", "A100-80GB", "--save", saved).code == 0
     plan = Plan.load(saved)
     job = job_of_plan(plan, "here")
     assert (job.output, job.steps, job.layout) == (tmp_path / "run", 5, plan.layout)

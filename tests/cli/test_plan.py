@@ -98,7 +98,6 @@ def test_saved_and_exported(tightfit: Any, tmp_path: Path) -> None:
     plan, folder = tmp_path / "plan.json", tmp_path / "exports"
     made = tightfit(
         *EIGHT,
-        "--runnable",
         "--save",
         plan,
         "--export",
@@ -117,7 +116,7 @@ def test_saved_and_exported(tightfit: Any, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_said(tightfit: Any, tmp_path: Path) -> None:
-    made = tightfit(*EIGHT, "--runnable", "--export", tmp_path, "-o", "layout.tensor=2")
+    made = tightfit(*EIGHT, "--export", tmp_path, "-o", "layout.tensor=2")
     assert made.code == 0
     assert re.search(r"no deepspeed.json: .*layout.tensor=2; plan with -o layout.tensor=1", " ".join(made.out.split()))
     assert (tmp_path / "torchrun.sh").is_file()
@@ -146,7 +145,7 @@ def test_a_job_file_is_planned_with_its_own_fields(tightfit: Any, tmp_path: Path
 
 
 def test_confirm_simulates_the_plan(tightfit: Any) -> None:
-    arguments = ("plan", "tiny-llama", "--on", "2xT4", "--seq", 64, "--global-batch", 8, "--runnable", "--confirm")
+    arguments = ("plan", "tiny-llama", "--on", "2xT4", "--seq", 64, "--global-batch", 8, "--confirm")
     data = tightfit(*arguments, "--json").json
     assert data["simulation"]["fits"] is True
     assert data["simulation"]["ledger"]["source"] == "simulation"

@@ -79,9 +79,7 @@ def questions(count: int, seed: int, most_gpus: int = 1024) -> Iterator[tuple[st
         lossy = draw.random() < 0.2
         yield (
             asked,
-            Question(
-                model=model, workload=workload, machine=machine, pins=parse_pins(pins), lossy=lossy, runnable=True
-            ),
+            Question(model=model, workload=workload, machine=machine, pins=parse_pins(pins), lossy=lossy),
         )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.plan.questions import planned, question
+from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
@@ -116,14 +116,8 @@ def refused(plan: Plan) -> str | None:
     return refused_by_trainer(Run(layout=plan.layout, levers=plan.levers, spec=plan.workload.spec))
 
 
-def test_runnable_pins_leave_what_the_trainer_runs() -> None:
-    pins = parse_pins(["layout.zero=3"])
-    asked = question("llama-3.1-8b", "8xV100-32GB", 512, 8)
-    from dataclasses import replace
-
-    from tightfit.plan.answer import answer
-
-    found = answer(replace(asked, pins=pins, runnable=True)).plan
+def test_pins_leave_what_the_trainer_runs() -> None:
+    found = planned("llama-3.1-8b", "8xV100-32GB", 512, 8, "layout.zero=3").plan
     assert found.layout.zero == 3
     assert refused(found) is None
     split = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=2").plan

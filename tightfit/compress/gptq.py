@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tightfit.compress.ranges import Grid, RangeRule, fit_grid
-from tightfit.compress.rounding import StoredScales, decode, encode
 from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.ranges import Grid, RangeRule, fit_grid
+from tightfit.models.quantized.rounding import StoredScales, decode, encode
 from tightfit.models.quantized.scheme import Scheme
 
 ActOrder = Literal["none", "static", "groups"]

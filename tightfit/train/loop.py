@@ -41,6 +41,7 @@ from tightfit.train.pipeline_record import recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, prepare
 from tightfit.train.progress import RunProgress
+from tightfit.train.quantized_result import write_quantized
 from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, opened, recover
 from tightfit.train.schedule import lr_ratio
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
@@ -194,6 +195,7 @@ class _Run:
                     self.start = self._evaluate()
                 self._train()
                 self._save_once()
+                self._write_quantized()
                 if self.stopped_by is None and self.end is None:
                     self.end = self._evaluate()
                 if self.saver is not None:
@@ -309,6 +311,12 @@ class _Run:
         if self.saved is None or self.saved.name != checkpoint_path(self.job.output, self.step).name:
             self._save()
             self._settle()
+
+    def _write_quantized(self) -> None:
+        """The compressed model that a run with rounded weights ends in."""
+        done = self.step == self.p.total_steps and self.ranks.first and self.writes
+        if self.job.quantize.bits is not None and done:
+            self.progress.say(f"compressed model: {write_quantized(self.job.output, self.p.model, self.p.tokenizer)}")
 
     def _settle(self) -> None:
         if self.opened_run is not None:

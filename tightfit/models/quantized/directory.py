@@ -191,6 +191,21 @@ def shapes_of(spec: ModelSpec) -> dict[str, Tensor]:
     return blank_decoder(spec, "meta", torch.float32).state_dict()
 
 
+def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict[str, Scheme], list[str]]:
+    """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain."""
+    made: dict[str, Scheme] = {}
+    plain: list[str] = []
+    shapes = shapes_of(spec)
+    for link in written_links(spec, shapes):
+        module = link.theirs.removesuffix(".weight")
+        ours = link.ours[0].removesuffix(".weight")
+        if ours in schemes:
+            made[module] = schemes[ours]
+        elif link.theirs.endswith(".weight") and ours.startswith("layers.") and len(shapes[link.ours[0]].shape) > 1:
+            plain.append(module)
+    return made, plain
+
+
 def _without(name: str, ends: tuple[str, ...]) -> str:
     """`name` without the longest of these endings."""
     return name.removesuffix(max((end for end in ends if name.endswith(end)), key=len))
