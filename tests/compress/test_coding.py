@@ -6,12 +6,7 @@ from torch import Tensor
 
 from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
-<<<<<<< HEAD
-from tightfit.compress.ranges import RULES, fit_grid
 from tightfit.compress.spqr import SpqrOptions, spqr
-=======
-from tightfit.compress.spqr import SpqrOptions, spqr, spqr_scheme
->>>>>>> main
 from tightfit.errors import UserError
 from tightfit.models.quantized.codebooks import E2M1, NF4, nearest
 from tightfit.models.quantized.formats.bitsandbytes import code_scales, nested_scales
