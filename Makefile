@@ -31,7 +31,7 @@ types: install
 
 suite: install
 	@$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone"
-	@$(BIN)/pytest -m alone
+	@$(BIN)/pytest -m alone $$(grep -rlE "mark\.alone" tests)
 
 # Types and tests beside each other: a machine with two cores then has no idle one.
 test: style

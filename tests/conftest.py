@@ -25,15 +25,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 import torch
 
-from tests.interpreter import read_single_elements
+from tests.interpreter import patch_language_once, read_single_elements
 from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
+from tests.slow_halves import compute_in_float32
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
 torch.set_num_threads(1)
+compute_in_float32()
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     read_single_elements()
+    patch_language_once()
 
 
 def pytest_collection_finish() -> None:

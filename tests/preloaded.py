@@ -10,9 +10,12 @@ import tests.distributed.piping
 import tests.distributed.training
 import tests.distributed.victim
 import tests.interpreter
+import tests.slow_halves
 import tests.train.jobs
 import tightfit.train.loop
 
 tests.interpreter.read_single_elements()
+tests.interpreter.patch_language_once()
+tests.slow_halves.compute_in_float32()
 
 __all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "tests", "tightfit"]

@@ -3,11 +3,19 @@
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.distributed.group import PRELOADED
 from tightfit.launch.forked import Forked
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[Forked]:
+    """`tightfit ARGUMENTS` while it runs; what it writes is in `folder`, as files `stdout` and `stderr`."""
+    with Forked(1, _run, (str(folder), _tightfit, arguments), PRELOADED) as program:
+        yield program
 
 
 def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
-from tightfit.compress.spqr import SpqrOptions, spqr, spqr_scheme
+from tightfit.compress.spqr import SpqrOptions, spqr
 from tightfit.errors import UserError
 from tightfit.models.quantized.codebooks import E2M1, NF4, nearest
 from tightfit.models.quantized.formats.bitsandbytes import code_scales, nested_scales
@@ -112,7 +112,9 @@ def test_gptq_with_inputs_that_are_always_zero() -> None:
 def test_spqr_keeps_the_share_of_outliers_and_beats_plain_groups() -> None:
     weight, hessian = matrix(64, 256), moment(256)
     weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(2)) < 0.005] *= 12
-    coded = spqr(weight, hessian, spqr_scheme(3), SpqrOptions(outlier_share=0.01))
+    coded = spqr(
+        weight, hessian, Scheme(bits=3, group=16, symmetric=False, outliers=True), SpqrOptions(outlier_share=0.01)
+    )
     assert coded.outliers is not None
     assert 0.004 < len(coded.outliers.values) / weight.numel() < 0.02
     made = coded.dequantize()

@@ -146,7 +146,8 @@ def test_expert_ranks_update_inside_backward(group: Make) -> None:
 def test_ranks_that_split_weights_clip_alike_inside_backward(group: Make, split: dict[str, Any]) -> None:
     """Norms of the first step are exact; replicated weights stay equal to the bit, which `together` looks at."""
     settings = Optimizer(lr=1e-3, eps=1e-4, clip_norm=0.5)
-    case = Case(**{"spec": UNEVEN_HEADS, "micro_batch": 4} | split, settings=settings)
+    fields: dict[str, Any] = {"spec": UNEVEN_HEADS, "micro_batch": 4} | split
+    case = Case(**fields, settings=settings)
     case = replace(case, micro_batch=8 // case.data, levers=Levers(update_in_backward=True))
     shares = group(2).run(run_rank, case)
     found = together(shares)

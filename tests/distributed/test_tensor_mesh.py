@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,7 +28,7 @@ CUBE = Layout(tensor=8, tensor_mesh="3d", micro_batch=4)
 BIASED = replace(GPT2, gated=True, activation="silu", rope=TINY.rope, qk_norm=True, qkv_bias=True, vocab_size=97)
 JOINT = replace(TINY, qk_norm=True, qk_norm_joint=True, kv_heads=4)
 ONE_KEY = replace(TINY, kv_heads=1, qk_norm=True, qkv_bias=True)
-THREES = {"hidden_size": 36, "heads": 6, "head_dim": 6, "mlp_size": 66}
+THREES: dict[str, Any] = {"hidden_size": 36, "heads": 6, "head_dim": 6, "mlp_size": 66}
 """Sizes for three ranks along an axis."""
 SPECS = {
     "llama": replace(TINY, vocab_size=97),

@@ -17,11 +17,10 @@ from typing import Any
 
 from tests.distributed.group import PRELOADED
 from tests.fuzz.materials import TEXTS
-from tests.train.jobs import checkpoint_files, run_and_die, tiny_job
+from tests.train.jobs import checkpoint_files, latest_checkpoint, run_and_die, tiny_job
 from tightfit.jobs.job import Job
 from tightfit.launch.forked import start_server
 from tightfit.models.loading import load_model
-from tightfit.train.checkpoints.directory import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
 

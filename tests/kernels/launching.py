@@ -172,7 +172,6 @@ def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
             window=9,
             softcap=2.0,
             splits=splits,
-            overlap=overlap,
         )
 
 

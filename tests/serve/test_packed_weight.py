@@ -1,6 +1,7 @@
 """Packed weights in the engine: joined they give what the layers give one by one, and nothing is held twice."""
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def coded(linear: nn.Linear, bits: int, symmetric: bool) -> QuantizedLinear:
 def quantized(bits_of_down: int = 8, *, alike: bool = True) -> Decoder:
     """Layer 0 plain, the other in 4 bits but for its last projection, and where not `alike` its keys in 8."""
     model = random_model(SPEC)
-    attention, mlp = model.layers[1].attention, model.layers[1].mlp
+    layer: Any = model.layers[1]
+    attention, mlp = layer.attention, layer.mlp
     for name in ("q", "k", "v", "o"):
         setattr(
             attention, name, coded(getattr(attention, name), 8 if name == "k" and not alike else 4, symmetric=False)
@@ -55,7 +57,8 @@ def test_joined_or_not_the_answers_are_the_layers(alike: bool, monkeypatch: pyte
 def test_nothing_is_held_twice() -> None:
     model = quantized()
     answers(model)
-    attention = model.layers[1].attention
+    layer: Any = model.layers[1]
+    attention = layer.attention
     starts = [attention.q.packed.untyped_storage().data_ptr(), attention.k.packed.untyped_storage().data_ptr()]
     assert starts[0] == starts[1]
     x = torch.randn(3, SPEC.hidden_size)

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.group import PRELOADED
-from tests.programs import call_forked
+from tests.programs import call_forked, started
 from tests.serve.sleeping import sleep
 from tightfit.errors import UserError
 from tightfit.launch.forked import Forked
@@ -59,20 +58,19 @@ def wait_until_healthy(port: int, alive: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(directory: Path, *more: str) -> Iterator[tuple]:
+def serving(directory: Path, folder: Path, *more: str) -> Iterator[tuple[Forked, int]]:
     """A server in a process of its own, and its port."""
     port = free_port()
-    options = ["serve", str(directory), "--port", str(port), "--name", "tiny", "--max-length", "256", *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tightfit", *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        wait_until_healthy(port, lambda: process.poll() is None)
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
+    options = ("serve", str(directory), "--port", str(port), "--name", "tiny", "--max-length", "256", *more)
+    with started(folder, *options) as program:
+        wait_until_healthy(port, lambda: bool(program.running))
+        yield program, port
+
+
+def ended(program: Forked) -> bool:
+    """Within a minute, by itself and without an error."""
+    program.wait(60)
+    return not program.running and not program.failures
 
 
 def ask(port: int, **body: object) -> "urllib.request.Request":
@@ -80,38 +78,40 @@ def ask(port: int, **body: object) -> "urllib.request.Request":
     return urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
 
 
-def test_sigterm_lets_open_answers_finish(directory: Path) -> None:
-    with serving(directory) as (process, port):
+def test_sigterm_lets_open_answers_finish(directory: Path, tmp_path: Path) -> None:
+    with serving(directory, tmp_path) as (program, port):
         asked = ask(
             port, prompt="the", max_tokens=200, ignore_eos=True, stream=True, stream_options={"include_usage": True}
         )
         with urllib.request.urlopen(asked, timeout=60) as response:
             response.readline()
-            process.send_signal(signal.SIGTERM)
+            os.kill(program.pids[0], signal.SIGTERM)
             rest = response.read().decode()
         assert rest.rstrip().endswith("data: [DONE]")
         usage = json.loads(rest.strip().split("\n\n")[-2].removeprefix("data: "))["usage"]
         assert usage["completion_tokens"] == 200
-        assert process.wait(timeout=60) == 0
-        output = process.stdout.read().decode()
+        assert ended(program)
+    output = "".join((tmp_path / name).read_text() for name in ("stdout", "stderr"))
     assert f"http://127.0.0.1:{port}" in output
     assert "blocks of 16 tokens" in output
 
 
 @pytest.mark.parametrize("more", [("--tensor", "2"), ("--replicas", "2")])
-def test_several_processes_answer_as_one_and_end_together(directory: Path, loaded: LoadedModel, more: tuple) -> None:
+def test_several_processes_answer_as_one_and_end_together(
+    directory: Path, loaded: LoadedModel, more: tuple, tmp_path: Path
+) -> None:
     from tightfit.serve.request import Request
     from tightfit.serve.sampling import Sampling
 
     prompt, sampling = [5, 17, 3, 42], Sampling(max_tokens=8, temperature=0)
     engine = Engine(loaded.model, loaded.tokenizer, EngineConfig(cache_bytes=2**20, max_sequences=4))
     wanted = engine.generate([Request(id="x", prompt=prompt, sampling=sampling)])["x"][0].text
-    with serving(directory, *more) as (process, port):
+    with serving(directory, tmp_path, *more) as (program, port):
         asked = ask(port, prompt=prompt, max_tokens=8, temperature=0, ignore_eos=True)
         with urllib.request.urlopen(asked, timeout=60) as response:
             assert json.loads(response.read())["choices"][0]["text"] == wanted
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        os.kill(program.pids[0], signal.SIGTERM)
+        assert ended(program)
 
 
 def serve_with_a_rank_that_dies(signalled: str) -> None:

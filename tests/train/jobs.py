@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.jobs.job import Job
+from tightfit.models.loading import checkpoints_of
 
 SMALL_RUN: dict[str, Any] = {
     "model": {"source": "tiny-llama", "shape": {"layers": 1, "hidden_size": 32, "mlp_size": 48}},
@@ -31,6 +32,12 @@ def tiny_job(output: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
         "saving": {"sharded": False},
     }
     return Job.model_validate({**fields, **changes})
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    found = checkpoints_of(run)
+    return found[-1] if found else None
 
 
 def checkpoint_files(checkpoint: Path) -> dict[str, bytes]:

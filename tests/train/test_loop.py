@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.group import PRELOADED
-from tests.train.jobs import checkpoint_files, run_and_die, tiny_job
+from tests.train.jobs import checkpoint_files, latest_checkpoint, run_and_die, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.launch.forked import start_server
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.train import loop, stopping
-from tightfit.train.checkpoints.directory import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
 from tightfit.train.step import train_step

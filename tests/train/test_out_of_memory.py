@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from tests.cli.test_verbs import Run
-from tests.train.jobs import tiny_job
+from tests.train.jobs import latest_checkpoint, tiny_job
 from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
 from tightfit.models.mlp import Mlp
 from tightfit.models.presets import preset
-from tightfit.train.checkpoints.directory import latest_checkpoint
 from tightfit.train.loop import run_job
 from tightfit.train.out_of_memory import EXIT_CODE, Running, RunOutOfMemoryError, Shortage, _advice, sizes_of
 

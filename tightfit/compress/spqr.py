@@ -30,11 +30,6 @@ class SpqrOptions:
     damping: float = 0.01
 
 
-def spqr_scheme(bits: int) -> Scheme:
-    """Integers of `bits` in groups of 16 with coded scales."""
-    return Scheme(bits=bits, group=GROUP, symmetric=False, outliers=True)
-
-
 def spqr(weight: Tensor, hessian: Tensor, scheme: Scheme, options: SpqrOptions | None = None) -> CodedWeight:
     """The codes and outliers of a float32 matrix whose inputs have the second moment `hessian`."""
     options = options or SpqrOptions()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tightfit.durable import discard_directory, durable_file, flush, flush_tree, refuse_existing, sweep
+from tightfit.durable import durable_file, flush, flush_tree, refuse_existing, sweep
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
@@ -120,7 +120,3 @@ class WorkingDirectory:
         (self.path / WORK_FILE).unlink()
         os.rename(self.path, self.target)
         flush(self.target.parent)
-
-    def discard(self) -> None:
-        """Remove the work."""
-        discard_directory(self.path)

@@ -134,7 +134,8 @@ def _run_backward(
     return gradients
 
 
-def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_attended(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Output and logarithms of attention, without their values."""
     return like_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -142,18 +143,23 @@ def _fake_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: An
     return like_rows(query), like_rows(key), like_rows(value)
 
 
+def attend_and_save(
+    ctx: Any, attend: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    """The forward of an autograd function: `attend` below autograd, and all that its backward needs in `ctx`."""
+    with below_autograd():
+        out, logs = attend(query, key, value, first, *settings)
+    ctx.save_for_backward(query, key, value, out, logs, first)
+    ctx.settings = settings
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(logs)
+    return out, logs
+
+
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, *settings: Any
-    ) -> tuple[Tensor, Tensor]:
-        with below_autograd():
-            out, logs = _attend(query, key, value, bounds, *settings)
-        ctx.save_for_backward(query, key, value, out, logs, bounds)
-        ctx.settings = settings
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(logs)
-        return out, logs
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        return attend_and_save(ctx, _attend, *given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -173,7 +179,7 @@ _attend_backward = operator(
 _attend = operator(
     f"flash_attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)",
     _run,
-    _fake,
+    fake_attended,
     _FlashAttention,
 )
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.flash_blocks import Problem, softcapped_scores
 from tightfit.kernels.operators import multiprocessors, on_device_of
-from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 
 BLOCK_K = 64
@@ -40,7 +39,6 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n].
 
@@ -84,17 +82,15 @@ def paged_attention(
             BLOCK_K=block_k,
             SINGLE=splits == 1,
             CODES=scales is not None,
-            OVERLAP=overlap,
             num_warps=4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
-            **pdl(overlap),
         )
         if splits > 1:
-            _join(parts, norms, out, overlap=overlap)
+            _join(parts, norms, out)
     return out
 
 
-def _join(parts: Tensor, norms: Tensor, out: Tensor, *, overlap: bool) -> None:
+def _join(parts: Tensor, norms: Tensor, out: Tensor) -> None:
     """Weigh the shares of every sequence into `out`."""
     B, heads, splits, D = parts.shape
     _join_kernel[(heads, B)](
@@ -105,9 +101,7 @@ def _join(parts: Tensor, norms: Tensor, out: Tensor, *, overlap: bool) -> None:
         D=D,
         BLOCK_D=triton.next_power_of_2(D),
         MOST=MOST_SPLITS,
-        OVERLAP=overlap,
         num_warps=4,
-        **pdl(overlap),
     )
 
 
@@ -173,11 +167,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     SINGLE: tl.constexpr,
     CODES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K."""
-    launch_next(OVERLAP)
-    wait_for_previous(OVERLAP)
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(1)
     rows, columns = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
@@ -232,11 +223,9 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])
 def _join_kernel(  # type: ignore[no-untyped-def]
-    parts, norms, out, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr
+    parts, norms, out, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr
 ):
     """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), for one head."""
-    launch_next(OVERLAP)
-    wait_for_previous(OVERLAP)
     heads = tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64) * heads + tl.program_id(0)
     total = tl.num_programs(1).to(tl.int64) * heads * splits

@@ -16,7 +16,7 @@ and packed documents begin, and never falls from one query to the next. Who comp
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -45,10 +45,6 @@ class Part:
     first: Tensor | None = None
     """The first key of every query, int32 [B, queries]; None: all from the first on."""
     keys: int = 0
-
-    def of_queries(self, begin: int, end: int) -> "Part":
-        """The same for some of the queries."""
-        return self if self.first is None else replace(self, first=self.first[:, begin:end].contiguous())
 
     @cached_property
     def ends(self) -> Tensor | None:

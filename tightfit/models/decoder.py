@@ -75,6 +75,28 @@ class ForwardContext:
     heads_multiple: int = 1
     """`attend` takes some of the key heads as well, if so many or a multiple of it."""
 
+    def attended(self, layer: "Attention | LatentAttention", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of one layer to what is cached and new, [B, heads, T, D]; by `attend` where that is given."""
+        if self.attend is not None:
+            assert layer.sinks is None, "context ranks and serving refuse models with attention sinks"
+            return self.attend(
+                layer.layer, query, key, value, scale=layer.scale, window=layer.window, softcap=layer.softcap
+            )
+        if self.cache is not None:
+            key, value = self.cache.extend(layer.layer, key, value)
+        if layer.sinks is not None:
+            return sink_attention(query, key, value, layer.sinks, self.mask, scale=layer.scale, window=layer.window)
+        return attention(
+            query,
+            key,
+            value,
+            self.mask,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            impl=layer.impl.attention,
+        )
+
 
 class LossTarget(Protocol):
     """What a micro-batch shall learn besides its labels, made before the forward pass."""
@@ -129,30 +151,8 @@ class Attention(nn.Module):
         return query, key, value
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        query, key, value = self.heads(x, ctx)
-        if ctx.attend is not None:
-            assert self.sinks is None, "context ranks and serving refuse models with attention sinks"
-            attended = ctx.attend(
-                self.layer, query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
-            )
-            return self.o(attended.transpose(1, 2).flatten(2))
-        if ctx.cache is not None:
-            key, value = ctx.cache.extend(self.layer, key, value)
-        return self.o(self._attend(query, key, value, ctx.mask).transpose(1, 2).flatten(2))
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
-        if self.sinks is not None:
-            return sink_attention(query, key, value, self.sinks, mask, scale=self.scale, window=self.window)
-        return attention(
-            query,
-            key,
-            value,
-            mask,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            impl=self.impl.attention,
-        )
+        attended = ctx.attended(self, *self.heads(x, ctx))
+        return self.o(attended.transpose(1, 2).flatten(2))
 
     def _project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, [B, T, heads · D]."""

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.attention import attention
 from tightfit.kernels.rope import rope
 from tightfit.models.norm import RmsNorm
 from tightfit.models.spec import ModelSpec
@@ -38,6 +37,7 @@ class LatentAttention(nn.Module):
         self.layer, self.impl, self.latent, self.head_dim = layer, impl, latent, spec.head_dim
         self.window, self.rope, self.softcap = spec.window_of(layer), spec.rope_of(layer), spec.attention_softcap
         self.scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        self.sinks = None
         hidden, rank, biased = spec.hidden_size, latent.query_rank, spec.qkv_bias
         self.q = None if rank else nn.Linear(hidden, spec.query_size, bias=False)
         self.q_a = nn.Linear(hidden, rank, bias=biased) if rank else None
@@ -51,23 +51,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, ctx: "ForwardContext") -> Tensor:
         query, key, value = self._project(x, ctx)
-        if ctx.attend is not None:
-            attended = ctx.attend(
-                self.layer, query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
-            )
-        else:
-            if ctx.cache is not None:
-                key, value = ctx.cache.extend(self.layer, key, value)
-            attended = attention(
-                query,
-                key,
-                value,
-                ctx.mask,
-                scale=self.scale,
-                window=self.window,
-                softcap=self.softcap,
-                impl=self.impl.attention,
-            )
+        attended = ctx.attended(self, query, key, value)
         return self.o(attended[..., : self.latent.value_dim].transpose(1, 2).flatten(2))
 
     def _project(self, x: Tensor, ctx: "ForwardContext") -> tuple[Tensor, Tensor, Tensor]:

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.kernels.flash_attention import like_rows
-from tightfit.kernels.operators import below_autograd, operator
+from tightfit.kernels.flash_attention import attend_and_save, fake_attended, like_rows
+from tightfit.kernels.operators import operator
 from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward, join_
 
 WIDE = 4
@@ -193,10 +193,6 @@ def _run_backward(
     return d_query.to(query.dtype), d_key, d_value
 
 
-def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return like_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
 def _fake_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
     both = key.new_empty(2, *key.shape)
     return like_rows(query), both[0], both[1]
@@ -220,16 +216,8 @@ def _backward_scratch(d_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, *settings: Any
-    ) -> tuple[Tensor, Tensor]:
-        with below_autograd():
-            out, logs = _attend(query, key, value, first, *settings)
-        ctx.save_for_backward(query, key, value, out, logs, first)
-        ctx.settings = settings
-        ctx.mark_non_differentiable(logs)
-        ctx.set_materialize_grads(False)
-        return out, logs
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        return attend_and_save(ctx, _attend, *given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -250,7 +238,7 @@ _attend_backward = operator(
 _attend = operator(
     f"ring_attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)",
     _run,
-    _fake,
+    fake_attended,
     _RingAttention,
     scratch_bytes=_forward_scratch,
 )

@@ -91,11 +91,6 @@ class BlockPool:
         if digest not in self._block_of and block not in self._digest_of:
             self._digest_of[block], self._block_of[digest] = digest, block
 
-    def forget_all(self) -> None:
-        """Nothing can be found again."""
-        self._digest_of.clear()
-        self._block_of.clear()
-
     def _forget(self, block: int) -> None:
         digest = self._digest_of.pop(block, None)
         if digest is not None:

@@ -197,11 +197,6 @@ class OpenedRun:
                 directory.rmdir()
 
 
-def is_replacing(output: Path) -> bool:
-    """Whether a run that was to replace another one ended before its first checkpoint."""
-    return (output / REPLACED).is_dir() and not checkpoints_of(output)
-
-
 def _missing_directories(path: Path) -> list[Path]:
     """Those of `path` and its parents that do not exist, innermost first."""
     return [place for place in (path, *path.parents) if not place.exists()]

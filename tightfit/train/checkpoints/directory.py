@@ -228,12 +228,6 @@ class _States(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def latest_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run."""
-    found = checkpoints_of(run)
-    return found[-1] if found else None
-
-
 def best_checkpoint(run: Path) -> Path | None:
     """The checkpoint with the lowest held-out loss, of those that were evaluated."""
     losses = {row["step"]: row["held_out_loss"] for row in read_metrics(run / METRICS_FILE) if "held_out_loss" in row}
