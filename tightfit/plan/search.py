@@ -17,7 +17,8 @@ from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.memory.formulas.training import peak
+from tightfit.jobs.saving import writers_of_node
+from tightfit.memory.formulas.training import peaks
 from tightfit.plan.cost import Costs, LayoutCost
 from tightfit.plan.lever_choices import host_group, strongest_of_groups, weaker
 from tightfit.plan.space import SearchSpace
@@ -33,13 +34,16 @@ Kind = tuple[bool, bool, bool, bool, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout with levers, priced: its time and its memory; `host_bytes` is one node's."""
+    """A layout with levers, priced: its time and its memory; bytes of the host are one node's."""
 
     layout: Layout
     levers: Levers
     time: StepTime
     gpu_bytes: int
     host_bytes: int
+    """While it trains,"""
+    saving_bytes: int = 0
+    """and copied there besides to write a checkpoint."""
 
     @property
     def step_s(self) -> float:
@@ -50,7 +54,12 @@ class Candidate:
         """Bytes beyond `share` of the card, or beyond the host where that is what is short; a host of unknown size
         holds anything."""
         card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
-        return card if machine.host_bytes is None else max(card, self.host_bytes - machine.host_bytes)
+        return card if machine.host_bytes is None else max(card, self.host_peak_bytes - machine.host_bytes)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Of a node, while a checkpoint is written."""
+        return self.host_bytes + self.saving_bytes
 
     def fits(self, machine: Machine, share: float = 1.0) -> bool:
         """Whether card and host hold it."""
@@ -95,14 +104,16 @@ def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
 
 def measured(space: SearchSpace, cost: LayoutCost, levers: Levers) -> Candidate:
     """Memory and time of one choice."""
-    gpu_bytes, rank_host_bytes = peak(space.workload, cost.layout, levers)
-    ranks_on_host = min(space.machine.per_node, cost.layout.ranks)
+    needed = peaks(space.workload, cost.layout, levers)
+    ranks_here = min(space.machine.per_node, cost.layout.ranks)
+    has_host = space.machine.host_bytes != 0  # else all memory is the device's
     return Candidate(
         layout=cost.layout,
         levers=levers,
         time=cost.step(levers),
-        gpu_bytes=gpu_bytes,
-        host_bytes=rank_host_bytes * ranks_on_host,
+        gpu_bytes=needed.gpu_bytes,
+        host_bytes=needed.host_bytes * ranks_here,
+        saving_bytes=writers_of_node(cost.layout, ranks_here) * needed.saved_bytes if has_host else 0,
     )
 
 

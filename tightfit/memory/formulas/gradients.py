@@ -68,7 +68,7 @@ def make_gradients(
     kept_bytes = states.kept_gradient_bytes
     apart = stage.params.experts if layout.expert > 1 else 0
     summed_bytes = states.reduced_gradient_bytes if layout.zero == 1 else kept_bytes
-    earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights, apart, summed)
+    earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights - stage.padding_weights, apart, summed)
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
     is_limited = levers.offload != "none" and levers.update_in_backward
     late_bytes = _late_bytes(levers, stage, states) if is_limited else 0

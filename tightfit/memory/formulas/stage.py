@@ -2,8 +2,9 @@
 
 A search tries many ways of holding weights for each. Layers alike (routed or not, windowed or not, what they keep) are
 a kind. From one layer of a kind to the next, what is kept shrinks and gradients grow by the same amounts, so backward
-is fullest at the first or the last of a kind: only these are visited, and the last layer but one, as what FSDP2 reduced
-a layer's gradients from is there beside every layer but the last. Where no more than so many bytes of gradients wait
+is fullest at the first or the last of a kind: only these are visited, and two for FSDP2: the last layer but one, as
+what a layer's gradients were reduced from is there beside every layer but the last, and the second, as the next layer's
+weights are gathered beside every layer but the first. Where no more than so many bytes of gradients wait
 for the host, they stop growing in between, and every moment of every layer is visited.
 """
 
@@ -25,7 +26,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
-from tightfit.memory.formulas.saved import INDEX, SavedBytes, attention_saved, statistic_bytes
+from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
 from tightfit.models.spec import ModelSpec
 
 
@@ -45,6 +46,8 @@ class LayerVisit(NamedTuple):
     own_weights: int
     apart_weights: int
     """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
+    padding_weights: int
+    """Of experts, those that FSDP2 pads a stack with, which have no gradient (local_shape.py),"""
     kept_at_reduction: int
     """and what the layer still holds when their gradients are reduced,"""
     attention_after: int
@@ -58,7 +61,7 @@ class LayerVisit(NamedTuple):
     is_first: bool
     is_last: bool
     is_inner: bool
-    """The last layer but one, visited for FSDP2 alone."""
+    """The second or the last layer but one, visited for FSDP2 alone."""
     awaits_input: bool
     """Whether the input of a recomputed layer before it is on its way from the host."""
 
@@ -71,6 +74,8 @@ class StageMemory:
     params: Params
     weights: int
     """All of `params`."""
+    padding_weights: int
+    """Of those, what FSDP2 pads stacks of experts with, which have no gradient (local_shape.py)."""
     layer_weights: int
     layer_params: Params
     """The same, experts apart."""
@@ -95,7 +100,7 @@ class StageMemory:
     saved: SavedBytes
     """Activations of one micro-batch that layers keep on the GPU."""
     outside_bytes: int
-    """Kept outside the layers: the final norm's input, rope tables."""
+    """Kept outside the layers: the final norm's input, rope tables, tokens by expert."""
     tables_bytes: int
     """Of those, what is there while layers run backward."""
     forward_extra_bytes: int
@@ -160,12 +165,13 @@ def remembered_stage(
     before = embedding_params(spec, shape.tensor) if stage.has_embedding else 0
     after = spec.norm_params + (0 if shares_embedding else vocabulary) if stage.has_head else 0
     embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
-    tables_bytes = _tables_bytes(spec, shape, stage, layers)
+    tables_bytes = _tables_bytes(spec, shape, stage, layers) + layers.counted_tokens_bytes()
     final_norm_bytes = shape.stream_bytes(spec) + statistic_bytes(spec, shape.stream_tokens) if stage.has_head else 0
     return StageMemory(
         stage=stage,
         params=in_layers.plus(Params(before + after)),
         weights=in_layers.all + before + after,
+        padding_weights=sum(count * layers.padding(kind) for kind, count in layers.counts.items()),
         layer_weights=in_layers.all,
         layer_params=in_layers,
         widest=widest,
@@ -204,7 +210,10 @@ class _StageLayers:
         self.counts = Counter(self.kinds)
         self.examples = {kind: stage.first + self.kinds.index(kind) for kind in self.counts}
         """A layer of each kind."""
-        self.weights = {kind: layer_params(spec, n, shape.tensor, shape.expert) for kind, n in self.examples.items()}
+        self.weights = {
+            kind: layer_params(spec, n, shape.tensor, shape.expert, shape.padded_experts)
+            for kind, n in self.examples.items()
+        }
 
     def params(self) -> tuple[Params, int]:
         """Weights of all layers, and how many the one with most has."""
@@ -216,6 +225,18 @@ class _StageLayers:
     def apart(self, kind: LayerKind) -> int:
         """Experts of a layer that are a group of their own."""
         return self.weights[kind].experts if self.shape.expert > 1 else 0
+
+    def padding(self, kind: LayerKind) -> int:
+        """Of a layer's weights."""
+        if not self.shape.padded_experts or not kind.is_routed:
+            return 0
+        padding_share = 1 - self.shape.experts(self.spec) / self.shape.padded_experts
+        return round(padding_share * self.weights[kind].experts)
+
+    def counted_tokens_bytes(self) -> int:
+        """Each routed layer counts the tokens of every expert (models/mlp.py), from step to step."""
+        routed = sum(count for kind, count in self.counts.items() if kind.is_routed)
+        return OFFSET * routed * self.spec.experts.count if self.spec.experts is not None else 0
 
     def widest_group(self) -> int:
         """Weights of a layer's largest group."""
@@ -253,7 +274,7 @@ class _StageLayers:
         count, counts = len(self.kinds), self.counts
         firsts = {self.kinds.index(kind) for kind in counts}
         lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in counts}
-        visited = range(count) if every_layer else firsts | lasts | {max(0, count - 2)}
+        visited = range(count) if every_layer else firsts | lasts | {max(0, count - 2), min(1, count - 1)}
         before: Counter[LayerKind] = Counter()
         weights_after = sum(n * self.weights[kind].all for kind, n in counts.items())
         for index, kind in enumerate(self.kinds):
@@ -263,6 +284,7 @@ class _StageLayers:
                     saved_before=self.saved(before),
                     own_weights=self.weights[kind].all,
                     apart_weights=self.apart(kind),
+                    padding_weights=self.padding(kind),
                     kept_at_reduction=self._kept_at_reduction(kind),
                     attention_after=self._attention_after(kind),
                     done_weights=weights_after,

@@ -77,6 +77,8 @@ class States(NamedTuple):
     host_weights: int = 0
     host_masters: int = 0
     host_moments: int = 0
+    unsplit: int = 0
+    """What the allocator counts with weights, masters and moments beyond their bytes: segments.py."""
     staging: int = 0
     """GPU memory that what is on the host passes through."""
 
