@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.layout import Layout
+from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.memory.formulas.training import peaks
@@ -29,7 +29,7 @@ SAME = 1.02
 HOPELESS = 3.0
 """Layouts this many times slower than the best are not looked at: nobody would take them."""
 DEFAULT = Levers()
-Kind = tuple[bool, bool, bool, bool, int]
+Kind = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,8 @@ class Candidate:
     def complexity(self) -> tuple[int, int, int]:
         """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
         layout, levers = self.layout, self.levers
-        degrees = sum(degree > 1 for degree in (layout.tensor, layout.pipeline, layout.context, layout.expert))
         pulled = sum(getattr(levers, name) != getattr(DEFAULT, name) for name in Levers.model_fields)
-        return degrees, pulled, layout.zero
+        return len(layout.splits), pulled, layout.zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +300,7 @@ class _Search:
 
 def kind_of(layout: Layout) -> Kind:
     """What is split, and how the data ranks share."""
-    return (layout.tensor > 1, layout.pipeline > 1, layout.context > 1, layout.expert > 1, layout.zero)
+    return (*(getattr(layout, name) > 1 for name in SPLITS), layout.zero)
 
 
 def _ranked(plans: list[Candidate]) -> list[Candidate]:

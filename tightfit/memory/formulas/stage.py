@@ -202,11 +202,7 @@ class _StageLayers:
         self, spec: ModelSpec, shape: LocalShape, stage: PipelineStage, levels: tuple[KeepLevel, ...], offloaded: int
     ) -> None:
         self.spec, self.shape, self.offloaded = spec, shape, offloaded
-        numbers = range(stage.first, stage.last)
-        self.kinds = [
-            LayerKind(spec.is_routed(layer), spec.window_of(layer) is not None, level)
-            for layer, level in zip(numbers, levels, strict=True)
-        ]
+        self.kinds = _layer_kinds(spec, stage.first, stage.last, levels)
         self.counts = Counter(self.kinds)
         self.examples = {kind: stage.first + self.kinds.index(kind) for kind in self.counts}
         """A layer of each kind."""
@@ -274,49 +270,63 @@ class _StageLayers:
         count, counts = len(self.kinds), self.counts
         firsts = {self.kinds.index(kind) for kind in counts}
         lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in counts}
-        visited = range(count) if every_layer else firsts | lasts | {max(0, count - 2), min(1, count - 1)}
-        before: Counter[LayerKind] = Counter()
-        weights_after = sum(n * self.weights[kind].all for kind, n in counts.items())
-        for index, kind in enumerate(self.kinds):
-            weights_after -= self.weights[kind].all
-            if index in visited:
-                visit = LayerVisit(
-                    saved_before=self.saved(before),
-                    own_weights=self.weights[kind].all,
-                    apart_weights=self.apart(kind),
-                    padding_weights=self.padding(kind),
-                    kept_at_reduction=self._kept_at_reduction(kind),
-                    attention_after=self._attention_after(kind),
-                    done_weights=weights_after,
-                    growing=self._fullest(kind, summed=False),
-                    summing=self._fullest(kind, summed=True),
-                    is_first=index == 0,
-                    is_last=index == count - 1,
-                    is_inner=not every_layer and index not in firsts | lasts,
-                    awaits_input=self._awaits_input(kind, before),
-                )
-                moments = self._moments(kind) if every_layer else (visit.growing,)
-                yield from (visit._replace(growing=moment) for moment in moments)
-            before[kind] += 1
-
-    def _moments(self, kind: LayerKind) -> tuple[LayerMoment, ...]:
-        """Of the layer computed again, where it is, and of its backward."""
-        cost = layer_cost(self.spec, self.examples[kind], self.shape)
-        return cost.backward if kind.level == "everything" else (cost.recompute, *cost.backward)
-
-    def _fullest(self, kind: LayerKind, *, summed: bool) -> LayerMoment:
-        def size(moment: LayerMoment) -> int:
-            held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
-            weights = moment.new_weights if summed else moment.made_weights
-            return held_bytes + self.shape.element_bytes * (weights + moment.weight_copies)
-
-        return max(self._moments(kind), key=size)
+        visited = firsts | lasts | {max(0, count - 2), min(1, count - 1)}
+        for index in range(count) if every_layer else sorted(visited):
+            kind, before = self.kinds[index], Counter(self.kinds[:index])
+            after = Counter(self.kinds[index + 1 :])
+            recomputed = kind.level != "everything"
+            visit = LayerVisit(
+                saved_before=self.saved(before),
+                own_weights=self.weights[kind].all,
+                apart_weights=self.apart(kind),
+                padding_weights=self.padding(kind),
+                kept_at_reduction=self._kept_at_reduction(kind),
+                attention_after=self._attention_after(kind),
+                done_weights=sum(n * self.weights[each].all for each, n in after.items()),
+                growing=_fullest(self.spec, self.examples[kind], self.shape, recomputed=recomputed, summed=False),
+                summing=_fullest(self.spec, self.examples[kind], self.shape, recomputed=recomputed, summed=True),
+                is_first=index == 0,
+                is_last=index == count - 1,
+                is_inner=not every_layer and index not in firsts | lasts,
+                awaits_input=self._awaits_input(kind, before),
+            )
+            moments: tuple[LayerMoment, ...] = (visit.growing,)
+            if every_layer:
+                moments = _moments(self.spec, self.examples[kind], self.shape, recomputed=recomputed)
+            yield from (visit._replace(growing=moment) for moment in moments)
 
     def _awaits_input(self, kind: LayerKind, before: Counter[LayerKind]) -> bool:
         """A recomputed layer, this one or one after it, has called the one before, whose input is on the host."""
         recomputed_before, all_recomputed = _recomputed(before), _recomputed(self.counts)
         called = kind.level != "everything" or all_recomputed > recomputed_before
         return called and 0 < recomputed_before <= self.offloaded
+
+
+@lru_cache(maxsize=65536)
+def _layer_kinds(spec: ModelSpec, first: int, last: int, levels: tuple[KeepLevel, ...]) -> tuple[LayerKind, ...]:
+    """Of the layers [first, last)."""
+    return tuple(
+        LayerKind(spec.is_routed(layer), spec.window_of(layer) is not None, level)
+        for layer, level in zip(range(first, last), levels, strict=True)
+    )
+
+
+def _moments(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool) -> tuple[LayerMoment, ...]:
+    """Of a layer's backward, and of computing it again where it is."""
+    cost = layer_cost(spec, layer, shape)
+    return (cost.recompute, *cost.backward) if recomputed else cost.backward
+
+
+@lru_cache(maxsize=65536)
+def _fullest(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool, summed: bool) -> LayerMoment:
+    """The moment that needs most, with gradients of all weights so far or of those not yet `summed`."""
+
+    def size(moment: LayerMoment) -> int:
+        held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
+        weights = moment.new_weights if summed else moment.made_weights
+        return held_bytes + shape.element_bytes * (weights + moment.weight_copies)
+
+    return max(_moments(spec, layer, shape, recomputed=recomputed), key=size)
 
 
 def _recomputed(counts: Counter[LayerKind]) -> int:
