@@ -18,6 +18,10 @@ from tightfit.prove.equivalence import Verdict, compare
 
 Make = Callable[[int], Group]
 DEEP = replace(TINY, layers=4, tied=True)
+assert TINY_ROUTED.experts is not None
+UNBALANCED = replace(TINY_ROUTED, experts=replace(TINY_ROUTED.experts, balance_weight=0.0))
+"""Without the loss that balances experts, which is of a rank's own rows."""
+UNEVEN_HEADS = replace(TINY, qk_norm=True, vocab_size=97)
 LAYOUTS = {
     "zero-0": Layout(data=2, micro_batch=2),
     "zero-1": Layout(data=2, zero=1, micro_batch=2),
@@ -120,6 +124,8 @@ IN_BACKWARD: dict[str, dict[str, Any]] = {
     "zero-3": {"offload": "optimizer", "offload_update": "host"},
     "hybrid": {"checkpoint_every": 1},
     "context": {"tiles": 2},
+    "tensor": {"offload": "optimizer"},
+    "tensor-zero-3": {"checkpoint_every": 1},
 }
 
 
@@ -128,6 +134,27 @@ def test_updates_inside_backward(group: Make, name: str) -> None:
     """Unclipped: what clips is an estimate, which depends on the order of the gradients."""
     levers = Levers(update_in_backward=True, **IN_BACKWARD[name])
     assert_same(group, CheckTarget(replace(TINY, tied=True), LAYOUTS[name], levers, settings=UNCLIPPED), least=40)
+
+
+def test_expert_ranks_update_inside_backward(group: Make) -> None:
+    layout = Layout(data=2, zero=3, expert=2, micro_batch=2)
+    levers = Levers(update_in_backward=True, offload="optimizer")
+    assert_same(group, CheckTarget(TINY_ROUTED, layout, levers, settings=UNCLIPPED), least=40)
+
+
+@pytest.mark.parametrize("split", [{"tensor": 2}, {"data": 2, "zero": 2, "expert": 2, "spec": UNBALANCED}])
+def test_ranks_that_split_weights_clip_alike_inside_backward(group: Make, split: dict[str, Any]) -> None:
+    """Norms of the first step are exact; replicated weights stay equal to the bit, which `together` looks at."""
+    settings = Optimizer(lr=1e-3, eps=1e-4, clip_norm=0.5)
+    case = Case(**{"spec": UNEVEN_HEADS, "micro_batch": 4} | split, settings=settings)
+    case = replace(case, micro_batch=8 // case.data, levers=Levers(update_in_backward=True))
+    shares = group(2).run(run_rank, case)
+    found = together(shares)
+    alone = truth(replace(case, data=1, zero=0, tensor=1, expert=1, micro_batch=8))
+    assert shares[0].results == shares[1].results
+    assert found.results[0].gradient_norm == pytest.approx(alone.results[0].gradient_norm, rel=1e-4)
+    for name, weight in alone.last.items():
+        assert torch.allclose(found.last[name], weight, atol=2e-4), name
 
 
 def test_ranks_that_clip_inside_backward_clip_alike(group: Make) -> None:

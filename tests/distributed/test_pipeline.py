@@ -169,7 +169,7 @@ def run_without_exchange(case: Piped) -> Share:
     [
         ({"data": 2, "zero": 2}, {}, "sends gradients and weights at each of a pipeline's micro-batches"),
         ({"data": 2, "zero": 3}, {}, "set layout.zero to 1"),
-        ({}, {"update_in_backward": True}, "all of a batch in one backward"),
+        ({}, {"update_in_backward": True}, "micro-batches add theirs up"),
         ({"schedule": "zero-bubble"}, {"checkpoint_every": 1}, "take 1f1b"),
         ({"schedule": "zero-bubble"}, {"tiles": 2}, "take 1f1b"),
     ],

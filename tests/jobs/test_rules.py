@@ -26,10 +26,12 @@ BROKEN_LEVERS: dict[str, dict[str, Any]] = {
     "tiles_do_not_hold_products": {"checkpoint_keep": "matmuls", "checkpoint_every": 1, "tiles": 2},
     "offloaded_checkpoints_need_checkpoints": {"offload_checkpoints": True},
     "a_budget_offloads_all_inputs": {
-        "checkpoint_budget_bytes": 1, "checkpoint_host_bytes": 1, "offload_checkpoints": True,
+        "checkpoint_budget_bytes": 1,
+        "checkpoint_host_bytes": 1,
+        "offload_checkpoints": True,
     },
     "host_settings_need_offloaded_checkpoints": {"checkpoint_format": "fp8", "checkpoint_every": 1},
-}  # fmt: skip
+}
 BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
     "zero_needs_ranks": {"zero": 1},
     "groups_divide_data_ranks": {"shard_inside": 3, "data": 4, "zero": 1},

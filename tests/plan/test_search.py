@@ -145,9 +145,11 @@ def test_pinned_levers_leave_the_layouts_that_can_have_them() -> None:
     assert inside.layout.micro_batch == 8
     many = planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, "levers.update_in_backward=true").plan
     assert many.layout.zero >= 1
-    assert (many.layout.micro_batch * many.layout.data, many.layout.tensor, many.layout.pipeline) == (64, 1, 1)
+    assert (many.layout.micro_batch * many.layout.data, many.layout.pipeline) == (64, 1)
+    split = planned("llama-3.2-1b", "8xH100-80GB", 2048, 8, "levers.update_in_backward=true", "layout.tensor=8").plan
+    assert (split.layout.micro_batch, split.layout.zero) == (8, 0)
     with pytest.raises(UserError, match="update_in_backward"):
-        planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, "levers.update_in_backward=true", "layout.tensor=8")
+        planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, "levers.update_in_backward=true", "layout.pipeline=8")
 
 
 def test_large_questions_are_quick() -> None:

@@ -92,6 +92,7 @@ class SearchSpace:
             spec=workload.spec,
             sequence_length=workload.sequence_length,
             distills=workload.teacher is not None,
+            rounding=workload.rounding,
         )
         return refused_by_trainer(run)
 

@@ -2,6 +2,7 @@
 
 from tightfit.errors import UserError
 from tightfit.jobs.rules import distillation as distillation  # enters its rules into RUN_RULES
+from tightfit.jobs.rules import quantize as quantize
 from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
 from tightfit.jobs.rules.rule import Run, first_refusal
 from tightfit.jobs.rules.run import RUN_RULES

@@ -45,26 +45,33 @@ def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
 
 @rule(RUN_RULES, "levers.update_in_backward", "layout", "precision")
 def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
-    """It must be whole and finite when backward has passed a layer; of several ranks, FSDP2 reduces it then."""
+    """It must be whole and finite when backward has passed a layer, and be freed then."""
     if not run.levers.update_in_backward:
         return None
-    needs = "levers.update_in_backward needs"
+    what, layout = "levers.update_in_backward frees gradients during backward", run.layout
     if run.accumulation > 1:
-        return f"{needs} the whole batch in one backward, but there are {run.accumulation}; raise layout.micro_batch"
-    if run.layout.pipeline > 1:
-        return f"{needs} all of a batch in one backward, but layout.pipeline is {run.layout.pipeline}; set it to 1"
-    if sums_later := next((axis for axis in ("tensor", "expert") if getattr(run.layout, axis) > 1), None):
-        return f"{needs} gradients that no rank adds to after backward, as layout.{sums_later} does; set that to 1"
-    if run.layout.ranks > 1 and not run.layout.zero:
-        return f"{needs} gradients that are summed layer by layer, but layout.zero is 0; set it to 2 or 3"
+        return (
+            f"{what}, but those of {run.accumulation} micro-batches add up and are all there before the last one's "
+            "backward; raise layout.micro_batch, or leave the lever out"
+        )
+    if layout.pipeline > 1:
+        return (
+            f"{what}, but a pipeline's micro-batches add theirs up, and with one micro-batch all but one of "
+            f"layout.pipeline={layout.pipeline} ranks would wait; set layout.pipeline=1, or leave the lever out"
+        )
+    if layout.reducing > 1 and not layout.zero:
+        return f"{what}, but layout.zero is 0, where DDP's buckets hold all of them; set layout.zero to 1, 2 or 3"
     if run.precision == "fp16":
-        return f"{needs} gradients that cannot overflow, but precision is fp16; set it to bf16"
+        return "levers.update_in_backward needs gradients that cannot overflow, but precision is fp16; set it to bf16"
     return None
 
 
-@rule(RUN_RULES, "layout.tensor", "model")
+@rule(RUN_RULES, "layout.tensor", "layout.tensor_mesh", "model")
 def tensor_ranks_divide_the_model(run: Run) -> str | None:
-    return None if run.spec is None else indivisible(run.spec, run.layout.tensor)
+    """Those in a line; tensor_mesh.py has the others."""
+    if run.spec is None or run.layout.tensor_mesh != "1d":
+        return None
+    return indivisible(run.spec, run.layout.tensor)
 
 
 @rule(RUN_RULES, "layout.expert", "model")
@@ -211,7 +218,7 @@ def states_share_whole_rows(run: Run) -> str | None:
             "levers.optimizer_states is factored, which needs all rows and columns of a weight, but layout.tensor is "
             f"{tensor}; take 8bit or bf16"
         )
-    if states != "8bit" or run.spec is None:
+    if states != "8bit" or run.spec is None or run.layout.tensor_mesh != "1d":
         return None
     rows = [run.spec.query_size, *(size for _, size in mlp_widths(run.spec))]
     if any(length // tensor % BLOCK_8BIT for length in rows):
@@ -225,7 +232,8 @@ def states_share_whole_rows(run: Run) -> str | None:
 @rule(RUN_RULES, "layout.sequence_parallel", "layout.tensor", "layout.context", "data.sequence_length")
 def tensor_ranks_share_tokens_evenly(run: Run) -> str | None:
     layout, length = run.layout, run.sequence_length
-    if layout.tensor == 1 or not layout.sequence_parallel or length is None:
+    in_a_line = layout.tensor > 1 and layout.tensor_mesh == "1d"
+    if not in_a_line or not layout.sequence_parallel or length is None:
         return None
     return uneven_share(layout.micro_batch, length // layout.context, layout.tensor)
 
@@ -251,7 +259,8 @@ def some_attention_is_whole(run: Run) -> str | None:
     spec = run.spec
     if spec is None or (spec.latent is None and not spec.qk_norm_joint):
         return None
-    wanted = {"layout.tensor": run.layout.tensor, "levers.tiles": run.levers.tiles}
+    tensor = run.layout.tensor if run.layout.tensor_mesh == "1d" else 1  # a mesh has norms over heads of several ranks
+    wanted = {"layout.tensor": tensor, "levers.tiles": run.levers.tiles}
     for name, degree in wanted.items():
         if degree > 1:
             return f"{name} is {degree}, but attention of {spec.family} is not taken apart by heads; set it to 1"

@@ -11,21 +11,24 @@ ends at this step's own. In the first step it is √n · the gradient's own norm
 within clip_norm. Norms are saved with the optimizer states, so that a resumed run continues identically.
 A loss that is not finite is noticed before backward; a gradient that is not, only after weights were updated with it.
 
-Under ZeRO each rank updates its shard once FSDP2 has reduced the gradients of a layer, which it tells by the same hook;
-‖g‖² is then summed over the shards, a number per weight, so that all ranks clip alike. FSDP2 reduces a layer's
-gradients together, so weights come in another order than on one GPU, and the estimates differ a little.
-Refused (jobs/rules): accumulation, ranks that sum gradients otherwise, fp16. As in LOMO (Lv et al. 2023), here with
-AdamW.
+Under ZeRO each rank updates its shard once FSDP2 has reduced the gradients of a layer, which it tells by the same hook.
+FSDP2 reduces a layer's gradients together, so weights come in another order than on one GPU, and the estimates differ a
+little. Tensor and expert ranks have shards of their own. ‖g‖² is summed over all shards of a weight, a number per
+weight, so that all ranks clip alike; without clipping once, when backward is over. The gradients that tensor ranks have
+in part (of norms, mostly) are summed when they are complete, before their update.
+Refused (jobs/rules): several micro-batches, whose gradients add up and are all there before the last backward; DDP,
+whose buckets hold them all; fp16. As in LOMO (Lv et al. 2023), here with AdamW.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.collectives.shards import is_shard, local
+from tightfit.collectives.shards import Split, is_shard, local
 
 CLIP_EPSILON = 1e-6
 TRUST = 1 / 100
@@ -35,15 +38,38 @@ Apply = Callable[[float, Tensor | None], None]
 """Updates one weight at a learning rate with its gradient times a factor, and frees the gradient."""
 
 
+@dataclass(frozen=True)
+class EarlyUpdate:
+    """A weight to be updated inside backward, and how tensor and expert ranks split it."""
+
+    parameter: Tensor
+    apply: Apply
+    split: Split | None = None
+
+    def groups(self) -> Iterator[dist.ProcessGroup]:
+        """The ranks, axis by axis, that have the other shards of it."""
+        if is_shard(self.parameter):
+            for axis, placement in enumerate(self.parameter.placements):
+                if placement.is_shard() and self.parameter.device_mesh.size(axis) > 1:
+                    yield self.parameter.device_mesh.get_group(axis)
+        for cut in () if self.split is None else self.split.cuts:
+            yield cut.mesh.get_group()
+
+    def complete_gradient(self, gradient: Tensor) -> None:
+        """Sum a gradient that each tensor rank has in part."""
+        if self.split is not None and self.split.partial_gradient:
+            dist.all_reduce(local(gradient), group=self.split.mesh.get_group())
+
+
 class BackwardUpdate:
     """Gradient hooks that update parameters during backward; call `begin` before it and `finish` after."""
 
     def __init__(
-        self, updates: list[tuple[Tensor, Apply]], clip_norm: float, after_backward: Sequence[Callable[[], None]] = ()
+        self, updates: list[EarlyUpdate], clip_norm: float, after_backward: Sequence[Callable[[], None]] = ()
     ) -> None:
         self.clip_norm, self.lr, self.count = clip_norm, 0.0, len(updates)
         self.after_backward = after_backward
-        device = updates[0][0].device
+        device = updates[0].parameter.device
         self.norms = torch.zeros(2, self.count, dtype=torch.float32, device=device)
         """‖g‖ of every gradient in this step and in the previous one; 0 where there was none."""
         self.seen = torch.zeros(2, dtype=torch.float32, device=device)
@@ -51,9 +77,10 @@ class BackwardUpdate:
         self.is_first: bool | None = None
         self.previous_total = torch.zeros((), dtype=torch.float32, device=device)
         """Σ‖g‖² of the previous step."""
-        self.applies = [apply for _, apply in updates]
-        for number, (parameter, _) in enumerate(updates):
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
+        self.updates = updates
+        self.groups = [list(update.groups()) for update in updates]
+        for number, update in enumerate(updates):
+            update.parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
 
     @property
     def previous_norms(self) -> Tensor:
@@ -75,6 +102,8 @@ class BackwardUpdate:
         """The global gradient norm of the pass, before clipping."""
         for call in self.after_backward:
             call()
+        if not self.clip_norm:
+            self._sum_over_shards()
         self.norms[1].copy_(self.norms[0])
         self.is_first = False
         return self.seen[0].sqrt()
@@ -82,11 +111,24 @@ class BackwardUpdate:
     @torch.no_grad()
     def complete(self, number: int, gradient: Tensor) -> None:
         """Update parameter `number`, whose gradient is complete."""
-        both = self.norms[:, number]
+        both, update = self.norms[:, number], self.updates[number]
+        update.complete_gradient(gradient)
         torch.linalg.vector_norm(local(gradient), dtype=torch.float32, out=both[0])
-        _sum_over_shards(both[0], gradient)
-        self.seen.addcmul_(both, both)
-        self.applies[number](self.lr, self._factor(both[0]))
+        if self.clip_norm:
+            _sum_squares(both[0], self.groups[number])
+            self.seen.addcmul_(both, both)
+        update.apply(self.lr, self._factor(both[0]))
+
+    def _sum_over_shards(self) -> None:
+        """Of all weights at once: those that are split over the same ranks together."""
+        numbers_of: dict[tuple[str, ...], list[int]] = {}
+        for number, groups in enumerate(self.groups):
+            numbers_of.setdefault(tuple(group.group_name for group in groups), []).append(number)
+        for numbers in numbers_of.values():
+            norms = self.norms[0, numbers]
+            _sum_squares(norms, self.groups[numbers[0]])
+            self.norms[0, numbers] = norms
+        self.seen[0] = self.norms[0].square().sum()
 
     def _factor(self, own_norm: Tensor) -> Tensor | None:
         if not self.clip_norm:
@@ -97,14 +139,13 @@ class BackwardUpdate:
         return (self.clip_norm / ((self.previous_total * now / then).sqrt() + CLIP_EPSILON)).clamp(max=1.0)
 
 
-def _sum_over_shards(norm: Tensor, gradient: Tensor) -> None:
-    """Make the norm of this rank's shard that of all shards, in place."""
-    if is_shard(gradient):
-        squares = norm.square()
-        for axis, placement in enumerate(gradient.placements):
-            if placement.is_shard():
-                dist.all_reduce(squares, group=gradient.device_mesh.get_group(axis))
-        norm.copy_(squares.sqrt())
+def _sum_squares(norms: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Make norms of this rank's shards those of all shards, in place."""
+    if groups:
+        squares = norms.square()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        norms.copy_(squares.sqrt())
 
 
 def _hook(updates: "weakref.ref[BackwardUpdate]", number: int) -> Callable[[Tensor], None]:
