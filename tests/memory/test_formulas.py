@@ -209,7 +209,7 @@ def test_more_ranks_never_need_more(axis: str, name: str) -> None:
     Under ZeRO to as many as there are experts: FSDP2 deals out whole ones, and gathers padding for ranks without any.
     """
     kind, _, zero = axis.partition("-")
-    degrees = (2, 4, 8, 16) if kind in ("data", "context") else (1, 2, 4, 8)
+    degrees: tuple[int, ...] = (2, 4, 8, 16) if kind in ("data", "context") else (1, 2, 4, 8)
     experts = preset(name).experts
     if zero not in ("", "0") and experts is not None:
         degrees = tuple(degree for degree in degrees if degree <= experts.count)

@@ -17,7 +17,6 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES as IN_FLIGHT_BYTES
 from tightfit.levers.policy.offload import PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_SLOTS, whole_that_fit
 from tightfit.memory.formulas.params import Params, vocabulary_params
 
