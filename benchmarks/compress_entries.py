@@ -93,6 +93,7 @@ def _named(bits: int) -> list[Entry]:
     """Methods that have one width."""
     if bits == 4:
         return [
+            Entry("gptq", recipe_of("gptq", bits=4, group=32, symmetric=True)),
             Entry("nf4", recipe_of("nf4")),
             Entry("nf4", recipe_of("nf4"), "bitsandbytes"),
             Entry("mxfp4", recipe_of("mxfp4")),

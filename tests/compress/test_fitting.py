@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 from tests.compress.conftest import SPEC, random_model
 from tests.compress.test_compression import FAMILIES
-from tightfit.compress.bit_choice import Option, choose_bits, group_of, options_of, plain_bytes, units
+from tightfit.compress.bit_choice import Option, choose_bits, group_of, least_bytes, plain_bytes, units
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.fitting import Fit, fit_bits, fit_ledger, weight_budget_bytes
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import divergence, measure_sensitivities, reference_predictions, rounded_to
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
@@ -56,12 +57,20 @@ def test_choices_against_all_there_are() -> None:
         choose_bits(one, options, fixed + 60)
 
 
-def test_sensitivities_say_which_layers_matter() -> None:
-    """Every unit rounded alone, beside its estimate; and all of them together, which the estimates add up to."""
-    spec = replace(SPEC, tied=False)  # tied, a random model is all but certain of the token it has just read
-    model = random_model(spec)
+UNTIED = replace(SPEC, tied=False)
+
+
+def untied_model() -> Decoder:
+    """Tied, a random model is all but certain of the token it has just read."""
+    model = random_model(UNTIED)
     with torch.no_grad():
         model.get_parameter("norm.weight").mul_(3)
+    return model
+
+
+def test_sensitivities_say_which_layers_matter() -> None:
+    """Every unit rounded alone, beside its estimate; and all of them together, which the estimates add up to."""
+    spec, model = UNTIED, untied_model()
     rows = [torch.randint(0, 250, (1, 64), generator=torch.Generator().manual_seed(i)) for i in range(16)]
     group = group_of(spec)
     assert group == 64
@@ -84,10 +93,12 @@ def test_sensitivities_say_which_layers_matter() -> None:
 
 
 @pytest.fixture
-def fitted(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> tuple[CompressionJob, Fit]:
-    """The tiny model on a card with room for about 5 bits a weight."""
+def fitted(tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path) -> tuple[CompressionJob, Fit]:
+    """A tiny model that is sure of something on a card with room for about 4.5 bits a weight."""
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", untied_model(), tokenizer)
     job = CompressionJob(
-        model=str(tiny),
+        model=str(tmp_path / "model"),
         out=tmp_path / "small",
         recipe=Recipe(()),
         data=(str(text),),
@@ -95,9 +106,8 @@ def fitted(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> tuple[C
         length=64,
         cache=token_cache,
     )
-    losses: dict[str, dict[int, float]] = {unit: {5: 0.0} for unit in units(SPEC)}
-    wanted = plain_bytes(SPEC) + sum(options[1].bytes for options in options_of(SPEC, losses, 64).values())
-    machine = sized(fit_ledger(SPEC, wanted, 100).peak_bytes())
+    wanted = (least_bytes(UNTIED, 4, 64) + least_bytes(UNTIED, 5, 64)) // 2
+    machine = sized(fit_ledger(UNTIED, wanted, 100).peak_bytes())
     return job, fit_bits(job, machine, 100, "gptq")
 
 
@@ -105,17 +115,15 @@ def test_a_model_that_fits_its_card(fitted: tuple[CompressionJob, Fit]) -> None:
     job, found = fitted
     assert found.ledger.peak_bytes() <= found.card_bytes
     assert len(set(found.choice.bits.values())) > 1
-    assert found.choice.bytes <= weight_budget_bytes(SPEC, found.card_bytes, 100)
-    options = options_of(SPEC, found.sensitivities.losses, 64)
-    uniform = sum(next(option.loss for option in each if option.bits == 5) for each in options.values())
-    assert found.choice.loss <= uniform
+    assert found.choice.bytes <= weight_budget_bytes(UNTIED, found.card_bytes, 100)
+    assert found.choice.loss <= found.sensitivities.uniform[4]  # as measured: the only width for all that fits
     compress(replace(job, recipe=found.recipe), lambda cost: None, lambda done, total, layer: None)
     stored = sum(
         t.nbytes for file in job.out.glob("*.safetensors") for n, t in load_file(file).items() if "shape" not in n
     )
     assert stored == found.choice.bytes
     model = load_model(str(job.out)).model
-    named = {name: unit for unit, names in units(SPEC).items() for name in names}
+    named = {name: unit for unit, names in units(UNTIED).items() for name in names}
     for name, unit in named.items():
         bits = found.choice.bits[unit]
         module = model.get_submodule(name)
@@ -127,7 +135,7 @@ def test_what_is_refused(
 ) -> None:
     job = fitted[0]
     with pytest.raises(UserError, match="even at 2 bits"):
-        fit_bits(job, sized(fit_ledger(SPEC, 1000, 100).peak_bytes()), 100, "gptq")
+        fit_bits(job, sized(fit_ledger(UNTIED, 1000, 100).peak_bytes()), 100, "gptq")
     with pytest.raises(UserError, match="not for --method awq"):
         fit_bits(job, parse_machine("T4"), 100, "awq")
     with pytest.raises(UserError, match="128 positions"):

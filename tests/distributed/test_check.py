@@ -310,6 +310,16 @@ def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str, layout: Lay
     assert group(4).run(judge, small, None, 1)[0].same
 
 
+@pytest.mark.parametrize("layout", [SHARDS, Layout(pipeline=2, micro_batch=2)], ids=["zero-3", "stages"])
+def test_attention_sinks_and_biased_experts_pass(group: Make, layout: Layout) -> None:
+    """What these ranks do of gpt-oss; other splits refuse it."""
+    small = miniature(CheckTarget(preset("gpt-oss-20b"), layout, passes=2, length=4096))
+    assert small.spec.sinks
+    assert small.spec.window_layers
+    verdict = group(2).run(judge, small, None, 1)[0]
+    assert verdict.same, verdict.first
+
+
 @pytest.mark.usefixtures("server")
 def test_the_verb_starts_its_own_processes(tmp_path: Path) -> None:
     """Of the server that other tests fork from; test_launching.py has a program with a server of its own do it."""

@@ -59,6 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **TEXT, "head_dim": 8, "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **TEXT, **ROUTED, "head_dim": 8, "mlp_only_layers": [0]},
     "olmoe": {"model_type": "olmoe", **TEXT, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "gpt_oss": {"model_type": "gpt_oss", **TEXT, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {"model_type": "deepseek_v2", **TEXT, **LATENT},
     "deepseek_v3": {"model_type": "deepseek_v3", **TEXT, **LATENT, "n_group": 2, "topk_group": 1},
     "gemma": {"model_type": "gemma", **TEXT, "head_dim": 8},

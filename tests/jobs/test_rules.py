@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from tightfit.jobs.job import Job
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
 from tightfit.jobs.rules.layout import LAYOUT_RULES
 from tightfit.jobs.rules.levers import LEVER_RULES
@@ -41,6 +42,7 @@ BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
     "several_stages_interleave": {"stages_per_rank": 2},
 }
 PIPED = {"pipeline": 2}
+ROUNDING = WeightRounding(bits=3, group=64, learned=True)
 BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "stochastic_rounding_is_for_weights_without_masters": ({}, {"rounding": "stochastic"}, {"precision": "bf16"}),
     "factored_states_need_whole_weights": ({"data": 2, "zero": 1}, {"optimizer_states": "factored"}, {}),
@@ -64,14 +66,20 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),
     "fp8_needs_aligned_sizes": ({}, {"matmul": "fp8-row"}, {"spec": replace(SPEC, mlp_size=8193)}),
     "some_attention_is_whole": ({"tensor": 2}, {}, {"spec": preset("tiny-deepseek-v3")}),
+    "sinks_are_not_split": ({"context": 2}, {}, {"spec": preset("tiny-gpt-oss")}),
     "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
     "a_student_is_whole": ({"tensor": 2}, {}, {"distills": True}),
     "distillation_is_fused": ({}, {"loss": "plain"}, {"distills": True}),
     "features_are_kept": ({}, {"checkpoint_every": 1}, {"distills": True, "compares_features": True}),
+    "maps_are_of_whole_rows": ({"context": 2}, {}, {"distills": True, "compares_attention": True}),
+    "rounded_weights_are_whole": ({"tensor": 2}, {}, {"rounding": ROUNDING}),
+    "learned_scales_are_of_one_rank": ({"data": 2}, {}, {"rounding": ROUNDING}),
+    "rows_are_whole_groups": ({}, {}, {"rounding": ROUNDING, "spec": replace(SPEC, mlp_size=8193)}),
 }
 BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "deepspeed_splits_over_data_ranks": ({"tensor": 2}, {}, {}),
     "deepspeed_has_no_teacher": ({"data": 2, "zero": 1}, {}, {"distills": True}),
+    "deepspeed_rounds_nothing": ({"data": 2, "zero": 1}, {}, {"rounding": ROUNDING}),
     "deepspeed_has_something_to_do": ({"data": 2}, {}, {}),
     "deepspeed_does_not_correct_choices": (
         {"data": 2, "zero": 1},

@@ -57,7 +57,7 @@ def test_no_worse_than_one_expert_after_another(dtype: torch.dtype, kind: str, i
     assert_no_worse(found, reference, truth)
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "swiglu_clamped"])
 def test_activations(activation: str) -> None:
     given, experts = tensors(torch.float32), chosen("any")
     found = both_ways(ours(experts, activation), given, torch.float32)

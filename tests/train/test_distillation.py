@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests.train.jobs import checkpoint_files
@@ -20,14 +21,16 @@ from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload, with_teacher
 from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation_eager
 from tightfit.memory.formulas.training import training_ledger
-from tightfit.models.decoder import Decoder
+from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.models.presets import preset
+from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.cost import Costs
 from tightfit.train.distillation import Distiller, HostedTeacher, projection
 from tightfit.train.loop import run_job
+from tightfit.train.relations import attention_map
 
 SPEC = replace(preset("tiny-llama"), vocab_size=96, layers=3)
 WIDER = replace(SPEC, hidden_size=2 * SPEC.hidden_size, layers=6)
@@ -102,6 +105,71 @@ def test_features_are_compared_layer_by_layer() -> None:
     assert float(student.get_parameter("layers.0.mlp.up.weight").grad.abs().sum()) > 0
 
 
+def their_maps(model: Decoder, folder: Path, tokens: Tensor) -> list[Tensor]:
+    """Attention maps of every layer as transformers computes them, averaged over heads."""
+    write_model(folder, model, None)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        return [found.mean(1) for found in theirs(tokens, output_attentions=True).attentions]
+
+
+def test_attention_maps_are_compared(tmp_path: Path) -> None:
+    """Against the maps of transformers; heads differ in number, so maps are averaged over them."""
+    student, teacher = made(SPEC, 1), made(replace(WIDER, heads=2 * WIDER.heads, head_dim=WIDER.head_dim), 2)
+    tokens, labels, _ = batch()
+    settings = Distill(teacher="t", alpha=0.0, attention=0.7, feature_layers=2)
+    plain = student(tokens, labels).loss
+    student.objective = Distiller(student, HostedTeacher(teacher, torch.device("cpu")), settings)
+    loss = student(tokens, labels).loss
+    folders = [tmp_path / "student", tmp_path / "teacher"]
+    for folder in folders:
+        folder.mkdir()
+    mine, theirs = (their_maps(m, f, tokens) for m, f in zip((student, teacher), folders, strict=True))
+    counted = labels != -100
+    distances = []
+    for a, b in ((mine[0], theirs[1]), (mine[2], theirs[5])):
+        ratio = torch.where(b > 0, (b / a.clamp(min=1e-30)).log(), 0)
+        distances.append(((b * ratio).sum(-1) * counted).sum())
+    torch.testing.assert_close(loss, plain + 0.7 * torch.stack(distances).mean(), rtol=1e-4, atol=1e-4)
+    loss.backward()
+    assert float(student.get_parameter("layers.0.attention.q.weight").grad.abs().sum()) > 0
+
+
+@torch.no_grad()
+def test_maps_stay_inside_documents() -> None:
+    model = made(SPEC, 1)
+    tokens, _, documents = batch()
+    positions = model.token_positions(tokens, documents, None)
+    x = model.embed_tokens(tokens, positions)
+    ctx = model.forward_context(x, positions, documents, None)
+    layer = model.layers[0]
+    assert isinstance(layer, Layer)
+    found = attention_map(layer.attention, layer.attention_norm(x), ctx, documents)
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, 12))
+    assert float(found[0, 5:, :5].abs().max()) == 0
+    assert float(found[1, 11, 0]) > 0
+
+
+def test_embeddings_are_told_apart() -> None:
+    """Token by token, as the formula says; tokens that do not count are neither asked nor compared with."""
+    student, teacher = made(SPEC, 1), made(WIDER, 2)
+    tokens, labels, _ = batch()
+    plain = student(tokens, labels).loss
+    settings = Distill(teacher="t", alpha=0.0, contrastive=0.4)
+    student.objective = Distiller(student, HostedTeacher(teacher, torch.device("cpu")), settings)
+    loss = student(tokens, labels).loss
+    through = projection(WIDER.hidden_size, SPEC.hidden_size)
+    assert through is not None
+    with torch.no_grad():
+        mine = student.norm(_after(student, 2, tokens))[labels != -100]
+        theirs = (teacher.norm(_after(teacher, 5, tokens)) @ through)[labels != -100]
+    total = torch.zeros(())
+    for i in range(len(mine)):
+        likeness = torch.stack([torch.cosine_similarity(mine[i], other, dim=0) for other in theirs]) / 0.1
+        total = total - likeness.log_softmax(0)[i]
+    torch.testing.assert_close(loss, plain + 0.4 * total, rtol=1e-4, atol=1e-3)
+
+
 @torch.no_grad()
 def _after(model: Decoder, layer: int, tokens: Tensor) -> Tensor:
     positions = model.token_positions(tokens, None, None)
@@ -150,7 +218,7 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit(learning: Callable[..., Job]) 
 
 
 def test_features_and_other_divergences_train(learning: Callable[..., Job]) -> None:
-    settings = {"divergence": "jsd", "features": 1.0, "feature_layers": 1, "place": "host"}
+    settings = {"divergence": "jsd", "features": 1.0, "feature_layers": 1, "place": "host", "attention": 1.0}
     result = run_job(learning("jsd", distill=settings), quiet=True)
     assert result.end is not None
     assert result.start is not None

@@ -50,7 +50,10 @@ def plan(
     save: Annotated[Path | None, typer.Option(help="Write the plan as JSON; `tightfit train` runs it.")] = None,
     export: Annotated[
         list[str] | None,
-        typer.Option(help="A folder for all exports, or deepspeed=FILE, accelerate=FILE, torchrun=FILE, slurm=FILE."),
+        typer.Option(
+            help="A folder for all exports, or KIND=FILE, where KIND is deepspeed, accelerate, torchrun, slurm, "
+            "kubernetes, pytorchjob or skypilot."
+        ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False,
     quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = None,

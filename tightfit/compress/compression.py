@@ -94,6 +94,8 @@ class _Compression:
         self.device = torch.device(job.device)
         self.parts = ModelParts(job.model, self.device, None)
         self.spec = self.parts.spec
+        if self.spec.sinks:
+            raise UserError(f"{self.spec.family} models have biased experts, which are not compressed; take another")
         if self.spec.latent is not None:
             raise UserError(f"{self.spec.family} models have latent attention, which is not compressed; take another")
         self.written_spec = self.spec if rotate is None else rotated_spec(self.spec)

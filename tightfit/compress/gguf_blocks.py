@@ -159,11 +159,27 @@ def _k_block(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Scale bytes [n, 16] and codes [n, 256] of blocks whose 8 scales and minima are coded in 6 bits."""
     parts = x.view(-1, 32)
     scale, minimum = (found.view(-1, 8) for found in fit_scale_and_minimum(parts, weights.view(-1, 32), most))
-    stored, read = _half(torch.cat([scale.amax(1, keepdim=True), minimum.amax(1, keepdim=True)], 1) / 63)
+    matter = weights.view(len(x), 8, 32).sum(-1)
+    stored, read = _half(torch.cat([_fit_unsigned(scale, matter, 63), _fit_unsigned(minimum, matter, 63)], 1))
     sixes = [_codes(values, read[:, i : i + 1], 0, 63).to(torch.uint8) for i, values in enumerate((scale, minimum))]
     wide = [(six.float() * read[:, i : i + 1]).view(-1, 1) for i, six in enumerate(sixes)]
     codes = _codes(parts + wide[1], wide[0], 0, most).to(torch.uint8)
     return torch.cat([stored, _six_bits(*sixes)], 1), codes.view(len(x), -1)
+
+
+def _fit_unsigned(values: Tensor, weights: Tensor, most: int) -> Tensor:
+    """Steps d [n, 1] that minimise Σ w (v − d q)² for values [n, k] ≥ 0 and codes 0 … `most`."""
+    largest = values.amax(1, keepdim=True)
+    best = largest / most
+    error = (weights * (_codes(values, best, 0, most) * best - values).square()).sum(1, keepdim=True)
+    for step in range(-8, 9):
+        codes = _codes(values, largest / (most + 0.25 * step), 0, most)
+        square = (weights * codes * codes).sum(1, keepdim=True).clamp(min=1e-30)
+        fitted = (weights * values * codes).sum(1, keepdim=True) / square
+        fitted_error = (weights * (_codes(values, fitted, 0, most) * fitted - values).square()).sum(1, keepdim=True)
+        better = fitted_error < error
+        best, error = torch.where(better, fitted, best), torch.where(better, fitted_error, error)
+    return best
 
 
 def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:

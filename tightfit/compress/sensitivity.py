@@ -1,15 +1,17 @@
 """How much loss each set of linear layers adds when rounded to so many bits: a backward pass, a forward a width.
 
 A change Δ of a weight moves the model's predictions, to second order, by (Fisher information; labels drawn from the
-model's own predictions, so that the loss's gradient has no mean)
+model's own predictions, so that the loss's gradient g = ∂L/∂y has no mean)
 
-    KL ≈ ½ · Σ_oj G_o · Δ_oj² · h_j,     G_o = mean (∂L/∂y_o)²,  h_j = mean x_j²  over tokens
+    KL ≈ ½ · mean over tokens of (gᵀ Δ x)² ≈ ½ · mean over tokens of Σ_oj g_o² · Δ_oj² · x_j²
 
-where errors of different weights are taken to be independent, as those of rounding to nearest nearly are. That is right
-up to a factor that depends on the error's size; so for every width the model with all layers at that width is measured,
-and the estimates of that width are scaled to add up to it. What is predicted is KL to the original, which
-is what the loss rises by where the original is well calibrated. GPTQ comes out better than rounding to nearest, so
-the estimate is then an upper one. The whole model is on the device in float32.
+where errors of different weights are taken to be independent, as those of rounding to nearest nearly are. Inputs and
+gradients of a token belong together: the few tokens with huge activations have next to no gradient, and the product of
+separate means, ½ · Σ mean g_o² · Δ_oj² · mean x_j², takes the layers behind them to be many times as sensitive as they
+are. What remains is a factor for the error's size and for layers that perturb one another; so for every width the model
+with all layers at that width is measured, and the estimates of that width are scaled to add up to it. What is predicted
+is KL to the original, which is what the loss rises by where the original is well calibrated. GPTQ comes out better than
+rounding to nearest, so the estimate is then an upper one. The whole model is on the device in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,10 +51,7 @@ def measure_sensitivities(
     say: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
     """Of a float32 decoder on calibration rows [1, T] each."""
-    moments = _moments(model, rows)
-    estimates: dict[str, dict[int, float]] = {}
-    for unit, names in units(model.spec).items():
-        estimates[unit] = {bits: sum(_estimate(model, moments, n, bits, group) for n in names) for bits in widths}
+    estimates = _estimates(model, rows, widths, group)
     say("measured the gradients of all layers")
     reference, loss = reference_predictions(model, rows)
     uniform: dict[int, float] = {}
@@ -70,37 +69,39 @@ def weights_of(model: Decoder, name: str) -> Tensor:
     return model.get_parameter(f"{name}.weight")
 
 
-class _Moments:
-    """Sums of squares of a linear layer's inputs and of its outputs' gradients."""
+class _Estimate:
+    """½ · Σ over tokens of Σ_oj g_o² Δ_oj² x_j² of a linear layer, for every width; passes of the model fill it."""
 
-    def __init__(self) -> None:
-        self.inputs: Tensor | None = None
-        self.gradients: Tensor | None = None
+    def __init__(self, weight: Tensor, widths: Sequence[int], group: int) -> None:
+        self.weight, self.group = weight, group
+        self.sums = dict.fromkeys(widths, 0.0)
         self.tokens = 0
 
-    def add_inputs(self, x: Tensor) -> None:
-        flat = x.detach().flatten(0, -2)
-        squares = flat.square().sum(0)
-        self.inputs = squares if self.inputs is None else self.inputs + squares
-        self.tokens += len(flat)
+    def follow(self, module: nn.Module, arguments: tuple[Tensor, ...], made: Tensor) -> None:
+        """A forward hook: wait for the gradient of what was made of this input."""
+        squares = arguments[0].detach().flatten(0, -2).square()
+        made.register_hook(lambda gradient: self._add(squares, gradient.detach().flatten(0, -2).square()))
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        squares = gradient.detach().flatten(0, -2).square().sum(0)
-        self.gradients = squares if self.gradients is None else self.gradients + squares
+    @torch.no_grad()
+    def _add(self, inputs: Tensor, gradients: Tensor) -> None:
+        """Squares of both, [tokens, size]."""
+        for bits in self.sums:
+            change = round_weight(self.weight, bits, self.group) - self.weight
+            self.sums[bits] += 0.5 * float(((gradients @ change.square()) * inputs).sum())
+        self.tokens += len(inputs)
+
+    def kl(self, bits: int) -> float:
+        """A token."""
+        return self.sums[bits] / self.tokens
 
 
-def _moments(model: Decoder, rows: Sequence[Tensor]) -> dict[str, _Moments]:
-    """By the name of every linear layer."""
-    found: dict[str, _Moments] = {}
-    handles = []
-    for name in (name for names in units(model.spec).values() for name in names):
-        found[name] = _Moments()
-
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], made: Tensor, own: _Moments = found[name]) -> None:
-            own.add_inputs(arguments[0])
-            made.register_hook(own.add_gradient)
-
-        handles.append(model.get_submodule(name).register_forward_hook(hook))
+def _estimates(
+    model: Decoder, rows: Sequence[Tensor], widths: Sequence[int], group: int
+) -> dict[str, dict[int, float]]:
+    """By unit and width, before they are scaled."""
+    named = units(model.spec)
+    found = {name: _Estimate(weights_of(model, name), widths, group) for names in named.values() for name in names}
+    handles = [model.get_submodule(name).register_forward_hook(own.follow) for name, own in found.items()]
     generator = torch.Generator(device=model.embed.weight.device).manual_seed(0)
     try:
         for tokens in rows:
@@ -113,17 +114,9 @@ def _moments(model: Decoder, rows: Sequence[Tensor]) -> dict[str, _Moments]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
-
-
-@torch.no_grad()
-def _estimate(model: Decoder, moments: Mapping[str, _Moments], name: str, bits: int, group: int) -> float:
-    """½ · Σ_oj G_o Δ_oj² h_j of one matrix."""
-    weight, own = weights_of(model, name), moments[name]
-    assert own.inputs is not None
-    assert own.gradients is not None
-    squares = (round_weight(weight, bits, group) - weight).square()
-    return float(0.5 * (own.gradients @ squares @ own.inputs) / own.tokens**2)
+    return {
+        unit: {bits: sum(found[name].kl(bits) for name in names) for bits in widths} for unit, names in named.items()
+    }
 
 
 def round_weight(weight: Tensor, bits: int, group: int) -> Tensor:

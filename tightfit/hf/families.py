@@ -112,6 +112,11 @@ FAMILIES = (
             "OlmoeAttention": RotaryHandler(),
         },
     ),
+    HandledFamily(  # its experts have biases and its rotary tables half the width: those stay transformers' own
+        "gpt-oss",
+        "gpt_oss",
+        {"GptOssForCausalLM": HeadHandler(), "GptOssRMSNorm": RmsNormHandler()},
+    ),
     HandledFamily(
         "DeepSeek-V2",
         "deepseek_v2",

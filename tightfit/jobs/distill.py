@@ -23,8 +23,12 @@ class Distill(Section):
     """Weight of the teacher in the mixture of jsd."""
     features: float = Field(default=0.0, ge=0)
     """Weight of the squared distance of normed hidden states; 0 for none."""
+    attention: float = Field(default=0.0, ge=0)
+    """Weight of the divergence of attention maps, averaged over heads; 0 for none."""
+    contrastive: float = Field(default=0.0, ge=0)
+    """Weight of the contrastive loss on last hidden states: each nearest to the teacher's of its token; 0 for none."""
     feature_layers: int = Field(default=2, ge=1)
-    """Layers of the student, evenly spaced up to its last, whose hidden states are compared."""
+    """Layers of the student, evenly spaced up to its last, whose hidden states or maps are compared."""
     place: Literal["device", "host"] = "device"
     """Where the teacher's weights are; from the host they come layer by layer, at every step."""
 

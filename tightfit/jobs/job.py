@@ -262,7 +262,8 @@ class Job(Section):
             spec=spec,
             sequence_length=self.data.sequence_length if spec is not None else None,
             distills=self.distill.teacher is not None,
-            compares_features=self.distill.features > 0,
+            compares_features=self.distill.features > 0 or self.distill.attention > 0,
+            compares_attention=self.distill.attention > 0,
             rounding=self.quantize.rounding,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)

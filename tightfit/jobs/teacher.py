@@ -15,6 +15,8 @@ class Teacher:
     weight_bytes: int
     place: Literal["device", "host"] = "device"
     features: int = 0
+    maps: int = 0
+    """Layers whose attention maps are compared."""
 
 
 def held_weight_bytes(source: str, spec: ModelSpec, element_bytes: int) -> int:

@@ -86,6 +86,7 @@ def teacher_of(job: Job, spec: ModelSpec, precision: PrecisionName) -> Teacher:
         weight_bytes=held_weight_bytes(source, spec, 4 if precision == "fp32" else 2),
         place=distill.place,
         features=distill.feature_layers if distill.features else 0,
+        maps=distill.feature_layers if distill.attention else 0,
     )
 
 

@@ -32,6 +32,7 @@ class AttentionMask:
             raise UserError("packed documents and a key/value cache do not go together: documents would be cut")
         self.queries, self.keys, self.device, self.documents = queries, keys, device, documents
         self._masks: dict[int | None, Tensor] = {}
+        self._firsts: dict[tuple[int | None, int], Tensor] = {}
         self._block_masks: dict[int | None, Any] = {}
 
     @property
@@ -64,6 +65,13 @@ class AttentionMask:
         position = torch.arange(self.keys - self.queries, self.keys, device=self.device)[None]
         first = torch.zeros_like(position) if self.bounds is None else self.bounds[0].long()
         return first if window is None else torch.maximum(first, position - window + 1)
+
+    def first_of_rows(self, window: int | None, rows: int) -> Tensor:
+        """The first key of every query of `rows` rows, int32 [rows, queries]; one for all layers with this window."""
+        window = self.effective_window(window)
+        if (window, rows) not in self._firsts:
+            self._firsts[window, rows] = self.first(window).to(torch.int32).expand(rows, -1).contiguous()
+        return self._firsts[window, rows]
 
     def dense(self, window: int | None, *, explicit: bool = False) -> Tensor | None:
         """True where a query attends to a key, [B or 1, 1, queries, keys].

@@ -10,6 +10,9 @@ costs nothing: the 8 passes over the activations, forward and backward, are boun
     gelu      g · Φ(g)
     gelu_tanh g · σ(2v), v = √(2/π) · (g + 0.044715 g³): the same as g/2 · (1 + tanh v) with one exponential
     relu2     max(g, 0)²   (So et al. 2021)
+
+gpt-oss clamps both and adds one to the second: `swiglu_clamped` is h · σ(1.702 h) · (c + 1), where h = min(g, 7)
+and c is u within ±7.
 """
 
 from collections.abc import Callable
@@ -28,11 +31,21 @@ from tightfit.models.spec import Activation
 BLOCK = 2048
 WARPS = 8
 
+ALPHA, LIMIT = 1.702, 7.0
+"""Of `swiglu_clamped`; written as numbers in the kernels."""
+
+
+def _clamped_silu(gate: Tensor) -> Tensor:
+    low = gate.clamp(max=LIMIT)
+    return low * torch.sigmoid(ALPHA * low)
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
+    "swiglu_clamped": _clamped_silu,
 }
 
 
@@ -57,6 +70,8 @@ def relu2(x: Tensor, *, impl: Impl = "auto") -> Tensor:
 
 def glu_eager(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """The reference: two operations."""
+    if activation == "swiglu_clamped":
+        up = up.clamp(-LIMIT, LIMIT) + 1
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -87,10 +102,27 @@ def activated(g, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
         share = 0.5 * (1 + tl.erf(0.7071067811865476 * g))
         value = g * share
         slope = share + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    elif ACTIVATION == "swiglu_clamped":
+        low = tl.minimum(g, 7.0)
+        share = tl.sigmoid(1.702 * low)
+        value = low * share
+        slope = tl.where(g <= 7.0, share + 1.702 * value * (1 - share), 0.0)
     else:
         slope = 2 * tl.maximum(g, 0.0)
         value = 0.25 * slope * slope
     return value, slope
+
+
+@triton.jit
+def factored(u, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What act(g) is multiplied by, and its derivative by u."""
+    if ACTIVATION == "swiglu_clamped":
+        factor = tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0
+        slope = tl.where((u >= -7.0) & (u <= 7.0), 1.0, 0.0)
+    else:
+        factor = u
+        slope = tl.full(u.shape, 1.0, tl.float32)
+    return factor, slope
 
 
 @triton.jit
@@ -118,7 +150,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     here = col < width
     y, _ = activated(tl.load(gate_ptr + row * gate_stride + col, mask=here).to(tl.float32), ACTIVATION)
     if HAS_UP:
-        y *= tl.load(up_ptr + row * up_stride + col, mask=here).to(tl.float32)
+        factor, _ = factored(tl.load(up_ptr + row * up_stride + col, mask=here).to(tl.float32), ACTIVATION)
+        y *= factor
     tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=here)
 
 
@@ -146,8 +179,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=here).to(tl.float32)
     value, slope = activated(tl.load(gate_ptr + row * gate_stride + col, mask=here).to(tl.float32), ACTIVATION)
     if HAS_UP:
-        up = tl.load(up_ptr + row * up_stride + col, mask=here).to(tl.float32)
-        tl.store(d_up_ptr + row * d_up_stride + col, (dy * value).to(d_up_ptr.dtype.element_ty), mask=here)
+        up, d_factor = factored(tl.load(up_ptr + row * up_stride + col, mask=here).to(tl.float32), ACTIVATION)
+        tl.store(d_up_ptr + row * d_up_stride + col, (dy * value * d_factor).to(d_up_ptr.dtype.element_ty), mask=here)
         slope *= up
     tl.store(d_gate_ptr + row * d_gate_stride + col, (dy * slope).to(d_gate_ptr.dtype.element_ty), mask=here)
 

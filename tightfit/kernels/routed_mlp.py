@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
 from tightfit.kernels.gather_rows import gather_rows
-from tightfit.kernels.glu import activated, glu, glu_eager
+from tightfit.kernels.glu import activated, factored, glu, glu_eager
 from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.recomputation import is_result_wanted, placeholder
@@ -65,11 +65,30 @@ def routed_mlp(
     down: Tensor,
     activation: Activation = "silu",
     *,
+    biases: tuple[Tensor, Tensor, Tensor] | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Σ_j weights[t, j] · expert(x[t]) for x [N, H], weights [N, k] and experts' [E, F, H], [E, F, H], [E, H, F]."""
+    """Σ_j weights[t, j] · expert(x[t]) for x [N, H], weights [N, k] and experts' [E, F, H], [E, F, H], [E, H, F].
+
+    `biases` are those of gate [E, F], up [E, F] and down [E, H].
+    """
     _check(x, weights, routing, gate, up, down)
-    return _RoutedMlp.apply(x, weights, *routing, gate, up, down, activation, impl)
+    if biases is None:
+        return _RoutedMlp.apply(x, weights, *routing, gate, up, down, None, None, activation, impl)
+    made = _RoutedMlp.apply(x, weights, *routing, gate, up, down, *biases[:2], activation, impl)
+    return made + _weighted_biases(weights, routing, biases[2])
+
+
+def _weighted_biases(weights: Tensor, routing: Routing, bias: Tensor) -> Tensor:
+    """Σ_j weights[t, j] · bias[e]: a product of [N, E] and [E, H], which holds no row of H per expert of a token."""
+    chosen = torch.searchsorted(routing.offsets, routing.rows.to(routing.offsets.dtype), right=True)
+    by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, chosen, weights)
+    return by_expert @ bias
+
+
+def _experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The expert of each row, [rows]."""
+    return torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True)
 
 
 def routed_mlp_eager(
@@ -106,12 +125,18 @@ class _RoutedMlp(torch.autograd.Function):
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
         activation: Any,
         impl: Any,
     ) -> Tensor:
         copies = gather_rows(x, tokens, impl=impl)
         gate, up = (grouped_matmul(copies, w.mT, offsets, impl=impl) for w in (gate_weight, up_weight))
         del copies
+        ctx.experts = len(gate_weight)
+        if gate_bias is not None and up_bias is not None:
+            expert = _experts_of_rows(offsets, len(gate))
+            gate, up = gate.add_(gate_bias[expert]), up.add_(up_bias[expert])
         ctx.save_for_backward(x, weights, tokens, rows, offsets, gate, up, gate_weight, up_weight, down_weight)
         ctx.activation, ctx.impl = activation, impl
         if not is_result_wanted():
@@ -140,7 +165,15 @@ class _RoutedMlp(torch.autograd.Function):
                 grouped_matmul(d_up, up_weight, offsets, impl=impl),
             )
             dx = combine(*parts, None, rows, impl=impl)
-        return dx, d_weights, None, None, None, d_gate_weight, d_up_weight, d_down, None, None
+        d_biases = _bias_gradients(d_gate, d_up, offsets, ctx.experts) if wanted[8] else (None, None)
+        return dx, d_weights, None, None, None, d_gate_weight, d_up_weight, d_down, *d_biases, None, None
+
+
+def _bias_gradients(d_gate: Tensor, d_up: Tensor, offsets: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Sums over each expert's rows, as products with [E, rows] of zeros and ones: the same bits every time."""
+    expert = _experts_of_rows(offsets, len(d_gate))
+    members = (expert == torch.arange(experts, device=expert.device)[:, None]).to(d_gate.dtype)
+    return members @ d_gate, members @ d_up
 
 
 def _row_gradients(
@@ -193,11 +226,11 @@ def _row_gradients_kernel(  # type: ignore[no-untyped-def]
         at = start + tl.arange(0, BLOCK)
         here, at = at < width, row * width + at
         d_product = tl.load(d_product_ptr + at, mask=here, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + at, mask=here, other=0.0).to(tl.float32)
+        up, d_factor = factored(tl.load(up_ptr + at, mask=here, other=0.0).to(tl.float32), ACTIVATION)
         value, slope = activated(tl.load(gate_ptr + at, mask=here, other=0.0).to(tl.float32), ACTIVATION)
         d_weight += d_product * value * up
         tl.store(d_gate_ptr + at, (weight * d_product * up * slope).to(d_gate_ptr.dtype.element_ty), mask=here)
-        tl.store(d_up_ptr + at, (weight * d_product * value).to(d_up_ptr.dtype.element_ty), mask=here)
+        tl.store(d_up_ptr + at, (weight * d_product * value * d_factor).to(d_up_ptr.dtype.element_ty), mask=here)
         tl.store(d_product_ptr + at, (weight * value * up).to(d_product_ptr.dtype.element_ty), mask=here)
     tl.store(d_weight_ptr + row, tl.sum(d_weight, 0).to(d_weight_ptr.dtype.element_ty))
 

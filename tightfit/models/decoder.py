@@ -19,6 +19,7 @@ from tightfit.kernels.gated_mlp import can_fuse
 from tightfit.kernels.joint_linear import joint_linear
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
 from tightfit.kernels.rope import rope
+from tightfit.kernels.sink_attention import sink_attention
 from tightfit.kernels.triton_support import Impl
 from tightfit.kernels.vocab_parallel import VocabularyRows
 from tightfit.models.cache import KeyValueCache
@@ -111,36 +112,47 @@ class Attention(nn.Module):
         query_norm, key_norm = (spec.query_size, spec.kv_size) if spec.qk_norm_joint else (spec.head_dim,) * 2
         self.q_norm = make_norm(spec, impl.norm, query_norm) if spec.qk_norm else None
         self.k_norm = make_norm(spec, impl.norm, key_norm) if spec.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.sinks else None
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, normed and rotated, [B, heads, T, D]."""
         query, key, value = self._project_qkv(x)
         if self.joint_norm and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (heads.unflatten(-1, (-1, self.head_dim)) for heads in (query, key, value))
+        query, key, value = (flat.unflatten(-1, (-1, self.head_dim)) for flat in (query, key, value))
         if not self.joint_norm and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, heads, T, D]
         if self.rope is not None:
             cos, sin = ctx.rope_tables[self.rope]
             query, key = rope(query, key, cos, sin, impl=self.impl.rope)
+        return query, key, value
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        query, key, value = self.heads(x, ctx)
         if ctx.attend is not None:
+            assert self.sinks is None, "context ranks and serving refuse models with attention sinks"
             attended = ctx.attend(
                 self.layer, query, key, value, scale=self.scale, window=self.window, softcap=self.softcap
             )
             return self.o(attended.transpose(1, 2).flatten(2))
         if ctx.cache is not None:
             key, value = ctx.cache.extend(self.layer, key, value)
-        attended = attention(
+        return self.o(self._attend(query, key, value, ctx.mask).transpose(1, 2).flatten(2))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        if self.sinks is not None:
+            return sink_attention(query, key, value, self.sinks, mask, scale=self.scale, window=self.window)
+        return attention(
             query,
             key,
             value,
-            ctx.mask,
+            mask,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
             impl=self.impl.attention,
         )
-        return self.o(attended.transpose(1, 2).flatten(2))
 
     def _project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, [B, T, heads · D]."""

@@ -40,7 +40,7 @@ def init_weights(model: Decoder, gain: float = 1.0, device: torch.device | None 
 def _draw(name: str, parameter: Tensor, spec: ModelSpec, gain: float) -> None:
     if "norm" in name:
         parameter.fill_(0.0 if name.endswith("bias") or spec.norm == "rms_plus_one" else 1.0)
-    elif name.endswith(("bias", "correction")):
+    elif name.endswith(("bias", "correction", "sinks")):
         parameter.zero_()
     else:
         shrink = (2 * spec.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else 1.0

@@ -59,6 +59,12 @@ class ExpertWeights(nn.Module):
         self.down = nn.Parameter(torch.empty(count, hidden_size, width))
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
+        self.gate_bias: nn.Parameter | None = None
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if spec.mlp_bias:
+            self.gate_bias, self.up_bias = (nn.Parameter(torch.zeros(count, width)) for _ in range(2))
+            self.down_bias = nn.Parameter(torch.zeros(count, hidden_size))
 
     def forward(
         self, tokens: Tensor, weights: Tensor, routing: Routing, beside: Beside
@@ -69,7 +75,10 @@ class ExpertWeights(nn.Module):
     def compute(self, tokens: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         """Σ_j weights[t, j] · expert(tokens[t]) over the experts that are here."""
         gate, up, down = (_dense(stack) for stack in (self.gate, self.up, self.down))
-        return routed_mlp(tokens, weights, routing, gate, up, down, self.activation, impl=self.impl)
+        biases = None
+        if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
+            biases = self.gate_bias, self.up_bias, self.down_bias
+        return routed_mlp(tokens, weights, routing, gate, up, down, self.activation, biases=biases, impl=self.impl)
 
 
 def _dense(stack: Tensor | Iterable[Tensor]) -> Tensor:
@@ -84,9 +93,8 @@ class RoutedMlp(nn.Module):
         super().__init__()
         assert spec.experts is not None
         assert spec.gated
-        assert not spec.mlp_bias
         self.experts_spec = spec.experts
-        self.router = nn.Linear(spec.hidden_size, spec.experts.count, bias=False)
+        self.router = nn.Linear(spec.hidden_size, spec.experts.count, bias=spec.experts.router_bias)
         self.experts = ExpertWeights(spec, spec.experts, impl)
         self.shared = Mlp(spec, spec.experts.shared_size, impl) if spec.experts.shared_size else None
         gated = spec.experts.shared_size and spec.experts.shared_gated

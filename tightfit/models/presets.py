@@ -106,6 +106,7 @@ _QWEN3: Row = {
 _QWEN3_SMALL = _QWEN3 | {"tie_word_embeddings": True}
 _QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 _OLMOE: Row = {"model_type": "olmoe"}
+_GPT_OSS: Row = {"model_type": "gpt_oss", "router_aux_loss_coef": 0.9}
 
 
 def _deepseek_yarn(mscale: float) -> Row:
@@ -199,6 +200,13 @@ _TINY_GEMMA2 = _TINY | {
     "query_pre_attn_scalar": 24,
     "sliding_window": 16,
 }
+_TINY_GPT_OSS = _TINY | {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "sliding_window": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 _TINY_GEMMA3 = _TINY | {
     "model_type": "gemma3_text",
     "head_dim": 16,
@@ -238,6 +246,8 @@ PRESETS: dict[str, Row] = {
     "deepseek-v2-lite": _row(_DEEPSEEK_V2, 2048, 10_944, 27, 16, 16, q_lora_rank=None, moe_intermediate_size=1408),
     "deepseek-v2": _row(_DEEPSEEK_V2_LARGE, 5120, 12_288, 60, 128, 128),
     "deepseek-v3": _row(_DEEPSEEK_V3, 7168, 18_432, 61, 128, 128),
+    "gpt-oss-20b": _row(_GPT_OSS, 2880, 2880, 24, 64, 8, num_local_experts=32),
+    "gpt-oss-120b": _row(_GPT_OSS, 2880, 2880, 36, 64, 8),
     "gemma-2-2b": _row(_GEMMA2, 2304, 9216, 26, 8, 4),
     "gemma-2-9b": _row(_GEMMA2, 3584, 14_336, 42, 16, 8),
     "gemma-2-27b": _row(_GEMMA2, 4608, 36_864, 46, 32, 16, head_dim=128, query_pre_attn_scalar=144),
@@ -269,6 +279,7 @@ PRESETS: dict[str, Row] = {
     "tiny-olmoe": _row(_TINY, 64, 32, 2, 4, 4, model_type="olmoe", num_experts=8, num_experts_per_tok=2),
     "tiny-deepseek-v2": _row(_TINY_LATENT, 64, 128, 3, 4, 4, model_type="deepseek_v2", q_lora_rank=None),
     "tiny-deepseek-v3": _row(_TINY_LATENT, 64, 128, 3, 4, 4, model_type="deepseek_v3"),
+    "tiny-gpt-oss": _row(_TINY_GPT_OSS, 64, 32, 2, 4, 2),
     "tiny-gemma": _row(_TINY, 64, 128, 3, 4, 1, model_type="gemma", head_dim=16),
     "tiny-gemma2": _row(_TINY_GEMMA2, 64, 128, 4, 4, 2),
     "tiny-gemma3": _row(_TINY_GEMMA3, 64, 128, 4, 4, 2),

@@ -11,7 +11,7 @@ from typing import Literal
 from tightfit.errors import UserError
 
 Norm = Literal["rms", "rms_plus_one", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_clamped"]
 Score = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"]
 SIZES = ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "mlp_size", "max_positions")
@@ -57,6 +57,8 @@ class Experts:
     """Experts are in so many groups, in order,"""
     chosen_groups: int = 1
     """and a token's are all in so many of them: those whose best expert (corrected: whose best two) score highest."""
+    router_bias: bool = False
+    """Whether the router has a bias (gpt-oss)."""
     corrected: bool = False
     """Whether experts are chosen by score + a bias per expert, which balances their load without a loss."""
     shared_size: int = 0
@@ -115,6 +117,8 @@ class ModelSpec:
     """The rope of windowed layers where it differs from that of global ones (Gemma-3)."""
     attention_scale: float | None = None
     """Multiplies the scores; None means 1/√head_dim."""
+    sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax and has no value (gpt-oss)."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -209,7 +213,7 @@ class ModelSpec:
         if self.latent is not None:
             return self._latent_params(self.latent)
         bias = (q + 2 * kv) * self.qkv_bias + h * self.output_bias
-        return h * (q + 2 * kv) + q * h + bias + self.qk_norm_params
+        return h * (q + 2 * kv) + q * h + bias + self.qk_norm_params + self.heads * self.sinks
 
     def _latent_params(self, latent: Latent) -> int:
         h, q, rank = self.hidden_size, self.query_size, latent.query_rank
@@ -244,9 +248,9 @@ class ModelSpec:
 
     @property
     def router_params(self) -> int:
-        """Parameters of a routed layer's router, and the bias of each expert where it has one."""
+        """Parameters of a routed layer's router: its matrix, its bias, and what corrects the choice of experts."""
         experts = self.experts
-        return 0 if experts is None else (self.hidden_size + experts.corrected) * experts.count
+        return 0 if experts is None else (self.hidden_size + experts.router_bias + experts.corrected) * experts.count
 
     @property
     def embedding_params(self) -> int:

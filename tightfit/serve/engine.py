@@ -76,6 +76,10 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
         ranks: RankRunner | None = None,
     ) -> None:
+        if model.spec.sinks:
+            raise UserError(
+                f"{model.spec.family} has attention sinks, which paged attention lacks; use `tightfit sample`"
+            )
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
         self.adapters = dict(adapters or {})
         adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())

@@ -8,11 +8,13 @@ Hidden states are compared as squared distances of unit-RMS vectors, of student 
 the teacher's at the same share of its depth (as TinyBERT, Jiao et al. 2019). Where widths differ, the teacher's are
 first projected by a fixed random matrix with orthonormal columns: nothing of it has to be learned, saved or resumed. A
 student from scratch can take on any basis; one that has been trained already is better taught by predictions alone.
+Attention maps and the contrastive loss on embeddings: relations.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +24,11 @@ from tightfit.jobs.distill import SELF, Distill
 from tightfit.jobs.job import Job
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.decoder import Decoder, ForwardContext, Layer
 from tightfit.models.loading import has_weights, load_model, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.train.relations import attention_map, contrastive_loss, map_distance
 
 PROBE = "Tokens of 3 models, 12.5 % apart:\n\tdéjà vu?"
 
@@ -61,7 +64,9 @@ def check_teacher(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         )
     if load_source_tokenizer(source).encode(PROBE) != tokenizer.encode(PROBE):
         raise UserError(f"distill.teacher and the model cut text into different tokens; set tokenizer.source={source}")
-    if job.distill.features and job.distill.feature_layers > spec.layers:
+    if job.distill.attention and (spec.latent is not None or taught.latent is not None):
+        raise UserError("distill.attention compares queries and keys of heads, which latent attention has not; drop it")
+    if (job.distill.features or job.distill.attention) and job.distill.feature_layers > spec.layers:
         raise UserError(
             f"distill.feature_layers is {job.distill.feature_layers}, but the model has {spec.layers} layers; lower it"
         )
@@ -89,6 +94,24 @@ class HostedTeacher:
                 kept[index] = x
         return self._call(model.norm, x), [kept[index] for index in layers]
 
+    @contextmanager
+    def maps_of(self, layers: Sequence[int], documents: Tensor | None) -> Iterator[dict[int, Tensor]]:
+        """A dictionary that a forward pass fills with the attention maps of `layers`."""
+        found: dict[int, Tensor] = {}
+        handles = []
+        for index in layers:
+
+            def look(module: Any, inputs: tuple[Tensor, ForwardContext], index: int = index) -> None:
+                found[index] = attention_map(module, *inputs, documents)  # weights from the host are here just now
+
+            attention = cast(Layer, self.model.layers[index]).attention
+            handles.append(attention.register_forward_pre_hook(look))
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _call(self, module: nn.Module, *arguments: Any) -> Any:
         """The module's result with its tensors on the device."""
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -112,9 +135,11 @@ class TaughtBatch:
     distiller: "Distiller"
     hidden: Tensor
     features: list[Tensor]
+    maps: list[Tensor]
+    documents: Tensor | None
 
     def loss(self, model: Decoder, x: Tensor, labels: Tensor, divisor: float | Tensor | None) -> Tensor:
-        """(1 − α) · CE + α · τ² · D, and the distance of features, summed over tokens that count."""
+        """(1 − α) · CE + α · τ² · D, and the other distances, summed over tokens that count."""
         own, settings = self.distiller, self.distiller.settings
         divided_by = 1.0 if divisor is None else divisor
         terms = DistillationTerms(
@@ -135,12 +160,27 @@ class TaughtBatch:
             divisor=divided_by,
             chunk_bytes=model.impl.loss_chunk_bytes,
         )
-        if not self.features:
-            return loss
-        counted = labels != IGNORE
-        pairs = zip(own.take_features(), self.features, strict=True)
-        distance = torch.stack([feature_distance(mine, theirs, counted) for mine, theirs in pairs]).mean()
-        return loss + settings.features * distance / divided_by
+        return loss + self._distances(x, labels != IGNORE) / divided_by
+
+    def _distances(self, x: Tensor, counted: Tensor) -> Tensor:
+        """Of hidden states, attention maps and embeddings, each times its weight."""
+        own, settings = self.distiller, self.distiller.settings
+        total = x.new_zeros((), dtype=torch.float32)
+        if self.features:
+            pairs = zip(own.take_features(), self.features, strict=True)
+            total = total + settings.features * _mean([feature_distance(*pair, counted) for pair in pairs])
+        if self.maps:
+            pairs = zip(own.take_maps(self.documents), self.maps, strict=True)
+            total = total + settings.attention * _mean([map_distance(*pair, counted) for pair in pairs])
+        if settings.contrastive:
+            shape = (*counted.shape, -1)
+            theirs = own.projected(self.hidden.view(shape))
+            total = total + settings.contrastive * contrastive_loss(x.view(shape), theirs, counted)
+        return total
+
+
+def _mean(distances: list[Tensor]) -> Tensor:
+    return torch.stack(distances).mean()
 
 
 def feature_distance(student: Tensor, teacher: Tensor, counted: Tensor) -> Tensor:
@@ -170,9 +210,12 @@ class Distiller:
     def __init__(self, student: Decoder, teacher: HostedTeacher, settings: Distill) -> None:
         self.teacher, self.settings = teacher, settings
         self._seen: dict[int, Tensor] = {}
+        self._looking: dict[int, tuple[Tensor, ForwardContext]] = {}
+        self._projection = projection(teacher.model.spec.hidden_size, student.spec.hidden_size)
+        self._student = student
         self.student_layers: list[int] = []
         self.teacher_layers: list[int] = []
-        if settings.features:
+        if settings.features or settings.attention:
             self._follow(student)
 
     def _follow(self, student: Decoder) -> None:
@@ -180,7 +223,6 @@ class Distiller:
         self.student_layers = [mine * (i + 1) // count - 1 for i in range(count)]
         self.teacher_layers = [theirs * (layer + 1) // mine - 1 for layer in self.student_layers]
         self.teacher_layers = [max(layer, 0) for layer in self.teacher_layers]
-        self._projection = projection(self.teacher.model.spec.hidden_size, student.spec.hidden_size)
         for index in self.student_layers:
             layer = student.layers[index]
             assert isinstance(layer, Layer)
@@ -189,13 +231,33 @@ class Distiller:
                 if torch.is_grad_enabled():
                     self._seen[index] = made[0]
 
-            layer.register_forward_hook(keep)
+            def look(module: nn.Module, inputs: tuple[Tensor, ForwardContext], index: int = index) -> None:
+                if torch.is_grad_enabled():
+                    self._looking[index] = inputs
+
+            if self.settings.features:
+                layer.register_forward_hook(keep)
+            if self.settings.attention:
+                layer.attention.register_forward_pre_hook(look)
 
     def __call__(self, tokens: Tensor, documents: Tensor | None) -> TaughtBatch:
-        hidden, features = self.teacher.hidden_states(tokens, documents, self.teacher_layers)
-        if features and self._projection is not None:
-            features = [x @ self._projection.to(x) for x in features]
-        return TaughtBatch(self, hidden, features)
+        mapped = self.teacher_layers if self.settings.attention else []
+        with self.teacher.maps_of(mapped, documents) as maps:
+            hidden, features = self.teacher.hidden_states(tokens, documents, self.teacher_layers)
+        features = [self.projected(x) for x in features] if self.settings.features else []
+        return TaughtBatch(self, hidden, features, [maps[index] for index in mapped], documents)
+
+    def projected(self, x: Tensor) -> Tensor:
+        """The teacher's hidden states in the student's width."""
+        return x if self._projection is None else x @ self._projection.to(x)
+
+    def take_maps(self, documents: Tensor | None) -> list[Tensor]:
+        """The student's attention maps of this forward pass, whose inputs are then forgotten."""
+        made = []
+        for index in self.student_layers:
+            attention = cast(Layer, self._student.layers[index]).attention
+            made.append(attention_map(attention, *self._looking.pop(index), documents))
+        return made
 
     def take_features(self) -> list[Tensor]:
         """The student's hidden states of this forward pass, which are then forgotten."""

@@ -45,6 +45,15 @@ _QWEN2_MOE = _BASE | {
     "num_hidden_layers": 3,
     "mlp_only_layers": [1],
 }
+_GPT_OSS = _BASE | {
+    "model_type": "gpt_oss",
+    "head_dim": 12,
+    "intermediate_size": 20,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 7,
+    "hidden_act": "silu",
+}
 _DEEPSEEK = _BASE | {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -135,6 +144,9 @@ CASES: dict[str, Config] = {
     "olmoe-normed": _BASE
     | {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12}
     | {"norm_topk_prob": True, "num_key_value_heads": 4},
+    "gpt_oss": _GPT_OSS,
+    "gpt_oss-plain-rope": _GPT_OSS
+    | {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {"rope_type": "default"}},
     "deepseek_v2-grouped": _DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"},
     "deepseek_v2-lite": _DEEPSEEK_V2 | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "deepseek_v3": _DEEPSEEK_V3,
@@ -204,6 +216,10 @@ def as_stored(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     In memory transformers 5 keeps the experts of a layer in two stacked tensors, on disk they are one matrix each.
     """
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if model.config.model_type == "gpt_oss":  # stacked on disk too
+        kept = {name: parameter.grad if grads else parameter.detach() for name, parameter in model.named_parameters()}
+        assert all(tensor is not None for tensor in kept.values())
+        return kept  # type: ignore[return-value]
     if model.config.model_type == "mixtral":
         block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
     stored: dict[str, Tensor] = {}

@@ -36,7 +36,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         if name in ("rope_theta", "rope_local_base_freq"):
             continue
         if name == "sliding_window_pattern":
-            types = ["full_attention" if (i + 1) % value == 0 else "sliding_attention" for i in range(26)]
+            types = [
+                "full_attention" if (i + 1) % value == 0 else "sliding_attention"
+                for i in range(config.num_hidden_layers)
+            ]
             assert config.layer_types == types
         elif name != "sliding_window" or "use_sliding_window" not in row.defaults:
             assert getattr(config, name, value) == value, name

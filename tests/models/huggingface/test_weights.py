@@ -11,10 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.huggingface.reference import as_stored, pair
+from tests.models.huggingface.reference import CASES, as_stored, pair
+from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.huggingface.config import config_from_spec, spec_from_config
 from tightfit.models.huggingface.weights import from_hf_state, load_weights, save_weights, to_hf_state
+from tightfit.models.quantized.directory import is_quantized
 
 EXCHANGED = [
     "llama",
@@ -26,6 +28,7 @@ EXCHANGED = [
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "gpt_oss",
     "gemma",
     "gemma2",
     "gemma3",
@@ -168,3 +171,38 @@ def test_other_layouts_of_the_same_weights(layout: str, tmp_path: Path) -> None:
     model = Decoder(ours.spec)
     load_weights(model, tmp_path)
     same(model.state_dict(), ours.state_dict())
+
+
+def test_mxfp4_is_read_as_transformers_unpacks_it(tmp_path: Path) -> None:
+    """Blocks and scales of experts, in two files; every code and many scales occur."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = CASES["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 32}
+    spec = spec_from_config(config, "packed")
+    torch.manual_seed(0)
+    state = to_hf_state(Decoder(spec).state_dict(), spec)
+    packed: dict[str, torch.Tensor] = {}
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = state.pop(name).shape
+        packed[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        packed[f"{name}_scales"] = torch.randint(110, 130, (experts, rows, columns // 32), dtype=torch.uint8)
+    blocks = {name: tensor for name, tensor in packed.items() if name.endswith("_blocks")}
+    scales = {name: tensor for name, tensor in packed.items() if name.endswith("_scales")}
+    files = {"model-00001-of-00002.safetensors": state | blocks, "model-00002-of-00002.safetensors": scales}
+    for file, tensors in files.items():
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / file)
+    index = {"weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    quantized = {**config_from_spec(spec, dtype="bfloat16"), "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    assert not is_quantized(tmp_path)
+    model = Decoder(spec)
+    load_weights(model, tmp_path)
+    found = to_hf_state(model, spec)
+    for name, tensor in blocks.items():
+        whole = name.removesuffix("_blocks")
+        wanted = convert_moe_packed_tensors(tensor, scales[f"{whole}_scales"], dtype=torch.float32)
+        assert torch.equal(found[whole], wanted), whole
+    save_file({**scales, next(iter(scales)): torch.zeros(3, dtype=torch.uint8)}, tmp_path / list(files)[1])
+    with pytest.raises(UserError, match="is not MXFP4"):
+        load_weights(Decoder(spec), tmp_path)

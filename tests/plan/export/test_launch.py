@@ -138,7 +138,8 @@ def test_a_folder_gets_everything_that_the_plan_has(two_nodes: Plan, tmp_path: P
     split = planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, "layout.tensor=2").plan
     said = export(split, str(tmp_path / "split"))
     assert sum("data ranks only" in line for line in said) == 3
-    assert {path.name for path in (tmp_path / "split").iterdir()} == {"plan.json", "torchrun.sh", "slurm.sh"}
+    ours = ("torchrun", "slurm", "kubernetes", "pytorchjob", "skypilot")
+    assert {path.name for path in (tmp_path / "split").iterdir()} == {"plan.json", *(EXPORTS[kind][0] for kind in ours)}
 
 
 def test_mistakes_are_one_sentence(two_nodes: Plan, tmp_path: Path) -> None:

@@ -34,3 +34,13 @@ def features_are_kept(run: Run) -> str | None:
             "activations or set distill.features=0"
         )
     return None
+
+
+@rule(RUN_RULES, "distill.attention", "layout.context")
+def maps_are_of_whole_rows(run: Run) -> str | None:
+    if run.compares_attention and run.layout.context > 1:
+        return (
+            f"distill.attention compares maps of whole rows, but layout.context is {run.layout.context}; set it to 1 "
+            "or distill.attention to 0"
+        )
+    return None

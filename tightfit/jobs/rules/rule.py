@@ -29,6 +29,7 @@ class Run:
     distills: bool = False
     """Whether a teacher is compared with."""
     compares_features: bool = False
+    compares_attention: bool = False
     rounding: "WeightRounding | None" = None
     """How weights are rounded while they are trained."""
 

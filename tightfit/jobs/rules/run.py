@@ -269,6 +269,21 @@ def some_attention_is_whole(run: Run) -> str | None:
     return None
 
 
+@rule(RUN_RULES, "layout.tensor", "layout.context", "layout.expert", "levers.tiles", "model")
+def sinks_are_not_split(run: Run) -> str | None:
+    """Attention sinks are of all heads, and biases of all experts, on every rank that has a layer."""
+    if run.spec is None or not run.spec.sinks:
+        return None
+    degrees = {f"layout.{axis}": getattr(run.layout, axis) for axis in ("tensor", "context", "expert")}
+    for name, degree in (degrees | {"levers.tiles": run.levers.tiles}).items():
+        if degree > 1:
+            return (
+                f"{name} is {degree}, but the attention sinks and biased experts of {run.spec.family} are not split; "
+                "set it to 1 and use layout.data, layout.zero and layout.pipeline"
+            )
+    return None
+
+
 @rule(RUN_RULES, "levers.tiles", "model")
 def routed_layers_are_not_tiled(run: Run) -> str | None:
     spec = run.spec

@@ -49,7 +49,8 @@ def _attention_params(spec: ModelSpec, tensor: int) -> int:
     if spec.latent is not None:
         return spec.attention_params()  # not split over tensor ranks
     q, kv = ceil(spec.heads, tensor) * spec.head_dim, ceil(spec.kv_size, tensor)
-    return spec.hidden_size * (2 * q + 2 * kv) + (q + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
+    biases = (q + 2 * kv) * spec.qkv_bias + spec.hidden_size * spec.output_bias
+    return spec.hidden_size * (2 * q + 2 * kv) + biases + ceil(spec.heads, tensor) * spec.sinks
 
 
 def layer_matrices(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) -> tuple[int, ...]:

@@ -156,6 +156,11 @@ def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
         SavedTensor("mlp", "experts' gate and up", 2 * inner_bytes, "no copies of tokens, no products, no outputs"),
     ]
+    if spec.mlp_bias:
+        biased_bytes = INDEX * chosen + tokens * experts.count * element_bytes
+        saved.append(
+            SavedTensor("routing", "weights by expert", biased_bytes, "of down biases: a [tokens, experts] product")
+        )
     if travels:
         received_bytes = experts.per_token * shape.hidden_bytes(spec)
         saved.append(SavedTensor("mlp", "received rows", received_bytes, "the input of this rank's experts"))

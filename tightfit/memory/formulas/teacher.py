@@ -6,6 +6,7 @@
 | before forward | its residual stream, a layer at work; from the host that layer's weights too |
 | until the loss | its normed hidden states, and those of compared layers |
 | loss | a chunk of both models' logits; from the host its output projection |
+| maps | of compared layers [T, T] a row until the loss; there the student's scores and probabilities of every head |
 """
 
 from dataclasses import dataclass
@@ -42,15 +43,19 @@ def teacher_memory(teacher: Teacher | None, student: ModelSpec, shape: LocalShap
     hidden_bytes = shape.hidden_bytes(spec)
     head_bytes = shape.element_bytes * spec.vocab_size * spec.hidden_size
     arriving_bytes = max(spec.layer_params(i) for i in range(spec.layers)) * shape.element_bytes if on_host else 0
+    map_bytes = WIDE * shape.rows * shape.length**2 if teacher.maps else 0  # averaged over heads
+    teaching_maps_bytes = (teacher.maps + 3 * spec.heads) * map_bytes
+    student_maps_bytes = teacher.maps * (3 * student.heads + 2) * map_bytes
     features_bytes = teacher.features * shape.hidden_bytes(student)
     row_bytes = distillation_row_bytes(student.vocab_size, shape.element_bytes, fused=True)
     free_bytes = student.vocab_size * student.hidden_size * shape.element_bytes if shape.element_bytes < WIDE else 0
     rows = max(1, chunk_rows(shape.tokens, (levers.loss_chunk_bytes + free_bytes) // row_bytes))
+    working_bytes = layer_cost(spec, spec.layers - 1, shape).forward_working
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,
         host_weights=teacher.weight_bytes if on_host else 0,
-        teaching=hidden_bytes + layer_cost(spec, spec.layers - 1, shape).forward_working + arriving_bytes,
-        until_loss=hidden_bytes + features_bytes,
-        at_loss=head_bytes if on_host else 0,
+        teaching=hidden_bytes + working_bytes + arriving_bytes + teaching_maps_bytes,
+        until_loss=hidden_bytes + features_bytes + teacher.maps * map_bytes,
+        at_loss=(head_bytes if on_host else 0) + student_maps_bytes,
         chunk=min(rows, shape.tokens) * row_bytes,
     )

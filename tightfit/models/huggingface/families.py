@@ -42,6 +42,8 @@ class Family:
     layer_types: bool = False
     """Whether a `layer_types` list overrules the window rule."""
     two_ropes: bool = False
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    """The rope scaling of a config that names none."""
     rope_types: Mapping[str, str] = field(default_factory=dict)
     """Rope scaling names that mean something else in this family than elsewhere."""
     scales_embedding: bool = False
@@ -179,6 +181,32 @@ _OLMOE = _LLAMA | {
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.01,
+}
+_GPT_OSS = _LLAMA | {
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "router_aux_loss_coef": 0.001,
+}
+_GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 _DEEPSEEK_V2 = _LLAMA | {
     "vocab_size": 102_400,
@@ -340,6 +368,20 @@ FAMILIES: dict[str, Family] = {
         insists={"partial_rotary_factor": 1.0, "clip_qkv": None},
         experts=_QWEN_EXPERTS | {"mlp_size": ("intermediate_size",)},
         weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.QK_NORMS, *names.QWEN_EXPERTS),
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        defaults=_GPT_OSS,
+        fields=_BIASED_FIELDS,
+        fixed={"sinks": True, "mlp_bias": True},
+        insists={"partial_rotary_factor": 1.0, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        activations={"silu": "swiglu_clamped"},
+        experts=_MIXTRAL_EXPERTS,
+        fixed_experts={"router_bias": True},
+        windows="pattern",
+        layer_types=True,
+        default_rope=_GPT_OSS_ROPE,
+        weights=llama_rules(*names.SPLIT, *names.MLP_NORM, *names.GPT_OSS),
     ),
     "deepseek_v2": Family(
         architecture="DeepseekV2ForCausalLM",

@@ -48,7 +48,7 @@ def read_ropes(fields: Fields, family: Family, head_dim: int, max_positions: int
     def one(inside: Fields, theta_name: str) -> Rope:
         return _read_rope(inside, fields, theta_name, family, head_dim, max_positions)
 
-    empty = Fields({}, fields.source, inside="rope_scaling")
+    empty = Fields(family.default_rope, fields.source, inside="rope_scaling")
     scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
     nested = parameters is not None and any(isinstance(value, Mapping) for value in parameters.values.values())
     if not family.two_ropes:
@@ -113,7 +113,8 @@ def write_ropes(family: Family, rope: Rope | None, local: Rope | None) -> dict[s
     """The fields that say `rope` and `local`, in the older style, which transformers 5 reads as well."""
     if rope is None:
         return {}
-    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _scaling_object(rope)}
+    unscaled = {"rope_type": "default"} if family.default_rope else None  # null would mean the family's own scaling
+    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": _scaling_object(rope) or unscaled}
     if local is not None:
         config["rope_local_base_freq"] = local.theta
     if "partial_rotary_factor" not in family.insists:

@@ -2,7 +2,8 @@
 
 `tensor_maps` expands the rules over layers and experts. Most tensors only have another name. Some hold several of ours
 concatenated along the output dimension (Phi-3's qkv and gate/up), GPT-2's matrices are stored transposed, and experts,
-one module each on disk, are slices of one stacked parameter here. Nothing here imports torch.
+one module each on disk, are slices of one stacked parameter here. gpt-oss stacks experts on disk too, transposed, with
+gate and up in turn. Nothing here imports torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ class Rule:
     ours: tuple[str, ...]
     transposed: bool = False
     is_tensor: bool = False
+    stacked: bool = False
+    """Whether the first dimension is that of experts; with several of ours, their outputs alternate."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class TensorMap:
     ours: tuple[str, ...]
     transposed: bool
     expert: int | None
+    stacked: bool = False
 
 
 def tensor_maps(rules: Iterable[Rule], names: Iterable[str], layers: int, experts: int) -> list[TensorMap]:
@@ -59,7 +63,7 @@ def _apply(rule: Rule, present: set[str], layer: int, experts: int) -> Iterator[
         return
     if rule.is_tensor:
         if ours[0] in present:
-            yield TensorMap(theirs, tuple(ours), rule.transposed, None)
+            yield TensorMap(theirs, tuple(ours), rule.transposed, None, rule.stacked)
         return
     for kind in ("weight", "bias"):
         whole = tuple(f"{name}.{kind}" for name in ours)
@@ -113,6 +117,25 @@ SHARED_EXPERT = (
 SHARED_EXPERTS = (
     *(Rule(f"mlp.shared_experts.{x}_proj", (f"mlp.shared.{x}",)) for x in ("gate", "up", "down")),
     Rule("mlp.gate.e_score_correction_bias", ("mlp.correction",), is_tensor=True),
+)
+GPT_OSS = (
+    Rule("self_attn.sinks", ("attention.sinks",), is_tensor=True),
+    Rule("mlp.router", ("mlp.router",)),
+    Rule(
+        "mlp.experts.gate_up_proj",
+        ("mlp.experts.gate", "mlp.experts.up"),
+        transposed=True,
+        is_tensor=True,
+        stacked=True,
+    ),
+    Rule(
+        "mlp.experts.gate_up_proj_bias",
+        ("mlp.experts.gate_bias", "mlp.experts.up_bias"),
+        is_tensor=True,
+        stacked=True,
+    ),
+    Rule("mlp.experts.down_proj", ("mlp.experts.down",), transposed=True, is_tensor=True, stacked=True),
+    Rule("mlp.experts.down_proj_bias", ("mlp.experts.down_bias",), is_tensor=True, stacked=True),
 )
 LATENT = (
     Rule("self_attn.q_proj", ("attention.q",)),

@@ -23,6 +23,7 @@ from tightfit.errors import UserError
 from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.families import FAMILIES
+from tightfit.models.huggingface.mxfp4 import HALF_BLOCK, packed_names, unpacked, unpacked_shape
 from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
@@ -61,6 +62,9 @@ def load_weights(model: Decoder, directory: Path) -> None:
         raise ValueError("the model is on the meta device; call to_empty() on it before loading weights")
     files = _files(directory)
     where = {name: path for path, names in files.items() for name in names}
+    packed = packed_names(where)
+    stored_as = {part: where.pop(part) for parts in packed.values() for part in parts}
+    where |= {name: stored_as[blocks] for name, (blocks, _) in packed.items()}
     found = _match(where, state, model.spec, str(directory))
     by_file: dict[Path, list[tuple[TensorMap, str]]] = {path: [] for path in files}
     for mapping, name in found:
@@ -68,6 +72,9 @@ def load_weights(model: Decoder, directory: Path) -> None:
     for path, wanted in by_file.items():
         with _reading(path) as tensors:
             for mapping, name in wanted:
+                if name in packed:
+                    _check_packed(tensors, stored_as, packed[name], mapping, state, path)
+                    continue
                 stored = tensors.get_slice(name)
                 _check_dtype(stored.get_dtype(), name, path)
                 _check_shape(stored.get_shape(), mapping, name, state, str(path))
@@ -75,7 +82,31 @@ def load_weights(model: Decoder, directory: Path) -> None:
         with _reading(path) as tensors, torch.no_grad():
             for mapping, name in wanted:
                 if not all(state[ours].is_meta for ours in mapping.ours):
-                    _place(mapping, tensors.get_tensor(name), state)
+                    stored = _unpacked(tensors, stored_as, packed[name]) if name in packed else tensors.get_tensor(name)
+                    _place(mapping, stored, state)
+
+
+def _check_packed(
+    tensors: Any,
+    stored_as: Mapping[str, Path],
+    names: tuple[str, str],
+    mapping: TensorMap,
+    state: Mapping[str, Tensor],
+    path: Path,
+) -> None:
+    """The shapes and dtypes of MXFP4 blocks and their scales, which may be in another file."""
+    blocks = tensors.get_slice(names[0])
+    with _reading(stored_as[names[1]]) as others:
+        scales = others.get_slice(names[1])
+        kinds, groups = {blocks.get_dtype(), scales.get_dtype()}, list(scales.get_shape())
+    if kinds != {"U8"} or list(blocks.get_shape()) != [*groups, HALF_BLOCK]:
+        raise UserError(f"{names[0]} in {path} is not MXFP4 with its {names[1]}; download the model again")
+    _check_shape(unpacked_shape(blocks.get_shape()), mapping, names[0], state, str(path))
+
+
+def _unpacked(tensors: Any, stored_as: Mapping[str, Path], names: tuple[str, str]) -> Tensor:
+    with _reading(stored_as[names[1]]) as others:
+        return unpacked(tensors.get_tensor(names[0]), others.get_tensor(names[1]))
 
 
 def save_weights(
@@ -134,15 +165,19 @@ def _some(names: list[str]) -> str:
 def _shape(mapping: TensorMap, state: Mapping[str, Tensor]) -> tuple[int, ...]:
     """The shape their tensor must have."""
     shapes = [state[name].shape[mapping.expert is not None :] for name in mapping.ours]
-    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    return whole[::-1] if mapping.transposed else whole
+    whole = list(shapes[0])
+    whole[mapping.stacked] = sum(shape[mapping.stacked] for shape in shapes)
+    if mapping.transposed:
+        whole[-2:] = whole[-2:][::-1]
+    return tuple(whole)
 
 
 def _assemble(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Their tensor from ours, cast to `dtype` if given; a view unless it is concatenated, transposed or cast."""
     parts = [state[name] if mapping.expert is None else state[name][mapping.expert] for name in mapping.ours]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    whole = whole.T if mapping.transposed and whole.ndim == 2 else whole
+    if len(parts) > 1:  # outputs of experts alternate, others follow each other
+        parts = [torch.stack(parts, dim=2).flatten(1, 2) if mapping.stacked else torch.cat(parts)]
+    whole = parts[0].mT if mapping.transposed and parts[0].ndim > 1 else parts[0]
     return whole.to(stored_dtype(mapping.ours[0], dtype) or whole.dtype).contiguous()
 
 
@@ -156,7 +191,9 @@ def stored_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _pieces(mapping: TensorMap, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Their tensor split into ours."""
-    whole = tensor.T if mapping.transposed and tensor.ndim == 2 else tensor
+    whole = tensor.mT if mapping.transposed and tensor.ndim > 1 else tensor
+    if mapping.stacked:
+        return whole.unflatten(1, (-1, len(mapping.ours))).unbind(2)
     return whole.split([state[name].shape[mapping.expert is not None] for name in mapping.ours])
 
 

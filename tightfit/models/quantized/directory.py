@@ -28,9 +28,13 @@ from tightfit.models.spec import ModelSpec
 
 
 def is_quantized(directory: Path) -> bool:
-    """Whether the config.json in `directory` says that weights are quantized."""
+    """Whether the config.json in `directory` says that weights are quantized, and they stay so when they are loaded.
+
+    MXFP4 (gpt-oss) is made 16-bit as it is read (huggingface/mxfp4.py).
+    """
     config = read_config(directory / "config.json")
-    return isinstance(config, dict) and isinstance(config.get("quantization_config"), dict)
+    described = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(described, dict) and described.get("quant_method") != "mxfp4"
 
 
 class QuantizedDirectory:

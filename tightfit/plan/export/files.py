@@ -13,6 +13,8 @@ from tightfit.plan.export.accelerate import accelerate_config
 from tightfit.plan.export.deepspeed import deepspeed_config, trainer_arguments
 from tightfit.plan.export.estimate import engine_estimate
 from tightfit.plan.export.launch import slurm_script, torchrun_script
+from tightfit.plan.export.skypilot import skypilot_task
+from tightfit.plan.export.training_pods import kubernetes_training, pytorch_job
 from tightfit.plan.plan import Plan
 
 PLAN_FILE = "plan.json"
@@ -24,8 +26,12 @@ EXPORTS: dict[str, tuple[str, Text]] = {
     "accelerate": ("accelerate.yaml", lambda plan, _: _accelerate_text(plan)),
     "torchrun": ("torchrun.sh", torchrun_script),
     "slurm": ("slurm.sh", slurm_script),
+    "kubernetes": ("kubernetes.yaml", lambda plan, _: kubernetes_training(plan)),
+    "pytorchjob": ("pytorchjob.yaml", lambda plan, _: pytorch_job(plan)),
+    "skypilot": ("skypilot.yaml", skypilot_task),
 }
 SCRIPTS = ("torchrun", "slurm")
+NEEDS_PLAN = (*SCRIPTS, "skypilot")
 """What runs a saved plan, and so has one beside it."""
 ENGINE_OF: dict[str, EngineName] = {"deepspeed": "deepspeed", "accelerate": "hf"}
 """Exports that other code runs: whose memory and time they are written with."""
@@ -52,7 +58,7 @@ def _export_one(plan: Plan, kind: str, path: Path) -> list[str]:
         raise UserError(f"there is no export {kind!r}; write one of {', '.join(EXPORTS)}, or a folder for all")
     plan_file = path.with_name(f"{path.stem}.{PLAN_FILE}")
     said = [_written(plan, kind, path, plan_file)]
-    if kind in SCRIPTS:
+    if kind in NEEDS_PLAN:
         said.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
     return said
 

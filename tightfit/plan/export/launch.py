@@ -1,4 +1,4 @@
-"""The scripts that start a plan: torchrun on every node, or a Slurm script around it.
+"""The scripts that start a plan: torchrun on every node, or a Slurm script around it; and what other exports share.
 
 They run as they are, from any directory: the torchrun script finds its plan beside itself; sbatch runs a copy of a
 script, so that one names the plan by its whole path. What a plan leaves open (the data, where there was no job file) is
@@ -24,7 +24,7 @@ ASKED = {
 
 def torchrun_line(plan: Plan, plan_file: str = "plan.json", endpoint: str = "$HEAD_NODE") -> str:
     """The line to run on every node; across nodes, HEAD_NODE is the name of the first."""
-    return _torchrun(plan, shlex.quote(plan_file), endpoint)
+    return torchrun_command(plan, shlex.quote(plan_file), endpoint)
 
 
 def torchrun_script(plan: Plan, plan_file: Path) -> str:
@@ -32,9 +32,9 @@ def torchrun_script(plan: Plan, plan_file: Path) -> str:
     script = [
         *_header(plan),
         'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-        *_asked(plan),
+        *asked_lines(plan),
         *([_required("HEAD_NODE", "the name of the first node")] if plan.machine.nodes > 1 else []),
-        _torchrun(plan, f'"$here"/{shlex.quote(plan_file.name)}{_overrides(plan)} "$@"'),
+        torchrun_command(plan, f'"$here"/{shlex.quote(plan_file.name)}{overrides(plan)} "$@"'),
     ]
     return "\n".join(script) + "\n"
 
@@ -56,15 +56,16 @@ def slurm_script(plan: Plan, plan_file: Path) -> str:
         "#SBATCH --output=%x-%j.out",
         *comments_and_settings,
         f"plan={shlex.quote(str(plan_file.absolute()))}",
-        *_asked(plan),
+        *asked_lines(plan),
         'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',  # head would end the pipe early
         "export HEAD_NODE",
-        "srun " + _torchrun(plan, f'"$plan"{_overrides(plan)} "$@"'),
+        "srun " + torchrun_command(plan, f'"$plan"{overrides(plan)} "$@"'),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _torchrun(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -> str:
+def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -> str:
+    """torchrun, or tightfit alone where there is one rank."""
     machine = plan.machine
     if machine.ranks == 1:
         return f"tightfit train {arguments}"
@@ -75,7 +76,7 @@ def _torchrun(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -> str:
 
 
 def _header(plan: Plan) -> list[str]:
-    given = "".join(f" {name}=…" for name in _open_names(plan))
+    given = "".join(f" {name}=…" for name in open_names(plan))
     what = f"{printable(plan.model)} on {printable(plan.machine.text)}"
     return [
         "#!/usr/bin/env bash",
@@ -85,7 +86,7 @@ def _header(plan: Plan) -> list[str]:
     ]
 
 
-def _open_names(plan: Plan) -> list[str]:
+def open_names(plan: Plan) -> list[str]:
     """Which variables the script asks for, as the plan does not say what they do."""
     fields = plan.job_fields()
     is_open = {
@@ -97,8 +98,9 @@ def _open_names(plan: Plan) -> list[str]:
     return [name for name, asked in is_open.items() if asked]
 
 
-def _asked(plan: Plan) -> list[str]:
-    return [_required(name, ASKED[name][1]) for name in _open_names(plan)]
+def asked_lines(plan: Plan) -> list[str]:
+    """A sentence of the shell's for each variable that is not set."""
+    return [_required(name, ASKED[name][1]) for name in open_names(plan)]
 
 
 def _required(name: str, meaning: str) -> str:
@@ -106,5 +108,6 @@ def _required(name: str, meaning: str) -> str:
     return f'if [ -z "${{{name}:-}}" ]; then echo "{sentence}" >&2; exit 2; fi'
 
 
-def _overrides(plan: Plan) -> str:
-    return "".join(f' -o "{ASKED[name][0]}=${name}"' for name in _open_names(plan))
+def overrides(plan: Plan) -> str:
+    """The variables as options of `tightfit train`."""
+    return "".join(f' -o "{ASKED[name][0]}=${name}"' for name in open_names(plan))

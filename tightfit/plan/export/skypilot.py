@@ -1,0 +1,45 @@
+"""A training plan as a SkyPilot task: `sky launch skypilot.yaml --env DATA=… ` finds the machines and runs it.
+
+The plan travels as a file beside the task. SkyPilot tells every node the addresses of all; the first is where they
+meet. Variables that the plan leaves open are `envs` of the task.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.hardware.accelerator import Accelerator
+from tightfit.plan.export.launch import asked_lines, open_names, overrides, torchrun_command
+from tightfit.plan.plan import Plan
+from tightfit.printable import printable
+
+SIZED = {("A100", 80), ("V100", 32)}
+"""Cards that SkyPilot names with their memory, as the name alone means a smaller one."""
+PLAN_PLACE = "/tmp/tightfit-plan.json"
+
+
+def skypilot_task(plan: Plan, plan_file: Path) -> str:
+    """The task as YAML."""
+    machine = plan.machine
+    task: dict[str, Any] = {
+        "name": "tightfit-" + "".join(c if c.isalnum() else "-" for c in plan.model.rsplit("/", 1)[-1].lower()),
+        "num_nodes": machine.nodes,
+        "resources": {"accelerators": f"{accelerator_name(machine.accelerator)}:{machine.per_node}"},
+        "file_mounts": {PLAN_PLACE: str(plan_file.absolute())},
+        "setup": "pip install 'tightfit[train]'\n",
+    }
+    if names := open_names(plan):
+        task["envs"] = dict.fromkeys(names, "")
+    lines = ["set -euo pipefail", *asked_lines(plan)]
+    if machine.nodes > 1:
+        lines.append('HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)')
+    lines.append(torchrun_command(plan, f"{PLAN_PLACE}{overrides(plan)}"))
+    task["run"] = "\n".join(lines) + "\n"
+    head = f"# {printable(plan.model)} on {printable(machine.text)}, as tightfit planned it.\n"
+    return head + yaml.safe_dump(task, sort_keys=False)
+
+
+def accelerator_name(card: Accelerator) -> str:
+    """What SkyPilot calls the card."""
+    return f"{card.family}-{card.memory_gb}GB" if (card.family, card.memory_gb) in SIZED else card.family

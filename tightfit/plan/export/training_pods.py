@@ -1,0 +1,123 @@
+"""A training plan on Kubernetes: a PyTorchJob for Kubeflow's operator, or plain objects for a cluster without it.
+
+One pod per node, with all of its GPUs and torchrun inside. The plan itself is in a ConfigMap of the same file, so that
+`kubectl apply -f` needs nothing beside it. What the plan leaves open (data, output, …) are variables of the pods, which
+ask for themselves in one sentence where they are empty. Data and output are on a volume claim named `data`, mounted at
+/data: all nodes must see the output in the same place to resume.
+
+Plain objects are a Job with an index per pod, whose first pod all others find by name through a Service without an
+address of its own. The image must have torch and CUDA; tightfit is installed when a pod starts.
+"""
+
+import json
+import shlex
+from typing import Any
+
+import yaml
+
+from tightfit.plan.export.kubernetes import RESOURCES, object_name
+from tightfit.plan.export.launch import PORT, asked_lines, open_names, overrides, torchrun_command
+from tightfit.plan.plan import Plan
+from tightfit.printable import printable
+
+IMAGE = "pytorch/pytorch"
+INSTALL = "pip install 'tightfit[train]'"
+PLAN_PLACE, DATA_PLACE, CLAIM = "/etc/tightfit", "/data", "data"
+Json = dict[str, Any]
+
+
+def kubernetes_training(plan: Plan) -> str:
+    """ConfigMap, Service and indexed Job as YAML."""
+    name = _name(plan)
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
+    pod = _pod(plan, name, head=f"{name}-0.{name}") | {"restartPolicy": "Never", "subdomain": name}
+    service = {"clusterIP": "None", "selector": {"job-name": name}, "ports": [{"name": "rendezvous", "port": PORT}]}
+    job = {
+        "completions": plan.machine.nodes,
+        "parallelism": plan.machine.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"metadata": {"labels": labels}, "spec": pod},
+    }
+    return _text(
+        plan,
+        _config_map(plan, name, labels),
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "labels": labels}, "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "labels": labels}, "spec": job},
+    )
+
+
+def pytorch_job(plan: Plan) -> str:
+    """ConfigMap and PyTorchJob as YAML; the operator tells pods where the master is."""
+    name = _name(plan)
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
+    pod = _pod(plan, "pytorch", head="$MASTER_ADDR")  # the operator looks for a container of this name
+    role = {"restartPolicy": "Never", "template": {"metadata": {"labels": labels}, "spec": pod}}
+    roles = {"Master": {"replicas": 1, **role}}
+    if plan.machine.nodes > 1:
+        roles["Worker"] = {"replicas": plan.machine.nodes - 1, **role}
+    spec = {"runPolicy": {"backoffLimit": 0}, "pytorchReplicaSpecs": roles}
+    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": name, "labels": labels}}
+    return _text(plan, _config_map(plan, name, labels), {**job, "spec": spec})
+
+
+def _name(plan: Plan) -> str:
+    return object_name(f"tightfit-{plan.model.rstrip('/').rsplit('/', 1)[-1]}")
+
+
+def _text(plan: Plan, *objects: Json) -> str:
+    variables = "".join(f" {name}" for name in open_names(plan))
+    head = f"# {printable(plan.model)} on {printable(plan.machine.text)}, as tightfit planned it.\n"
+    head += f"# Give values to{variables} under env; paths are below {DATA_PLACE}.\n" if variables else ""
+    return head + "---\n".join(yaml.dump(each, Dumper=_WithoutAliases, sort_keys=False) for each in objects)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Repeats what is used twice: people read and edit these files."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _config_map(plan: Plan, name: str, labels: Json) -> Json:
+    data = {"plan.json": json.dumps(plan.to_json(), indent=1)}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-plan", "labels": labels},
+        "data": data,
+    }
+
+
+def _pod(plan: Plan, container: str, head: str) -> Json:
+    """All GPUs of one node."""
+    gpus = {RESOURCES.get(plan.machine.accelerator.vendor, "nvidia.com/gpu"): plan.machine.per_node}
+    plan_file = shlex.quote(f"{PLAN_PLACE}/plan.json")
+    script = [
+        "set -euo pipefail",
+        *asked_lines(plan),
+        f"{INSTALL} >&2",
+        "exec " + torchrun_command(plan, f"{plan_file}{overrides(plan)}", endpoint=head),
+    ]
+    claim_name = f"{_name(plan)}-plan"
+    return {
+        "containers": [
+            {
+                "name": container,
+                "image": IMAGE,
+                "command": ["bash", "-c", "\n".join(script)],
+                "env": [{"name": name, "value": ""} for name in open_names(plan)],
+                "resources": {"limits": gpus, "requests": gpus},
+                "volumeMounts": [
+                    {"name": "plan", "mountPath": PLAN_PLACE, "readOnly": True},
+                    {"name": CLAIM, "mountPath": DATA_PLACE},
+                    {"name": "shm", "mountPath": "/dev/shm"},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "plan", "configMap": {"name": claim_name}},
+            {"name": CLAIM, "persistentVolumeClaim": {"claimName": CLAIM}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
