@@ -7,7 +7,7 @@ lever_truth.csv with `--levers`, split_truth.csv with `--splits` and family_trut
     python -m benchmarks.memory_truth predict --predictions FILE     (no GPU; minutes)
     python -m benchmarks.memory_truth measure --predictions FILE --results DIR     (an H200; minutes)
     python -m benchmarks.memory_truth repredict      (no GPU: when predictions change and what is measured does not)
-    python -m benchmarks.memory_truth repredict --times     (seconds: only the step times have changed)
+    python -m benchmarks.memory_truth repredict --quick     (seconds: only formulas or costs have changed)
 
 The last appends rows with today's predictions beside the newest measurements; `commit` is the measured code's and
 `predicted_commit` that of the predictions.
@@ -29,7 +29,7 @@ from benchmarks.reports.scatter import newest
 from benchmarks.rows import RESULTS, append_row, current_commit
 from benchmarks.truth.case import Case
 from benchmarks.truth.families import family_cases
-from benchmarks.truth.prediction import GIB, Measurement, Prediction, measure, predict, step_seconds
+from benchmarks.truth.prediction import GIB, Measurement, Prediction, formulas, measure, predict, step_seconds
 
 
 def cases() -> Iterator[Case]:
@@ -280,18 +280,23 @@ def _unmeasured(wanted: list[Case], folder: Path) -> list[Case]:
     return [case for case in wanted if case not in measured]
 
 
-def _repredict_times(wanted: list[Case], folder: Path) -> None:
-    """The same where only costs have changed: what was simulated is copied too."""
+def _repredict_quickly(wanted: list[Case], folder: Path) -> None:
+    """The same where only formulas and costs have changed: what was simulated is copied too."""
     path = folder / f"{wanted[0].table}.csv"
     rows = {Case.of_row(row): row for row in newest(path)}
     with path.open("a", encoding="utf-8", newline="") as file:
         for case in wanted:
             old = rows[case]
-            if case.ranks > 1 or case.implementation != "tightfit":
+            if case.implementation != "tightfit":
                 continue
-            step_ms = f"{1e3 * step_seconds(case):.1f}"
-            if step_ms != old["predicted_step_ms"]:
-                row = {**old, "predicted_commit": current_commit(), "predicted_step_ms": step_ms}
+            formula_bytes = formulas(case).peak_allocated_bytes()
+            said = {
+                "formula_gib": _gib(formula_bytes),
+                "formula_error_percent": _error(formula_bytes, _measured(old).allocated_bytes),
+                "predicted_step_ms": f"{1e3 * step_seconds(case):.1f}" if case.ranks == 1 else "",
+            }
+            if any(old[name] != value for name, value in said.items()):
+                row = {**old, "predicted_commit": current_commit(), **said}
                 csv.DictWriter(file, fieldnames=list(old)).writerow(row)
 
 
@@ -316,7 +321,7 @@ def main() -> None:
     parser.add_argument("--rank-levers", action="store_true", help="levers of several ranks, for rank_lever_truth.csv")
     parser.add_argument("--families", action="store_true", help="cases of every family, for family_truth.csv")
     parser.add_argument("--new", action="store_true", help="only cases that the table does not have yet")
-    parser.add_argument("--times", action="store_true", help="repredict step times alone")
+    parser.add_argument("--quick", action="store_true", help="repredict by formulas and costs alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that predict")
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
@@ -333,8 +338,8 @@ def main() -> None:
         wanted = _unmeasured(wanted, RESULTS)
     if chosen.action == "repredict":
         wanted = [case for case in wanted if case not in _unmeasured(wanted, chosen.results)]
-        if chosen.times:
-            return _repredict_times(wanted, chosen.results)
+        if chosen.quick:
+            return _repredict_quickly(wanted, chosen.results)
         return _repredict(wanted, chosen.results, chosen.workers)
     if chosen.predictions is None:
         parser.error("--predictions FILE is where predictions go, and where measure finds them")

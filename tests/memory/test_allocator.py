@@ -6,14 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from tightfit.memory.allocator import (
-    Block,
-    CachingAllocator,
-    OutOfMemoryError,
-    PlainAllocator,
-    rounded,
-    segment_bytes,
-)
+from tightfit.memory.allocator import Block, CachingAllocator, OutOfMemoryError, PlainAllocator
+from tightfit.memory.formulas.segments import rounded, segment_bytes, unsplit_bytes
 
 KIB, MIB = 2**10, 2**20
 
@@ -299,3 +293,11 @@ def test_what_holds_whatever_is_asked_for(seed: int) -> None:
     allocator.empty_cache()
     assert allocator.reserved_bytes == 0, "some segment was still in pieces"
     assert 0 < allocator.peak_allocated_bytes <= allocator.peak_reserved_bytes <= 512 * MIB
+
+
+@pytest.mark.parametrize("size", [MIB, 5 * MIB // 4, 4 * MIB, 10_240_000, 25 * MIB, 50257 * 1280 * 4, 64 * MIB])
+def test_what_is_not_split_off_has_a_closed_form_for_tensors_of_one_size(size: int) -> None:
+    allocator, count = CachingAllocator(), 60  # a whole number of segments of all of these
+    for _ in range(count):
+        allocator.allocate(size)
+    assert allocator.allocated_bytes - count * size == pytest.approx(count * unsplit_bytes(size), abs=count * 512)

@@ -23,6 +23,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int]] = {
     "zero-1-accumulated": ("qwen3-30b-a3b", {"data": 8, "expert": 4, "zero": 1}, {}, "bf16", 2),
     "zero-3": ("qwen3-30b-a3b", {"data": 8, "expert": 8, "zero": 3}, {}, "bf16", 1),
     "zero-3-checkpointed": ("qwen3-30b-a3b", {"data": 8, "expert": 4, "zero": 3}, CHECKPOINTED, "bf16", 2),
+    "uneven-zero-1": ("mixtral-8x7b", {"data": 6, "zero": 1}, CHECKPOINTED, "bf16", 1),
+    "uneven-zero-1-accumulated": ("mixtral-8x7b", {"data": 6, "zero": 1}, {}, "bf16", 2),
+    "uneven-zero-3": ("mixtral-8x7b", {"data": 16, "zero": 3}, CHECKPOINTED, "bf16", 1),
+    "uneven-expert-ranks": ("mixtral-8x7b", {"data": 12, "expert": 2, "zero": 3}, CHECKPOINTED, "bf16", 1),
     "tensor": ("mixtral-8x7b", {"data": 4, "expert": 2, "tensor": 2}, {}, "pure-bf16", 1),
 }
 

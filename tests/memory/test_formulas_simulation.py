@@ -37,6 +37,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("llama-3.1-8b", {}, {"update_in_backward": True, "optimizer_states": "8bit"}, "pure-bf16", 1),
     ("llama-3.2-1b", {}, {"update_in_backward": True, "checkpoint_every": 1}, "fp32", 1),
     ("llama-3.2-1b", {}, {"matmul": "fp8-row"}, "bf16", 1),
+    ("llama-3.2-1b", {}, {"matmul": "fp8-tensor"}, "bf16", 1),
+    ("gpt2-xl", {}, {}, "bf16", 1),
     ("llama-3.2-1b", {}, {"matmul": "fp8-tensor", "checkpoint_every": 1}, "bf16", 1),
     ("llama-3.2-1b", {}, {"offload": "optimizer"}, "bf16", 1),
     ("llama-3.2-3b", {}, {"offload": "optimizer", "checkpoint_every": 1}, "pure-bf16", 2),

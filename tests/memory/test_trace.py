@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tightfit.memory.allocator import CachingAllocator, PlainAllocator, rounded
+from tightfit.memory.allocator import CachingAllocator, PlainAllocator
+from tightfit.memory.formulas.segments import rounded
 from tightfit.memory.ledger import PHASES, Component, Phase
 from tightfit.memory.trace import Allocation, PhasePeak, Trace, largest_alive, ledger_of, peak_of_each_phase
 

@@ -29,7 +29,7 @@ def test_states_stay_where_there_is_room_for_them() -> None:
     kept = plan.levers.offload_keep_bytes
     assert plan.levers.checkpoint_every == 1
     assert kept > 10 * 2**30
-    assert plan.host_peak_bytes == pytest.approx(12 * plan.workload.spec.params() - kept, rel=0.02)
+    assert plan.training_host_bytes == pytest.approx(12 * plan.workload.spec.params() - kept, rel=0.02)
     fixed = planned("llama-3.1-8b", "A100-80GB", 4096, 1, *pins, "levers.offload_keep_bytes=0", host="256GB").plan
     assert fixed.levers.offload_keep_bytes == 0
     assert fixed.step_seconds > plan.step_seconds

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tightfit.errors import UserError
-from tightfit.jobs.levers import Levers
+from tightfit.jobs.layout import SPLITS
+from tightfit.jobs.lever_table import ELSEWHERE
 
 AttentionKernel = Literal["cudnn", "flash2", "flash-triton", "unfused"]
 EngineName = Literal[
@@ -105,16 +106,8 @@ class Engine:
     """Whether it recomputes every layer or none."""
 
 
-DATA_ONLY = (("tensor", 1), ("pipeline", 1), ("context", 1), ("expert", 1))
-NOT_THEIRS = (
-    ("tiles", 1),
-    ("update_in_backward", False),
-    ("loss", "plain"),
-    ("loss_chunk_bytes", Levers().loss_chunk_bytes),
-    ("offload_checkpoints", False),
-)
-"""Levers that only ours have."""
-NO_HOST = (*NOT_THEIRS, ("offload", "none"))
+DATA_ONLY = tuple((name, 1) for name in SPLITS)
+NO_HOST = (*ELSEWHERE, ("offload", "none"))
 NATIVE = Passes(stream=(10, 18), rope=3, gate=(3, 6), activation=(2, 3), logits=21)
 """One kernel per operation, residual sums apart: torch's own LayerNorm and GELU, or what torch.compile makes."""
 HF_RMS = Passes(stream=(56, 132), rope=35, gate=(5, 8), activation=(2, 3), logits=21)
@@ -144,7 +137,7 @@ ENGINES: dict[EngineName, Engine] = {
             eager_norm_passes=HF_RMS,
             skips_last_product=False,
             reduces_wide=False,
-            fixed_levers=NOT_THEIRS,
+            fixed_levers=ELSEWHERE,
             fixed_layout=DATA_ONLY,
             recomputes_all_or_nothing=True,
             memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, slack_share=0.12),

@@ -17,6 +17,10 @@ TensorMesh = Literal["1d", "2d", "2.5d", "3d"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
+SPLITS = ("tensor", "pipeline", "context", "expert")
+"""Degrees beside data ranks. Whoever asks what else is split goes through these, and names none."""
+
+
 class Layout(Section):
     data: int = Field(default=1, ge=1)
     """Ranks that each train on their own share of the batch."""
@@ -46,6 +50,11 @@ class Layout(Section):
     """Data and context ranks that split the experts of a routed model between them."""
     micro_batch: int = Field(default=8, ge=1)
     """Rows per forward pass of one data rank; a step is global_batch / (micro_batch × data) forward passes."""
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Degrees above one, beside data ranks."""
+        return {name: degree for name in SPLITS if (degree := getattr(self, name)) > 1}
 
     @property
     def copies(self) -> int:

@@ -12,12 +12,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-MIN_BLOCK_BYTES = 512
-SMALL_BYTES = 2**20
-SMALL_SEGMENT_BYTES = 2 * 2**20
-LARGE_SEGMENT_BYTES = 20 * 2**20
-OWN_SEGMENT_BYTES = 10 * 2**20
-SEGMENT_ROUND_BYTES = 2 * 2**20
+from tightfit.memory.formulas.segments import MIN_BLOCK_BYTES, SMALL_BYTES, rounded, segment_bytes
+
 Key = tuple[int, int]
 
 
@@ -172,20 +168,6 @@ class CachingAllocator:
             block.after.before = rest
         block.after, block.size = rest, size
         block.pool.put(rest)
-
-
-def rounded(wanted_bytes: int) -> int:
-    """The size of the block a request gets before splitting."""
-    return max(MIN_BLOCK_BYTES, -(-wanted_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
-
-
-def segment_bytes(size: int) -> int:
-    """The segment taken from the device for a block of `size`."""
-    if size <= SMALL_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if size < OWN_SEGMENT_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
 def _join(block: Block, neighbour: Block) -> None:

@@ -11,7 +11,7 @@ from bisect import bisect_right, insort
 from collections.abc import Mapping
 from typing import Any
 
-from tightfit.memory.allocator import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, rounded
+from tightfit.memory.formulas.segments import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, rounded
 
 Event = Mapping[str, Any]
 ALLOCATED, FREED = "alloc", "free_completed"

@@ -20,7 +20,6 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
-from tightfit.plan.host_room import saving_bytes
 from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
@@ -96,7 +95,7 @@ def _alternative(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "layout": candidate.layout.model_dump(),
         "levers": candidate.levers.model_dump(),
         "gpu_peak_bytes": candidate.gpu_bytes,
-        "host_peak_bytes": candidate.host_bytes,
+        "host_peak_bytes": candidate.host_peak_bytes,
         "step_seconds": candidate.step_s,
         "tokens_per_second": plan.workload.tokens / candidate.step_s,
         "slower": candidate.step_s / plan.step_seconds - 1,
@@ -189,12 +188,6 @@ def _engine_note(workload: Workload) -> str | None:
     return f"memory and time are those of {workload.engine.is_for}, not of `tightfit train`"
 
 
-def _saving_bytes(plan: Plan) -> int:
-    """What a node's host holds of a checkpoint while it is written, beside what it holds anyway."""
-    ranks_here = min(plan.machine.per_node, plan.layout.ranks)
-    return saving_bytes(plan.workload, plan.layout, plan.levers, sharded=True, ranks_here=ranks_here)
-
-
 def _notes(question: Question, plan: Plan) -> list[str]:
     machine, workload = question.machine, question.workload
     room = machine.accelerator.memory_bytes
@@ -213,11 +206,11 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         f"{machine.text.partition(':')[0]}:{'ndr' if machine.inter.name != 'ndr' else 'hdr'}"
         if machine.nodes > 1 and machine.inter.name not in machine.text
         else None,
-        f"this uses {plan.host_peak_bytes / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
-        if plan.host_peak_bytes > 2**30 and machine.host_bytes is None
+        f"this uses {used / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
+        if (used := plan.training_host_bytes) > 2**30 and machine.host_bytes is None
         else None,
-        f"saving copies {copied / 2**30:.0f} GiB to host memory on a node"
-        if (copied := _saving_bytes(plan)) > SAVING_TOLD_BYTES
+        f"saving copies {plan.saving_bytes / 2**30:.0f} GiB to host memory on a node"
+        if plan.saving_bytes > SAVING_TOLD_BYTES
         else None,
         f"tight: {plan.gpu_peak_bytes / room:.0%} of the card, and nothing that leaves more room was found; --confirm "
         "counts more exactly"

@@ -13,6 +13,7 @@ from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.links import LINKS
 from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.lever_choices import Group, strongest_of_groups
 from tightfit.plan.pins import Pins
 from tightfit.plan.search import Candidate, Pricing, search
@@ -21,7 +22,6 @@ from tightfit.plan.space import SearchSpace
 
 MOST_RANKS = 16_384
 LEAST_TOKENS = 128
-TILES = 8
 MOST_SEARCHED = 6
 """Families of layouts that are searched for a change's time."""
 Ways = Iterator[tuple[str, SearchSpace]]
@@ -54,9 +54,11 @@ def _kinds(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
         for name in getattr(space.pins, section):
             without = replace(space, pins=space.pins.without(section, name))
             yield "let the planner choose", iter([(f"{section}.{name}", without)])
-    if "tiles" not in space.pins.levers:
-        tiled = Pins(space.pins.layout, {**space.pins.levers, "tiles": TILES})
-        yield "layers in tiles", iter([(f"-o levers.tiles={TILES}", replace(space, pins=tiled))])
+    for row in LEVER_TABLE:
+        if row.advice is not None and row.name not in space.pins.levers:
+            what, value = row.advice
+            pinned = Pins(space.pins.layout, {**space.pins.levers, row.name: value})
+            yield what, iter([(f"-o levers.{row.name}={value}", replace(space, pins=pinned))])
     if space.machine.host_bytes is not None:
         yield "more host memory", iter([("offload", replace(space, machine=_any_host(space.machine)))])
     if not space.lossy:

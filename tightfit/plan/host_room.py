@@ -11,7 +11,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.training import host_parts, saved_bytes
+from tightfit.memory.formulas.training import host_parts, peaks
 
 LEFT_BYTES = 2 * 2**30
 """What the trainer itself (its libraries, batches) and the system are left."""
@@ -65,8 +65,8 @@ def refuse_saving_shortage(
 def saving_bytes(workload: Workload, layout: Layout, levers: Levers, *, sharded: bool, ranks_here: int) -> int:
     """What copies a node's ranks make to write a checkpoint; where the first one gathers it, the whole on its node."""
     if layout.ranks > 1 and not sharded:
-        return saved_bytes(workload, GATHERED, Levers(optimizer_states=levers.optimizer_states))
-    return writers_of_node(layout, ranks_here) * saved_bytes(workload, layout, levers)
+        return peaks(workload, GATHERED, Levers(optimizer_states=levers.optimizer_states)).saved_bytes
+    return writers_of_node(layout, ranks_here) * peaks(workload, layout, levers).saved_bytes
 
 
 def _advice(levers: Levers, states: int, checkpoints: int, room: int, ranks_here: int) -> str:

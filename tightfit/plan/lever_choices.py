@@ -1,74 +1,22 @@
 """Lever choices: what a search tries of each lever, and which of two sets of levers needs more memory.
 
-One table. Values stand weakest first: a later one never needs more memory. Left out because something else is never
-worse: the plain loss (slower and larger); a pin brings it back. Of the levers that some layouts refuse (jobs/rules),
-only those that run everywhere are searched.
+What is tried stands in the table of levers (jobs/lever_table.py). Left out because something else is never worse: the
+plain loss (slower and larger); a pin brings it back. Of the levers that some layouts refuse (jobs/rules), only those
+that run everywhere are searched.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.levers import refused_levers
 
 TILED_LENGTH = 16384
 """From this length on tiles save more of activations than their float32 sums of weights' gradients take."""
-OFFLOADED = {"none": 0, "optimizer": 1, "weights": 2}
-NARROWED = {"fp32": -1, "auto": 0, "bf16": 1, "8bit": 2, "factored": 3}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a search may touch."""
-
-    host: bool = True
-    """Host memory, for states and checkpoints."""
-    lossy: bool = False
-    long_rows: bool = False
-    one_rank: bool = False
-    """Which may take a step's batch in one backward pass, and update weights in it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One lever: what is tried of it, and a number that grows as memory shrinks."""
-
-    lever: str
-    values: Callable[[Wanted], tuple[Any, ...]]
-    strength: Callable[[Any], float]
-
-
-CHOICES = (
-    Choice(
-        lever="offload",
-        values=lambda wanted: ("none", "optimizer", "weights") if wanted.host else ("none",),
-        strength=OFFLOADED.__getitem__,
-    ),
-    Choice(
-        lever="optimizer_states",
-        values=lambda wanted: ("auto", "bf16", "8bit") if wanted.lossy else ("auto",),
-        strength=NARROWED.__getitem__,
-    ),
-    Choice(
-        lever="checkpoint_every", values=lambda wanted: (0, 4, 2, 1), strength=lambda every: 1 / every if every else 0
-    ),
-    Choice(
-        lever="offload_checkpoints", values=lambda wanted: (False, True) if wanted.host else (False,), strength=float
-    ),
-    Choice(lever="tiles", values=lambda wanted: (1, 8) if wanted.long_rows else (1,), strength=float),
-    Choice(
-        lever="loss_chunk_bytes",
-        values=lambda wanted: (Levers().loss_chunk_bytes, 0),
-        strength=lambda chunk_bytes: -chunk_bytes,
-    ),
-    Choice(lever="loss", values=lambda wanted: ("fused",), strength=lambda loss: loss == "fused"),
-    Choice(
-        lever="update_in_backward", values=lambda wanted: (False, True) if wanted.one_rank else (False,), strength=float
-    ),
-)
+SEARCHED = tuple((row, row.values) for row in LEVER_TABLE if row.values is not None)
 Group = tuple[str, bool, str]
 
 
@@ -77,7 +25,7 @@ def lever_sets(wanted: Wanted, pinned: Mapping[str, Any]) -> list[Levers]:
 
     Where checkpoints may go to the host and no pin says otherwise, those of every layer do.
     """
-    values = {choice.lever: choice.values(wanted) for choice in CHOICES}
+    values = {row.name: tried(wanted) for row, tried in SEARCHED}
     values |= {name: (value,) for name, value in pinned.items()}
     chosen = (dict(zip(values, each, strict=True)) for each in product(*values.values()))
     sets = [Levers.model_construct(**each) for each in chosen]
@@ -90,7 +38,7 @@ def lever_sets(wanted: Wanted, pinned: Mapping[str, Any]) -> list[Levers]:
 @lru_cache(maxsize=4096)
 def strengths(levers: Levers) -> tuple[float, ...]:
     """One number per lever, larger for less memory."""
-    return tuple(choice.strength(getattr(levers, choice.lever)) for choice in CHOICES)
+    return tuple(row.strength(getattr(levers, row.name)) for row, _ in SEARCHED)
 
 
 def weaker(levers: Levers, other: Levers) -> bool:

@@ -35,7 +35,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One answer of the planner; `host_peak_bytes` is one node's."""
+    """One answer of the planner; bytes of the host are one node's."""
 
     model: str
     workload: Workload
@@ -46,6 +46,9 @@ class Plan:
     time: StepTime
     gpu_peak_bytes: int
     host_peak_bytes: int
+    """While a checkpoint is written,"""
+    saving_bytes: int = 0
+    """which so much of it is for."""
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,7 +73,8 @@ class Plan:
             ledger=training_ledger(workload, candidate.layout, candidate.levers),
             time=candidate.time,
             gpu_peak_bytes=candidate.gpu_bytes,
-            host_peak_bytes=candidate.host_bytes,
+            host_peak_bytes=candidate.host_peak_bytes,
+            saving_bytes=candidate.saving_bytes,
             steps=steps,
             job=job or {},
         )
@@ -85,6 +89,11 @@ class Plan:
     def missing_gpu_bytes(self) -> int:
         """What the card is short of; negative where there is room."""
         return self.gpu_peak_bytes - self.machine.accelerator.memory_bytes
+
+    @property
+    def training_host_bytes(self) -> int:
+        """Of a node, while it trains."""
+        return self.host_peak_bytes - self.saving_bytes
 
     @property
     def step_seconds(self) -> float:
@@ -130,6 +139,7 @@ class Plan:
             "fits": self.fits,
             "gpu_peak_bytes": self.gpu_peak_bytes,
             "host_peak_bytes": self.host_peak_bytes,
+            "saving_bytes": self.saving_bytes,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -174,6 +184,7 @@ class Plan:
                 time=StepTime(**{name: float(value) for name, value in data["time"].items()}),
                 gpu_peak_bytes=int(data["gpu_peak_bytes"]),
                 host_peak_bytes=int(data["host_peak_bytes"]),
+                saving_bytes=int(data.get("saving_bytes", 0)),
                 steps=data["steps"],
                 job=dict(data["job"]),
             )

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.layout import Layout
+from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
-from tightfit.memory.formulas.training import peak
+from tightfit.jobs.saving import writers_of_node
+from tightfit.memory.formulas.training import peaks
 from tightfit.plan.cost import Costs, LayoutCost
 from tightfit.plan.lever_choices import host_group, strongest_of_groups, weaker
 from tightfit.plan.space import SearchSpace
@@ -28,18 +29,21 @@ SAME = 1.02
 HOPELESS = 3.0
 """Layouts this many times slower than the best are not looked at: nobody would take them."""
 DEFAULT = Levers()
-Kind = tuple[bool, str, bool, bool, bool, int]
+Kind = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout with levers, priced: its time and its memory; `host_bytes` is one node's."""
+    """A layout with levers, priced: its time and its memory; bytes of the host are one node's."""
 
     layout: Layout
     levers: Levers
     time: StepTime
     gpu_bytes: int
     host_bytes: int
+    """While it trains,"""
+    saving_bytes: int = 0
+    """and copied there besides to write a checkpoint."""
 
     @property
     def step_s(self) -> float:
@@ -50,7 +54,12 @@ class Candidate:
         """Bytes beyond `share` of the card, or beyond the host where that is what is short; a host of unknown size
         holds anything."""
         card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
-        return card if machine.host_bytes is None else max(card, self.host_bytes - machine.host_bytes)
+        return card if machine.host_bytes is None else max(card, self.host_peak_bytes - machine.host_bytes)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Of a node, while a checkpoint is written."""
+        return self.host_bytes + self.saving_bytes
 
     def fits(self, machine: Machine, share: float = 1.0) -> bool:
         """Whether card and host hold it."""
@@ -60,10 +69,8 @@ class Candidate:
     def complexity(self) -> tuple[int, int, int]:
         """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
         layout, levers = self.layout, self.levers
-        degrees = sum(degree > 1 for degree in (layout.tensor, layout.pipeline, layout.context, layout.expert))
-        degrees += layout.tensor_mesh != "1d"
         pulled = sum(getattr(levers, name) != getattr(DEFAULT, name) for name in Levers.model_fields)
-        return degrees, pulled, layout.zero
+        return len(layout.splits) + (layout.tensor_mesh != "1d"), pulled, layout.zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +103,16 @@ def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
 
 def measured(space: SearchSpace, cost: LayoutCost, levers: Levers) -> Candidate:
     """Memory and time of one choice."""
-    gpu_bytes, rank_host_bytes = peak(space.workload, cost.layout, levers)
-    ranks_on_host = min(space.machine.per_node, cost.layout.ranks)
+    needed = peaks(space.workload, cost.layout, levers)
+    ranks_here = min(space.machine.per_node, cost.layout.ranks)
+    has_host = space.machine.host_bytes != 0  # else all memory is the device's
     return Candidate(
         layout=cost.layout,
         levers=levers,
         time=cost.step(levers),
-        gpu_bytes=gpu_bytes,
-        host_bytes=rank_host_bytes * ranks_on_host,
+        gpu_bytes=needed.gpu_bytes,
+        host_bytes=needed.host_bytes * ranks_here,
+        saving_bytes=writers_of_node(cost.layout, ranks_here) * needed.saved_bytes if has_host else 0,
     )
 
 
@@ -299,14 +308,7 @@ class _Search:
 
 def kind_of(layout: Layout) -> Kind:
     """What is split, and how the data ranks share."""
-    return (
-        layout.tensor > 1,
-        layout.tensor_mesh,
-        layout.pipeline > 1,
-        layout.context > 1,
-        layout.expert > 1,
-        layout.zero,
-    )
+    return (*(getattr(layout, name) > 1 for name in SPLITS), layout.tensor_mesh, layout.zero)
 
 
 def _ranked(plans: list[Candidate]) -> list[Candidate]:

@@ -19,6 +19,7 @@ from typing import Any
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout, PipelineSchedule
+from tightfit.jobs.lever_table import Wanted
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.layout import refused_layout
 from tightfit.jobs.rules.levers import refused_levers
@@ -29,7 +30,7 @@ from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.plan.batch import divisors
-from tightfit.plan.lever_choices import TILED_LENGTH, Wanted, lever_sets
+from tightfit.plan.lever_choices import TILED_LENGTH, lever_sets
 from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512

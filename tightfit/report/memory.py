@@ -17,8 +17,8 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas import gpt
 from tightfit.memory.formulas.layer import layer_kept
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.overheads import Overheads
-from tightfit.memory.formulas.share import Share
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Component, Ledger
 from tightfit.models.spec import ModelSpec
@@ -187,7 +187,7 @@ def _times(row: gpt.Row) -> str:
 
 def layer_rows(spec: ModelSpec, length: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of what one layer of `spec` saves for one row of `length` tokens, in 16 bits."""
-    kept = layer_kept(spec, 0, Share(1, length, 2))
+    kept = layer_kept(spec, 0, LocalShape(1, length, 2))
     rows = [(one.kind, one.name, f"{one.bytes / 2**20:.2f}", one.why) for one in kept]
     total = ("", "all of it", f"{sum(one.bytes for one in kept) / 2**20:.2f}", "")
     return ("kind", "kept", "MiB", "why"), [*rows, total]

@@ -64,8 +64,8 @@ def _verdict(plan: Plan) -> Text:
     text = Text(f"{plan.model} on {plan.machine.text}: ", style="bold")
     if plan.fits:
         text.append("fits", style="bold green")
-        if plan.machine.host_bytes is None and plan.host_peak_bytes > 2**30:
-            text.append(f" if a node's host has {gib(plan.host_peak_bytes)}", style="bold yellow")
+        if plan.machine.host_bytes is None and plan.training_host_bytes > 2**30:
+            text.append(f" if a node's host has {gib(plan.training_host_bytes)}", style="bold yellow")
         text.append(f", {gib(plan.gpu_peak_bytes)} of {gib(room)} a GPU")
         text.append(f", {_seconds(plan.step_seconds)} a step, {count_name(plan.tokens_per_second)} tokens/s")
         return text
@@ -89,7 +89,8 @@ def _facts(answer: Answer) -> Table:
     ]
     rows.append(("MFU", f"{plan.mfu:.1%} of the {plan.machine.accelerator.name}'s peak"))
     if plan.host_peak_bytes:
-        rows.append(("host memory", f"{gib(plan.host_peak_bytes)} a node"))
+        training, saving = gib(plan.training_host_bytes), gib(plan.host_peak_bytes)
+        rows.append(("host memory", f"{training} a node, {saving} while a checkpoint is written"))
     if plan.steps:
         total = plan.steps * plan.step_seconds
         rows.append(("the job", f"{plan.steps:,} steps, {_seconds(total)}, {_gpu_hours(plan, total)}"))

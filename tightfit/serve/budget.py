@@ -12,8 +12,8 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.memory.formulas.layer import layer_cost
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.serving import cache_bytes_per_token
-from tightfit.memory.formulas.share import Share
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.config import EngineConfig
@@ -96,7 +96,7 @@ def decide_budget(
 
 def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
     """The largest step: one layer's working set over its tokens, and the logits of all sequences in float32."""
-    working = layer_cost(spec, spec.layers - 1, Share(1, config.step_tokens, element_bytes)).forward_working
+    working = layer_cost(spec, spec.layers - 1, LocalShape(1, config.step_tokens, element_bytes)).forward_working
     rows = config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
     return working + 3 * WIDE * rows * spec.vocab_size
 

@@ -1,32 +1,18 @@
 """What DeepSpeed does of a job: data ranks under ZeRO-1, 2 and 3 with AdamW in float32, on the host if asked."""
 
-from typing import TYPE_CHECKING
-
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.jobs.rules.rule import Rule, Run, rule
 
-if TYPE_CHECKING:
-    from tightfit.jobs.layout import Layout
-
 DEEPSPEED_RULES: list[Rule[Run]] = []
-BESIDE_DEEPSPEED = (
-    "checkpoint_every",
-    "num_checkpoints",
-    "checkpoint_keep",
-    "checkpoint_budget_bytes",
-    "loss",
-    "loss_chunk_bytes",
-    "tiles",
-    "offload",
-)
+BESIDE_DEEPSPEED = tuple(row.name for row in LEVER_TABLE if row.beside_deepspeed)
 """Levers that change what happens inside a layer or its loss, or that DeepSpeed has itself."""
 
 
-def other_axis(layout: "Layout") -> tuple[str, int] | None:
+def other_axis(layout: Layout) -> tuple[str, int] | None:
     """The first degree beside data ranks that `layout` has."""
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        if (degree := getattr(layout, axis)) > 1:
-            return axis, degree
-    return ("shard_inside", layout.shard_inside) if layout.shard_inside else None
+    inside = ("shard_inside", layout.shard_inside) if layout.shard_inside else None
+    return next(iter(layout.splits.items()), inside)
 
 
 @rule(DEEPSPEED_RULES, "layout")

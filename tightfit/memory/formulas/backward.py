@@ -77,12 +77,13 @@ def _at_reduction(rank: RankMemory, weights: ShardedWeights, visit: LayerVisit) 
     Where its experts are a group apart, those are done.
     """
     reduced_weights = visit.apart_weights or visit.own_weights
+    made_bytes = rank.gradients.element_bytes * (reduced_weights - visit.padding_weights)
     moment = StepMoment(
         *visit.saved_before,
         working_weights=weights.after_layer(visit),
         earlier_gradients=rank.gradients.earlier_bytes,
         done_gradients=rank.gradients.done(visit.done_weights),
-        layer_gradients=max(rank.gradients.element_bytes * reduced_weights, weights.reduced_experts(visit)),
+        layer_gradients=max(made_bytes, weights.reduced_experts(visit)),
         vocabulary_gradients=rank.gradients.head_bytes,
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=rank.stage.tables_bytes,
@@ -93,8 +94,9 @@ def _at_reduction(rank: RankMemory, weights: ShardedWeights, visit: LayerVisit) 
     )
     if not weights.sums_whole:
         return moment
+    unpadded_share = 1 - rank.stage.padding_weights / rank.stage.weights
     return moment._replace(
-        earlier_gradients=weights.reduced_bytes * (rank.stage.weights - visit.done_weights),
+        earlier_gradients=round(weights.reduced_bytes * unpadded_share * (rank.stage.weights - visit.done_weights)),
         done_gradients=weights.shards(visit.done_weights),
         layer_gradients=0,
         vocabulary_gradients=0,

@@ -24,8 +24,10 @@ def forward(rank: RankMemory) -> list[StepMoment]:
         moments.append(StepMoment(earlier_gradients=earlier_bytes, teacher=rank.teacher.teaching))
     if rank.resident.staging:
         moments.append(_with_gradients_left(rank))
-    if isinstance(rank.weights, ShardedWeights) and rank.weights.zero == 3:
-        moments.append(_first_gathering(rank, rank.weights))
+    if isinstance(rank.weights, ShardedWeights):
+        moments.append(_last_gathering(rank, rank.weights))
+        if rank.weights.zero == 3:
+            moments.append(_first_gathering(rank, rank.weights))
     return moments
 
 
@@ -46,6 +48,20 @@ def _first_gathering(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=rank.stage.tables_bytes,
         all_gather=weights.first_groups(),
+    )
+
+
+def _last_gathering(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
+    """Before the last layer runs, its weights have been gathered; the buffer of the layer before is still there."""
+    earlier_bytes = rank.gradients.earlier_bytes
+    return StepMoment(
+        *rank.stage.visits[0].saved_before,
+        stream=rank.stage.stream_bytes,
+        working_weights=weights.in_forward(),
+        earlier_gradients=earlier_bytes,
+        other_micro_batches=rank.other_micro_batches_bytes,
+        outside_layers=rank.stage.tables_bytes,
+        all_gather=weights.gathering_buffers(earlier_bytes),
     )
 
 

@@ -68,7 +68,7 @@ def make_gradients(
     kept_bytes = states.kept_gradient_bytes
     apart = stage.params.experts if layout.expert > 1 else 0
     summed_bytes = states.reduced_gradient_bytes if layout.zero == 1 else kept_bytes
-    earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights, apart, summed)
+    earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights - stage.padding_weights, apart, summed)
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
     is_limited = levers.offload != "none" and levers.update_in_backward
     late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
@@ -77,6 +77,9 @@ def make_gradients(
         shard_bytes = kept_bytes * stage.layer_params.shard(states.ranks, layout.expert) / stage.layer_weights
     vocabulary_bytes = element_bytes * stage.vocabulary * owned // max(1, stage.weights)
     stays_bytes = summed_bytes if weights.sums_whole else shard_bytes
+    if layout.zero and layout.copies > 1 and states.reduced_gradient_bytes > kept_bytes:
+        # Beside the narrow shard, what groups that each hold a copy summed it from: FSDP2 keeps that to backward's end.
+        stays_bytes += states.reduced_gradient_bytes * owned / max(1, stage.weights)
     if has_buckets(layout) and summed == 1:
         grown_bytes = kept_bytes * apart / max(1, stage.layer_weights)  # of experts alone, which are in no bucket
     else:

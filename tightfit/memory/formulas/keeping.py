@@ -13,14 +13,11 @@ from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
 from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
-from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, is_checkpointed, needs_last_product
+from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, needs_last_product
 from tightfit.levers.policy.tiles import is_tiled
 from tightfit.memory.formulas.layer import level_kept
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
-
-Level = KeepLevel
-__all__ = ["KEEP_LEVELS", "Level", "is_checkpointed", "layer_levels", "level_options", "levels_of"]
 
 
 def layer_levels(

@@ -98,7 +98,7 @@ def _experts_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[Lay
     assert experts is not None
     copies = experts.per_token * shape.hidden_bytes(spec)
     inner = experts.per_token * shape.inner_bytes(experts.mlp_size)
-    matrix = -(-experts.count // shape.expert) * spec.hidden_size * shape.columns(experts.mlp_size)
+    matrix = shape.experts(spec) * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
     stream, travels = shape.stream_bytes(spec), shape.expert > 1
     arrived = copies if travels else 0  # the gradient of this rank's results, of which sorted copies are made

@@ -35,7 +35,11 @@ class LocalShape:
     context: int = 1
     ring: int = 1
     expert: int = 1
+    padded_experts: int = 0
+    """Experts of a routed layer as FSDP2 gathers them, equally many for each rank that shares them; 0: none added."""
     tiles: int = 1
+    codes_inputs: bool = False
+    """Whether linear layers keep their input as fp8 codes, of a byte each."""
     engine_name: EngineName = "tightfit"
 
     @property
@@ -102,6 +106,14 @@ class LocalShape:
         """Attention's output as other ranks send it back; else the output projection takes what attention made."""
         return self.query_bytes(spec) if self.exchanging > 1 else 0
 
+    def experts(self, spec: ModelSpec) -> int:
+        """Experts of a routed layer that this rank computes with."""
+        return ceil(spec.experts.count, self.expert) if spec.experts is not None else 0
+
+    def inputs_bytes(self, spec: ModelSpec) -> int:
+        """The residual stream, normed, as the projections that share it keep it."""
+        return self.stream_bytes(spec) // (self.element_bytes if self.codes_inputs else 1)
+
     def inner_bytes(self, width: int) -> int:
         """A tensor inside an MLP of `width`: its gate, or up, or their product."""
         return self.tokens * self.columns(width) * self.element_bytes
@@ -122,6 +134,17 @@ def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShap
         context=layout.context,
         ring=layout.ring,
         expert=layout.expert,
+        padded_experts=_padded_experts(workload.spec, layout),
         tiles=levers.tiles,
+        codes_inputs=levers.matmul == "fp8-tensor",
         engine_name=workload.engine_name,
     )
+
+
+def _padded_experts(spec: ModelSpec, layout: Layout) -> int:
+    """FSDP2 splits a stack of experts into whole ones: 8 over 6 ranks are 2 each, and 12 where they are gathered."""
+    if spec.experts is None or not layout.zero:
+        return 0
+    own = ceil(spec.experts.count, layout.expert)
+    sharing = max(1, layout.reducing // layout.copies // layout.expert)
+    return ceil(own, sharing) * sharing if own % sharing else 0

@@ -32,8 +32,8 @@ class Params(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layer_params(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) -> Params:
-    """Of one layer."""
+def layer_params(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1, padded_experts: int = 0) -> Params:
+    """Of one layer; where FSDP2 pads a stack of experts, of so many."""
     norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + spec.qk_norm_params
     dense = norms + _attention_params(spec, tensor)
     if not spec.is_routed(layer):
@@ -41,9 +41,8 @@ def layer_params(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) 
     experts = spec.experts
     assert experts is not None
     one_expert = ceil(spec.mlp_params(experts.mlp_size), tensor)
-    return Params(
-        dense + ceil(spec.shared_params, tensor) + spec.router_params, ceil(experts.count, expert) * one_expert
-    )
+    held = padded_experts or ceil(experts.count, expert)
+    return Params(dense + ceil(spec.shared_params, tensor) + spec.router_params, held * one_expert)
 
 
 def _attention_params(spec: ModelSpec, tensor: int) -> int:

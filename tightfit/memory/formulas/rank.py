@@ -1,18 +1,21 @@
 """RankMemory: everything that the moments of a step on one pipeline rank are made of."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import forwards_come_first, pieces_in_flight
 from tightfit.memory.formulas.saved import INDEX
+from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
-from tightfit.memory.formulas.states import States, resident_states
+from tightfit.memory.formulas.states import MASTER, States, resident_states
 from tightfit.memory.formulas.story import OnHost, Resident
 from tightfit.memory.formulas.teacher import TeacherMemory, teacher_memory
 from tightfit.memory.formulas.working_weights import WholeWeights, working_weights
@@ -51,6 +54,7 @@ def rank_memory(
     states = resident_states(
         workload, layout, levers, stage.params, layer_weights=stage.layer_weights, widest_layer=stage.widest
     )
+    states = states._replace(unsplit=_unsplit_bytes(workload, layout, levers, stage, states))
     flight = _in_flight(layout, stage, micro_batches, states.kept_gradient_bytes * stage.weights)
     weights = working_weights(layout, levers, stage, states, micro_batches, workload.rounding is not None)
     one_checkpoint_bytes = checkpoint_bytes(spec, shape, levers) if stage.offloaded else 0
@@ -66,6 +70,7 @@ def rank_memory(
             weights=states.weights,
             masters=states.masters,
             moments=states.moments,
+            unsplit=states.unsplit,
             staging=states.staging,
             inputs=2 * INDEX * shape.tokens,
             cublas=overheads.workspace_bytes,
@@ -87,6 +92,28 @@ def rank_memory(
         arriving_bytes=one_checkpoint_bytes,
         teacher=teacher,
     )
+
+
+def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:
+    """Of the weights, masters and moments of every matrix; those on the host are not the allocator's."""
+    if levers.offload != "none":
+        return 0
+    moments_bytes = moment_bytes(levers, wide=workload.updates_wide)
+    moments = 1 if levers.optimizer_states == "factored" else 2
+    widths = [moments_bytes / moments] * moments
+    widths += [MASTER] if states.masters else []
+    widths += [states.element_bytes] if states.weights else []
+    ranks = states.ranks if layout.zero else 1
+    ends = 1 if stage.shares_embedding else stage.stage.has_embedding + stage.stage.has_head
+    layers = stage.stage.last - stage.stage.first
+    in_layers_bytes = layers * _unsplit_of(stage.last_layer_matrices, tuple(widths), ranks)
+    return in_layers_bytes + ends * _unsplit_of((stage.vocabulary,), tuple(widths), ranks)
+
+
+@lru_cache(maxsize=4096)
+def _unsplit_of(matrices: tuple[int, ...], widths: tuple[float, ...], ranks: int) -> int:
+    """Of matrices with so many bytes a weight, each a tensor of its own and split over `ranks`."""
+    return sum(unsplit_bytes(int(width * matrix) // ranks) for matrix in matrices for width in widths)
 
 
 def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int) -> int:

@@ -42,7 +42,7 @@ def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     saved = [
         SavedTensor("residual", "layer input", stream_bytes, "row_norm keeps its input"),
         SavedTensor("norms", "attention norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-        SavedTensor("attention", "projections' input", stream_bytes, "q, k and v projections share the norm's output"),
+        SavedTensor("attention", "projections' input", shape.inputs_bytes(spec), "q, k and v share the norm's output"),
     ]
     if spec.qk_norm:
         before_bytes = shape.query_bytes(spec) + shape.key_bytes(spec)
@@ -79,6 +79,9 @@ def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
         *unpadded,
     ]
+    if shape.codes_inputs:
+        codes_bytes = shape.query_bytes(spec) // shape.element_bytes
+        saved.append(SavedTensor("attention", "output's codes", codes_bytes, "the output projection's input in fp8"))
     if returned_bytes := shape.returned_bytes(spec):
         saved.append(SavedTensor("attention", "output returned", returned_bytes, "the output projection's is a copy"))
     return saved
@@ -102,11 +105,12 @@ def _latent_saved(spec: ModelSpec, latent: Latent, shape: LocalShape) -> list[Sa
 
 def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTensor]:
     """Of the second half: from the sum with the attention's output to the MLP's output before it is added."""
+    input_bytes = shape.stream_bytes(spec) if spec.is_routed(layer) else shape.inputs_bytes(spec)
     stream_bytes, norm_bytes = shape.stream_bytes(spec), statistic_bytes(spec, shape.stream_tokens)
     saved = [
         SavedTensor("residual", "sum after attention", stream_bytes, "row_norm keeps the sum it norms"),
         SavedTensor("norms", "MLP norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-        SavedTensor("mlp", "input", stream_bytes, "gate and up projections (or router) share the norm's output"),
+        SavedTensor("mlp", "input", input_bytes, "gate and up projections (or router) share the norm's output"),
     ]
     saved += _experts_saved(spec, shape) if spec.is_routed(layer) else _dense_saved(spec, spec.mlp_size, shape)
     if spec.sandwich_norms:
@@ -120,9 +124,10 @@ def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTenso
 def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTensor]:
     inner_bytes = shape.inner_bytes(width)
     if not spec.gated:
+        activated_bytes = inner_bytes // (shape.element_bytes if shape.codes_inputs else 1)
         return [
             SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input"),
-            SavedTensor("mlp", "activated", inner_bytes, "the down projection keeps its input"),
+            SavedTensor("mlp", "activated", activated_bytes, "the down projection keeps its input"),
         ]
     saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product")]
     if spec.mlp_bias or shape.mesh_ranks:

@@ -2,8 +2,9 @@
 
 A search tries many ways of holding weights for each. Layers alike (routed or not, windowed or not, what they keep) are
 a kind. From one layer of a kind to the next, what is kept shrinks and gradients grow by the same amounts, so backward
-is fullest at the first or the last of a kind: only these are visited, and the last layer but one, as what FSDP2 reduced
-a layer's gradients from is there beside every layer but the last. Where no more than so many bytes of gradients wait
+is fullest at the first or the last of a kind: only these are visited, and two for FSDP2: the last layer but one, as
+what a layer's gradients were reduced from is there beside every layer but the last, and the second, as the next layer's
+weights are gathered beside every layer but the first. Where no more than so many bytes of gradients wait
 for the host, they stop growing in between, and every moment of every layer is visited.
 """
 
@@ -25,7 +26,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
-from tightfit.memory.formulas.saved import INDEX, SavedBytes, attention_saved, statistic_bytes
+from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
 from tightfit.memory.formulas.tensor_mesh import held_embedding, held_layer, held_matrices, held_vocabulary
 from tightfit.models.spec import ModelSpec
 
@@ -46,6 +47,8 @@ class LayerVisit(NamedTuple):
     own_weights: int
     apart_weights: int
     """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
+    padding_weights: int
+    """Of experts, those that FSDP2 pads a stack with, which have no gradient (local_shape.py),"""
     kept_at_reduction: int
     """and what the layer still holds when their gradients are reduced,"""
     attention_after: int
@@ -59,7 +62,7 @@ class LayerVisit(NamedTuple):
     is_first: bool
     is_last: bool
     is_inner: bool
-    """The last layer but one, visited for FSDP2 alone."""
+    """The second or the last layer but one, visited for FSDP2 alone."""
     awaits_input: bool
     """Whether the input of a recomputed layer before it is on its way from the host."""
 
@@ -72,6 +75,8 @@ class StageMemory:
     params: Params
     weights: int
     """All of `params`."""
+    padding_weights: int
+    """Of those, what FSDP2 pads stacks of experts with, which have no gradient (local_shape.py)."""
     layer_weights: int
     layer_params: Params
     """The same, experts apart."""
@@ -96,7 +101,7 @@ class StageMemory:
     saved: SavedBytes
     """Activations of one micro-batch that layers keep on the GPU."""
     outside_bytes: int
-    """Kept outside the layers: the final norm's input, rope tables."""
+    """Kept outside the layers: the final norm's input, rope tables, tokens by expert."""
     tables_bytes: int
     """Of those, what is there while layers run backward."""
     forward_extra_bytes: int
@@ -161,12 +166,13 @@ def remembered_stage(
     before = held_embedding(spec, shape) if stage.has_embedding else 0
     after = spec.norm_params + (0 if shares_embedding else vocabulary) if stage.has_head else 0
     embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
-    tables_bytes = _tables_bytes(spec, shape, stage, layers)
+    tables_bytes = _tables_bytes(spec, shape, stage, layers) + layers.counted_tokens_bytes()
     final_norm_bytes = shape.stream_bytes(spec) + statistic_bytes(spec, shape.stream_tokens) if stage.has_head else 0
     return StageMemory(
         stage=stage,
         params=in_layers.plus(Params(before + after)),
         weights=in_layers.all + before + after,
+        padding_weights=sum(count * layers.padding(kind) for kind, count in layers.counts.items()),
         layer_weights=in_layers.all,
         layer_params=in_layers,
         widest=widest,
@@ -197,11 +203,7 @@ class _StageLayers:
         self, spec: ModelSpec, shape: LocalShape, stage: PipelineStage, levels: tuple[KeepLevel, ...], offloaded: int
     ) -> None:
         self.spec, self.shape, self.offloaded = spec, shape, offloaded
-        numbers = range(stage.first, stage.last)
-        self.kinds = [
-            LayerKind(spec.is_routed(layer), spec.window_of(layer) is not None, level)
-            for layer, level in zip(numbers, levels, strict=True)
-        ]
+        self.kinds = _layer_kinds(spec, stage.first, stage.last, levels)
         self.counts = Counter(self.kinds)
         self.examples = {kind: stage.first + self.kinds.index(kind) for kind in self.counts}
         """A layer of each kind."""
@@ -217,6 +219,18 @@ class _StageLayers:
     def apart(self, kind: LayerKind) -> int:
         """Experts of a layer that are a group of their own."""
         return self.weights[kind].experts if self.shape.expert > 1 else 0
+
+    def padding(self, kind: LayerKind) -> int:
+        """Of a layer's weights."""
+        if not self.shape.padded_experts or not kind.is_routed:
+            return 0
+        padding_share = 1 - self.shape.experts(self.spec) / self.shape.padded_experts
+        return round(padding_share * self.weights[kind].experts)
+
+    def counted_tokens_bytes(self) -> int:
+        """Each routed layer counts the tokens of every expert (models/mlp.py), from step to step."""
+        routed = sum(count for kind, count in self.counts.items() if kind.is_routed)
+        return OFFSET * routed * self.spec.experts.count if self.spec.experts is not None else 0
 
     def widest_group(self) -> int:
         """Weights of a layer's largest group."""
@@ -254,48 +268,63 @@ class _StageLayers:
         count, counts = len(self.kinds), self.counts
         firsts = {self.kinds.index(kind) for kind in counts}
         lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in counts}
-        visited = range(count) if every_layer else firsts | lasts | {max(0, count - 2)}
-        before: Counter[LayerKind] = Counter()
-        weights_after = sum(n * self.weights[kind].all for kind, n in counts.items())
-        for index, kind in enumerate(self.kinds):
-            weights_after -= self.weights[kind].all
-            if index in visited:
-                visit = LayerVisit(
-                    saved_before=self.saved(before),
-                    own_weights=self.weights[kind].all,
-                    apart_weights=self.apart(kind),
-                    kept_at_reduction=self._kept_at_reduction(kind),
-                    attention_after=self._attention_after(kind),
-                    done_weights=weights_after,
-                    growing=self._fullest(kind, summed=False),
-                    summing=self._fullest(kind, summed=True),
-                    is_first=index == 0,
-                    is_last=index == count - 1,
-                    is_inner=not every_layer and index not in firsts | lasts,
-                    awaits_input=self._awaits_input(kind, before),
-                )
-                moments = self._moments(kind) if every_layer else (visit.growing,)
-                yield from (visit._replace(growing=moment) for moment in moments)
-            before[kind] += 1
-
-    def _moments(self, kind: LayerKind) -> tuple[LayerMoment, ...]:
-        """Of the layer computed again, where it is, and of its backward."""
-        cost = layer_cost(self.spec, self.examples[kind], self.shape)
-        return cost.backward if kind.level == "everything" else (cost.recompute, *cost.backward)
-
-    def _fullest(self, kind: LayerKind, *, summed: bool) -> LayerMoment:
-        def size(moment: LayerMoment) -> int:
-            held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
-            weights = moment.new_weights if summed else moment.made_weights
-            return held_bytes + self.shape.element_bytes * (weights + moment.weight_copies)
-
-        return max(self._moments(kind), key=size)
+        visited = firsts | lasts | {max(0, count - 2), min(1, count - 1)}
+        for index in range(count) if every_layer else sorted(visited):
+            kind, before = self.kinds[index], Counter(self.kinds[:index])
+            after = Counter(self.kinds[index + 1 :])
+            recomputed = kind.level != "everything"
+            visit = LayerVisit(
+                saved_before=self.saved(before),
+                own_weights=self.weights[kind].all,
+                apart_weights=self.apart(kind),
+                padding_weights=self.padding(kind),
+                kept_at_reduction=self._kept_at_reduction(kind),
+                attention_after=self._attention_after(kind),
+                done_weights=sum(n * self.weights[each].all for each, n in after.items()),
+                growing=_fullest(self.spec, self.examples[kind], self.shape, recomputed=recomputed, summed=False),
+                summing=_fullest(self.spec, self.examples[kind], self.shape, recomputed=recomputed, summed=True),
+                is_first=index == 0,
+                is_last=index == count - 1,
+                is_inner=not every_layer and index not in firsts | lasts,
+                awaits_input=self._awaits_input(kind, before),
+            )
+            moments: tuple[LayerMoment, ...] = (visit.growing,)
+            if every_layer:
+                moments = _moments(self.spec, self.examples[kind], self.shape, recomputed=recomputed)
+            yield from (visit._replace(growing=moment) for moment in moments)
 
     def _awaits_input(self, kind: LayerKind, before: Counter[LayerKind]) -> bool:
         """A recomputed layer, this one or one after it, has called the one before, whose input is on the host."""
         recomputed_before, all_recomputed = _recomputed(before), _recomputed(self.counts)
         called = kind.level != "everything" or all_recomputed > recomputed_before
         return called and 0 < recomputed_before <= self.offloaded
+
+
+@lru_cache(maxsize=65536)
+def _layer_kinds(spec: ModelSpec, first: int, last: int, levels: tuple[KeepLevel, ...]) -> tuple[LayerKind, ...]:
+    """Of the layers [first, last)."""
+    return tuple(
+        LayerKind(spec.is_routed(layer), spec.window_of(layer) is not None, level)
+        for layer, level in zip(range(first, last), levels, strict=True)
+    )
+
+
+def _moments(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool) -> tuple[LayerMoment, ...]:
+    """Of a layer's backward, and of computing it again where it is."""
+    cost = layer_cost(spec, layer, shape)
+    return (cost.recompute, *cost.backward) if recomputed else cost.backward
+
+
+@lru_cache(maxsize=65536)
+def _fullest(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool, summed: bool) -> LayerMoment:
+    """The moment that needs most, with gradients of all weights so far or of those not yet `summed`."""
+
+    def size(moment: LayerMoment) -> int:
+        held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
+        weights = moment.new_weights if summed else moment.made_weights
+        return held_bytes + shape.element_bytes * (weights + moment.weight_copies)
+
+    return max(_moments(spec, layer, shape, recomputed=recomputed), key=size)
 
 
 def _recomputed(counts: Counter[LayerKind]) -> int:

@@ -17,7 +17,6 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES as IN_FLIGHT_BYTES
 from tightfit.levers.policy.offload import PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_SLOTS, whole_that_fit
 from tightfit.memory.formulas.params import Params, vocabulary_params
 
@@ -77,6 +76,8 @@ class States(NamedTuple):
     host_weights: int = 0
     host_masters: int = 0
     host_moments: int = 0
+    unsplit: int = 0
+    """What the allocator counts with weights, masters and moments beyond their bytes: segments.py."""
     staging: int = 0
     """GPU memory that what is on the host passes through."""
 

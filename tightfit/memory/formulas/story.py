@@ -13,6 +13,7 @@ from tightfit.memory.ledger import Component, Line, Phase, Place
 
 KEPT = "kept for backward: saved.py"
 TEACHER = "teacher"
+ROUNDING = "rounding"
 
 
 class About(NamedTuple):
@@ -35,7 +36,7 @@ class StepMoment(NamedTuple):
     mlp: Annotated[int, About("activations", "mlp", KEPT)] = 0
     routing: Annotated[int, About("activations", "routing", KEPT)] = 0
     other_micro_batches: Annotated[int, About("activations", "of other micro-batches", "in flight in the pipeline")] = 0
-    outside_layers: Annotated[int, About("activations", "outside the layers", "final norm, rope tables")] = 0
+    outside_layers: Annotated[int, About("activations", "outside the layers", "final norm, rope, tokens by expert")] = 0
     stream: Annotated[int, About("activations", "residual stream", "the input of the layer at work")] = 0
     at_work: Annotated[int, About("activations", "at work in a layer or the loss", "alive in forward, not kept")] = 0
     layer_saved: Annotated[int, About("activations", "the layer at work", "what it kept, or computed again")] = 0
@@ -62,6 +63,7 @@ class Resident(NamedTuple):
     weights: Annotated[int, About("weights", "", "2 bytes a weight in 16 bits, 4 in float32; shards under FSDP2")]
     masters: Annotated[int, About("master weights", "", "4 bytes beside 16-bit weights; FSDP2's float32 shards")]
     moments: Annotated[int, About("optimizer states", "", "two moments in their format")]
+    unsplit: Annotated[int, About("optimizer states", ROUNDING, "rests of segments that are not split off")]
     staging: Annotated[int, About("workspace", "states and weights on their way", "levers.offload")]
     inputs: Annotated[int, About("inputs", "tokens and labels", "8 bytes each")]
     cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")]

@@ -24,7 +24,7 @@ from tightfit.models.spec import ModelSpec
 def held_layer(spec: ModelSpec, layer: int, shape: LocalShape) -> Params:
     """Weights that a rank has of one layer."""
     if not shape.mesh_ranks:
-        return layer_params(spec, layer, shape.tensor, shape.expert)
+        return layer_params(spec, layer, shape.tensor, shape.expert, shape.padded_experts)
     matrices = sum(layer_matrices(spec, layer))
     vectors = layer_params(spec, layer).dense - matrices
     return Params(ceil(matrices, shape.mesh_ranks) + ceil(vectors, shape.tensor))

@@ -7,6 +7,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -17,22 +18,40 @@ from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
-from tightfit.memory.formulas.story import TEACHER, StepMoment, fullest, lines
+from tightfit.memory.formulas.story import ROUNDING, TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
 
 SAVED = ("weights", "master weights", "optimizer states")
 
 
-def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:
-    """The most bytes a training step needs on one card, slack and context included, and of the host's per rank."""
-    gpu_bytes = host_bytes = 0
+class Peaks(NamedTuple):
+    """The most that a training step needs."""
+
+    gpu_bytes: int
+    """Of one card, slack and context included,"""
+    host_bytes: int
+    """of the host for each rank,"""
+    saved_bytes: int
+    """and what a rank copies there besides to write a checkpoint."""
+
+
+def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
+    """Of the fullest pipeline rank."""
+    gpu_bytes = host_bytes = saved = 0
     for number in _telling_ranks(workload, layout, levers):
         rank = rank_memory(workload, layout, levers, number, overheads)
         fullest_bytes = max(map(sum, _step(rank)))
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
+        saved = max(saved, sum(told.weights + told.masters + told.moments for told in (rank.resident, rank.host)))
     overheads = engine_overheads(workload, overheads)
-    return gpu_bytes + _slack_bytes(gpu_bytes, overheads) + overheads.context_bytes, host_bytes
+    slack_bytes = _slack_bytes(gpu_bytes, overheads)
+    return Peaks(gpu_bytes + slack_bytes + overheads.context_bytes, host_bytes, saved)
+
+
+def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:
+    """Of one card, and of the host for each rank."""
+    return peaks(workload, layout, levers, overheads)[:2]
 
 
 def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, int]:
@@ -89,14 +108,8 @@ def _written(rank: RankMemory, number: int) -> Iterator[Line]:
     memory, of several what each stages while training goes on (train/checkpoints)."""
     for told in (rank.resident, rank.host):
         for line in lines(told, "save", number, "host"):
-            if line.component in SAVED and line.detail != TEACHER:
+            if line.component in SAVED and line.detail not in (TEACHER, ROUNDING):
                 yield replace(line, detail="to be written", why="copied before it is written")
-
-
-def saved_bytes(workload: Workload, layout: Layout, levers: Levers) -> int:
-    """The same in bytes, of the rank that has most."""
-    ranks = [rank_memory(workload, layout, levers, number) for number in _telling_ranks(workload, layout, levers)]
-    return max(sum(line.bytes for line in _written(rank, 0)) for rank in ranks)
 
 
 def _not_allocated(phase: Phase, rank: int, allocated_bytes: int, overheads: Overheads) -> Iterator[Line]:

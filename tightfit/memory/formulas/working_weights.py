@@ -130,6 +130,11 @@ class ShardedWeights(WholeWeights):
         # Where weights stay gathered it is the first micro-batch's, which has no sums of gradients beside it.
         return max(0, self.element_bytes * weights - (earlier_gradient_bytes if self.stays_gathered else 0))
 
+    def gathering_buffers(self, earlier_gradient_bytes: int) -> int:
+        """As a group is copied out of its buffer: that, and the buffer of the group before."""
+        own_bytes = self.all_gather_buffer(earlier_gradient_bytes)
+        return own_bytes + self.element_bytes * self.stage.widest_dense if own_bytes else 0
+
     def prefetched(self, visit: LayerVisit | None) -> int:
         if self.zero < 3 or (visit is not None and visit.is_first):
             return 0

@@ -25,12 +25,11 @@ CLIP_NORM = 1.0
 
 def data_only(plan: Plan, program: str) -> None:
     """A sentence where `program` cannot run the plan's layout."""
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        if (degree := getattr(plan.layout, axis)) > 1:
-            raise UserError(
-                f"{program} splits over data ranks only, but the plan has layout.{axis}={degree}; "
-                f"plan with -o layout.{axis}=1"
-            )
+    for axis, degree in plan.layout.splits.items():
+        raise UserError(
+            f"{program} splits over data ranks only, but the plan has layout.{axis}={degree}; "
+            f"plan with -o layout.{axis}=1"
+        )
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def engine_estimate(plan: Plan, engine_name: EngineName) -> EngineEstimate:
     """Of `plan` run by another engine: levers that it lacks are left out."""
     workload = replace(plan.workload, engine_name=engine_name)
     lacking = dict(workload.engine.fixed_levers)
-    levers = Levers.model_validate({**plan.levers.model_dump(), **lacking, "tiles": 1})
+    levers = Levers.model_validate({**plan.levers.model_dump(), **lacking})
     if workload.engine.recomputes_all_or_nothing and levers.checkpoint_every:
         levers = levers.model_copy(update={"checkpoint_every": 1})
     return EngineEstimate(

@@ -18,8 +18,8 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes, state_format
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import PIECE_ELEMENTS
-from tightfit.memory.formulas.states import IN_FLIGHT_BYTES, kept_weights
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS
+from tightfit.memory.formulas.states import kept_weights
 from tightfit.plan.seconds.parameters import RankParams
 
 WIDE_BYTES = 4

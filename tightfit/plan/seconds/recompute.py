@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.keeping import Level, is_checkpointed, layer_levels
-from tightfit.memory.formulas.share import share_of
+from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed
+from tightfit.memory.formulas.keeping import layer_levels
+from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.plan.seconds.layer import LayerTime
 
 
@@ -22,7 +23,7 @@ class Recompute:
     """Of one micro-batch on the slowest pipeline rank."""
 
     seconds: float
-    shares: tuple[tuple[Level, float], ...]
+    shares: tuple[tuple[KeepLevel, float], ...]
     """What recomputed layers keep, and the share of all layers that does."""
 
     @property
@@ -56,14 +57,14 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
     return Recompute(layers * seconds, shares)
 
 
-def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> tuple[tuple[Level, float], ...]:
+def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> tuple[tuple[KeepLevel, float], ...]:
     if levers.checkpoint_budget_bytes is None and not levers.num_checkpoints:
         return ((levers.checkpoint_keep, math.ceil(layers / levers.checkpoint_every) / layers),)
-    levels = layer_levels(workload.spec, levers, share_of(workload, layout, levers), 0, layers)
+    levels = layer_levels(workload.spec, levers, local_shape(workload, layout, levers), 0, layers)
     return tuple((level, levels.count(level) / len(levels)) for level in sorted(set(levels) - {"everything"}))
 
 
-def _layer_s(layer: LayerTime, level: Level, *, tiled: bool, skips_last: bool) -> float:
+def _layer_s(layer: LayerTime, level: KeepLevel, *, tiled: bool, skips_last: bool) -> float:
     """Of one layer that keeps `level`."""
     products, elementwise = layer.products, layer.elementwise
     passes_s = elementwise.norms_s + elementwise.rope_s + (0.0 if skips_last else elementwise.gate_s)

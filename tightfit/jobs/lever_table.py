@@ -1,0 +1,170 @@
+"""The table of levers: what everybody needs to know of one beside its field (levers.py) and its rules (rules/).
+
+Search, advice, descriptions, engines and exports go through these rows and name no lever. A row says what a search
+tries of it, which of two values needs less memory, how it reads in a sentence, what to advise to someone whose run does
+not fit, and who has it besides us. Bytes are in memory/formulas, seconds in plan/seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit.jobs.levers import LOSS_CHUNK_BYTES, Levers
+
+OFFLOADED = {"none": 0, "optimizer": 1, "weights": 2}
+NARROWED = {"fp32": -1, "auto": 0, "bf16": 1, "8bit": 2, "factored": 3}
+STATES = {
+    "fp32": "float32 optimizer states",
+    "bf16": "bf16 optimizer states (lossy)",
+    "8bit": "8-bit optimizer states (lossy)",
+    "factored": "factored second moment (lossy)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a search may touch."""
+
+    host: bool = True
+    """Host memory, for states and checkpoints."""
+    lossy: bool = False
+    long_rows: bool = False
+    one_rank: bool = False
+    """Which may take a step's batch in one backward pass, and update weights in it."""
+
+
+def _silent(levers: Levers) -> str:
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeverRow:
+    """One lever."""
+
+    name: str
+    words: Callable[[Levers], str] = _silent
+    """How it reads where it is pulled; empty where it is not, or where another row says it."""
+    values: Callable[[Wanted], tuple[Any, ...]] | None = None
+    """What a search tries, weakest first: a later one never needs more memory. None: only what is pinned."""
+    strength: Callable[[Any], float] = float
+    """Larger for less memory."""
+    advice: tuple[str, Any] | None = None
+    """What to call it and which value to try where a run does not fit and the search has not tried that."""
+    elsewhere: Any = None
+    """Its value in engines that do not have it; None where they do."""
+    beside_deepspeed: bool = False
+    """Whether it is there with `engine: deepspeed`, inside a layer or its loss, or as DeepSpeed's own."""
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _checkpointing(levers: Levers) -> str:
+    """`checkpoint one layer in 2, keeping attention, kept on the host`."""
+    if levers.checkpoint_budget_bytes is not None:
+        said = f"recompute what {_gib(levers.checkpoint_budget_bytes)} of activations do not hold"
+    elif levers.num_checkpoints:
+        said = f"checkpoint {levers.num_checkpoints} layers"
+    elif levers.checkpoint_every:
+        which = "every layer" if levers.checkpoint_every == 1 else f"one layer in {levers.checkpoint_every}"
+        said = f"checkpoint {which}"
+    else:
+        return ""
+    kept = "" if levers.checkpoint_keep == "nothing" else f", keeping {levers.checkpoint_keep}"
+    lossy = " in fp8 (lossy)" if levers.checkpoint_format == "fp8" else ""
+    return f"{said}{kept}{f', kept on the host{lossy}' if levers.offload_checkpoints else ''}"
+
+
+def _offload(levers: Levers) -> str:
+    if levers.offload == "none":
+        return ""
+    here = f" but for {_gib(levers.offload_keep_bytes)}" if levers.offload_keep_bytes else ""
+    which = "optimizer" if levers.offload == "optimizer" else "weights and optimizer"
+    return f"{which} on the host{here}"
+
+
+def _loss(levers: Levers) -> str:
+    if levers.loss == "plain":
+        return "plain loss"
+    changed = levers.loss_chunk_bytes != LOSS_CHUNK_BYTES
+    return f"loss chunks of {levers.loss_chunk_bytes >> 20} MiB" if changed else ""
+
+
+LEVER_TABLE = (
+    LeverRow(
+        name="offload",
+        words=_offload,
+        values=lambda wanted: ("none", "optimizer", "weights") if wanted.host else ("none",),
+        strength=OFFLOADED.__getitem__,
+        beside_deepspeed=True,
+    ),
+    LeverRow(
+        name="optimizer_states",
+        words=lambda levers: STATES.get(levers.optimizer_states, ""),
+        values=lambda wanted: ("auto", "bf16", "8bit") if wanted.lossy else ("auto",),
+        strength=NARROWED.__getitem__,
+    ),
+    LeverRow(
+        name="checkpoint_every",
+        words=_checkpointing,
+        values=lambda wanted: (0, 4, 2, 1),
+        strength=lambda every: 1 / every if every else 0,
+        beside_deepspeed=True,
+    ),
+    LeverRow(name="num_checkpoints", beside_deepspeed=True),
+    LeverRow(name="checkpoint_keep", beside_deepspeed=True),
+    LeverRow(name="checkpoint_budget_bytes", beside_deepspeed=True),
+    LeverRow(
+        name="offload_checkpoints",
+        values=lambda wanted: (False, True) if wanted.host else (False,),
+        elsewhere=False,
+    ),
+    LeverRow(
+        name="matmul", words=lambda levers: "" if levers.matmul == "native" else f"{levers.matmul} matmuls (lossy)"
+    ),
+    LeverRow(
+        name="tiles",
+        words=lambda levers: f"layers in {levers.tiles} tiles" if levers.tiles > 1 else "",
+        values=lambda wanted: (1, 8) if wanted.long_rows else (1,),
+        advice=("layers in tiles", 8),
+        elsewhere=1,
+        beside_deepspeed=True,
+    ),
+    LeverRow(
+        name="loss_chunk_bytes",
+        values=lambda wanted: (LOSS_CHUNK_BYTES, 0),
+        strength=lambda chunk_bytes: -chunk_bytes,
+        elsewhere=LOSS_CHUNK_BYTES,
+        beside_deepspeed=True,
+    ),
+    LeverRow(
+        name="loss",
+        words=_loss,
+        values=lambda wanted: ("fused",),
+        strength=lambda loss: loss == "fused",
+        elsewhere="plain",
+        beside_deepspeed=True,
+    ),
+    LeverRow(
+        name="rounding",
+        words=lambda levers: "weights rounded stochastically" if levers.rounding == "stochastic" else "",
+    ),
+    LeverRow(
+        name="update_in_backward",
+        words=lambda levers: (
+            "updates in backward (clipped by the norm of the step before)" if levers.update_in_backward else ""
+        ),
+        values=lambda wanted: (False, True) if wanted.one_rank else (False,),
+        elsewhere=False,
+    ),
+)
+ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewhere is not None)
+"""Levers that only we have, at what other engines do instead."""
+SAID_FIRST = "checkpoint_every"
+
+
+def describe_levers(levers: Levers) -> str:
+    """`checkpoint every layer, optimizer on the host`."""
+    rows = sorted(LEVER_TABLE, key=lambda row: row.name != SAID_FIRST)
+    return ", ".join(said for row in rows if (said := row.words(levers))) or "none needed"
