@@ -57,7 +57,6 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "zero_bubble_keeps_activations": (PIPED | {"schedule": "zero-bubble"}, {"tiles": 2}, {}),
     "schedules_take_equal_rounds": (PIPED | {"schedule": "zero-bubble"}, {}, {"accumulation": 5}),
     "tensor_ranks_hold_part_of_the_logits": ({"tensor": 2}, {"loss": "plain"}, {}),
-    "tiles_are_of_the_whole_stream": ({"tensor": 2}, {"tiles": 2}, {}),
     "fp8_scales_are_of_whole_matrices": ({"tensor": 2}, {"matmul": "fp8-row"}, {}),
     "states_share_whole_rows": ({"tensor": 2}, {"optimizer_states": "factored"}, {}),
     "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),

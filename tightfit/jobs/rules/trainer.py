@@ -71,17 +71,6 @@ def tensor_ranks_hold_part_of_the_logits(run: Run) -> str | None:
     return None
 
 
-@rule(TRAINER_RULES, "levers.tiles", "layout.tensor", "layout.sequence_parallel")
-def tiles_are_of_the_whole_stream(run: Run) -> str | None:
-    """Under sequence parallelism a tile of a rank's tokens is no tile of the sequence that attention's inputs need."""
-    if run.levers.tiles > 1 and run.layout.tensor > 1 and run.layout.sequence_parallel:
-        return (
-            f"levers.tiles is {run.levers.tiles}, which cuts the sequence where {run.layout.tensor} tensor ranks have "
-            "cut it already; set layout.sequence_parallel=false or levers.tiles=1"
-        )
-    return None
-
-
 @rule(TRAINER_RULES, "levers.matmul", "layout.tensor")
 def fp8_scales_are_of_whole_matrices(run: Run) -> str | None:
     if run.levers.matmul != "native" and run.layout.tensor > 1:
