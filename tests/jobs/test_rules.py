@@ -51,7 +51,6 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "expert_ranks_divide_the_experts": ({"data": 2, "expert": 2}, {}, {}),
     "context_ranks_share_heads": ({"context": 12}, {}, {}),
     "context_ranks_share_rows": ({"context": 4, "ring": 4}, {}, {"sequence_length": 516}),
-    "streamed_weights_are_whole": ({"data": 2, "zero": 3}, {"offload": "weights", "checkpoint_every": 1}, {}),
     "offloaded_states_are_rows": ({}, {"offload": "optimizer", "optimizer_states": "factored"}, {}),
     "pipelines_shard_optimizer_states_at_most": (PIPED | {"data": 2, "zero": 2}, {}, {}),
     "zero_bubble_keeps_activations": (PIPED | {"schedule": "zero-bubble"}, {"tiles": 2}, {}),

@@ -26,9 +26,10 @@ def factored_states_need_whole_weights(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "levers.offload", "levers.checkpoint_every")
+@rule(RUN_RULES, "levers.offload", "levers.checkpoint_every", "layout.zero")
 def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
-    if run.levers.offload == "weights" and run.levers.checkpoint_every != 1:
+    """FSDP2 gathers them again for backward itself."""
+    if run.levers.offload == "weights" and run.levers.checkpoint_every != 1 and not run.layout.zero:
         return (
             f"levers.offload is weights, which needs every layer run again in backward, but levers.checkpoint_every "
             f"is {run.levers.checkpoint_every}; set it to 1"

@@ -10,17 +10,6 @@ FP8_MULTIPLE = 16
 """Sizes of matrices whose fp8 codes tensor cores multiply; kernels/fp8_quantize.py pads to the same."""
 
 
-@rule(TRAINER_RULES, "levers.offload", "layout.zero")
-def streamed_weights_are_whole(run: Run) -> str | None:
-    """Layers' weights are copied from the host to two slots of the GPU, where FSDP2 would look for shards."""
-    if run.levers.offload == "weights" and run.layout.zero:
-        return (
-            f"levers.offload is weights, which keeps each rank's weights whole on its host, but layout.zero is "
-            f"{run.layout.zero}; set levers.offload to optimizer or layout.zero to 0"
-        )
-    return None
-
-
 @rule(TRAINER_RULES, "levers.offload", "levers.optimizer_states")
 def offloaded_states_are_rows(run: Run) -> str | None:
     if run.levers.offload != "none" and run.levers.optimizer_states == "factored":
