@@ -81,8 +81,12 @@ def products() -> Iterator[Found]:
     began = time.perf_counter()
     while time.perf_counter() - began < WARM_S:
         _looped_ms(partial(torch.mm, x, x), 20)
-    grid = [(rows, width, times * width) for width in (512, 1024, 2048, 4096) for rows in (2048, 8192, 16384)
-            for times in (1, 4)]  # fmt: skip
+    grid = [
+        (rows, width, times * width)
+        for width in (512, 1024, 2048, 4096)
+        for rows in (2048, 8192, 16384)
+        for times in (1, 4)
+    ]
     for dtype, shapes in ((torch.bfloat16, grid), (torch.float32, [s for s in grid if s[0] == 8192 and s[1] < 4096])):
         if not ON_GPU and dtype != torch.float32:
             continue
@@ -98,8 +102,10 @@ def _three_products(dtype: torch.dtype, rows: int, taken: int, made: int) -> Ite
 def narrow_products() -> Iterator[Found]:
     """Products of 8-bit codes, and the making of codes; bytes are those a kernel that reads once would move."""
     for rows, taken, made in ((8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 16384), (16384, 2048, 2048)):
-        x, weight = (_random(*(n // SHRINK for n in s), dtype=torch.bfloat16 if ON_GPU else torch.float32)
-                     for s in ((rows, taken), (made, taken)))  # fmt: skip
+        x, weight = (
+            _random(*(n // SHRINK for n in s), dtype=torch.bfloat16 if ON_GPU else torch.float32)
+            for s in ((rows, taken), (made, taken))
+        )
         (a, _, a_scale), (b, _, b_scale) = quantize(x, transposed=False), quantize(weight, transposed=False)
         work = 2e-12 * rows * taken * made
         for fast in (True, False):
@@ -117,19 +123,24 @@ def narrow_products() -> Iterator[Found]:
 def _codes(x: Tensor) -> Iterator[Found]:
     amax, numbers = x.abs().amax().float(), x.numel() / 1e9
     ways: dict[str, tuple[Do, int]] = {
-        "tensor, both": (partial(quantize, x), 6), "tensor, plain": (partial(quantize, x, transposed=False), 5),
+        "tensor, both": (partial(quantize, x), 6),
+        "tensor, plain": (partial(quantize, x, transposed=False), 5),
         "tensor, both, largest known": (partial(quantize, x, amax=amax), 4),
         "tensor, plain, largest known": (partial(quantize, x, transposed=False, amax=amax), 3),
-        "rows": (partial(quantize_rows, x), 3), "columns": (partial(quantize_columns, x), 5),
-    }  # fmt: skip
+        "rows": (partial(quantize_rows, x), 3),
+        "columns": (partial(quantize_columns, x), 5),
+    }
     for name, (do, each) in ways.items():
         yield Found("codes", f"{name} {x.shape[0]}x{x.shape[1]}", "fp8", timed_ms(do), gb=each * numbers)
 
 
 def attentions() -> Iterator[Found]:
     """Causal attention forward, and backward alone, as the decoder calls it."""
-    grid = [(torch.bfloat16, rows, length, head) for head in (64, 128)
-            for rows, length in ((32, 512), (8, 2048), (2, 8192), (1, 32768))]  # fmt: skip
+    grid = [
+        (torch.bfloat16, rows, length, head)
+        for head in (64, 128)
+        for rows, length in ((32, 512), (8, 2048), (2, 8192), (1, 32768))
+    ]
     grid += [(torch.float32, rows, length, head) for head in (64, 128) for rows, length in ((8, 512), (2, 2048))]
     for dtype, rows, length, head in grid:
         length //= SHRINK
@@ -147,9 +158,15 @@ def copies() -> Iterator[Found]:
 
 
 STATES = (
-    ("auto", True), ("auto", False), ("bf16", True), ("8bit", True), ("8bit", False), ("factored", True),
-    ("factored", False), ("fp32 stochastic", False),
-)  # fmt: skip
+    ("auto", True),
+    ("auto", False),
+    ("bf16", True),
+    ("8bit", True),
+    ("8bit", False),
+    ("factored", True),
+    ("factored", False),
+    ("fp32 stochastic", False),
+)
 
 
 def updates() -> Iterator[Found]:
@@ -232,9 +249,16 @@ def families() -> Iterator[Found]:
 
 
 PARTS: dict[str, Callable[[], Iterator[Found]]] = {
-    "host": host, "products": products, "fp8": narrow_products, "attention": attentions, "copies": copies,
-    "updates": updates, "link": link, "away": away, "families": families,
-}  # fmt: skip
+    "host": host,
+    "products": products,
+    "fp8": narrow_products,
+    "attention": attentions,
+    "copies": copies,
+    "updates": updates,
+    "link": link,
+    "away": away,
+    "families": families,
+}
 
 
 def main() -> None:

@@ -29,15 +29,27 @@ from tightfit.train.step import ignore
 
 BACK = "update_in_backward=true"
 LAUNCHED: tuple[tuple[str, PrecisionName], ...] = (
-    ("", "bf16"), ("", "pure-bf16"), ("", "fp32"), ("loss=plain", "bf16"), ("checkpoint_every=1", "bf16"),
-    ("checkpoint_every=1 checkpoint_keep=attention", "bf16"), ("checkpoint_every=1 checkpoint_keep=matmuls", "bf16"),
-    ("checkpoint_every=1 offload_checkpoints=true", "bf16"), ("tiles=2", "bf16"), ("tiles=4", "bf16"),
-    ("tiles=8", "bf16"), ("tiles=4 checkpoint_every=1", "bf16"), ("matmul=fp8-tensor", "bf16"),
-    ("matmul=fp8-row", "bf16"), (BACK, "bf16"), ("optimizer_states=8bit", "bf16"),
+    ("", "bf16"),
+    ("", "pure-bf16"),
+    ("", "fp32"),
+    ("loss=plain", "bf16"),
+    ("checkpoint_every=1", "bf16"),
+    ("checkpoint_every=1 checkpoint_keep=attention", "bf16"),
+    ("checkpoint_every=1 checkpoint_keep=matmuls", "bf16"),
+    ("checkpoint_every=1 offload_checkpoints=true", "bf16"),
+    ("tiles=2", "bf16"),
+    ("tiles=4", "bf16"),
+    ("tiles=8", "bf16"),
+    ("tiles=4 checkpoint_every=1", "bf16"),
+    ("matmul=fp8-tensor", "bf16"),
+    ("matmul=fp8-row", "bf16"),
+    (BACK, "bf16"),
+    ("optimizer_states=8bit", "bf16"),
     ("optimizer_states=factored", "bf16"),
-    ("offload=optimizer", "bf16"), (f"offload=optimizer {BACK}", "bf16"),
+    ("offload=optimizer", "bf16"),
+    (f"offload=optimizer {BACK}", "bf16"),
     (f"offload=weights {BACK} checkpoint_every=1", "bf16"),
-)  # fmt: skip
+)
 FEW, MORE = 2, 8
 STEPS, WARM_UPS = 5, 2
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
@@ -85,8 +97,11 @@ def link_updates(device: torch.device) -> Iterator[tuple[str, float, int]]:
     """Milliseconds of a step on a few tokens and the weights that are away, by levers."""
     on_gpu = device.type == "cuda"
     spec = replace(preset("llama-3.1-8b"), layers=2, vocab_size=1024) if on_gpu else narrow_spec(2, 16)
-    for text in ("offload=optimizer", "offload=optimizer offload_update=host",
-                 f"offload=weights {BACK} checkpoint_every=1"):  # fmt: skip
+    for text in (
+        "offload=optimizer",
+        "offload=optimizer offload_update=host",
+        f"offload=weights {BACK} checkpoint_every=1",
+    ):
         workload = Workload(spec=spec, sequence_length=64 if on_gpu else 8, global_batch=1)
         program = build(workload, Layout(micro_batch=1), levers_of(text), device, Implementations(), fill=filled)
         program.step(ignore)

@@ -2,8 +2,10 @@
 
 A coder gets a matrix and the second moment of its inputs and gives something with `dequantize()`. What a package does
 beside coding a matrix (its own order of layers, its own calibration) is ours here, so that rows differ by method alone.
+llama.cpp's own quantizer is the function `ggml_quantize_chunk` of the library inside xllamacpp.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +49,13 @@ def llm_compressor(weight: Tensor, seen: InputStatistics | None, scheme: Scheme)
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
     assert seen is not None
-    args = QuantizationArgs(num_bits=scheme.bits, symmetric=scheme.symmetric, strategy="group",
-                            group_size=scheme.group, actorder="static")  # fmt: skip
+    args = QuantizationArgs(
+        num_bits=scheme.bits,
+        symmetric=scheme.symmetric,
+        strategy="group",
+        group_size=scheme.group,
+        actorder="static",
+    )
     groups = weight.view(weight.shape[0], -1, scheme.group)
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     made = quantize_weight(weight[None].clone(), seen.hessian[None].clone(), scale[None], zero[None], None, args)
@@ -56,7 +63,7 @@ def llm_compressor(weight: Tensor, seen: InputStatistics | None, scheme: Scheme)
 
 
 def gptqmodel(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
-    """GPTQModel's GPTQ on the sample of inputs whose second moment we have."""
+    """GPTQModel's GPTQ with our second moment of the inputs."""
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
@@ -85,13 +92,67 @@ def hqq(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
 
 
 def bitsandbytes(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
-    """bitsandbytes' NF4 with doubly coded scales."""
+    """bitsandbytes' NF4 with doubly coded scales, or the weights of its LLM.int8."""
     from bitsandbytes import functional
 
+    if scheme.bits == 8:
+        codes, largest, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
+        return codes.float() * largest[:, None] / 127
     packed, state = functional.quantize_4bit(
         weight.contiguous(), blocksize=64, quant_type="nf4", compress_statistics=True
     )
     return functional.dequantize_4bit(packed, state)
+
+
+def torchao(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
+    """torchao's weight-only integers."""
+    from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerAxis, PerGroup, quantize_
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    layer.weight.data.copy_(weight)
+    config = IntxWeightOnlyConfig(
+        weight_dtype=getattr(torch, f"int{scheme.bits}"),
+        granularity=PerGroup(scheme.group) if scheme.group > 0 else PerAxis(0),
+        mapping_type=MappingType.SYMMETRIC if scheme.symmetric else MappingType.ASYMMETRIC,
+    )
+    quantize_(layer, config)
+    made: Tensor = layer.weight.dequantize()
+    return made
+
+
+def ggml_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:
+    """The matrix as llama.cpp's own quantizer holds it in blocks of GGUF type `kind`."""
+    import gguf
+    import numpy as np
+    import xllamacpp.xllamacpp as library
+
+    quantize = ctypes.CDLL(library.__file__).ggml_quantize_chunk
+    quantize.restype = ctypes.c_size_t
+    number = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    rows = weight.contiguous().numpy()
+    made = np.empty((rows.shape[0], rows.shape[1] // block * block_bytes), np.uint8)
+    weighed = None if importance is None else np.ascontiguousarray(importance.float().numpy())
+    quantize(
+        ctypes.c_int(int(number)),
+        rows.ctypes.data_as(ctypes.c_void_p),
+        made.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_int64(0),
+        ctypes.c_int64(rows.shape[0]),
+        ctypes.c_int64(rows.shape[1]),
+        None if weighed is None else weighed.ctypes.data_as(ctypes.c_void_p),
+    )
+    return torch.from_numpy(gguf.quants.dequantize(made, number))
+
+
+def our_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:
+    """The same from our coder, read by the same package."""
+    import gguf
+
+    from tightfit.compress.gguf_blocks import encode_rows
+
+    blocks = encode_rows(weight, kind, importance).numpy()
+    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
 
 PEERS = {
@@ -99,4 +160,6 @@ PEERS = {
     "gptqmodel": Peer("gptqmodel", gptqmodel),
     "hqq": Peer("hqq", hqq),
     "bitsandbytes": Peer("bitsandbytes", bitsandbytes),
+    "torchao": Peer("torchao", torchao),
 }
+BLOCKS = {"tightfit": our_blocks, "llama.cpp": ggml_blocks}

@@ -185,11 +185,15 @@ def row_of(study: Study, name: str, curve: Curve, first: Curve) -> dict[str, Any
     """What a run's row says of it."""
     apart = curve.above(first)
     return {
-        study.column: name, "state_bytes_per_parameter": f"{curve.state_bytes:.4f}",
-        "final_loss": f"{mean(curve.losses[-LAST:]):.4f}", "above_first": f"{mean(apart[-LAST:]):.4f}",
-        "mean_difference": f"{mean(map(abs, apart)):.4f}", "largest_difference": f"{max(map(abs, apart)):.4f}",
-        "step_ms_p50": f"{curve.step_ms:.1f}", "update_ms_p50": f"{curve.update_ms:.2f}",
-    }  # fmt: skip
+        study.column: name,
+        "state_bytes_per_parameter": f"{curve.state_bytes:.4f}",
+        "final_loss": f"{mean(curve.losses[-LAST:]):.4f}",
+        "above_first": f"{mean(apart[-LAST:]):.4f}",
+        "mean_difference": f"{mean(map(abs, apart)):.4f}",
+        "largest_difference": f"{max(map(abs, apart)):.4f}",
+        "step_ms_p50": f"{curve.step_ms:.1f}",
+        "update_ms_p50": f"{curve.update_ms:.2f}",
+    }
 
 
 def run_study(study: Study, arguments: Sequence[str] | None = None) -> None:
@@ -199,8 +203,13 @@ def run_study(study: Study, arguments: Sequence[str] | None = None) -> None:
     model = chosen.model or ("smollm2-135m" if device.type == "cuda" else "nano-llama")
     spec = shallow(model)
     rows = text_rows(spec, chosen.seq)
-    common = {"model": model, "layers": spec.layers, "steps": chosen.steps, "sequence_length": chosen.seq,
-              "batch": BATCH}  # fmt: skip
+    common = {
+        "model": model,
+        "layers": spec.layers,
+        "steps": chosen.steps,
+        "sequence_length": chosen.seq,
+        "batch": BATCH,
+    }
     first, curves = next(iter(study.variants)), dict[str, Curve]()
     for name, variant in study.variants.items():
         if (chosen.only and name not in (first, *chosen.only)) or (device.type == "cpu" and variant.pure):

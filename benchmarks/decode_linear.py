@@ -20,11 +20,21 @@ import torch.nn.functional as F
 from tightfit.kernels.decode_linear import Tile, decode_linear, tile_for
 
 SHAPES = {
-    "1b": {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16_384, 2048), "down": (2048, 8192),
-           "head": (128_256, 2048)},
-    "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336),
-           "head": (128_256, 4096)},
-}  # fmt: skip
+    "1b": {
+        "qkv": (3072, 2048),
+        "o": (2048, 2048),
+        "gate_up": (16_384, 2048),
+        "down": (2048, 8192),
+        "head": (128_256, 2048),
+    },
+    "8b": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28_672, 4096),
+        "down": (4096, 14_336),
+        "head": (128_256, 4096),
+    },
+}
 ROTATED_BYTES = 400 * 2**20
 
 

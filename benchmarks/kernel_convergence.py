@@ -92,8 +92,14 @@ def main(folder: Path, commit: str | None, steps: int, length: int, model: str) 
     curves = {name: losses(rows, model, impl, parts, steps, device) for name, (impl, parts) in RUNS.items()}
     for name, values in curves.items():
         distance = [abs(a - b) for a, b in zip(values, curves["plain"], strict=True)]
-        row = {"model": model, "steps": steps, "run": name, "final_loss": f"{mean(values[-10:]):.4f}",
-               "mean_difference": f"{mean(distance):.5f}", "largest_difference": f"{max(distance):.5f}"}  # fmt: skip
+        row = {
+            "model": model,
+            "steps": steps,
+            "run": name,
+            "final_loss": f"{mean(values[-10:]):.4f}",
+            "mean_difference": f"{mean(distance):.5f}",
+            "largest_difference": f"{max(distance):.5f}",
+        }
         print(row)
         append_row("kernel_convergence", row, folder=folder, commit=commit)
     draw(curves, folder / "kernel_convergence.png")

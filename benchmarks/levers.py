@@ -36,17 +36,20 @@ RECORDS = {
     "3b-offload": Case(model=THREE, length=8192, ways=(Way(levers="checkpoint_every=1"), Way(levers=AWAY), DEEPSPEED)),
     "3b-offload-short": Case(model=THREE, length=512, ways=(Way(levers=AWAY), DEEPSPEED)),
     "8b-32k-away": Case(
-        model=EIGHT, length=32_768, steps=2, warm_up=1,
+        model=EIGHT,
+        length=32_768,
+        steps=2,
+        warm_up=1,
         ways=(Way(levers=ALL_AWAY), Way(levers=f"checkpoint_every=1 {BACK}")),
     ),
-    "8b-256k": Case(
-        model=EIGHT, length=262_144, steps=1, warm_up=0, ways=(Way(levers=f"{LONG} tiles=8", **PURE),)
-    ),
+    "8b-256k": Case(model=EIGHT, length=262_144, steps=1, warm_up=0, ways=(Way(levers=f"{LONG} tiles=8", **PURE),)),
     "8b-512k-few-layers": Case(
         model=EIGHT, length=524_288, steps=1, warm_up=0, layers=2, ways=(Way(levers=f"{LONG} tiles=16", **PURE),)
     ),
     "8b-32k": Case(
-        model=EIGHT, length=32_768, warm_up=1,
+        model=EIGHT,
+        length=32_768,
+        warm_up=1,
         ways=(
             Way(levers=FIT, **PURE),
             Way(levers=f"offload=optimizer {BACK}", **PURE),
@@ -55,33 +58,53 @@ RECORDS = {
         ),
     ),
     "8b-8k": Case(
-        model=EIGHT, length=8192, steps=5,
-        ways=(Way(**PURE), Way(levers="matmul=fp8-tensor", **PURE), Way(levers="matmul=fp8-row", **PURE),
-              Way(who=LIGER, **PURE)),
+        model=EIGHT,
+        length=8192,
+        steps=5,
+        ways=(
+            Way(**PURE),
+            Way(levers="matmul=fp8-tensor", **PURE),
+            Way(levers="matmul=fp8-row", **PURE),
+            Way(who=LIGER, **PURE),
+        ),
     ),
     "8b-8k-fp32-states": Case(
-        model=EIGHT, length=8192,
+        model=EIGHT,
+        length=8192,
         ways=(Way(levers=f"offload=optimizer {BACK} offload_keep_bytes={80 * 2**30}"), Way(levers=FIT)),
     ),
     "8b-24gb": Case(model=EIGHT, length=2048, cap_gb=24, ways=(Way(levers=FIT),)),
     "1b-16gb": Case(model=ONE, length=8192, cap_gb=16, steps=5, ways=(Way(levers=FIT),)),
-}  # fmt: skip
+}
 LADDER = (
-    "", "checkpoint_every=1", "checkpoint_every=1 checkpoint_keep=attention",
-    "checkpoint_every=1 checkpoint_keep=matmuls", "checkpoint_every=1 offload_checkpoints=true", "tiles=8", BACK,
-    "optimizer_states=bf16", "optimizer_states=8bit", "optimizer_states=factored", "offload=optimizer",
-    f"offload=optimizer {BACK}", f"offload=weights {BACK} checkpoint_every=1", "matmul=fp8-tensor",
-)  # fmt: skip
+    "",
+    "checkpoint_every=1",
+    "checkpoint_every=1 checkpoint_keep=attention",
+    "checkpoint_every=1 checkpoint_keep=matmuls",
+    "checkpoint_every=1 offload_checkpoints=true",
+    "tiles=8",
+    BACK,
+    "optimizer_states=bf16",
+    "optimizer_states=8bit",
+    "optimizer_states=factored",
+    "offload=optimizer",
+    f"offload=optimizer {BACK}",
+    f"offload=weights {BACK} checkpoint_every=1",
+    "matmul=fp8-tensor",
+)
 TINY = ("", "checkpoint_every=1 tiles=2", FIT)
 CASES = RECORDS | {
     "1b-ladder": Case(model=ONE, length=16_384, ways=tuple(Way(levers=each) for each in LADDER)),
     "1b-allocator": Case(model=ONE, length=16_384, ways=(Way(levers=ALL_AWAY), Way(levers="checkpoint_every=1"))),
     "cpu-tiny": Case(
-        model="tiny-llama", length=64, rows=2, steps=2,
+        model="tiny-llama",
+        length=64,
+        rows=2,
+        steps=2,
         ways=tuple(Way(precision="fp32", levers=each) for each in TINY),
     ),
     "cpu-deepspeed": Case(model="tiny-llama", length=64, rows=2, steps=2, ways=(DEEPSPEED,)),
-}  # fmt: skip
+}
 
 
 def ways_here(case: Case, chosen: argparse.Namespace) -> Iterator[Way]:

@@ -201,8 +201,11 @@ def rank_lever_cases() -> Iterator[Case]:
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:
     """Columns of the levers' table."""
-    values = {"formula_host_gib": said.formula_host_bytes, "simulated_host_gib": said.simulated_host_bytes,
-              "measured_host_gib": found.host_bytes}  # fmt: skip
+    values = {
+        "formula_host_gib": said.formula_host_bytes,
+        "simulated_host_gib": said.simulated_host_bytes,
+        "measured_host_gib": found.host_bytes,
+    }
     return {name: f"{value / GIB:.4f}" for name, value in values.items()}
 
 

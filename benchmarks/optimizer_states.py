@@ -15,9 +15,7 @@ from benchmarks.convergence import Study, Variant, run_study
 from benchmarks.peers.updaters import PEERS
 from tightfit.jobs.levers import Levers
 
-OTHERS = {
-    f"8bit of {peer}": Variant(peer=peer) for peer in PEERS if find_spec(peer) and torch.cuda.is_available()
-}  # fmt: skip
+OTHERS = {f"8bit of {peer}": Variant(peer=peer) for peer in PEERS if find_spec(peer) and torch.cuda.is_available()}
 STUDY = Study(
     name="optimizer_states",
     column="states",

@@ -82,9 +82,14 @@ def slow_down(layer: Any, seconds: float) -> None:
 def row(made: Record, forward_ms: float) -> dict[str, Any]:
     """What the results file keeps of a record."""
     return {
-        "schedule": made.schedule, "ranks": made.ranks, "micro_batches": made.micro_batches, "pieces": made.pieces,
-        "forward_ms": forward_ms, "waited": f"{made.waited:.4f}", "formula": f"{made.formula:.4f}",
-    }  # fmt: skip
+        "schedule": made.schedule,
+        "ranks": made.ranks,
+        "micro_batches": made.micro_batches,
+        "pieces": made.pieces,
+        "forward_ms": forward_ms,
+        "waited": f"{made.waited:.4f}",
+        "formula": f"{made.formula:.4f}",
+    }
 
 
 def main() -> None:

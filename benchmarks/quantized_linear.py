@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.compress.ranges import fit_grid
 from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize_rows
 from tightfit.kernels.int8_linear import int8_linear
-from tightfit.kernels.packing import pack
+from tightfit.kernels.packing import pack_tiles
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 ROWS = (1, 4, 16, 64, 256, 2048)
@@ -38,7 +38,7 @@ def coded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None
     """Words, scales and zero points of a matrix rounded to nearest."""
     made = fit_grid(weight.float(), scheme).code(weight.float())
     zero = None if made.zero is None else made.zero.to(torch.uint8)
-    return pack(made.codes, scheme.bits), made.scale.to(torch.float16), zero
+    return pack_tiles(made.codes, scheme.bits), made.scale.to(torch.float16), zero
 
 
 def products(weight: Tensor, group: int) -> dict[str, tuple[Product, int]]:
@@ -130,8 +130,10 @@ def main() -> None:
     bandwidth = copy_gb_s(device)
     torch.manual_seed(0)
     count = 2 if arguments.tiny else max(SPREAD_BYTES // (inputs * outputs // 2), 2)
-    sets = [products(torch.randn(outputs, inputs, device=device, dtype=dtype) * 0.02, 128 if inputs % 128 == 0 else 32)
-            for _ in range(count)]  # fmt: skip
+    sets = [
+        products(torch.randn(outputs, inputs, device=device, dtype=dtype) * 0.02, 128 if inputs % 128 == 0 else 32)
+        for _ in range(count)
+    ]
     for rows in ROWS[:3] if arguments.tiny else ROWS:
         x = torch.randn(rows, inputs, device=device, dtype=dtype)
         wanted = sets[0]["bf16"][0](x).float()
@@ -139,11 +141,17 @@ def main() -> None:
             error = float((call(x).float() - wanted).norm() / wanted.norm())
             took = milliseconds([each[name][0] for each in sets], x, arguments.rounds)
             row = {
-                "shape": f"{rows} x {inputs} x {outputs}", "rows": rows, "implementation": name, "ms": round(took, 5),
-                "weight_mb": round(held / 1e6, 2), "read_gb_s": round(held / took / 1e6, 1),
-                "copy_gb_s": round(bandwidth, 1), "tflop_s": round(2e-9 * rows * inputs * outputs / took, 2),
-                "relative_error": round(error, 5), "device": str(device),
-            }  # fmt: skip
+                "shape": f"{rows} x {inputs} x {outputs}",
+                "rows": rows,
+                "implementation": name,
+                "ms": round(took, 5),
+                "weight_mb": round(held / 1e6, 2),
+                "read_gb_s": round(held / took / 1e6, 1),
+                "copy_gb_s": round(bandwidth, 1),
+                "tflop_s": round(2e-9 * rows * inputs * outputs / took, 2),
+                "relative_error": round(error, 5),
+                "device": str(device),
+            }
             print(
                 {key: row[key] for key in ("shape", "implementation", "ms", "read_gb_s", "relative_error")}, flush=True
             )

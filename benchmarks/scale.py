@@ -66,43 +66,93 @@ CASES = {
     "405B on 1024": Case("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048),
     "405B on 16384": Case("llama-3.1-405b", "2048x8xH100-80GB", 8192, 2048),
     "70B on 64, pipeline": Case(
-        "llama-3.1-70b", "8x8xH100-80GB", 8192, 512,
+        "llama-3.1-70b",
+        "8x8xH100-80GB",
+        8192,
+        512,
         pins=("layout.data=2", "layout.zero=1", "layout.tensor=8", "layout.pipeline=4", "layout.schedule=1f1b"),
     ),
     "405B on 1024, pipeline": Case(
-        "llama-3.1-405b", "128x8xH100-80GB", 8192, 2048,
+        "llama-3.1-405b",
+        "128x8xH100-80GB",
+        8192,
+        2048,
         pins=("layout.data=8", "layout.zero=1", "layout.tensor=8", "layout.pipeline=16", "layout.schedule=1f1b"),
     ),
     "8B on 8, FSDP": Case(
-        "llama-3.1-8b", "8xH100-80GB", 8192, 16, Layout(data=8, zero=3, micro_batch=2),
-        Levers(checkpoint_every=1, checkpoint_keep="matmuls"), f"{TITAN}, bf16, plain to compiled", "5762–6667",
+        "llama-3.1-8b",
+        "8xH100-80GB",
+        8192,
+        16,
+        Layout(data=8, zero=3, micro_batch=2),
+        Levers(checkpoint_every=1, checkpoint_keep="matmuls"),
+        f"{TITAN}, bf16, plain to compiled",
+        "5762–6667",
     ),
     "405B on 512, 1f1b": Case(
-        "llama-3.1-405b", "64x8xH100-80GB", 8192, 256,
-        Layout(data=8, zero=1, tensor=8, pipeline=8, micro_batch=1), RECOMPUTED, f"{TITAN}, 1F1B, fp8", "100",
+        "llama-3.1-405b",
+        "64x8xH100-80GB",
+        8192,
+        256,
+        Layout(data=8, zero=1, tensor=8, pipeline=8, micro_batch=1),
+        RECOMPUTED,
+        f"{TITAN}, 1F1B, fp8",
+        "100",
     ),
     "405B on 512, interleaved": Case(
-        "llama-3.1-405b", "64x8xH100-80GB", 8192, 256,
+        "llama-3.1-405b",
+        "64x8xH100-80GB",
+        8192,
+        256,
         Layout(data=8, zero=1, tensor=8, pipeline=8, micro_batch=1, schedule="interleaved", stages_per_rank=2),
-        RECOMPUTED, f"{TITAN}, interleaved 1F1B, fp8", "128",
+        RECOMPUTED,
+        f"{TITAN}, interleaved 1F1B, fp8",
+        "128",
     ),
     "405B on 8192": Case(
-        "llama-3.1-405b", "1024x8xH100-80GB", 8192, 2048,
+        "llama-3.1-405b",
+        "1024x8xH100-80GB",
+        8192,
+        2048,
         Layout(data=64, zero=1, tensor=8, pipeline=16, micro_batch=1, schedule="interleaved", stages_per_rank=4),
-        Levers(), LLAMA3, "", "0.43",
+        Levers(),
+        LLAMA3,
+        "",
+        "0.43",
     ),
     "405B on 16384, Llama 3": Case(
-        "llama-3.1-405b", "2048x8xH100-80GB", 8192, 2048,
+        "llama-3.1-405b",
+        "2048x8xH100-80GB",
+        8192,
+        2048,
         Layout(data=128, zero=1, tensor=8, pipeline=16, micro_batch=1, schedule="interleaved", stages_per_rank=4),
-        Levers(), LLAMA3, "", "0.41",
+        Levers(),
+        LLAMA3,
+        "",
+        "0.41",
     ),
     "405B on 16384, 128K": Case(
-        "llama-3.1-405b", "2048x8xH100-80GB", 131072, 128,
-        Layout(data=8, zero=1, tensor=8, context=16, ring=16, pipeline=16, micro_batch=1, schedule="interleaved",
-               stages_per_rank=4),
-        Levers(), LLAMA3, "", "0.38",
+        "llama-3.1-405b",
+        "2048x8xH100-80GB",
+        131072,
+        128,
+        Layout(
+            data=8,
+            zero=1,
+            tensor=8,
+            context=16,
+            ring=16,
+            pipeline=16,
+            micro_batch=1,
+            schedule="interleaved",
+            stages_per_rank=4,
+        ),
+        Levers(),
+        LLAMA3,
+        "",
+        "0.38",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -130,9 +180,9 @@ def chosen(name: str, case: Case) -> Iterator[Chosen]:
         plan = answer(Question(model=case.model, workload=workload, machine=machine)).plan
         yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
     pins = parse_pins(case.pins)
-    runnable = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins, runnable=True))
-    found = [(runnable.plan.layout, runnable.plan.levers)]
-    found += [(each.layout, each.levers) for each in runnable.alternatives]
+    answered = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins))
+    found = [(answered.plan.layout, answered.plan.levers)]
+    found += [(each.layout, each.levers) for each in answered.alternatives]
     layout, levers = next(each for each in found if trains(workload, *each))
     yield Chosen(name, "trainable", workload, machine, layout, levers)
 
@@ -166,17 +216,27 @@ def row_of(one: Chosen) -> dict[str, Any]:
     peak = one.machine.accelerator.rates.bf16 or 0.0
     ledger = training_ledger(one.workload, one.layout, one.levers)
     return {
-        "case": one.case, "how": one.how, "model": case.model, "machine": case.on, "gpus": gpus,
-        "sequence_length": case.sequence_length, "global_batch": case.rows,
-        "layout": describe_layout(one.layout), "levers": describe_levers(one.levers),
-        "layout_json": one.layout.model_dump_json(), "levers_json": one.levers.model_dump_json(),
-        "step_s": f"{time.step_s:.4g}", "tokens_per_second_per_gpu": f"{speed:.4g}",
+        "case": one.case,
+        "how": one.how,
+        "model": case.model,
+        "machine": case.on,
+        "gpus": gpus,
+        "sequence_length": case.sequence_length,
+        "global_batch": case.rows,
+        "layout": describe_layout(one.layout),
+        "levers": describe_levers(one.levers),
+        "layout_json": one.layout.model_dump_json(),
+        "levers_json": one.levers.model_dump_json(),
+        "step_s": f"{time.step_s:.4g}",
+        "tokens_per_second_per_gpu": f"{speed:.4g}",
         "mfu": f"{speed * token_flops(one.workload) / (peak * 1e12):.3f}",
         **{name: f"{seconds:.4g}" for name, seconds in _parts(time).items()},
         "card_gib": f"{one.machine.accelerator.memory_bytes / 2**30:.1f}",
         "peak_gib": f"{ledger.peak_bytes() / 2**30:.1f}",
-        "published": case.published, "published_tokens": case.published_tokens, "published_mfu": case.published_mfu,
-    }  # fmt: skip
+        "published": case.published,
+        "published_tokens": case.published_tokens,
+        "published_mfu": case.published_mfu,
+    }
 
 
 def _parts(time: StepTime) -> dict[str, float]:
@@ -202,8 +262,15 @@ def stage_rows(one: Chosen, seconds: float) -> Iterator[dict[str, Any]]:
         formula = f"{stage_bytes(ledger, stage) / 2**30:.1f}"
         before = rehearsed_before(one, stage, formula)
         simulated = rehearse_apart(one, stage, seconds) if stage in rehearsed else before
-        yield {"case": one.case, "how": one.how, "stage": stage, "stages": one.layout.pipeline, "layers": layers,
-               "formula_gib": formula, "simulated_gib": simulated}  # fmt: skip
+        yield {
+            "case": one.case,
+            "how": one.how,
+            "stage": stage,
+            "stages": one.layout.pipeline,
+            "layers": layers,
+            "formula_gib": formula,
+            "simulated_gib": simulated,
+        }
 
 
 def rehearsed_before(one: Chosen, stage: int, formula_gib: str) -> str:
@@ -272,8 +339,11 @@ def main() -> None:
     for name in options.case or CASES:
         for one in chosen(name, CASES[name]):
             row, stages = row_of(one), list(stage_rows(one, options.simulate))
-            print(f"{name} ({one.how}): {row['layout']}; {row['levers']}; {row['step_s']} s, {row['peak_gib']} GiB, "
-                  f"{row['tokens_per_second_per_gpu']} tok/s/GPU, MFU {row['mfu']}", flush=True)  # fmt: skip
+            print(
+                f"{name} ({one.how}): {row['layout']}; {row['levers']}; {row['step_s']} s, {row['peak_gib']} GiB, "
+                f"{row['tokens_per_second_per_gpu']} tok/s/GPU, MFU {row['mfu']}",
+                flush=True,
+            )
             if not options.dry_run:
                 append_row("scale", row)
                 for stage in stages:

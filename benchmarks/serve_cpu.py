@@ -106,9 +106,14 @@ def compare(both: Both, case: str, shapes: Shapes, rounds: int, arguments: argpa
         ratio = min(found[name]) / min(found["ours"])
         print(f"{case}: {ratio:.2f}× transformers ({name}); {agreeing} of {len(shapes)} answers agree", flush=True)
         row = {
-            "case": case, "peer": f"transformers, {name}", "ratio": f"{ratio:.2f}", "requests": len(shapes),
-            "agreeing": agreeing, "threads": torch.get_num_threads(), "model": arguments.preset,
-        }  # fmt: skip
+            "case": case,
+            "peer": f"transformers, {name}",
+            "ratio": f"{ratio:.2f}",
+            "requests": len(shapes),
+            "agreeing": agreeing,
+            "threads": torch.get_num_threads(),
+            "model": arguments.preset,
+        }
         append_row("serve_cpu", row, folder=arguments.results, commit=arguments.commit)
 
 

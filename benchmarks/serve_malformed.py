@@ -18,16 +18,43 @@ from benchmarks.rows import append_row
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 WRONG: tuple[Any, ...] = ("hot", [], {}, [1], {"a": 1}, [[]], "1e999x")
-NUMBERS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-           "frequency_penalty", "seed", "n", "max_tokens", "priority")  # fmt: skip
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "max_tokens",
+    "priority",
+)
 RANGES: dict[str, tuple[Any, ...]] = {
-    "temperature": (-1, 1e9), "top_p": (0, -0.5, 1.5), "top_k": (-1,), "min_p": (-1, 2), "typical_p": (0, 2),
-    "repetition_penalty": (0, -1, 1e4), "presence_penalty": (-1e3, 1e3), "frequency_penalty": (1e5,),
-    "seed": (-1, 2**70), "n": (0, -1, 1000), "max_tokens": (0, -5), "priority": (10**6,),
-    "stop": ([""], ["a"] * 99), "model": ("no-such-model", "\u0000"), "logit_bias": ({"-1": 1}, {"x": 1}, {"5": "y"}),
-    "guided_regex": ("(", "[z-a]"), "guided_json": ("{", {"type": 7}), "guided_grammar": ("not a grammar :::",),
-    "response_format": ({"type": "xml"}, {"type": "json_schema"}, {}), "stream_options": ("x",), "stream": ("maybe", 7),
-}  # fmt: skip
+    "temperature": (-1, 1e9),
+    "top_p": (0, -0.5, 1.5),
+    "top_k": (-1,),
+    "min_p": (-1, 2),
+    "typical_p": (0, 2),
+    "repetition_penalty": (0, -1, 1e4),
+    "presence_penalty": (-1e3, 1e3),
+    "frequency_penalty": (1e5,),
+    "seed": (-1, 2**70),
+    "n": (0, -1, 1000),
+    "max_tokens": (0, -5),
+    "priority": (10**6,),
+    "stop": ([""], ["a"] * 99),
+    "model": ("no-such-model", "\u0000"),
+    "logit_bias": ({"-1": 1}, {"x": 1}, {"5": "y"}),
+    "guided_regex": ("(", "[z-a]"),
+    "guided_json": ("{", {"type": 7}),
+    "guided_grammar": ("not a grammar :::",),
+    "response_format": ({"type": "xml"}, {"type": "json_schema"}, {}),
+    "stream_options": ("x",),
+    "stream": ("maybe", 7),
+}
 Made = tuple[str, str, bytes]
 """Method, path and body."""
 
@@ -75,18 +102,41 @@ def not_an_object(chance: random.Random) -> Made:
 def wrong_content(chance: random.Random) -> Made:
     """Prompts, messages and inputs that are none."""
     bad: dict[str, tuple[Any, ...]] = {
-        "/v1/completions": ({"prompt": []}, {"prompt": [[]]}, {"prompt": [10**9]}, {"prompt": [-1]}, {"prompt": 7},
-                            {"prompt": None}, {"prompt": {"a": 1}}, {"prompt": ["a"] * 99}, {"prompt": "a " * 5000},
-                            {"prompt": "x", "logprobs": 99}, {"prompt": "x", "logprobs": -1}),
-        "/v1/chat/completions": ({"messages": []}, {"messages": "x"}, {}, {"messages": [7]}, {"messages": [{}]},
-                                 {"messages": [{"role": "user", "content": 7}]},
-                                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-                                 {"messages": good(PATHS[1])["messages"], "tool_choice": "required"},
-                                 {"messages": good(PATHS[1])["messages"], "tools": [{"type": "x"}]},
-                                 {"messages": good(PATHS[1])["messages"], "logprobs": True, "top_logprobs": 99}),
-        "/v1/embeddings": ({"input": []}, {"input": [10**9]}, {"input": None}, {}, {"input": ["a"] * 99},
-                           {"input": "x", "dimensions": 3}, {"input": "x", "encoding_format": "hex"}),
-    }  # fmt: skip
+        "/v1/completions": (
+            {"prompt": []},
+            {"prompt": [[]]},
+            {"prompt": [10**9]},
+            {"prompt": [-1]},
+            {"prompt": 7},
+            {"prompt": None},
+            {"prompt": {"a": 1}},
+            {"prompt": ["a"] * 99},
+            {"prompt": "a " * 5000},
+            {"prompt": "x", "logprobs": 99},
+            {"prompt": "x", "logprobs": -1},
+        ),
+        "/v1/chat/completions": (
+            {"messages": []},
+            {"messages": "x"},
+            {},
+            {"messages": [7]},
+            {"messages": [{}]},
+            {"messages": [{"role": "user", "content": 7}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": good(PATHS[1])["messages"], "tool_choice": "required"},
+            {"messages": good(PATHS[1])["messages"], "tools": [{"type": "x"}]},
+            {"messages": good(PATHS[1])["messages"], "logprobs": True, "top_logprobs": 99},
+        ),
+        "/v1/embeddings": (
+            {"input": []},
+            {"input": [10**9]},
+            {"input": None},
+            {},
+            {"input": ["a"] * 99},
+            {"input": "x", "dimensions": 3},
+            {"input": "x", "encoding_format": "hex"},
+        ),
+    }
     path = chance.choice(PATHS)
     return "POST", path, _json(chance.choice(bad[path]))
 
@@ -99,8 +149,16 @@ def elsewhere(chance: random.Random) -> Made:
 
 
 KINDS: tuple[Callable[[random.Random], Made], ...] = (
-    wrong_type, out_of_range, out_of_range, cut, noise, not_an_object, wrong_content, wrong_content, elsewhere
-)  # fmt: skip
+    wrong_type,
+    out_of_range,
+    out_of_range,
+    cut,
+    noise,
+    not_an_object,
+    wrong_content,
+    wrong_content,
+    elsewhere,
+)
 
 
 def malformed(seed: int) -> Made:

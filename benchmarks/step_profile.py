@@ -288,10 +288,16 @@ def _report(
     beside = f"{group.alone_ms:8.2f}" if group.alone_ms else " " * 8
     print(f"  {group.ms:8.2f} ms {beside} alone {group.calls:5d} {rate:>14} {label}  [{shown}]")
     row = {
-        "case": name, "implementation": who, "step_ms": f"{step_ms:.1f}",
-        "products_in_sequence_ms": f"{sequence_ms:.1f}", "group": label, "calls": group.calls, "ms": f"{group.ms:.2f}",
-        "alone_ms": f"{group.alone_ms:.2f}" if group.alone_ms else "", "rate": rate,
-    }  # fmt: skip
+        "case": name,
+        "implementation": who,
+        "step_ms": f"{step_ms:.1f}",
+        "products_in_sequence_ms": f"{sequence_ms:.1f}",
+        "group": label,
+        "calls": group.calls,
+        "ms": f"{group.ms:.2f}",
+        "alone_ms": f"{group.alone_ms:.2f}" if group.alone_ms else "",
+        "rate": rate,
+    }
     append_row("step_profile", row, folder=folder, commit=commit)
 
 

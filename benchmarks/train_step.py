@@ -145,9 +145,14 @@ MAKERS: dict[str, Maker] = {"huggingface": make_theirs, "tightfit": make_ours}
 
 
 def run_case(
-    name: str, folder: Path, commit: str | None, makers: dict[str, Maker] = MAKERS, rounds: int = 2,
-    table: str = "train_step", steps: int | None = None,
-) -> None:  # fmt: skip
+    name: str,
+    folder: Path,
+    commit: str | None,
+    makers: dict[str, Maker] = MAKERS,
+    rounds: int = 2,
+    table: str = "train_step",
+    steps: int | None = None,
+) -> None:
     """Measure the implementations, one after the other `rounds` times where they do not fit together; append rows."""
     case = replace(CASES[name], steps=steps or CASES[name].steps)
     spec = case.reshape(resolve_spec(case.model))
@@ -178,11 +183,19 @@ def _report(
     tokens = case.batch * case.sequence_length
     peak = torch.cuda.max_memory_allocated() / 2**30 if case.device == "cuda" else 0.0
     row = {
-        "case": name, "implementation": who, "model": case.model, "batch": case.batch,
-        "sequence_length": case.sequence_length, "dtype": str(case.dtype).removeprefix("torch."),
-        "step_ms_p20": f"{low:.1f}", "step_ms_p50": f"{median:.1f}", "step_ms_p80": f"{high:.1f}",
-        "tokens_per_second": f"{tokens / median * 1e3:.0f}", "peak_gib": f"{peak:.2f}", "first_loss": f"{loss:.5f}",
-    }  # fmt: skip
+        "case": name,
+        "implementation": who,
+        "model": case.model,
+        "batch": case.batch,
+        "sequence_length": case.sequence_length,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "step_ms_p20": f"{low:.1f}",
+        "step_ms_p50": f"{median:.1f}",
+        "step_ms_p80": f"{high:.1f}",
+        "tokens_per_second": f"{tokens / median * 1e3:.0f}",
+        "peak_gib": f"{peak:.2f}",
+        "first_loss": f"{loss:.5f}",
+    }
     print({k: row[k] for k in ("case", "implementation", "step_ms_p50", "tokens_per_second", "peak_gib", "first_loss")})
     append_row(table, row, folder=folder, commit=commit)
 

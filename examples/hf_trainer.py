@@ -20,9 +20,14 @@ CHATS = Path(__file__).parent / "data" / "chats.jsonl"
 def tiny_model() -> Any:
     """A Llama of a few thousand weights."""
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -39,9 +44,13 @@ def main(model_name: str | None = None, steps: int = 3) -> float:
     tightfit.hf.accelerate(model)  # the one line
     with tempfile.TemporaryDirectory() as output:
         arguments = transformers.TrainingArguments(
-            output, max_steps=steps, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+            output,
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            report_to=[],
+            save_strategy="no",
             use_cpu=not torch.cuda.is_available(),
-        )  # fmt: skip
+        )
         return transformers.Trainer(model, arguments, train_dataset=rows()).train().training_loss
 
 

@@ -21,9 +21,14 @@ CHATS = Path(__file__).parent / "data" / "chats.jsonl"
 def tiny_model() -> Any:
     """A Llama of a few thousand weights."""
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -48,9 +53,14 @@ def main(model_name: str | None = None, steps: int = 3) -> float:
     chats = datasets.Dataset.from_json(str(CHATS))
     with tempfile.TemporaryDirectory() as output:
         arguments = SFTConfig(
-            output, max_steps=steps, per_device_train_batch_size=2, max_length=100, report_to=[], save_strategy="no",
+            output,
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            max_length=100,
+            report_to=[],
+            save_strategy="no",
             use_cpu=not torch.cuda.is_available(),
-        )  # fmt: skip
+        )
         trainer = SFTTrainer(model, arguments, train_dataset=chats, processing_class=tokenizer)
         return trainer.train().training_loss
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import multiprocessing
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from tightfit.launch.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["printable", "errors", "durable", "bounded_files"],
+    ["printable", "errors", "durable", "bounded_files", "writer_lock"],
     ["hardware"],
     ["models.spec", "models.presets", "models.hub", "models.resolve", "models.huggingface"],
     ["jobs"],
@@ -40,14 +41,14 @@ FLOORS = [
     ["__main__"],
 ]
 """From the ground up. A module belongs to the room with the longest name that it starts with."""
-TORCH_FREE = ["hardware.cpu", "models.spec", "models.presets", "models.huggingface.config", "models.resolve",
-              "jobs.job", "jobs.load", "jobs.fields", "jobs.workload", "memory.ledger", "durable", "cli.main",
-              "report.tables", "hardware.catalog", "hardware.machine", "hardware.local", "hardware.efficiency",
-              "plan.answer", "plan.serving", "plan.export.files", "jobs.rules.refusals", "plan.job", "report.plan",
-              "levers.policy.recompute", "levers.policy.budget", "levers.policy.offload", "levers.policy.tiles",
-              "levers.policy.loss_chunks", "levers.policy.updates", "memory.formulas.training",
-              "memory.formulas.serving", "memory.comparison", "report.memory",
-              "report.ledger", "report.timeline"]  # fmt: skip
+TORCH_FREE = """
+hardware.cpu models.spec models.presets models.huggingface.config models.resolve jobs.job jobs.load jobs.fields
+jobs.workload memory.ledger durable cli.main report.tables hardware.catalog hardware.machine hardware.local
+hardware.efficiency plan.answer plan.serving plan.export.files jobs.rules.refusals plan.job report.plan
+levers.policy.recompute levers.policy.budget levers.policy.offload levers.policy.tiles levers.policy.loss_chunks
+levers.policy.updates memory.formulas.training memory.formulas.serving memory.comparison report.memory report.ledger
+report.timeline
+"""
 
 
 def modules() -> dict[str, Path]:
@@ -126,7 +127,7 @@ def test_every_way_to_import_upwards_is_seen(line: str) -> None:
 
 
 def test_planning_modules_do_not_import_torch() -> None:
-    code = f"import sys\nfor m in {TORCH_FREE!r}: __import__('tightfit.' + m)\n"
+    code = f"import sys\nfor m in {TORCH_FREE.split()!r}: __import__('tightfit.' + m)\n"
     code += "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -192,6 +193,14 @@ def test_files_and_functions_stay_readable() -> None:
                 if lines > LONGEST_BODY:
                     long.append(f"{module}.{node.name}: {lines} lines")
     assert long == []
+
+
+def test_the_formatter_is_never_switched_off() -> None:
+    """What it spreads over too many lines has too many arguments, or wants their names."""
+    root = PACKAGE.parent
+    paths = [path for room in ("tightfit", "benchmarks", "tests", "examples") for path in (root / room).rglob("*.py")]
+    switches = re.compile(r"#\s*(fmt|yapf|ruff): *(skip|off|disable|noqa\b)")
+    assert [str(path.relative_to(root)) for path in paths if switches.search(path.read_text(encoding="utf-8"))] == []
 
 
 PAGE = PACKAGE.parent / "docs" / "architecture.md"

@@ -85,8 +85,10 @@ class Environment:
     @classmethod
     def made(cls, folder: Path, wheel: Path, *extras: str) -> "Environment":
         run([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder.parent)
-        run([*PIP, "--python", str(folder / "bin/python"), "install", "--quiet", "--no-deps", "--no-index", str(wheel)],
-            folder.parent)  # fmt: skip
+        run(
+            [*PIP, "--python", str(folder / "bin/python"), "install", "--quiet", "--no-deps", "--no-index", str(wheel)],
+            folder.parent,
+        )
         environment = cls(folder)
         metadata = HeaderParser().parsestr(zipfile.ZipFile(wheel).read(f"{stem(wheel)}.dist-info/METADATA").decode())
         seen: set[tuple[str, str]] = set()

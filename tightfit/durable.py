@@ -15,10 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tightfit.errors import UserError
+
 TEMPORARY_PREFIX = ".partial-"
 DISCARDED_PREFIX = ".discarded-"
 YOUNG_S = 60.0
 """A temporary that is younger may not have its lock yet."""
+
+
+def refuse_existing(target: Path) -> None:
+    """A sentence where something is at `target` already, also a link to nowhere."""
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists already; name a new place or remove it first")
 
 
 @contextmanager

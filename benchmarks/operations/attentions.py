@@ -46,8 +46,10 @@ def _case(where: Where, head_dim: int, length: int, window: int | None = None) -
     peers |= {name: partial(run, impl) for name, impl in fitting.items()}
     seen = T * T / 2 if window is None else T * window - window * window / 2
     return Case(
-        "attention", f"B{B} T{T} {heads}/{kv_heads}×{D}" + (f" window {window}" if window else ""),
+        "attention",
+        f"B{B} T{T} {heads}/{kv_heads}×{D}" + (f" window {window}" if window else ""),
         lambda: tuple(where.randn(B, T, n * D) for n in (heads, kv_heads, kv_heads)),
         {name: ready(call) for name, call in peers.items()},
-        "gemm", 3.5 * 4 * B * heads * D * seen,
-    )  # fmt: skip
+        "gemm",
+        3.5 * 4 * B * heads * D * seen,
+    )

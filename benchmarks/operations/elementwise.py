@@ -31,7 +31,8 @@ def rope_cases(where: Where) -> Iterator[Case]:
 
     eager = on_views(lambda q, k: rope_eager(q, k, cos, sin))
     yield Case(
-        "rope", f"q {B}×{heads}×{T}×{D}, k ×{kv_heads}×",
+        "rope",
+        f"q {B}×{heads}×{T}×{D}, k ×{kv_heads}×",
         lambda: (where.randn(B, T, heads * D), where.randn(B, T, kv_heads * D)),
         {
             "eager": lambda: eager,
@@ -41,8 +42,9 @@ def rope_cases(where: Where) -> Iterator[Case]:
             "tightfit": lambda: on_views(lambda q, k: rope(q, k, cos, sin)),
             "tightfit in place": lambda: on_views(lambda q, k: rope(q, k, cos, sin, inplace=True)),
         },
-        "copy", 4 * B * T * (heads + kv_heads) * D * where.dtype.itemsize,
-    )  # fmt: skip
+        "copy",
+        4 * B * T * (heads + kv_heads) * D * where.dtype.itemsize,
+    )
 
 
 def glu_cases(where: Where) -> Iterator[Case]:
@@ -55,7 +57,9 @@ def glu_cases(where: Where) -> Iterator[Case]:
 def _glu(where: Where, activation: Activation, name: str, rows: int, width: int) -> Case:
     eager = partial(glu_eager, activation=activation)
     return Case(
-        "glu", f"{name} {rows}×{width}", lambda: (where.randn(rows, width), where.randn(rows, width)),
+        "glu",
+        f"{name} {rows}×{width}",
+        lambda: (where.randn(rows, width), where.randn(rows, width)),
         {
             "eager": lambda: eager,
             "torch.compile": compiled(eager),
@@ -64,8 +68,9 @@ def _glu(where: Where, activation: Activation, name: str, rows: int, width: int)
             "tightfit": partial(_ours, activation, overwrite=False),
             "tightfit overwriting": partial(_ours, activation, overwrite=True),
         },
-        "copy", 8 * rows * width * where.dtype.itemsize,
-    )  # fmt: skip
+        "copy",
+        8 * rows * width * where.dtype.itemsize,
+    )
 
 
 def _ours(activation: Activation, *, overwrite: bool) -> Forward:

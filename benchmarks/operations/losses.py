@@ -24,7 +24,9 @@ def cross_entropy_cases(where: Where) -> Iterator[Case]:
         return lambda logits: function.apply(logits.view_as(logits), labels, None)[0]
 
     yield Case(
-        "cross_entropy", f"{rows}×{vocab}", lambda: (where.randn(rows, vocab, scale=3.0),),
+        "cross_entropy",
+        f"{rows}×{vocab}",
+        lambda: (where.randn(rows, vocab, scale=3.0),),
         {
             "eager": lambda: eager,
             "torch": lambda: lambda logits: F.cross_entropy(logits, labels),
@@ -34,5 +36,6 @@ def cross_entropy_cases(where: Where) -> Iterator[Case]:
             # A view is no leaf, so its memory may be overwritten.
             "tightfit": lambda: lambda logits: cross_entropy(logits.view_as(logits), labels, reduction="mean"),
         },
-        "copy", 3 * rows * vocab * where.dtype.itemsize,
-    )  # fmt: skip
+        "copy",
+        3 * rows * vocab * where.dtype.itemsize,
+    )

@@ -27,7 +27,9 @@ def rms_norm_cases(where: Where) -> Iterator[Case]:
 
 def _alone(where: Where, rows: int, width: int) -> Case:
     return Case(
-        "rms_norm", f"{rows}×{width}", lambda: (where.randn(rows, width), where.randn(width)),
+        "rms_norm",
+        f"{rows}×{width}",
+        lambda: (where.randn(rows, width), where.randn(width)),
         {
             "eager": lambda: lambda x, w: rms_norm_eager(x, w, EPS)[0],
             "torch": lambda: lambda x, w: rms_norm(x, w, EPS, impl="torch"),
@@ -37,8 +39,9 @@ def _alone(where: Where, rows: int, width: int) -> Case:
             "CUDA C++": lambda: make_cuda_rms_norm(EPS),
             "tightfit": lambda: lambda x, w: rms_norm(x, w, EPS),
         },
-        "copy", 5 * rows * width * where.dtype.itemsize,
-    )  # fmt: skip
+        "copy",
+        5 * rows * width * where.dtype.itemsize,
+    )
 
 
 def _with_residual(where: Where) -> Case:
@@ -49,7 +52,8 @@ def _with_residual(where: Where) -> Case:
         return rms_norm_eager(x, w, EPS, residual=residual)
 
     return Case(
-        "rms_norm", f"{rows}×{width} + residual",
+        "rms_norm",
+        f"{rows}×{width} + residual",
         lambda: (where.randn(rows, width), where.randn(rows, width), where.randn(width)),
         {
             "eager": lambda: eager,
@@ -58,8 +62,9 @@ def _with_residual(where: Where) -> Case:
             "Liger": _liger_add_rms_norm,
             "tightfit": lambda: lambda x, residual, w: rms_norm(x, w, EPS, residual=residual),
         },
-        "copy", 8 * rows * width * where.dtype.itemsize,
-    )  # fmt: skip
+        "copy",
+        8 * rows * width * where.dtype.itemsize,
+    )
 
 
 def _liger_rms_norm() -> Forward:
@@ -80,7 +85,8 @@ def layer_norm_cases(where: Where) -> Iterator[Case]:
 
 def _layer_norm(where: Where, rows: int, width: int) -> Case:
     return Case(
-        "layer_norm", f"{rows}×{width}",
+        "layer_norm",
+        f"{rows}×{width}",
         lambda: (where.randn(rows, width), where.randn(width), where.randn(width)),
         {
             "eager": lambda: lambda x, w, b: layer_norm_eager(x, w, b, EPS)[0],
@@ -89,8 +95,9 @@ def _layer_norm(where: Where, rows: int, width: int) -> Case:
             "Liger": _liger_layer_norm,
             "tightfit": lambda: lambda x, w, b: layer_norm(x, w, b, EPS),
         },
-        "copy", 5 * rows * width * where.dtype.itemsize,
-    )  # fmt: skip
+        "copy",
+        5 * rows * width * where.dtype.itemsize,
+    )
 
 
 def _liger_layer_norm() -> Forward:

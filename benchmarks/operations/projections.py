@@ -26,7 +26,9 @@ def linear_cross_entropy_cases(where: Where) -> Iterator[Case]:
         labels = torch.randint(0, V, (N,), device=where.device)
         eager = partial(_eager, labels)
         yield Case(
-            "linear_cross_entropy", f"{N}×{H}×{V}", partial(_inputs, where, N, H, V),
+            "linear_cross_entropy",
+            f"{N}×{H}×{V}",
+            partial(_inputs, where, N, H, V),
             {
                 "eager": ready(eager),
                 "three GEMMs alone": ready(_GemmsAlone.apply),
@@ -39,8 +41,9 @@ def linear_cross_entropy_cases(where: Where) -> Iterator[Case]:
                 "tightfit, no bytes of its own": ready(partial(_ours, labels, chunk_bytes=0)),
                 "CCE exact": partial(_cce, labels, "cce", filter_eps=None),
             },
-            "gemm", 6.0 * N * H * V,
-        )  # fmt: skip
+            "gemm",
+            6.0 * N * H * V,
+        )
 
 
 def _inputs(where: Where, N: int, H: int, V: int) -> tuple[Tensor, ...]:

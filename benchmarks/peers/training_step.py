@@ -29,10 +29,12 @@ SETTINGS = {
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
     "zero_optimization": {
-        "stage": 3, "overlap_comm": True, "contiguous_gradients": True,
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
     },
-}  # fmt: skip
+}
 
 
 def is_installed(who: str) -> bool:
@@ -47,14 +49,16 @@ def with_liger(model: Any) -> None:
     _apply_liger_kernel_to_instance(model=model)
 
 
-def make_huggingface(
-    model: str, workload: Workload, device: torch.device, *, checkpointed: bool, liger: bool
-) -> Step:  # fmt: skip
+def make_huggingface(model: str, workload: Workload, device: torch.device, *, checkpointed: bool, liger: bool) -> Step:
     """A step of transformers' model in bf16."""
     truth = Truth(
-        model=model, sequence_length=workload.sequence_length, micro_batch=workload.global_batch,
-        precision="pure-bf16", checkpoint_every=int(checkpointed), implementation="huggingface",
-    )  # fmt: skip
+        model=model,
+        sequence_length=workload.sequence_length,
+        micro_batch=workload.global_batch,
+        precision="pure-bf16",
+        checkpoint_every=int(checkpointed),
+        implementation="huggingface",
+    )
     step = huggingface_step(truth, device, prepare=with_liger if liger else None)
 
     def run_step() -> float:

@@ -72,9 +72,7 @@ class Case:
         """One step of it."""
         spec = resolve_spec(self.model)
         spec = replace(spec, max_positions=max(spec.max_positions, self.length), layers=self.layers or spec.layers)
-        return Workload(
-            spec=spec, sequence_length=self.length, global_batch=self.rows, precision=way.precision
-        )  # fmt: skip
+        return Workload(spec=spec, sequence_length=self.length, global_batch=self.rows, precision=way.precision)
 
     @property
     def layout(self) -> Layout:
@@ -183,8 +181,9 @@ def _time(case: Case, found: Found, step: Step, device: torch.device, *, waits: 
     found.mallocs, found.frees = (after - b for after, b in zip(_device_calls(device), before, strict=True))
     if device.type == "cuda":
         found.allocated_bytes, found.reserved_bytes = (
-            torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        )  # fmt: skip
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.max_memory_reserved(),
+        )
 
 
 def _device_calls(device: torch.device) -> tuple[int, int]:
@@ -213,18 +212,33 @@ def row_of(name: str, case: Case, way: Way, found: Found) -> dict[str, Any]:
     seconds = statistics.median(found.seconds) if found.result == "ok" else None
     pulled, said = found.levers.model_dump(exclude_defaults=True), found.predicted
     return {
-        "case": name, "implementation": way.who, "model": case.model, "layers": case.workload(way).spec.layers,
-        "sequence_length": case.length, "rows": case.rows, "precision": way.precision,
-        "levers": " ".join(f"{key}={value}" for key, value in pulled.items()), "fitted": int(way.levers == FIT),
-        "cap_gb": case.cap_gb or "", "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-        "predicted_gib": _gib(said.gpu_bytes), "predicted_host_gib": _gib(said.host_bytes),
-        "predicted_s": _shown(said.step_s), "build_s": f"{found.build_s:.2f}", "first_step_s": f"{found.first_s:.4f}",
-        "steps": len(found.seconds), "step_s": _shown(seconds),
+        "case": name,
+        "implementation": way.who,
+        "model": case.model,
+        "layers": case.workload(way).spec.layers,
+        "sequence_length": case.length,
+        "rows": case.rows,
+        "precision": way.precision,
+        "levers": " ".join(f"{key}={value}" for key, value in pulled.items()),
+        "fitted": int(way.levers == FIT),
+        "cap_gb": case.cap_gb or "",
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        "predicted_gib": _gib(said.gpu_bytes),
+        "predicted_host_gib": _gib(said.host_bytes),
+        "predicted_s": _shown(said.step_s),
+        "build_s": f"{found.build_s:.2f}",
+        "first_step_s": f"{found.first_s:.4f}",
+        "steps": len(found.seconds),
+        "step_s": _shown(seconds),
         "tokens_per_second": "" if seconds is None else f"{case.rows * case.length / seconds:.0f}",
-        "peak_allocated_gib": _gib(found.allocated_bytes), "peak_reserved_gib": _gib(found.reserved_bytes),
-        "host_gib": _gib(found.host_bytes), "device_mallocs": found.mallocs, "device_frees": found.frees,
-        "loss": f"{found.loss:.4f}", "result": found.result,
-    }  # fmt: skip
+        "peak_allocated_gib": _gib(found.allocated_bytes),
+        "peak_reserved_gib": _gib(found.reserved_bytes),
+        "host_gib": _gib(found.host_bytes),
+        "device_mallocs": found.mallocs,
+        "device_frees": found.frees,
+        "loss": f"{found.loss:.4f}",
+        "result": found.result,
+    }
 
 
 def _gib(count: int | None) -> str:

@@ -61,9 +61,13 @@ def _table(title: str, case: list["Measurement"]) -> Table:
             continue
         spread = f"{m.timing.p50_ms:.3f} ({m.timing.p20_ms:.3f}–{m.timing.p80_ms:.3f})"
         table.add_row(
-            m.peer, spread, f"{m.share_of_limit or 0:.1%}", gib(m.extra_bytes or 0),
-            f"{m.first_call_s or 0:.2f} s", f"{m.difference or 0:.1e}",
-        )  # fmt: skip
+            m.peer,
+            spread,
+            f"{m.share_of_limit or 0:.1%}",
+            gib(m.extra_bytes or 0),
+            f"{m.first_call_s or 0:.2f} s",
+            f"{m.difference or 0:.1e}",
+        )
     return table
 
 
@@ -79,9 +83,14 @@ def recorded(
 def _row(limits: "Limits", m: "Measurement") -> dict[str, Any]:
     timing = m.timing
     return {
-        "triton": version_of("triton"), "liger_kernel": version_of("liger-kernel"),
-        "copy_gb_s": f"{limits.copy_gb_s:.0f}", "gemm_tflop_s": f"{limits.gemm_tflop_s:.1f}",
-        "operation": m.operation, "shape": m.shape, "dtype": m.dtype, "peer": m.peer,
+        "triton": version_of("triton"),
+        "liger_kernel": version_of("liger-kernel"),
+        "copy_gb_s": f"{limits.copy_gb_s:.0f}",
+        "gemm_tflop_s": f"{limits.gemm_tflop_s:.1f}",
+        "operation": m.operation,
+        "shape": m.shape,
+        "dtype": m.dtype,
+        "peer": m.peer,
         "ms_p20": "" if timing is None else f"{timing.p20_ms:.4f}",
         "ms_p50": "" if timing is None else f"{timing.p50_ms:.4f}",
         "ms_p80": "" if timing is None else f"{timing.p80_ms:.4f}",
@@ -90,7 +99,7 @@ def _row(limits: "Limits", m: "Measurement") -> dict[str, Any]:
         "first_call_s": "" if m.first_call_s is None else f"{m.first_call_s:.3f}",
         "difference": "" if m.difference is None else f"{m.difference:.2e}",
         "note": m.note,
-    }  # fmt: skip
+    }
 
 
 GROUPS = {

@@ -127,20 +127,34 @@ def lever_rows(path: Path, case: str = LADDER) -> tuple[Sequence[str], Sequence[
     found = rungs(path, case)
     header = ("lever", "GPU", "host", "step", "against none", "predicted")
     return header, [
-        (rung.name, f"{rung.gpu_gib:.1f} GiB", f"{rung.host_gib:.1f} GiB" if rung.host_gib else "–",
-         f"{rung.step_s:.3f} s", f"{rung.step_s / _plain_s(found):.2f} ×",
-         f"{rung.predicted_gib:.1f} GiB, {rung.predicted_s:.3f} s")
+        (
+            rung.name,
+            f"{rung.gpu_gib:.1f} GiB",
+            f"{rung.host_gib:.1f} GiB" if rung.host_gib else "–",
+            f"{rung.step_s:.3f} s",
+            f"{rung.step_s / _plain_s(found):.2f} ×",
+            f"{rung.predicted_gib:.1f} GiB, {rung.predicted_s:.3f} s",
+        )
         for rung in found
-    ]  # fmt: skip
+    ]
 
 
 PREDICTED = (
-    "", "checkpoint_every=1", "checkpoint_every=1 checkpoint_keep=attention",
-    "checkpoint_every=1 checkpoint_keep=matmuls", "checkpoint_every=1 offload_checkpoints=true", "tiles=8",
-    "update_in_backward=true", "optimizer_states=bf16", "optimizer_states=8bit", "optimizer_states=factored",
-    "offload=optimizer", "offload=optimizer update_in_backward=true",
-    "offload=weights update_in_backward=true checkpoint_every=1", "matmul=fp8-tensor",
-)  # fmt: skip
+    "",
+    "checkpoint_every=1",
+    "checkpoint_every=1 checkpoint_keep=attention",
+    "checkpoint_every=1 checkpoint_keep=matmuls",
+    "checkpoint_every=1 offload_checkpoints=true",
+    "tiles=8",
+    "update_in_backward=true",
+    "optimizer_states=bf16",
+    "optimizer_states=8bit",
+    "optimizer_states=factored",
+    "offload=optimizer",
+    "offload=optimizer update_in_backward=true",
+    "offload=weights update_in_backward=true checkpoint_every=1",
+    "matmul=fp8-tensor",
+)
 QUESTION = ("llama-3.1-8b", 8192, "H200")
 
 

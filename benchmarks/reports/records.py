@@ -38,7 +38,7 @@ GIB = 2**30
 LENGTHS = (262_144, 524_288)
 LONG = Levers(
     update_in_backward=True, checkpoint_every=1, offload_checkpoints=True, tiles=16, checkpoint_host_bytes=90 * GIB
-)  # fmt: skip
+)
 """Levers with which one row of LENGTHS of an 8 B model in pure bf16 fits an H200 and 110 GiB of host memory."""
 
 
@@ -70,9 +70,14 @@ def _record(row: Row) -> Sequence[str]:
     if row["result"] != "ok":
         return job, _way(row), row["result"], "–", "–", "–", _predicted(row)
     return (
-        job, _way(row), f"{float(row['step_s']):.3g} s", f"{int(row['tokens_per_second']):,}",
-        f"{float(row['peak_allocated_gib']):.1f} GiB", _host(row), _predicted(row),
-    )  # fmt: skip
+        job,
+        _way(row),
+        f"{float(row['step_s']):.3g} s",
+        f"{int(row['tokens_per_second']):,}",
+        f"{float(row['peak_allocated_gib']):.1f} GiB",
+        _host(row),
+        _predicted(row),
+    )
 
 
 def _way(row: Row) -> str:
@@ -107,11 +112,18 @@ def allocator_rows(path: Path) -> Table:
     rows = read_rows(path, [ALLOCATOR], ("case", "levers", "allocator"))
     header = ("levers", "segments", "allocated", "reserved", "cudaMalloc", "cudaFree", "step")
     return header, [
-        (_way(row), "expandable" if "expandable_segments:True" in row["allocator"] else "torch's default",
-         f"{float(row['peak_allocated_gib']):.2f} GiB", f"{float(row['peak_reserved_gib']):.2f} GiB",
-         row["device_mallocs"], row["device_frees"], f"{float(row['step_s']):.3f} s")
-        for row in rows if row["result"] == "ok"
-    ]  # fmt: skip
+        (
+            _way(row),
+            "expandable" if "expandable_segments:True" in row["allocator"] else "torch's default",
+            f"{float(row['peak_allocated_gib']):.2f} GiB",
+            f"{float(row['peak_reserved_gib']):.2f} GiB",
+            row["device_mallocs"],
+            row["device_frees"],
+            f"{float(row['step_s']):.3f} s",
+        )
+        for row in rows
+        if row["result"] == "ok"
+    ]
 
 
 def curve_rows(path: Path, column: str) -> Table:
@@ -123,11 +135,17 @@ def curve_rows(path: Path, column: str) -> Table:
         raise UserError(f"cannot read {path} ({error.strerror}); run benchmarks/{path.stem}.py first") from None
     header = (column, "bytes a parameter", "final loss", "above the first", "largest difference", "update", "step")
     return header, [
-        (name, f"{float(row['state_bytes_per_parameter']):.2f}", row["final_loss"], f"{float(row['above_first']):+.3f}",
-         f"{float(row['largest_difference']):.3f}", f"{float(row['update_ms_p50']):.1f} ms",
-         f"{float(row['step_ms_p50']):.0f} ms")
+        (
+            name,
+            f"{float(row['state_bytes_per_parameter']):.2f}",
+            row["final_loss"],
+            f"{float(row['above_first']):+.3f}",
+            f"{float(row['largest_difference']):.3f}",
+            f"{float(row['update_ms_p50']):.1f} ms",
+            f"{float(row['step_ms_p50']):.0f} ms",
+        )
         for name, row in latest.items()
-    ]  # fmt: skip
+    ]
 
 
 def measured_at(path: Path) -> str:

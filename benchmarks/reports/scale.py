@@ -19,9 +19,17 @@ def plan_rows(folder: Path) -> Rows:
         if row["how"] in HOW:
             question = f"{row['model']} on {row['machine']}, {row['global_batch']} × {row['sequence_length']} tokens"
             rows.append(
-                (question, HOW[row["how"]], row["layout"], row["levers"], f"{row['peak_gib']} of {row['card_gib']} GiB",
-                 _seconds(row["step_s"]), _speed(row["tokens_per_second_per_gpu"]), _percent(row["mfu"]))
-            )  # fmt: skip
+                (
+                    question,
+                    HOW[row["how"]],
+                    row["layout"],
+                    row["levers"],
+                    f"{row['peak_gib']} of {row['card_gib']} GiB",
+                    _seconds(row["step_s"]),
+                    _speed(row["tokens_per_second_per_gpu"]),
+                    _percent(row["mfu"]),
+                )
+            )
     header = ("question", "of", "layout", "levers", "fullest GPU", "step", "tokens/s/GPU", "MFU")
     return header, rows
 

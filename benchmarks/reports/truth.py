@@ -63,8 +63,18 @@ def measured_on(path: Path) -> str:
 
 def truth_rows(path: Path) -> Rows:
     """Every case with what was measured and how far each prediction was off."""
-    header = ("model", "rows × tokens", "settings", "allocated", "by formulas", "by simulation", "reserved",
-              "by simulation", "step", "by costs")  # fmt: skip
+    header = (
+        "model",
+        "rows × tokens",
+        "settings",
+        "allocated",
+        "by formulas",
+        "by simulation",
+        "reserved",
+        "by simulation",
+        "step",
+        "by costs",
+    )
     return header, [_shown(row) for row in newest(path)]
 
 

@@ -96,7 +96,7 @@ class Case:
 
     def columns(self) -> dict[str, Any]:
         """As the first columns of a row: only tables of splits say which and which stage, only families' how deep."""
-        no_split = not self.split
+        no_split = not self.split and self.table != "rank_lever_truth"
         left_out = {
             "more": not self.more and not self.is_family,
             "split": no_split,

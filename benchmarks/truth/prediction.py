@@ -56,10 +56,12 @@ def predict(case: Case, machine: str = "H200") -> Prediction:
     formula = formulas(case)
     seconds = step_seconds(case, machine)
     return Prediction(
-        formula.peak_allocated_bytes(), simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(),
-        seconds if case.ranks == 1 else None, *(each.allocated_bytes("backward", place="host")
-                                                for each in (formula, simulated)),
-    )  # fmt: skip
+        formula.peak_allocated_bytes(),
+        simulated.peak_allocated_bytes(),
+        simulated.peak_reserved_bytes(),
+        seconds if case.ranks == 1 else None,
+        *(each.allocated_bytes("backward", place="host") for each in (formula, simulated)),
+    )
 
 
 def step_seconds(case: Case, machine: str = "H200") -> float:

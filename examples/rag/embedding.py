@@ -7,6 +7,7 @@ not, and find less; they need no further package.
 import json
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Embed = Callable[[list[str]], list[list[float]]]
@@ -16,10 +17,11 @@ AT_ONCE = 32
 def wordllama() -> Embed | None:
     """The sentence encoder from PyPI, where it is installed."""
     try:
-        from wordllama import WordLlama
+        import wordllama as package
     except ModuleNotFoundError:
         return None
-    model = WordLlama.load()
+    # Its own folder as the cache: there the tokenizer lies that it would otherwise look for on the network.
+    model = package.WordLlama.load(cache_dir=Path(package.__file__).parent, disable_download=True)
     return lambda texts: [[float(x) for x in row] for row in model.embed(texts, norm=True)]
 
 

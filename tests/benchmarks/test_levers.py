@@ -33,9 +33,10 @@ def table(tmp_path: Path) -> Path:
 def test_newest_rows_of_the_ladder_that_ran(table: Path) -> None:
     found = rungs(table)
     assert [(rung.name, rung.gpu_gib, rung.step_s) for rung in found] == [
-        (NONE, 30.0, 0.2), ("checkpoint every layer", 21.0, 0.25),
+        (NONE, 30.0, 0.2),
+        ("checkpoint every layer", 21.0, 0.25),
         ("optimizer on the host, update in backward", 9.0, 0.4),
-    ]  # fmt: skip
+    ]
     header, rows = lever_rows(table)
     assert len(header) == 6
     assert rows[1] == ("checkpoint every layer", "21.0 GiB", "–", "0.250 s", "1.25 ×", "20.5 GiB, 0.260 s")

@@ -9,10 +9,26 @@ import pytest
 from benchmarks.reports.records import LENGTHS, allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from tightfit.errors import UserError
 
-COMMON = {"device": "NVIDIA H200", "torch": "2.11.0", "commit": "abc", "implementation": "tightfit", "layers": "32",
-          "levers": "", "fitted": "0", "allocator": "", "predicted_s": "", "predicted_gib": "", "result": "ok",
-          "step_s": "1.0", "tokens_per_second": "8192", "peak_allocated_gib": "10.0", "peak_reserved_gib": "12.0",
-          "host_gib": "0.000", "device_mallocs": "0", "device_frees": "0"}  # fmt: skip
+COMMON = {
+    "device": "NVIDIA H200",
+    "torch": "2.11.0",
+    "commit": "abc",
+    "implementation": "tightfit",
+    "layers": "32",
+    "levers": "",
+    "fitted": "0",
+    "allocator": "",
+    "predicted_s": "",
+    "predicted_gib": "",
+    "result": "ok",
+    "step_s": "1.0",
+    "tokens_per_second": "8192",
+    "peak_allocated_gib": "10.0",
+    "peak_reserved_gib": "12.0",
+    "host_gib": "0.000",
+    "device_mallocs": "0",
+    "device_frees": "0",
+}
 
 
 def written(path: Path, *rows: dict[str, Any]) -> Path:
@@ -43,12 +59,26 @@ def test_newest_rows_beside_peers_and_predictions(tmp_path: Path) -> None:
     header, rows = record_rows(path)
     assert all(len(row) == len(header) for row in rows)
     assert [tuple(row) for row in rows] == [
-        ("3B, 8,192 tokens, float32 states", "`offload=optimizer`, `update_in_backward=true`", "0.918 s", "8,192",
-         "10.0 GiB", "35.9 GiB", "0.781 s, 10.2 GiB"),
+        (
+            "3B, 8,192 tokens, float32 states",
+            "`offload=optimizer`, `update_in_backward=true`",
+            "0.918 s",
+            "8,192",
+            "10.0 GiB",
+            "35.9 GiB",
+            "0.781 s, 10.2 GiB",
+        ),
         ("3B, 8,192 tokens, float32 states", "DeepSpeed ZeRO-3, layers recomputed", "out of memory", *("–" * 4)),
-        ("8B, 2,048 tokens, float32 states, in 24 GB", "`--fit`: `offload_keep_bytes=5e9`", "1 s", "8,192", "10.0 GiB",
-         "–", "–"),
-    ]  # fmt: skip
+        (
+            "8B, 2,048 tokens, float32 states, in 24 GB",
+            "`--fit`: `offload_keep_bytes=5e9`",
+            "1 s",
+            "8,192",
+            "10.0 GiB",
+            "–",
+            "–",
+        ),
+    ]
     assert measured_at(path) == "Measured on one NVIDIA H200, torch 2.11.0; commits `abc`."
 
 
@@ -57,17 +87,26 @@ def test_segments_beside_each_other(tmp_path: Path) -> None:
     path = written(tmp_path / "levers.csv", {"case": "1b-allocator"}, {"case": "1b-allocator", **expandable})
     _, rows = allocator_rows(path)
     assert [tuple(row[1:6]) for row in rows] == [
-        ("torch's default", "10.00 GiB", "12.00 GiB", "0", "0"), ("expandable", "10.00 GiB", "10.10 GiB", "3", "0"),
-    ]  # fmt: skip
+        ("torch's default", "10.00 GiB", "12.00 GiB", "0", "0"),
+        ("expandable", "10.00 GiB", "10.10 GiB", "3", "0"),
+    ]
 
 
 def test_curves_in_numbers(tmp_path: Path) -> None:
-    numbers = {"state_bytes_per_parameter": "6.0412", "final_loss": "5.7487", "above_first": "0.0049",
-               "largest_difference": "0.2", "update_ms_p50": "1.25", "step_ms_p50": "40.4"}  # fmt: skip
+    numbers = {
+        "state_bytes_per_parameter": "6.0412",
+        "final_loss": "5.7487",
+        "above_first": "0.0049",
+        "largest_difference": "0.2",
+        "update_ms_p50": "1.25",
+        "step_ms_p50": "40.4",
+    }
     path = written(
-        tmp_path / "optimizer_states.csv", {"states": "8bit", **numbers, "final_loss": "9"},
-        {"states": "8bit", **numbers}, {"states": "bf16", **numbers, "device": "aarch64 CPU"},
-    )  # fmt: skip
+        tmp_path / "optimizer_states.csv",
+        {"states": "8bit", **numbers, "final_loss": "9"},
+        {"states": "8bit", **numbers},
+        {"states": "bf16", **numbers, "device": "aarch64 CPU"},
+    )
     header, rows = curve_rows(path, "states")
     assert header[0] == "states"
     assert [tuple(row) for row in rows] == [("8bit", "6.04", "5.7487", "+0.005", "0.200", "1.2 ms", "40 ms")]

@@ -13,12 +13,27 @@ from tests.report.test_memory_pictures import words_of
 from tightfit.errors import UserError
 
 ROW = {
-    "commit": "abc", "device": "NVIDIA H200", "torch": "2.11", "model": "llama-3.2-1b", "sequence_length": "8192",
-    "micro_batch": "2", "precision": "bf16", "checkpoint_every": "0", "loss": "fused", "accumulation": "1", "zero": "0",
-    "ranks": "1", "implementation": "tightfit", "formula_gib": "9", "simulated_gib": "10.2", "measured_gib": "10",
-    "simulated_reserved_gib": "11", "measured_reserved_gib": "12.5", "predicted_step_ms": "90",
+    "commit": "abc",
+    "device": "NVIDIA H200",
+    "torch": "2.11",
+    "model": "llama-3.2-1b",
+    "sequence_length": "8192",
+    "micro_batch": "2",
+    "precision": "bf16",
+    "checkpoint_every": "0",
+    "loss": "fused",
+    "accumulation": "1",
+    "zero": "0",
+    "ranks": "1",
+    "implementation": "tightfit",
+    "formula_gib": "9",
+    "simulated_gib": "10.2",
+    "measured_gib": "10",
+    "simulated_reserved_gib": "11",
+    "measured_reserved_gib": "12.5",
+    "predicted_step_ms": "90",
     "measured_step_ms": "100",
-}  # fmt: skip
+}
 
 
 def table(tmp_path: Path, *changes: dict[str, Any]) -> Path:

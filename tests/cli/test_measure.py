@@ -38,9 +38,14 @@ def plan_file(tmp_path: Path, tightfit: Any) -> Path:
 def its_own(tmp_path: Path, corpus: Path, token_cache: Path) -> list[str]:
     """What a plan does not say: data, output, steps, and a tokenizer for a model that has none."""
     fields = {
-        "data.train": corpus, "data.cache": token_cache, "data.held_out": 0.1, "output": tmp_path / "run", "steps": 2,
-        "tokenizer.source": "train", "tokenizer.vocab_size": 512,
-    }  # fmt: skip
+        "data.train": corpus,
+        "data.cache": token_cache,
+        "data.held_out": 0.1,
+        "output": tmp_path / "run",
+        "steps": 2,
+        "tokenizer.source": "train",
+        "tokenizer.vocab_size": 512,
+    }
     return [word for name, value in fields.items() for word in ("-o", f"{name}={value}")]
 
 
@@ -120,7 +125,7 @@ def test_training_a_plan_as_json(plan_file: Path, its_own: list[str], tightfit: 
 
 def test_a_plan_of_a_job_file_needs_nothing_more(job_file: Path, tmp_path: Path, tightfit: Any) -> None:
     saved = tmp_path / "planned.json"
-    assert tightfit("plan", job_file, "--on", "A100-80GB", "--runnable", "--save", saved).code == 0
+    assert tightfit("plan", job_file, "--on", "A100-80GB", "--save", saved).code == 0
     plan = Plan.load(saved)
     job = job_of_plan(plan, "here")
     assert (job.output, job.steps, job.layout) == (tmp_path / "run", 5, plan.layout)
@@ -130,8 +135,18 @@ def test_a_plan_of_a_job_file_needs_nothing_more(job_file: Path, tmp_path: Path,
 
 
 def test_picture_of_a_simulated_step(tmp_path: Path, tightfit: Any) -> None:
-    made = tightfit("picture", "timeline", "--model", "tiny-llama", "--seq", 64, "--out", tmp_path / "t.svg",
-                    "-o", "levers.checkpoint_every=1")  # fmt: skip
+    made = tightfit(
+        "picture",
+        "timeline",
+        "--model",
+        "tiny-llama",
+        "--seq",
+        64,
+        "--out",
+        tmp_path / "t.svg",
+        "-o",
+        "levers.checkpoint_every=1",
+    )
     assert made.code == 0, made.err
     words = text_of(tmp_path / "t.svg")
     for word in ("forward", "backward", "optimizer", "levers.checkpoint_every=1", "allocations and frees"):
@@ -173,16 +188,32 @@ MISTAKES = [
     (["train", "FILE.json"], ["FILE.json", "is not JSON"]),
     (["train", "PLAN"], ["-o data.train=FILES -o output=DIRECTORY -o steps=COUNT"]),
     (["train", "PLAN", "-o", "data.train=x", "-o", "steps=2"], ["PLAN", "add -o output=DIRECTORY"]),
-    (["train", "PLAN", "-o", "data.train=x", "-o", "steps=2", "-o", "output=y", "-o", "layout.pipeline=2",
-      "-o", "layout.data=2", "-o", "layout.micro_batch=1"],
-     ["4 rank(s)", "1 process(es)", "torchrun --nproc-per-node=4 -m tightfit train"]),
+    (
+        [
+            "train",
+            "PLAN",
+            "-o",
+            "data.train=x",
+            "-o",
+            "steps=2",
+            "-o",
+            "output=y",
+            "-o",
+            "layout.pipeline=2",
+            "-o",
+            "layout.data=2",
+            "-o",
+            "layout.micro_batch=1",
+        ],
+        ["4 rank(s)", "1 process(es)", "torchrun --nproc-per-node=4 -m tightfit train"],
+    ),
     (["train", "PLAN", "-o", "data.train=x", "-o", "steps=2", "-o", "output=y", "-o", "layout.nodes=2"], ["nodes"]),
     (["compare", "PLAN", "absent"], ["cannot read ledger absent"]),
     (["compare", "JOB", "PLAN"], ["JOB is not JSON"]),
     (["compare", "PLAN", "EMPTY"], ["EMPTY holds no ledger.json", "tightfit measure"]),
     (["picture", "timeline", "--model", "tiny-llama", "--seq", "64", "--out", "x.jpg"], ["name it .png or .svg"]),
     (["picture", "timeline", "--model", "lama", "--out", "x.png"], ["lama"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value)[:60])
@@ -192,8 +223,13 @@ def test_mistakes_are_one_sentence(
     (tmp_path / "file").write_text("{")
     (tmp_path / "file.json").write_text("{")
     (tmp_path / "empty").mkdir()
-    places = {"JOB": job_file, "PLAN": plan_file, "EMPTY": tmp_path / "empty", "FILE": tmp_path / "file",
-              "FILE.json": tmp_path / "file.json"}  # fmt: skip
+    places = {
+        "JOB": job_file,
+        "PLAN": plan_file,
+        "EMPTY": tmp_path / "empty",
+        "FILE": tmp_path / "file",
+        "FILE.json": tmp_path / "file.json",
+    }
 
     def real(text: str) -> str:
         for name, place in sorted(places.items(), key=lambda item: -len(item[0])):

@@ -19,9 +19,16 @@ from tightfit.plan.plan import Plan
 
 EIGHT = ("plan", "llama-3.1-8b", "--on", "8xV100-32GB", "--seq", "512", "--global-batch", "8")
 PROMISED = {
-    "fits", "gpu_peak_bytes", "host_peak_bytes", "step_seconds", "tokens_per_second", "layout", "levers", "ledger",
+    "fits",
+    "gpu_peak_bytes",
+    "host_peak_bytes",
+    "step_seconds",
+    "tokens_per_second",
+    "layout",
+    "levers",
+    "ledger",
     "alternatives",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -89,8 +96,17 @@ def test_serving(tightfit: Any) -> None:
 
 def test_saved_and_exported(tightfit: Any, tmp_path: Path) -> None:
     plan, folder = tmp_path / "plan.json", tmp_path / "exports"
-    made = tightfit(*EIGHT, "--runnable", "--save", plan, "--export", folder, "--export", f"slurm={tmp_path / 's.sh'}",
-                    "-o", "layout.data=8")  # fmt: skip
+    made = tightfit(
+        *EIGHT,
+        "--save",
+        plan,
+        "--export",
+        folder,
+        "--export",
+        f"slurm={tmp_path / 's.sh'}",
+        "-o",
+        "layout.data=8",
+    )
     assert made.code == 0
     assert f"tightfit train {plan}" in made.out
     loaded = Plan.load(plan)
@@ -100,7 +116,7 @@ def test_saved_and_exported(tightfit: Any, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_said(tightfit: Any, tmp_path: Path) -> None:
-    made = tightfit(*EIGHT, "--runnable", "--export", tmp_path, "-o", "layout.tensor=2")
+    made = tightfit(*EIGHT, "--export", tmp_path, "-o", "layout.tensor=2")
     assert made.code == 0
     assert re.search(r"no deepspeed.json: .*layout.tensor=2; plan with -o layout.tensor=1", " ".join(made.out.split()))
     assert (tmp_path / "torchrun.sh").is_file()
@@ -109,9 +125,14 @@ def test_what_cannot_be_exported_is_said(tightfit: Any, tmp_path: Path) -> None:
 
 def test_a_job_file_is_planned_with_its_own_fields(tightfit: Any, tmp_path: Path) -> None:
     job = {
-        "model": "llama-3.2-1b", "data": {"train": ["notes.txt"], "sequence_length": 2048}, "output": "runs/x",
-        "steps": 10, "global_batch": 64, "layout": {"zero": 2, "data": 8}, "optimizer": {"lr": 1e-5},
-    }  # fmt: skip
+        "model": "llama-3.2-1b",
+        "data": {"train": ["notes.txt"], "sequence_length": 2048},
+        "output": "runs/x",
+        "steps": 10,
+        "global_batch": 64,
+        "layout": {"zero": 2, "data": 8},
+        "optimizer": {"lr": 1e-5},
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     made = tightfit("plan", tmp_path / "job.yaml", "--on", "8xA100-80GB", "--save", tmp_path / "plan.json", "--json")
     plan = Plan.load(tmp_path / "plan.json")
@@ -124,7 +145,7 @@ def test_a_job_file_is_planned_with_its_own_fields(tightfit: Any, tmp_path: Path
 
 
 def test_confirm_simulates_the_plan(tightfit: Any) -> None:
-    arguments = ("plan", "tiny-llama", "--on", "2xT4", "--seq", 64, "--global-batch", 8, "--runnable", "--confirm")
+    arguments = ("plan", "tiny-llama", "--on", "2xT4", "--seq", 64, "--global-batch", 8, "--confirm")
     data = tightfit(*arguments, "--json").json
     assert data["simulation"]["fits"] is True
     assert data["simulation"]["ledger"]["source"] == "simulation"

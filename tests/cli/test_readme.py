@@ -16,8 +16,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 SHELL = "\n".join(text for language, text in BLOCKS if not language)
 COMMANDS = re.findall(r"^(tightfit .+?)(?: +#.*)?$", SHELL, flags=re.MULTILINE)
-SMALL = {"steps": 2, "model": {"source": "tiny-llama"}, "global_batch": 2, "layout": {"micro_batch": 2},
-         "optimizer": {}}  # fmt: skip
+SMALL = {
+    "steps": 2,
+    "model": {"source": "tiny-llama"},
+    "global_batch": 2,
+    "layout": {"micro_batch": 2},
+    "optimizer": {},
+}
 
 
 def test_the_two_commands_are_in_the_makefile() -> None:

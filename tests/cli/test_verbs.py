@@ -174,9 +174,19 @@ def test_next_commands_are_true_for_the_run(run: Path, job_file: Path, tightfit:
 
 def test_next_commands_of_fine_tuning_name_its_chats(make_small: Callable[..., Job], tmp_path: Path) -> None:
     result = RunResult(
-        run=tmp_path, checkpoint=tmp_path, step=2, steps=2, params=1, device="CPU", precision="fp32", start=None,
-        end=None, tokens_per_second=1.0, train_seconds=1.0, peak_bytes=1,
-    )  # fmt: skip
+        run=tmp_path,
+        checkpoint=tmp_path,
+        step=2,
+        steps=2,
+        params=1,
+        device="CPU",
+        precision="fp32",
+        start=None,
+        end=None,
+        tokens_per_second=1.0,
+        train_seconds=1.0,
+        peak_bytes=1,
+    )
     job = make_small(objective="sft", data={"train": [str(tmp_path / "my chats.jsonl")]})
     sample, evaluate, _ = next_commands(result, job)
     assert shlex.split(sample)[3] == "--chat"

@@ -13,9 +13,17 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
 
 SPEC = ModelSpec(
-    family="llama", vocab_size=272, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_size=128,
-    max_positions=128, tied=True,
-)  # fmt: skip
+    family="llama",
+    vocab_size=272,
+    hidden_size=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    mlp_size=128,
+    max_positions=128,
+    tied=True,
+)
 
 
 def random_model(spec: ModelSpec) -> Decoder:

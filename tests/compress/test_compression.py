@@ -1,6 +1,7 @@
 """A model compressed end to end: every method, killed and resumed, rotated, refused; what is loaded is the same."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
 from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.conversion import convert
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.recipe import Recipe, Step, read_recipe, recipe_of
 from tightfit.compress.report import CompressionReport
@@ -24,12 +27,23 @@ from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, ModelSpec, Rope
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.joint_weights import can_join
+from tightfit.writer_lock import locked_beside
 
 METHODS: dict[str, dict[str, Any]] = {
-    "rtn": {"bits": 8}, "gptq": {"bits": 4, "group": 32}, "awq": {"bits": 4, "group": 32}, "smoothquant": {},
-    "spqr": {"bits": 3}, "nf4": {}, "llm.int8": {}, "fp8": {"activations": "fp8"}, "mxfp4": {}, "nvfp4": {},
-    "binary": {"group": 32}, "rotate+gptq": {"bits": 4, "group": 32}, "gptq-groups": {"bits": 4, "group": 32},
-}  # fmt: skip
+    "rtn": {"bits": 8},
+    "gptq": {"bits": 4, "group": 32},
+    "awq": {"bits": 4, "group": 32},
+    "smoothquant": {},
+    "spqr": {"bits": 3},
+    "nf4": {},
+    "llm.int8": {},
+    "fp8": {"activations": "fp8"},
+    "mxfp4": {},
+    "nvfp4": {},
+    "binary": {"group": 32},
+    "rotate+gptq": {"bits": 4, "group": 32},
+    "gptq-groups": {"bits": 4, "group": 32},
+}
 TOKENS = torch.arange(40)[None] % 250
 
 
@@ -127,19 +141,81 @@ def test_nothing_is_written_over(tiny: Path, text: Path, token_cache: Path, tmp_
     with pytest.raises(UserError, match="exists already"):
         run(tiny, tmp_path / "mine", recipe_of("rtn", bits=8), text, token_cache)
     assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="exists already"):
+        run(tiny, tmp_path / "link", recipe_of("rtn", bits=8), text, token_cache)
+
+
+def test_an_output_has_one_writer_at_a_time(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """Two at once would sweep each other's unfinished files away."""
+    out = tmp_path / "small"
+    with locked_beside(out), pytest.raises(UserError, match=rf"small is being written by process {os.getpid()} on"):
+        run(tiny, out, recipe_of("rtn", bits=8), text, token_cache)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00003-of-00004.safetensors"])
+def test_a_full_disk_is_a_sentence_and_what_is_done_stays(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    recipe, out = recipe_of("rtn", bits=8), tmp_path / "small"
+
+    def full(real: Any) -> Any:
+        def write(*given: Any, **options: Any) -> Any:
+            if any(name in str(each) for each in given if isinstance(each, Path)):
+                raise OSError(28, "No space left on device")
+            return real(*given, **options)
+
+        return write
+
+    monkeypatch.setattr(Path, "write_text", full(Path.write_text))
+    monkeypatch.setattr("tightfit.compress.working_directory.save_file", full(save_file))
+    with pytest.raises(UserError, match=r"cannot write .*: No space left on device; make room and run the same again"):
+        run(tiny, out, recipe, text, token_cache)
+    assert not out.exists()
+    monkeypatch.undo()
+    assert run(tiny, out, recipe, text, token_cache).resumed_layers >= 1 - name.endswith(".safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_flipped_bit_in_a_compressed_model_is_found(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Every file of it is in the list of checksums, which loading and converting compare."""
+    run(tiny, tmp_path / "small", recipe_of("rtn", bits=8), text, token_cache)
+    listed = json.loads((tmp_path / "small" / "checksums.json").read_text())
+    weights = sorted((tmp_path / "small").glob("*.safetensors"))
+    assert {path.name for path in weights} <= set(map(str, _names(listed)))
+    content = bytearray(weights[-1].read_bytes())
+    content[-5] ^= 4
+    weights[-1].write_bytes(content)
+    with pytest.raises(UserError, match=rf"{weights[-1].name}.*(checksum|damaged)"):
+        load_model(str(tmp_path / "small"))
+    with pytest.raises(UserError, match=r"checksum|damaged"):
+        convert(str(tmp_path / "small"), tmp_path / "other", "compressed-tensors")
+    assert not (tmp_path / "other").exists()
+
+
+def _names(listed: Any) -> list[Any]:
+    """Whatever is a key of the list, at any depth."""
+    if not isinstance(listed, dict):
+        return []
+    return [*listed, *(name for value in listed.values() for name in _names(value))]
 
 
 def test_a_recipe_of_several_schemes(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
-    recipe = Recipe((
-        Step(method="gptq", bits=4, group=32),
-        Step(method="rtn", bits=8, layers=("*.mlp.down",)),
-        Step(method="keep", layers=("layers.0.*",)),
-    ))  # fmt: skip
+    recipe = Recipe(
+        (
+            Step(method="gptq", bits=4, group=32),
+            Step(method="rtn", bits=8, layers=("*.mlp.down",)),
+            Step(method="keep", layers=("layers.0.*",)),
+        )
+    )
     run(tiny, tmp_path / "small", recipe, text, token_cache)
     model = load_model(str(tmp_path / "small")).model
     assert not isinstance(model.layers[0].mlp.down, QuantizedLinear)
     assert (model.layers[1].mlp.down.scheme.bits, model.layers[1].mlp.up.scheme.bits) == (8, 4)
-    assert not can_join(model)  # a server must not take all layers for plain because the first one is
+    assert can_join(model)  # plain and packed layers beside one another, each set of one input coded alike
 
 
 def test_rotation_changes_nothing_but_rounding(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
@@ -152,13 +228,33 @@ def test_rotation_changes_nothing_but_rounding(tiny: Path, text: Path, token_cac
 
 FAMILIES = {
     "phi3": replace(SPEC, family="phi3", tied=False),
-    "gpt2": replace(SPEC, family="gpt2", kv_heads=4, norm="layer", gated=False, activation="gelu_tanh", rope=None,
-                    qkv_bias=True, output_bias=True, mlp_bias=True),
-    "qwen3_moe": replace(SPEC, family="qwen3_moe", qk_norm=True, tied=False,
-                         experts=Experts(count=4, per_token=2, mlp_size=64)),
-    "gemma2": replace(SPEC, family="gemma2", norm="rms_plus_one", sandwich_norms=True, activation="gelu_tanh",
-                      embedding_scale=8.0, attention_softcap=50.0, logit_softcap=30.0, rope=Rope()),
-}  # fmt: skip
+    "gpt2": replace(
+        SPEC,
+        family="gpt2",
+        kv_heads=4,
+        norm="layer",
+        gated=False,
+        activation="gelu_tanh",
+        rope=None,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    ),
+    "qwen3_moe": replace(
+        SPEC, family="qwen3_moe", qk_norm=True, tied=False, experts=Experts(count=4, per_token=2, mlp_size=64)
+    ),
+    "gemma2": replace(
+        SPEC,
+        family="gemma2",
+        norm="rms_plus_one",
+        sandwich_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=8.0,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+        rope=Rope(),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -87,9 +87,14 @@ def test_sensitivities_say_which_layers_matter() -> None:
 def fitted(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> tuple[CompressionJob, Fit]:
     """The tiny model on a card with room for about 5 bits a weight."""
     job = CompressionJob(
-        model=str(tiny), out=tmp_path / "small", recipe=Recipe(()), data=(str(text),), samples=4, length=64,
+        model=str(tiny),
+        out=tmp_path / "small",
+        recipe=Recipe(()),
+        data=(str(text),),
+        samples=4,
+        length=64,
         cache=token_cache,
-    )  # fmt: skip
+    )
     losses: dict[str, dict[int, float]] = {unit: {5: 0.0} for unit in units(SPEC)}
     wanted = plain_bytes(SPEC) + sum(options[1].bytes for options in options_of(SPEC, losses, 64).values())
     machine = sized(fit_ledger(SPEC, wanted, 100).peak_bytes())

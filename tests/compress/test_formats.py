@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.compress.test_compression import logits, run
 from tightfit.compress.conversion import convert
-from tightfit.compress.ranges import fit_grid
 from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
 from tightfit.models.quantized.formats.awq import Awq
@@ -18,6 +17,7 @@ from tightfit.models.quantized.formats.compressed_tensors import CompressedTenso
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.quantized.formats.own import Own
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 PAIRS: list[tuple[FileFormat, Scheme]] = [
@@ -89,8 +89,10 @@ def test_nf4_of_bitsandbytes() -> None:
     decoded = BitsAndBytes().decode(theirs, NF4_SCHEME, "m")
     torch.testing.assert_close(decoded.dequantize(), functional.dequantize_4bit(packed, state), rtol=1e-5, atol=1e-6)
     ours = BitsAndBytes().encode(fit_grid(weight(), NF4_SCHEME).code(weight()))
-    assert torch.equal(ours["weight.absmax"], theirs["weight.absmax"])
-    assert (ours["weight"] == packed).float().mean() > 0.98  # ours are nearest for the scales as they are stored
+    assert torch.equal(ours["weight"], packed)
+    apart = (ours["weight.absmax"].int() - theirs["weight.absmax"].int()).abs()
+    assert apart.max() <= 1  # bitsandbytes' search on the CPU takes a neighbour near the middle between two
+    assert apart.float().mean() < 0.01
     states = {name.removeprefix("weight."): t for name, t in ours.items() if name != "weight"}
     read = functional.QuantState.from_dict(states, torch.device("cpu"))
     back = functional.dequantize_4bit(ours["weight"], read)

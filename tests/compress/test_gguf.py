@@ -16,8 +16,16 @@ from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
-ROUGHLY = {"Q8_0": 3e-5, "Q4_0": 7e-3, "Q4_1": 5.5e-3, "Q5_0": 1.8e-3, "Q5_1": 1.4e-3, "Q4_K": 5.5e-3, "Q5_K": 1.4e-3,
-           "Q6_K": 3.2e-4}  # fmt: skip
+ROUGHLY = {
+    "Q8_0": 3e-5,
+    "Q4_0": 7e-3,
+    "Q4_1": 5.5e-3,
+    "Q5_0": 1.8e-3,
+    "Q5_1": 1.4e-3,
+    "Q4_K": 5.5e-3,
+    "Q5_K": 1.4e-3,
+    "Q6_K": 3.2e-4,
+}
 """Relative squared errors of normal numbers; a wrong bit anywhere is far above them."""
 
 
@@ -77,9 +85,15 @@ def test_llama_cpp_computes_the_same(mixture: str, wide: Path, text: Path, token
 
     target = tmp_path / "small.gguf"
     export_gguf(
-        str(wide), target, mixture, (str(text),),
-        samples=4, length=64, cache=token_cache, device=torch.device("cpu"),
-    )  # fmt: skip
+        str(wide),
+        target,
+        mixture,
+        (str(text),),
+        samples=4,
+        length=64,
+        cache=token_cache,
+        device=torch.device("cpu"),
+    )
     model = load_model(str(target)).model
     prompt = list(range(5, 25))
     with torch.no_grad():
@@ -94,6 +108,14 @@ def test_llama_cpp_computes_the_same(mixture: str, wide: Path, text: Path, token
 def test_nothing_is_written_over(wide: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.gguf").write_text("mine")
     with pytest.raises(UserError, match="exists already"):
-        export_gguf(str(wide), tmp_path / "mine.gguf", "q4_k_m", (), samples=1, length=8, cache=tmp_path,
-                    device=torch.device("cpu"))  # fmt: skip
+        export_gguf(
+            str(wide),
+            tmp_path / "mine.gguf",
+            "q4_k_m",
+            (),
+            samples=1,
+            length=8,
+            cache=tmp_path,
+            device=torch.device("cpu"),
+        )
     assert (tmp_path / "mine.gguf").read_text() == "mine"

@@ -285,8 +285,14 @@ def test_groups_that_do_not_meet_are_found(group: Make) -> None:
 
 
 GRID = Layout(tensor=2, data=2, zero=3, micro_batch=4)
-SHRUNK = [("llama-3.1-405b", GRID), ("qwen3-8b", GRID), ("gemma-2-9b", GRID), ("gpt2", GRID), ("mixtral-8x7b", GRID),
-          ("qwen2.5-3b", Layout(tensor=4, micro_batch=4))]  # fmt: skip
+SHRUNK = [
+    ("llama-3.1-405b", GRID),
+    ("qwen3-8b", GRID),
+    ("gemma-2-9b", GRID),
+    ("gpt2", GRID),
+    ("mixtral-8x7b", GRID),
+    ("qwen2.5-3b", Layout(tensor=4, micro_batch=4)),
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), SHRUNK, ids=[name for name, _ in SHRUNK])

@@ -63,8 +63,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
 def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Make:
     def made(name: str, engine: str, *, data: int, zero: int, micro_batch: int = 2, **changes: Any) -> Job:
         layout = {"micro_batch": micro_batch, "data": data, "zero": zero if data > 1 else 0}
-        fields = {"engine": engine, "layout": layout, "evaluation": {"max_rows": 4, "every": 2}, "steps": STEPS,
-                  "model": LLAMA, "optimizer": {"lr": 1e-3}}  # fmt: skip
+        fields = {
+            "engine": engine,
+            "layout": layout,
+            "evaluation": {"max_rows": 4, "every": 2},
+            "steps": STEPS,
+            "model": LLAMA,
+            "optimizer": {"lr": 1e-3},
+        }
         return tiny_job(tmp_path / name, corpus, token_cache, **fields | changes)
 
     return made

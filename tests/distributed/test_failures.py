@@ -101,8 +101,17 @@ def test_several_nodes_get_a_line(
 
     assert ask("--nodes", "2", "--head", "node-1", "-o", "steps=7") == 0
     assert capsys.readouterr().out.split() == [
-        "torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node-1:29500",
-        "-m", "tightfit", "train", str(file), "-o", "steps=7",
-    ]  # fmt: skip
+        "torchrun",
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=node-1:29500",
+        "-m",
+        "tightfit",
+        "train",
+        str(file),
+        "-o",
+        "steps=7",
+    ]
     assert ask("--nodes", "3") == 2
     assert "which 3 nodes cannot share evenly" in capsys.readouterr().err

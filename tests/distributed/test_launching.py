@@ -27,13 +27,25 @@ SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_
 def test_a_program_checks_starts_again_and_stops(tmp_path: Path, corpus: Path, token_cache: Path) -> None:
     """All of `tightfit launch`: its ranks are compared, started, one is killed, they go on, and are asked to stop."""
     layout = {"data": 2, "zero": 3, "micro_batch": 1}
-    job = tiny_job(tmp_path / "run", corpus, token_cache, model=SMALL, steps=100_000, layout=layout, device="cpu",
-                   evaluation={"max_rows": 1}, saving={"every": 3, "sharded": False})  # fmt: skip
+    job = tiny_job(
+        tmp_path / "run",
+        corpus,
+        token_cache,
+        model=SMALL,
+        steps=100_000,
+        layout=layout,
+        device="cpu",
+        evaluation={"max_rows": 1},
+        saving={"every": 3, "sharded": False},
+    )
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json")))
     process = subprocess.Popen(
         [sys.executable, "-m", "tightfit", "launch", str(tmp_path / "job.yaml"), "--check", "--restarts", "1"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert until(lambda: checkpoints_of(job.output))
         first = ranks_of(process.pid)

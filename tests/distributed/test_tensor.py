@@ -32,8 +32,10 @@ CLIPPED = Optimizer(lr=1e-3, eps=1e-4, clip_norm=0.1)
 FOUR = replace(TINY, kv_heads=4, qk_norm=True, qkv_bias=True, vocab_size=97)
 """Heads for four ranks, and a vocabulary that no number of ranks divides."""
 BIASED = replace(GPT2, gated=True, activation="silu", rope=TINY.rope, qk_norm=True)
-SHARED = replace(TINY_ROUTED, experts=Experts(count=4, per_token=2, mlp_size=32, shared_size=16, dense_layers=(0,),
-                                              balance_weight=0.01))  # fmt: skip
+SHARED = replace(
+    TINY_ROUTED,
+    experts=Experts(count=4, per_token=2, mlp_size=32, shared_size=16, dense_layers=(0,), balance_weight=0.01),
+)
 CASES = {
     "two": Case(tensor=2),
     "two-accumulated-clipped": Case(spec=FOUR, tensor=2, micro_batch=2, settings=CLIPPED),
@@ -41,27 +43,36 @@ CASES = {
     "two-learned-positions": Case(spec=GPT2, tensor=2, micro_batch=4),
     "two-biases": Case(spec=BIASED, tensor=2, micro_batch=4),
     "two-checkpointed": Case(spec=FOUR, tensor=2, micro_batch=4, levers=Levers(checkpoint_every=1)),
-    "two-half-checkpointed": Case(spec=replace(FOUR, layers=3), tensor=2, micro_batch=4,
-                                  levers=Levers(checkpoint_every=2, loss_chunk_bytes=1)),
+    "two-half-checkpointed": Case(
+        spec=replace(FOUR, layers=3), tensor=2, micro_batch=4, levers=Levers(checkpoint_every=2, loss_chunk_bytes=1)
+    ),
     "two-attention-kept": Case(tensor=2, micro_batch=4, levers=Levers(checkpoint_every=1, checkpoint_keep="attention")),
     "two-matmuls-kept": Case(tensor=2, micro_batch=4, levers=Levers(checkpoint_every=1, checkpoint_keep="matmuls")),
-    "two-checkpoints-on-host": Case(tensor=2, micro_batch=4,
-                                    levers=Levers(checkpoint_every=1, offload_checkpoints=True)),
+    "two-checkpoints-on-host": Case(
+        tensor=2, micro_batch=4, levers=Levers(checkpoint_every=1, offload_checkpoints=True)
+    ),
     "two-wide-moments": Case(tensor=2, micro_batch=4, levers=Levers(optimizer_states="fp32")),
     "four": Case(spec=FOUR, tensor=4),
     "four-on-two-key-heads": Case(spec=replace(TINY, qk_norm=True, qkv_bias=True), tensor=4, micro_batch=4),
-    "four-on-one-key-head": Case(spec=replace(GEMMA, kv_heads=1), tensor=4, micro_batch=4,
-                                 levers=Levers(checkpoint_every=1)),
-    "four-tied-checkpointed": Case(spec=replace(FOUR, tied=True), tensor=4, micro_batch=4,
-                                   levers=Levers(checkpoint_every=1)),
+    "four-on-one-key-head": Case(
+        spec=replace(GEMMA, kv_heads=1), tensor=4, micro_batch=4, levers=Levers(checkpoint_every=1)
+    ),
+    "four-tied-checkpointed": Case(
+        spec=replace(FOUR, tied=True), tensor=4, micro_batch=4, levers=Levers(checkpoint_every=1)
+    ),
     **{
         f"two-by-two-zero-{zero}": Case(
-            spec=replace(FOUR, tied=zero % 2 == 1), data=2, zero=zero, tensor=2, micro_batch=2, settings=CLIPPED,
+            spec=replace(FOUR, tied=zero % 2 == 1),
+            data=2,
+            zero=zero,
+            tensor=2,
+            micro_batch=2,
+            settings=CLIPPED,
             levers=Levers(checkpoint_every=zero // 2),
         )
         for zero in range(4)
     },
-}  # fmt: skip
+}
 ALIKE = ("two-half-checkpointed", "two-checkpoints-on-host", "two-wide-moments")
 """Of these, what they add to others does not depend on how the stream is held."""
 STREAMS = {
@@ -138,8 +149,11 @@ def test_a_rank_holds_its_share(group: Make) -> None:
 def shapes_held(case: Case) -> dict[str, tuple[torch.Size, torch.Size]]:
     decoder, _, _ = build(case, mesh_of(case.layout))
     state = decoder.state_dict()
-    assert all(torch.equal(whole(t), whole(as_dtensor(p.data, splits_of(decoder)[n])))
-               for n, p in decoder.named_parameters() for t in [state[n]])  # fmt: skip
+    assert all(
+        torch.equal(whole(t), whole(as_dtensor(p.data, splits_of(decoder)[n])))
+        for n, p in decoder.named_parameters()
+        for t in [state[n]]
+    )
     return {n: (p.shape, state[n].shape) for n, p in decoder.named_parameters()}
 
 

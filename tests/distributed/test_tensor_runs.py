@@ -24,9 +24,12 @@ GRID = {"tensor": 2, "data": 2, "zero": 3}
 def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
     def made(name: str, layout: dict[str, int] | None = None, **changes: Any) -> Job:
         fields: dict[str, Any] = {
-            "layout": {"micro_batch": 1, **(layout or {})}, "evaluation": {"max_rows": 5, "every": 2}, "steps": 4,
-            "optimizer": {"lr": 1e-3}, "model": SMALL,
-        }  # fmt: skip
+            "layout": {"micro_batch": 1, **(layout or {})},
+            "evaluation": {"max_rows": 5, "every": 2},
+            "steps": 4,
+            "optimizer": {"lr": 1e-3},
+            "model": SMALL,
+        }
         return tiny_job(tmp_path / name, corpus, token_cache, **(fields | changes))
 
     return made

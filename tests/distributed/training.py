@@ -32,13 +32,28 @@ TIED = replace(TINY, tied=True)
 UNEVEN = replace(TINY, vocab_size=97, hidden_size=36, head_dim=6, mlp_size=66, layers=3, qk_norm=True, qkv_bias=True)
 """No size of it is a multiple of four, and four ranks have six numbers of a head's norm between them: one has none."""
 GEMMA = replace(
-    TIED, family="gemma2", norm="rms_plus_one", sandwich_norms=True, activation="gelu_tanh", embedding_scale=5.0,
-    attention_softcap=20.0, logit_softcap=10.0, window=4, window_layers=(0,),
-)  # fmt: skip
+    TIED,
+    family="gemma2",
+    norm="rms_plus_one",
+    sandwich_norms=True,
+    activation="gelu_tanh",
+    embedding_scale=5.0,
+    attention_softcap=20.0,
+    logit_softcap=10.0,
+    window=4,
+    window_layers=(0,),
+)
 GPT2 = replace(
-    TIED, family="gpt2", kv_heads=4, norm="layer", activation="gelu_tanh", gated=False, rope=None,
-    output_bias=True, mlp_bias=True,
-)  # fmt: skip
+    TIED,
+    family="gpt2",
+    kv_heads=4,
+    norm="layer",
+    activation="gelu_tanh",
+    gated=False,
+    rope=None,
+    output_bias=True,
+    mlp_bias=True,
+)
 """Without biases of the keys: where positions are learned their gradient is nothing but rounding errors."""
 
 
@@ -66,9 +81,14 @@ class Case:
     @property
     def layout(self) -> Layout:
         return Layout(
-            data=self.data, zero=self.zero, shard_inside=self.shard_inside, tensor=self.tensor,  # type: ignore[arg-type]
-            sequence_parallel=self.sequence_parallel, micro_batch=self.micro_batch, expert=self.expert,
-        )  # fmt: skip
+            data=self.data,
+            zero=self.zero,  # type: ignore[arg-type]
+            shard_inside=self.shard_inside,
+            tensor=self.tensor,
+            sequence_parallel=self.sequence_parallel,
+            micro_batch=self.micro_batch,
+            expert=self.expert,
+        )
 
     def alone(self) -> "Case":
         """The same on one process that takes all rows at once."""

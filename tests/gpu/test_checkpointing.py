@@ -19,13 +19,28 @@ from tightfit.train.step import accumulate
 CUDA = torch.device("cuda")
 LENGTH, LAYERS = 2048, 4
 SPEC = ModelSpec(
-    family="llama", vocab_size=1024, hidden_size=512, layers=LAYERS, heads=8, kv_heads=2, head_dim=64, mlp_size=1536,
+    family="llama",
+    vocab_size=1024,
+    hidden_size=512,
+    layers=LAYERS,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    mlp_size=1536,
     max_positions=4096,
-)  # fmt: skip
+)
 ROUTED = ModelSpec(
-    family="mixtral", vocab_size=1024, hidden_size=512, layers=LAYERS, heads=8, kv_heads=2, head_dim=64, mlp_size=1024,
-    max_positions=4096, experts=Experts(count=4, per_token=2, mlp_size=512, balance_weight=0.01),
-)  # fmt: skip
+    family="mixtral",
+    vocab_size=1024,
+    hidden_size=512,
+    layers=LAYERS,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    mlp_size=1024,
+    max_positions=4096,
+    experts=Experts(count=4, per_token=2, mlp_size=512, balance_weight=0.01),
+)
 STREAM = LENGTH * 512 * 2
 ALL: dict[str, Any] = {"checkpoint_every": 1}
 LEVERS: list[dict[str, Any]] = [

@@ -97,9 +97,15 @@ def test_a_rank_of_a_split_allocates_what_its_simulation_does(
     split: str, ranks: int, stage: int, micro_batches: int, zero: Literal[0, 1]
 ) -> None:
     case = Case(
-        model="smollm2-135m", sequence_length=768, micro_batch=4, ranks=ranks, split=split, stage=stage,
-        accumulation=micro_batches, zero=zero,
-    )  # fmt: skip
+        model="smollm2-135m",
+        sequence_length=768,
+        micro_batch=4,
+        ranks=ranks,
+        split=split,
+        stage=stage,
+        accumulation=micro_batches,
+        zero=zero,
+    )
     found, said = measure(case), predict(case)
     assert found.allocated_bytes is not None
     assert said.simulated_bytes == pytest.approx(found.allocated_bytes, rel=0.03)

@@ -22,9 +22,16 @@ from tightfit.train.step import train_step
 
 CUDA = torch.device("cuda")
 SPEC = ModelSpec(
-    family="llama", vocab_size=8192, hidden_size=1024, layers=6, heads=8, kv_heads=4, head_dim=128, mlp_size=4096,
+    family="llama",
+    vocab_size=8192,
+    hidden_size=1024,
+    layers=6,
+    heads=8,
+    kv_heads=4,
+    head_dim=128,
+    mlp_size=4096,
     max_positions=4096,
-)  # fmt: skip
+)
 STEPS = 6
 EVERYTHING = 2**40
 
@@ -75,9 +82,13 @@ def stayed() -> dict[Any, Any]:
     "levers", [{}, {"update_in_backward": True}, {"update_in_backward": True, "offload_gradient_bytes": 0}]
 )
 def test_streams_change_no_bit(
-    stayed: dict[Any, Any], monkeypatch: pytest.MonkeyPatch, pieces: int, precision: str, offload: str,
+    stayed: dict[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: int,
+    precision: str,
+    offload: str,
     levers: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Many small pieces and few large ones; gradients that wait and gradients that may not."""
     monkeypatch.setattr(state_link, "PIECE_ELEMENTS", pieces)
     if "offload_gradient_bytes" in levers:

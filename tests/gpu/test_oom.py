@@ -18,8 +18,15 @@ from tightfit.train.loop import run_job
 from tightfit.train.out_of_memory import EXIT_CODE, RunOutOfMemoryError
 
 GIB = 2**30
-SHAPE = {"layers": 8, "hidden_size": 1024, "mlp_size": 4096, "heads": 16, "kv_heads": 16, "head_dim": 64,
-         "max_positions": 4096}  # fmt: skip
+SHAPE = {
+    "layers": 8,
+    "hidden_size": 1024,
+    "mlp_size": 4096,
+    "heads": 16,
+    "kv_heads": 16,
+    "head_dim": 64,
+    "max_positions": 4096,
+}
 CAP = "3GB"
 
 
@@ -35,10 +42,15 @@ def job_in(folder: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
     text = folder / "text.txt"
     text.write_text("\n\n".join(path.read_text() for path in sorted(corpus.iterdir())) * 40, encoding="utf-8")
     fields: dict[str, Any] = {
-        "model": {"source": "tiny-llama", "shape": SHAPE}, "precision": "bf16", "steps": 2, "global_batch": 8,
-        "layout": {"micro_batch": 8}, "schedule": {"kind": "cosine", "warmup_steps": 1}, "saving": {"every": 1},
+        "model": {"source": "tiny-llama", "shape": SHAPE},
+        "precision": "bf16",
+        "steps": 2,
+        "global_batch": 8,
+        "layout": {"micro_batch": 8},
+        "schedule": {"kind": "cosine", "warmup_steps": 1},
+        "saving": {"every": 1},
         "data": {"train": [str(text)], "held_out": 0, "sequence_length": 2048, "cache": str(cache)},
-    }  # fmt: skip
+    }
     return tiny_job(folder / "run", corpus, cache, **{**fields, **changes})
 
 
@@ -75,9 +87,12 @@ def test_the_advice_makes_room(tmp_path: Path, corpus: Path, token_cache: Path) 
 
 
 def test_the_screen_and_fit(
-    tmp_path: Path, corpus: Path, token_cache: Path, capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    corpus: Path,
+    token_cache: Path,
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     file = tmp_path / "job.yaml"
     fields = job_in(tmp_path, corpus, token_cache).model_dump(mode="json", exclude={"levers"})
     file.write_text(yaml.safe_dump(fields), encoding="utf-8")

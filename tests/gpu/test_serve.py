@@ -22,8 +22,21 @@ from tightfit.serve.sampling import Sampling
 from tightfit.serve.step import Step
 
 CONFIG = EngineConfig(max_sequences=4, step_tokens=11, block_size=16, cache_bytes=2**22)
-FAMILIES = ["llama", "llama-biases", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3",
-            "phi3", "phi3-longrope-long", "gpt2"]  # fmt: skip
+FAMILIES = [
+    "llama",
+    "llama-biases",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi3-longrope-long",
+    "gpt2",
+]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -51,11 +64,12 @@ def small() -> Decoder:
 def answers(engine: Engine, count: int = 6, **settings: Any) -> list[list[int]]:
     requests = [
         Request(
-            id=str(i), prompt=[(7 * i + j) % 1000 for j in range(5 + 40 * i)],
+            id=str(i),
+            prompt=[(7 * i + j) % 1000 for j in range(5 + 40 * i)],
             sampling=Sampling(max_tokens=24, **({"temperature": 0} | settings)),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     made = engine.generate(requests)
     assert engine.pool.free == engine.pool.size
     return [made[request.id][0].tokens for request in requests]

@@ -31,10 +31,12 @@ def fitted(points: list[tuple[float, float, float]]) -> tuple[float, float]:
     xx, xy, yy, x1, y1 = (
         sum(p * q for p, q in pairs)
         for pairs in (
-            [(x / t, x / t) for x, _, t in points], [(x / t, y / t) for x, y, t in points],
-            [(y / t, y / t) for _, y, t in points], [(x / t, 1.0) for x, _, t in points],
+            [(x / t, x / t) for x, _, t in points],
+            [(x / t, y / t) for x, y, t in points],
+            [(y / t, y / t) for _, y, t in points],
+            [(x / t, 1.0) for x, _, t in points],
             [(y / t, 1.0) for _, y, t in points],
         )
-    )  # fmt: skip
+    )
     scale = xx * yy - xy * xy
     return (x1 * yy - xy * y1) / scale, (xx * y1 - xy * x1) / scale

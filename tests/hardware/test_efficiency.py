@@ -39,10 +39,11 @@ def attention_ms(which: str, head: int) -> float:
     shape = f"B2 T8192 32/8×{head} causal"
     return min(
         measured(
-            "kernel_parts.csv", "ms_p50",
+            "kernel_parts.csv",
+            "ms_p50",
             lambda row: (row["operation"], row["shape"], row["implementation"]) == (which, shape, "cuDNN"),
         )
-    )  # fmt: skip
+    )
 
 
 def test_peaks_are_the_catalogs() -> None:

@@ -12,20 +12,43 @@ from tightfit.hf import accelerate
 VOCABULARY = 97
 IMAGE_TOKEN = 96
 TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True}
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
 VISION = {
-    "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 32, "vision_use_head": False,
-}  # fmt: skip
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "projection_dim": 32,
+    "vision_use_head": False,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **TEXT, "head_dim": 8},
@@ -42,16 +65,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", **TEXT, "head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
     "gemma3": {"model_type": "gemma3_text", **TEXT, "head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 0.5},
     "phi3": {"model_type": "phi3", **TEXT},
-    "phi4-mini": {"model_type": "phi3", **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                                                     "partial_rotary_factor": 0.5}},
-    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4,
-             "n_positions": 64, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
-    "paligemma": {"model_type": "paligemma", "text_config": {"model_type": "gemma", **TEXT, "head_dim": 8},
-                  "vision_config": VISION, "projection_dim": 32, "image_token_index": IMAGE_TOKEN},
-    "gemma3-images": {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **TEXT, "head_dim": 8},
-                      "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": IMAGE_TOKEN,
-                      "boi_token_index": 94, "eoi_token_index": 95},
-}  # fmt: skip
+    "phi4-mini": {
+        "model_type": "phi3",
+        **TEXT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+    "paligemma": {
+        "model_type": "paligemma",
+        "text_config": {"model_type": "gemma", **TEXT, "head_dim": 8},
+        "vision_config": VISION,
+        "projection_dim": 32,
+        "image_token_index": IMAGE_TOKEN,
+    },
+    "gemma3-images": {
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", **TEXT, "head_dim": 8},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE_TOKEN,
+        "boi_token_index": 94,
+        "eoi_token_index": 95,
+    },
+}
 FAMILIES = list(CONFIGS)
 WITH_IMAGES = ("paligemma", "gemma3-images")
 

@@ -18,9 +18,16 @@ from tightfit.hf import accelerate, undo
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="pip install accelerate")
 ROWS = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in torch.randint(3, 90, (12, 11))]
 COMMON: dict[str, Any] = {
-    "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "logging_steps": 1, "report_to": [],
-    "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
-}  # fmt: skip
+    "max_steps": 3,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 3,
+}
 
 
 def dataset(rows: list[dict[str, Any]]) -> Any:
@@ -56,9 +63,11 @@ def test_trainer_evaluation_and_metrics(tmp_path: Path) -> None:
         model.lm_head.register_forward_hook(lambda module, args, out, heads=heads: heads.append(out.ndim))
         for metrics in (None, lambda pair: {"accuracy": float((pair.predictions.argmax(-1) == pair.label_ids).mean())}):
             trainer = transformers.Trainer(
-                model, transformers.TrainingArguments(str(tmp_path), **COMMON), eval_dataset=dataset(ROWS),
+                model,
+                transformers.TrainingArguments(str(tmp_path), **COMMON),
+                eval_dataset=dataset(ROWS),
                 compute_metrics=metrics,
-            )  # fmt: skip
+            )
             seen[name] = {k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_accuracy")}
             if name == "ours" and metrics is None:
                 assert set(heads) == {0}

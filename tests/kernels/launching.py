@@ -32,9 +32,17 @@ import tightfit.kernels.routed_mlp
 import tightfit.kernels.row_norm
 from tightfit.kernels.triton_support import triton
 
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
-         torch.int32: "*i32", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
-         torch.float8_e5m2: "*fp8e5"}  # fmt: skip
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
 
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], warps: int, capability: int) -> Any:
@@ -128,11 +136,25 @@ def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
     for weights in ((None, None), (cache[0, 0, 0], cache[0, 0, 0])):
         tightfit.kernels.rotate_store.rotate_store(
             qkv, cache, cache, numbers, numbers, half, half, heads=4, q_norm=weights[0], k_norm=weights[1]
-        )  # fmt: skip
+        )
     tightfit.kernels.decode_attention.decode_attention(
-        qkv, cache, cache, tables, numbers, half, half, counters, heads=4, scale=1.0, window=9, softcap=2.0,
-        q_norm=cache[0, 0, 0], k_norm=cache[0, 0, 0], splits=4, overlap=overlap,
-    )  # fmt: skip
+        qkv,
+        cache,
+        cache,
+        tables,
+        numbers,
+        half,
+        half,
+        counters,
+        heads=4,
+        scale=1.0,
+        window=9,
+        softcap=2.0,
+        q_norm=cache[0, 0, 0],
+        k_norm=cache[0, 0, 0],
+        splits=4,
+        overlap=overlap,
+    )
     blocks = tightfit.kernels.flash_blocks.Blocks(64, 32, 4, 1)
     query, tiles = qkv[:, :256].view(3, 4, 64), torch.ones(2, 4, dtype=torch.int32)
     tightfit.kernels.paged_prefill.paged_prefill(
@@ -141,9 +163,17 @@ def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
     tightfit.kernels.greedy.launch(qkv, numbers, numbers, counters)
     for splits in (1, 4):
         tightfit.kernels.paged_attention.paged_attention(
-            query, cache, cache, tables, numbers, scale=1.0, window=9, softcap=2.0,
-            splits=splits, overlap=overlap,
-        )  # fmt: skip
+            query,
+            cache,
+            cache,
+            tables,
+            numbers,
+            scale=1.0,
+            window=9,
+            softcap=2.0,
+            splits=splits,
+            overlap=overlap,
+        )
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize(("depth", "columns"), [(24, 40), (19, 33)])
 def test_rows_by_group(dtype: torch.dtype, counts: list[int], transposed: bool, depth: int, columns: int) -> None:
     x, offsets = random(sum(counts), depth, dtype=dtype), offsets_of(counts)
-    weights = random(len(counts), columns, depth, dtype=dtype).mT if transposed else (
-        random(len(counts), depth, columns, dtype=dtype)
-    )  # fmt: skip
+    weights = (
+        random(len(counts), columns, depth, dtype=dtype).mT
+        if transposed
+        else (random(len(counts), depth, columns, dtype=dtype))
+    )
     found = grouped_matmul(x, weights, offsets, impl="triton")
     eager, truth = (grouped_matmul_eager(x.to(to), weights.to(to), offsets) for to in (dtype, torch.float64))
     assert_no_worse([found], [eager], [truth])

@@ -122,9 +122,17 @@ def test_gradients_by_finite_differences(reduction: Any) -> None:
 
     def chunked(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return linear_cross_entropy(
-            hidden, weight, labels, bias=bias, softcap=1.5, z_loss=0.1, label_smoothing=0.1, reduction=reduction,
-            chunk_bytes=ROW_BYTES * 3, impl="torch",
-        )  # fmt: skip
+            hidden,
+            weight,
+            labels,
+            bias=bias,
+            softcap=1.5,
+            z_loss=0.1,
+            label_smoothing=0.1,
+            reduction=reduction,
+            chunk_bytes=ROW_BYTES * 3,
+            impl="torch",
+        )
 
     assert torch.autograd.gradcheck(chunked, tensors)
 

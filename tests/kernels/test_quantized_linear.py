@@ -6,11 +6,11 @@ from torch import Tensor
 
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
-from tightfit.kernels.packing import pack
+from tightfit.kernels.packing import pack, pack_tiles
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear, quantized_linear_eager
 
-SHAPES = [(1, 64, 48), (5, 96, 33), (2, 1024, 10), (17, 160, 32)]
-"""Rows, inputs, outputs: multiplied in registers, and the last expanded first."""
+SHAPES = [(1, 256, 48), (5, 512, 33), (2, 1024, 10), (17, 256, 16), (257, 256, 16)]
+"""Rows, inputs, outputs: read packed, and the last expanded first."""
 
 
 def weights(inputs: int, outputs: int, bits: int, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -20,11 +20,11 @@ def weights(inputs: int, outputs: int, bits: int, group: int, zeros: bool) -> tu
     scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * 2.0**-bits
     zero = torch.randint(0, 2**bits, (outputs, groups), generator=generator).to(torch.uint8) if zeros else None
     moved = None if zero is None else zero.to(DEVICE)
-    return pack(codes, bits).to(DEVICE), scale.to(DEVICE, torch.float16), moved
+    return pack_tiles(codes, bits).to(DEVICE), scale.to(DEVICE, torch.float16), moved
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize(("group", "zeros"), [(32, True), (16, False), (0, True)])
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (64, False), (0, True)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_expanding(bits: int, group: int, zeros: bool, dtype: torch.dtype) -> None:
     for rows, inputs, outputs in SHAPES:
@@ -50,6 +50,6 @@ def test_widths_without_kernel_take_the_plain_path() -> None:
 
 
 def test_what_does_not_belong_together() -> None:
-    words, scale, zero = weights(64, 32, 4, 32, True)
+    words, scale, zero = weights(128, 32, 4, 32, True)
     with pytest.raises(UserError, match="do not belong together"):
-        quantized_linear(torch.ones(1, 96, device=DEVICE), words, scale, zero, 4, 32, impl="triton")
+        quantized_linear(torch.ones(1, 256, device=DEVICE), words, scale, zero, 4, 32, impl="triton")

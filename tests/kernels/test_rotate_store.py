@@ -24,9 +24,19 @@ def test_it_is_norm_rope_and_write(
         cache = torch.zeros(2, blocks, size, kv_heads, D, device=DEVICE, dtype=kind)
         q_norm, k_norm = (None if weight is None else weight.to(kind) for weight in weights)
         q = run(
-            qkv.to(kind), cache[0], cache[1], slots, positions, cos.to(kind), sin.to(kind), heads=heads, q_norm=q_norm,
-            k_norm=k_norm, norm_eps=1e-5, norm_offset=0.5,
-        )  # fmt: skip
+            qkv.to(kind),
+            cache[0],
+            cache[1],
+            slots,
+            positions,
+            cos.to(kind),
+            sin.to(kind),
+            heads=heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norm_eps=1e-5,
+            norm_offset=0.5,
+        )
         made.append([q, cache])
     assert_no_worse(*made)
     touched = made[0][1].flatten(1, 2).abs().sum((0, 2, 3)).nonzero().flatten().tolist()

@@ -46,9 +46,13 @@ def vocabulary_parallel(mesh: Any, plain_hidden: bool, impl: str) -> None:
     given = own if plain_hidden else DTensor.from_local(own, mesh, [Replicate()])
     details = LossDetails()
     found = linear_cross_entropy(
-        given, shared[0], labels, bias=shared[1], details=details,
+        given,
+        shared[0],
+        labels,
+        bias=shared[1],
+        details=details,
         **{**options, "impl": impl, "weight_shards": "vocabulary" if plain_hidden else "auto"},
-    )  # fmt: skip
+    )
     found.backward()
     tolerance = 1e-12 if impl == "torch" else 1e-5
     pairs: list[tuple[Any, Any]] = [(found, wanted), (own.grad, hidden.grad)]

@@ -17,18 +17,22 @@ LOST = "RuntimeError: Connection closed by peer"
 LATE = "torch.distributed.DistBackendError: Timed out waiting 600000ms for recv operation to complete"
 CASES: dict[str, tuple[list[Ending], int]] = {
     "killed from outside, before those that missed it": (
-        [Ending(0, 1, failure=LOST, at=1), Ending(1, 1, failure=LOST, at=2), Ending(2, -9), Ending(3, 143)], 2),
+        [Ending(0, 1, failure=LOST, at=1), Ending(1, 1, failure=LOST, at=2), Ending(2, -9), Ending(3, 143)],
+        2,
+    ),
     "a fault of its own": ([Ending(0, 1, failure=LOST, at=1), Ending(1, -signal.SIGSEGV)], 1),
     "what we kill is no cause": ([Ending(0, -9, was_killed_here=True), Ending(1, 1, failure="KeyError: 3", at=5)], 1),
     "the first error": ([Ending(0, 1, failure=LOST, at=2.0), Ending(1, 1, failure="KeyError: 3", at=1.9)], 1),
     "a refusal, though others failed before it was seen": (
-        [Ending(0, 1, failure=LOST, at=1.1), Ending(1, 2, refusal="lower the rate", at=1.0)], 1),
+        [Ending(0, 1, failure=LOST, at=1.1), Ending(1, 2, refusal="lower the rate", at=1.0)],
+        1,
+    ),
     "out of memory": ([Ending(0, 1, failure=LOST, at=1.1), Ending(1, 3)], 1),
     "stopped": ([Ending(0, 1, failure=LOST, at=1), Ending(1, -9, was_killed_here=True, stopped_s=20)], 1),
     "silent while others gave up": ([Ending(0, 1, failure=LATE, at=1), Ending(1, -9, was_killed_here=True)], 1),
     "asked to stop by somebody else": ([Ending(0, 0), Ending(1, -signal.SIGTERM)], 1),
     "an exit code of its own": ([Ending(0, -signal.SIGTERM), Ending(1, 7)], 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("endings", "rank"), CASES.values(), ids=CASES.keys())

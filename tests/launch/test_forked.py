@@ -70,10 +70,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         given = [str(tmp_path), *map(str, codes)] if function == "main" else []
         command = [sys.executable, str(tmp_path / "script.py"), function, *given]
         made.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_ctrl_c
-            )
-        )  # fmt: skip
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_ctrl_c)
+        )
         return made[-1]
 
     yield started

@@ -28,9 +28,18 @@ def test_requests_are_rounded_to_512_bytes(wanted: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "segment"),
-    [(512, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 512, 12),
-     (11 * MIB, 12), (12 * MIB, 12), (1001 * MIB, 1002)],
-)  # fmt: skip
+    [
+        (512, 2),
+        (MIB, 2),
+        (MIB + 512, 20),
+        (10 * MIB - 512, 20),
+        (10 * MIB, 10),
+        (10 * MIB + 512, 12),
+        (11 * MIB, 12),
+        (12 * MIB, 12),
+        (1001 * MIB, 1002),
+    ],
+)
 def test_segments_are_2_or_20_mib_or_their_own(size: int, segment: int) -> None:
     assert segment_bytes(size) == segment * MIB
     allocator = CachingAllocator()
@@ -199,9 +208,11 @@ class Naive:
         kind = (stream, size <= MIB)
         fitting = [
             (piece.end - piece.start, piece.start, pieces, piece)
-            for owner, pieces in self.segments if owner == kind
-            for piece in pieces if not piece.used and piece.end - piece.start >= size
-        ]  # fmt: skip
+            for owner, pieces in self.segments
+            if owner == kind
+            for piece in pieces
+            if not piece.used and piece.end - piece.start >= size
+        ]
         _, _, pieces, piece = min(fitting, key=lambda found: found[:2]) if fitting else self.take(size, kind)
         left, least = piece.end - piece.start - size, 512 if size <= MIB else MIB + 1
         if left >= least:

@@ -18,17 +18,26 @@ def ledger(source: Source, *rows: tuple[Phase, Component, int], place: Place = "
 
 PREDICTED = ledger(
     "formulas",
-    ("forward", "weights", 100), ("forward", "activations", 60),
-    ("backward", "weights", 100), ("backward", "activations", 50), ("backward", "gradients", 30),
-    ("backward", "workspace", 20), ("backward", "allocator slack", 10), ("backward", "cuda context", 7),
+    ("forward", "weights", 100),
+    ("forward", "activations", 60),
+    ("backward", "weights", 100),
+    ("backward", "activations", 50),
+    ("backward", "gradients", 30),
+    ("backward", "workspace", 20),
+    ("backward", "allocator slack", 10),
+    ("backward", "cuda context", 7),
     ("save", "weights", 100),
-)  # fmt: skip
+)
 MEASURED = ledger(
     "measurement",
-    ("forward", "weights", 100), ("forward", "activations", 80),
-    ("backward", "weights", 100), ("backward", "activations", 100), ("backward", "communication", 50),
-    ("backward", "allocator slack", 150), ("evaluation", "weights", 100),
-)  # fmt: skip
+    ("forward", "weights", 100),
+    ("forward", "activations", 80),
+    ("backward", "weights", 100),
+    ("backward", "activations", 100),
+    ("backward", "communication", 50),
+    ("backward", "allocator slack", 150),
+    ("evaluation", "weights", 100),
+)
 
 
 def test_every_line_of_the_common_phases() -> None:
@@ -85,8 +94,12 @@ def test_as_plain_data() -> None:
     data = json.loads(json.dumps(compare(PREDICTED, MEASURED).to_json()))
     assert data["allocated"]["error"] == pytest.approx(-0.2)
     assert data["lines"][1] == {
-        "phase": "forward", "component": "activations", "predicted_bytes": 60, "measured_bytes": 80, "error": -0.25,
-    }  # fmt: skip
+        "phase": "forward",
+        "component": "activations",
+        "predicted_bytes": 60,
+        "measured_bytes": 80,
+        "error": -0.25,
+    }
 
 
 def test_ledgers_are_found_in_plans_files_and_directories(tmp_path: Path) -> None:

@@ -87,8 +87,11 @@ def test_scalars_of_another_kind_are_another_recipe() -> None:
     with simulated():
         whole = torch.empty(4, dtype=torch.int32)
         assert [(whole * factor).dtype for factor in (1, 1.0, True, 1.0)] == [
-            torch.int32, torch.float32, torch.int32, torch.float32,
-        ]  # fmt: skip
+            torch.int32,
+            torch.float32,
+            torch.int32,
+            torch.float32,
+        ]
         made = []
         for dtype in (torch.float32, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)

@@ -60,10 +60,20 @@ def test_zero_stages_divide_what_the_paper_says(zero: int, each: float) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "form", "total"),
-    [("bf16", "auto", 16), ("fp16", "auto", 16), ("fp32", "auto", 16), ("pure-bf16", "auto", 8), ("bf16", "bf16", 12),
-     ("bf16", "8bit", 10 + 2 / 64), ("bf16", "fp32", 16), ("pure-bf16", "fp32", 12), ("pure-bf16", "8bit", 6 + 2 / 64),
-     ("bf16", "factored", 10), ("pure-bf16", "bf16", 8)],
-)  # fmt: skip
+    [
+        ("bf16", "auto", 16),
+        ("fp16", "auto", 16),
+        ("fp32", "auto", 16),
+        ("pure-bf16", "auto", 8),
+        ("bf16", "bf16", 12),
+        ("bf16", "8bit", 10 + 2 / 64),
+        ("bf16", "fp32", 16),
+        ("pure-bf16", "fp32", 12),
+        ("pure-bf16", "8bit", 6 + 2 / 64),
+        ("bf16", "factored", 10),
+        ("pure-bf16", "bf16", 8),
+    ],
+)
 def test_bytes_per_weight_by_precision_and_states(precision: str, form: Any, total: float) -> None:
     assert bytes_per_weight(workload(precision=precision), Levers(optimizer_states=form)).total == total
 
@@ -127,10 +137,19 @@ def test_params_add_up_to_the_models(name: str) -> None:
 )
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"data": 8}, {"data": 8, "zero": 1}, {"data": 8, "zero": 2}, {"data": 8, "zero": 3}, {"tensor": 4},
-     {"pipeline": 4}, {"pipeline": 4, "schedule": "interleaved", "stages_per_rank": 2}, {"context": 4},
-     {"pipeline": 2, "tensor": 2, "data": 4, "zero": 1}],
-)  # fmt: skip
+    [
+        {},
+        {"data": 8},
+        {"data": 8, "zero": 1},
+        {"data": 8, "zero": 2},
+        {"data": 8, "zero": 3},
+        {"tensor": 4},
+        {"pipeline": 4},
+        {"pipeline": 4, "schedule": "interleaved", "stages_per_rank": 2},
+        {"context": 4},
+        {"pipeline": 2, "tensor": 2, "data": 4, "zero": 1},
+    ],
+)
 def test_the_quick_view_is_the_ledgers(name: str, layout: dict[str, Any]) -> None:
     given = Layout.model_validate({"micro_batch": 1, **layout})
     run = workload(name, length=1024)

@@ -28,13 +28,18 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("smollm2-135m", {}, ALL | {"offload_checkpoints": True}, "bf16", 2),
     ("smollm2-135m", {}, ALL | {"offload_checkpoints": True, "checkpoint_host_bytes": 2 * 18 * 2**20}, "pure-bf16", 1),
     ("smollm2-135m", {}, ALL | {"offload_checkpoints": True, "checkpoint_format": "fp8"}, "pure-bf16", 1),
-    ("smollm2-135m", {"data": 4, "zero": 3}, ALL | {"offload_checkpoints": True, "checkpoint_keep": "attention"},
-     "bf16", 1),
+    (
+        "smollm2-135m",
+        {"data": 4, "zero": 3},
+        ALL | {"offload_checkpoints": True, "checkpoint_keep": "attention"},
+        "bf16",
+        1,
+    ),
     ("gemma-2-9b", {}, ALL | {"checkpoint_keep": "matmuls"}, "bf16", 1),
     ("gpt2-xl", {}, ALL | {"checkpoint_keep": "matmuls", "update_in_backward": True}, "bf16", 1),
     ("qwen3-8b", {}, ALL | {"checkpoint_keep": "attention", "offload_checkpoints": True}, "bf16", 1),
     ("mixtral-8x7b", {}, ALL | {"checkpoint_keep": "matmuls"}, "pure-bf16", 1),
-]  # fmt: skip
+]
 
 
 def ledgers(
@@ -44,8 +49,15 @@ def ledgers(
     spec = replace(preset(model), layers=LAYERS, vocab_size=256)
     if spec.hidden_size > 1024:
         experts = None if spec.experts is None else replace(spec.experts, mlp_size=1024)
-        spec = replace(spec, hidden_size=512, heads=8, kv_heads=8 if model == "gpt2-xl" else 2, head_dim=64,
-                       mlp_size=1536, experts=experts)  # fmt: skip
+        spec = replace(
+            spec,
+            hidden_size=512,
+            heads=8,
+            kv_heads=8 if model == "gpt2-xl" else 2,
+            head_dim=64,
+            mlp_size=1536,
+            experts=experts,
+        )
     spec = replace(spec, window_layers=tuple(layer for layer in spec.window_layers if layer < LAYERS))
     given = Layout.model_validate({"micro_batch": ROWS, **layout})
     batch = ROWS * given.data * accumulation

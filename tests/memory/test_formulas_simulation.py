@@ -63,7 +63,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("llama-3.2-3b", {}, {"offload": "weights", "checkpoint_every": 1}, "bf16", 1),
     ("llama-3.1-8b", {}, {"offload": "weights", "checkpoint_every": 1, "update_in_backward": True}, "bf16", 1),
     ("llama-3.2-1b", {}, {"offload": "weights", "checkpoint_every": 1, "update_in_backward": True}, "pure-bf16", 1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation"), CASES)

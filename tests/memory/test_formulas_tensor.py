@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
     ("llama-3.1-8b", {"data": 8, "zero": 3, "shard_inside": 4}, {"checkpoint_every": 1}, "bf16", 1, 2048),
     ("llama-3.1-8b", {"data": 8, "zero": 1, "shard_inside": 4}, {"checkpoint_every": 1}, "bf16", 3, 2048),
     ("llama-3.1-8b", {"data": 8, "zero": 2, "shard_inside": 4, "tensor": 2}, {}, "bf16", 2, 2048),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation", "length"), CASES)

@@ -30,8 +30,11 @@ LEDGER = Ledger(
 def test_lines_of_a_moment_add_up() -> None:
     assert LEDGER.allocated_bytes("forward") == 17
     assert LEDGER.by_component("forward") == {
-        "weights": 10, "activations": 7, "allocator slack": 3, "cuda context": 100,
-    }  # fmt: skip
+        "weights": 10,
+        "activations": 7,
+        "allocator slack": 3,
+        "cuda context": 100,
+    }
     assert LEDGER.fullest() == ("forward", 0)
     assert LEDGER.peak_allocated_bytes() == 17
     assert LEDGER.peak_reserved_bytes() == 20
@@ -62,16 +65,27 @@ GOOD: dict[str, Any] = LEDGER.to_json()
 
 @pytest.mark.parametrize(
     "bad",
-    [None, 3, "ledger", [], {}, {"source": "formulas"}, {**GOOD, "source": "guesses"}, {**GOOD, "source": ["formulas"]},
-     {**GOOD, "lines": 7}, {**GOOD, "lines": [None]}, {**GOOD, "lines": [{"component": "weights"}]},
-     {**GOOD, "lines": [{**GOOD["lines"][0], "component": "hope"}]},
-     {**GOOD, "lines": [{**GOOD["lines"][0], "phase": "lunch"}]},
-     {**GOOD, "lines": [{**GOOD["lines"][0], "place": "moon"}]},
-     {**GOOD, "lines": [{**GOOD["lines"][0], "bytes": "10"}]},
-     {**GOOD, "lines": [{**GOOD["lines"][0], "bytes": 1.5}]},
-     {**GOOD, "lines": [{**GOOD["lines"][0], "bytes": True}]},
-     {**GOOD, "lines": [{**GOOD["lines"][0], "surprise": 1}]}],
-)  # fmt: skip
+    [
+        None,
+        3,
+        "ledger",
+        [],
+        {},
+        {"source": "formulas"},
+        {**GOOD, "source": "guesses"},
+        {**GOOD, "source": ["formulas"]},
+        {**GOOD, "lines": 7},
+        {**GOOD, "lines": [None]},
+        {**GOOD, "lines": [{"component": "weights"}]},
+        {**GOOD, "lines": [{**GOOD["lines"][0], "component": "hope"}]},
+        {**GOOD, "lines": [{**GOOD["lines"][0], "phase": "lunch"}]},
+        {**GOOD, "lines": [{**GOOD["lines"][0], "place": "moon"}]},
+        {**GOOD, "lines": [{**GOOD["lines"][0], "bytes": "10"}]},
+        {**GOOD, "lines": [{**GOOD["lines"][0], "bytes": 1.5}]},
+        {**GOOD, "lines": [{**GOOD["lines"][0], "bytes": True}]},
+        {**GOOD, "lines": [{**GOOD["lines"][0], "surprise": 1}]},
+    ],
+)
 def test_anything_else_is_refused_in_one_sentence(bad: Any) -> None:
     with pytest.raises(UserError, match=r"^plan\.json is not a ledger \(.*\); make one with") as caught:
         Ledger.from_json(bad, "plan.json")

@@ -107,9 +107,7 @@ def held_by_forward(p: Prepared, checkpointed: bool) -> int:
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_activations_are_what_autograd_keeps(every: int, tmp_path: Path, corpus: Path, token_cache: Path) -> None:
-    job = tiny_job(
-        tmp_path / "run", corpus, token_cache, layout={"micro_batch": 4}, levers={"checkpoint_every": every}
-    )  # fmt: skip
+    job = tiny_job(tmp_path / "run", corpus, token_cache, layout={"micro_batch": 4}, levers={"checkpoint_every": every})
     job = job.model_copy(update={"data": job.data.model_copy(update={"separate_documents": False})})
     ledger, again = measure_job(job, 1, quiet=True).ledger, prepared(job)
     kept = kept_by_autograd(again)
@@ -176,9 +174,16 @@ HISTORY = [
 
 def test_totals_of_a_history_are_in_blocks() -> None:
     assert list(running_totals(HISTORY, 512, MIB)) == [
-        (512, 3 * MIB), (1536, 3 * MIB), (2048, 3 * MIB), (2048, 3 * MIB), (1536, 3 * MIB),
-        (1536, 23 * MIB), (1536 + 3 * MIB, 23 * MIB), (2048 + 3 * MIB, 23 * MIB), (2048, 23 * MIB),
-    ]  # fmt: skip
+        (512, 3 * MIB),
+        (1536, 3 * MIB),
+        (2048, 3 * MIB),
+        (2048, 3 * MIB),
+        (1536, 3 * MIB),
+        (1536, 23 * MIB),
+        (1536 + 3 * MIB, 23 * MIB),
+        (2048 + 3 * MIB, 23 * MIB),
+        (2048, 23 * MIB),
+    ]
 
 
 def test_a_gpu_history_is_attributed_by_address_and_time() -> None:
@@ -195,8 +200,10 @@ def test_a_gpu_history_is_attributed_by_address_and_time() -> None:
     assert [(a.component, a.bytes) for a in load.alive] == [("weights", 1024)]
     assert [(a.component, a.bytes) for a in forward.alive] == [("weights", 1024), ("activations", 512)]
     assert [(a.component, a.bytes) for a in backward.alive] == [
-        ("weights", 1024), ("gradients", 3 * MIB), ("workspace", 512),
-    ]  # fmt: skip
+        ("weights", 1024),
+        ("gradients", 3 * MIB),
+        ("workspace", 512),
+    ]
     assert (backward.allocated_bytes, backward.reserved_bytes) == (1536 + 3 * MIB, 22 * MIB)
 
 
@@ -209,8 +216,10 @@ def test_phases_and_steps_of_anything() -> None:
             product = weights * 2
             del product
     assert [(line.component, line.phase, line.bytes) for line in measuring.ledger().lines] == [
-        ("weights", "init", 4000), ("weights", "forward", 4000), ("activations", "forward", 4000),
-    ]  # fmt: skip
+        ("weights", "init", 4000),
+        ("weights", "forward", 4000),
+        ("activations", "forward", 4000),
+    ]
     assert measuring.replay.allocated_bytes[measuring.last_step] == [8000, 4000]
 
 

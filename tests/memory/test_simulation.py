@@ -39,9 +39,12 @@ ODD = replace(TINY, vocab_size=101, mlp_size=52)
 """Rows that 8 ranks cannot share evenly: the first rank's shard is one of the larger ones."""
 WORLD = 8
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {}, "ddp": {"data": WORLD}, "zero 1": {"data": WORLD, "zero": 1}, "zero 2": {"data": WORLD, "zero": 2},
+    "one rank": {},
+    "ddp": {"data": WORLD},
+    "zero 1": {"data": WORLD, "zero": 1},
+    "zero 2": {"data": WORLD, "zero": 2},
     "zero 3": {"data": WORLD, "zero": 3},
-}  # fmt: skip
+}
 
 
 def asked(

@@ -39,8 +39,10 @@ def test_one_step_by_hand() -> None:
     assert replay.peak_allocated_bytes == replay.peak_reserved_bytes == 190
     by_phase = {moment.phase: moment for moment in replay.peaks}
     assert [(phase, moment.allocated_bytes) for phase, moment in by_phase.items()] == [
-        ("init", 100), ("forward", 170), ("backward", 190),
-    ]  # fmt: skip
+        ("init", 100),
+        ("forward", 170),
+        ("backward", 190),
+    ]
     assert held(by_phase["forward"]) == [
         ("weights", "", 100),
         ("activations", "mlp", 40),
@@ -179,8 +181,10 @@ def test_largest_alive_counts_the_same_tensor_of_all_layers_as_one_kind() -> Non
     alive.append(Allocation(10, "activations", "mlp", "layers.0.attention", "aten.mm"))
     ranked = largest_alive(PhasePeak("forward", alive=alive), count=3)
     assert [(a.module, a.bytes, times) for a, times in ranked] == [
-        ("layers.*.mlp", 10, 7), ("embed", 60, 1), ("layers.*.attention", 10, 1),
-    ]  # fmt: skip
+        ("layers.*.mlp", 10, 7),
+        ("embed", 60, 1),
+        ("layers.*.attention", 10, 1),
+    ]
     everything = largest_alive(PhasePeak("forward", alive=alive))
     assert sum(a.bytes * times for a, times in everything) == sum(a.bytes for a in alive)
 

@@ -56,10 +56,18 @@ def test_greedy_is_the_argmax_of_full_forwards(model: Decoder) -> None:
 def test_greedy_is_what_transformers_generates() -> None:
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, max_position_embeddings=64, initializer_range=0.3, eos_token_id=None,
-        bos_token_id=None, rms_norm_eps=SPEC.norm_eps,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+        rms_norm_eps=SPEC.norm_eps,
+    )
     theirs = LlamaForCausalLM(config).eval()
     ours = Decoder(SPEC)
     ours.load_state_dict(from_hf_state(theirs.state_dict(), SPEC))

@@ -18,9 +18,17 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
 
 SPEC = ModelSpec(
-    family="llama", vocab_size=270, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp_size=40,
-    max_positions=64, tied=True,
-)  # fmt: skip
+    family="llama",
+    vocab_size=270,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_size=40,
+    max_positions=64,
+    tied=True,
+)
 
 
 @pytest.fixture(scope="module")

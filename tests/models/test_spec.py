@@ -11,9 +11,16 @@ from tightfit.models.resolve import reshaped
 from tightfit.models.spec import Experts, ModelSpec, Rope
 
 SPEC = ModelSpec(
-    family="llama", vocab_size=100, hidden_size=8, layers=2, heads=4, kv_heads=2, head_dim=2, mlp_size=16,
+    family="llama",
+    vocab_size=100,
+    hidden_size=8,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    mlp_size=16,
     max_positions=32,
-)  # fmt: skip
+)
 # q and o are 8×8, k and v 4×8; gate, up and down 16×8; two norms of 8.
 LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
 

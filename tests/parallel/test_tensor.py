@@ -50,9 +50,13 @@ def counted_calls(case: Case) -> tuple[TensorCalls, Counter[tuple[str, torch.dty
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_traffic_is_what_the_planner_counts(sequence_parallel: bool, every: int) -> None:
     case = Case(
-        spec=SPEC, tensor=4, sequence_parallel=sequence_parallel, rows=ROWS, micro_batch=ROWS,
+        spec=SPEC,
+        tensor=4,
+        sequence_parallel=sequence_parallel,
+        rows=ROWS,
+        micro_batch=ROWS,
         levers=Levers(checkpoint_every=every),
-    )  # fmt: skip
+    )
     recomputed = {0: 0, 1: 3, 2: 2}[every]
     expected = forward_calls(3, sequence_parallel=sequence_parallel).plus(
         backward_calls(3, recomputed, sequence_parallel=sequence_parallel)
@@ -115,8 +119,12 @@ def test_what_is_gathered_again_counts_as_activations() -> None:
     ("spec", "layout", "levers", "words"),
     [
         (TINY, Layout(tensor=3), Levers(), "layout.tensor is 3, but the model has 4 attention heads"),
-        (replace(TINY, heads=12, kv_heads=4, mlp_size=96), Layout(tensor=6), Levers(),
-         "layout.tensor is 6, but the model has 4 key and value heads"),
+        (
+            replace(TINY, heads=12, kv_heads=4, mlp_size=96),
+            Layout(tensor=6),
+            Levers(),
+            "layout.tensor is 6, but the model has 4 key and value heads",
+        ),
         (replace(TINY, mlp_size=65), Layout(tensor=2), Levers(), "has 65 MLP columns; give a number that divides them"),
         (TINY_ROUTED, Layout(tensor=2), Levers(loss="plain"), "levers.loss is plain, which needs all logits"),
         (TINY, Layout(tensor=2), Levers(tiles=2), "levers.tiles is 2, which cuts the sequence where 2"),
@@ -124,7 +132,7 @@ def test_what_is_gathered_again_counts_as_activations() -> None:
         (TINY, Layout(tensor=2), Levers(optimizer_states="8bit"), "blocks of 256 do not divide rows cut in 2"),
         (replace(SPEC, vocab_size=9), Layout(tensor=4), Levers(), "leaves a rank without any of 9 tokens"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_split_gets_a_sentence(spec: ModelSpec, layout: Layout, levers: Levers, words: str) -> None:
     sentence = refused_by_trainer(Run(layout=layout, levers=levers, spec=spec))
     assert sentence is not None

@@ -36,10 +36,16 @@ def test_rows_that_do_not_divide_name_those_that_do() -> None:
         rows_of_tokens(0, 512)
 
 
-@pytest.mark.parametrize(("tokens", "gpus", "said"), [
-    (4_194_304, 1024, None), (61_440_000, 2048, None), (65_536, 1024, "less"), (200_000_000, 1024, "more"),
-    (65_536, 8, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "gpus", "said"),
+    [
+        (4_194_304, 1024, None),
+        (61_440_000, 2048, None),
+        (65_536, 1024, "less"),
+        (200_000_000, 1024, "more"),
+        (65_536, 8, None),
+    ],
+)
 def test_unusual_batches_are_pointed_out(tokens: int, gpus: int, said: str | None) -> None:
     sentence = warning(tokens, gpus)
     assert (sentence is None) == (said is None)

@@ -96,9 +96,14 @@ def test_every_lever_costs_time_or_nothing() -> None:
     layout = Layout(data=8, zero=3, micro_batch=1)
     base = step("llama-3.1-8b", "8xA100-80GB", 4096, 64, layout)
     for levers in (
-        Levers(checkpoint_every=1), Levers(tiles=8), Levers(offload="optimizer"), Levers(offload="weights"),
-        Levers(checkpoint_every=1, offload_checkpoints=True), Levers(loss="plain"), Levers(loss_chunk_bytes=0),
-    ):  # fmt: skip
+        Levers(checkpoint_every=1),
+        Levers(tiles=8),
+        Levers(offload="optimizer"),
+        Levers(offload="weights"),
+        Levers(checkpoint_every=1, offload_checkpoints=True),
+        Levers(loss="plain"),
+        Levers(loss_chunk_bytes=0),
+    ):
         assert step("llama-3.1-8b", "8xA100-80GB", 4096, 64, layout, levers).step_s >= base.step_s
 
 

@@ -56,7 +56,8 @@ def test_the_cheapest_lever_that_makes_room() -> None:
     assert times == sorted(times)
     assert cheapest_that_fits(asked.space, ONE, Levers(), 2**30) is None
     lossy = Levers(optimizer_states="bf16")
-    kept = cheapest_that_fits(question("llama-3.2-1b", "H100-80GB", 8192, 1, "levers.optimizer_states=bf16").space, ONE,
-                              lossy, rooms[1])  # fmt: skip
+    kept = cheapest_that_fits(
+        question("llama-3.2-1b", "H100-80GB", 8192, 1, "levers.optimizer_states=bf16").space, ONE, lossy, rooms[1]
+    )
     assert kept is not None
     assert kept.levers.optimizer_states == "bf16"

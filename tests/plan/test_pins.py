@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.plan.questions import planned, question
+from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
@@ -80,14 +80,30 @@ def test_shapes_of_the_model_limit_the_layout() -> None:
 @pytest.mark.parametrize(
     "pin",
     [
-        "layout.zero=2", "layout.tensor=4", "layout.pipeline=2", "layout.schedule=gpipe", "layout.context=2",
-        "layout.micro_batch=2", "layout.sequence_parallel=false", "levers.checkpoint_every=3", "levers.loss=plain",
-        "levers.tiles=2", "levers.offload=optimizer", "levers.loss_chunk_bytes=1000000", "levers.num_checkpoints=8",
-        "levers.checkpoint_keep=matmuls", "levers.checkpoint_budget_bytes=8000000000", "levers.checkpoint_format=fp8",
-        "levers.checkpoint_host_bytes=1000000000", "layout.shard_inside=4", "layout.stages_per_rank=3",
-        "layout.stages_per_rank=8", "levers.matmul=fp8-row", "levers.offload_keep_bytes=5",
+        "layout.zero=2",
+        "layout.tensor=4",
+        "layout.pipeline=2",
+        "layout.schedule=gpipe",
+        "layout.context=2",
+        "layout.micro_batch=2",
+        "layout.sequence_parallel=false",
+        "levers.checkpoint_every=3",
+        "levers.loss=plain",
+        "levers.tiles=2",
+        "levers.offload=optimizer",
+        "levers.loss_chunk_bytes=1000000",
+        "levers.num_checkpoints=8",
+        "levers.checkpoint_keep=matmuls",
+        "levers.checkpoint_budget_bytes=8000000000",
+        "levers.checkpoint_format=fp8",
+        "levers.checkpoint_host_bytes=1000000000",
+        "layout.shard_inside=4",
+        "layout.stages_per_rank=3",
+        "layout.stages_per_rank=8",
+        "levers.matmul=fp8-row",
+        "levers.offload_keep_bytes=5",
     ],
-)  # fmt: skip
+)
 def test_a_pinned_field_stays(pin: str) -> None:
     pins = [pin, "layout.pipeline=2"] if "schedule" in pin else [pin]
     plan = planned("llama-3.2-1b", "8xH100-80GB", 2048, 64, *pins).plan
@@ -100,14 +116,8 @@ def refused(plan: Plan) -> str | None:
     return refused_by_trainer(Run(layout=plan.layout, levers=plan.levers, spec=plan.workload.spec))
 
 
-def test_runnable_pins_leave_what_the_trainer_runs() -> None:
-    pins = parse_pins(["layout.zero=3"])
-    asked = question("llama-3.1-8b", "8xV100-32GB", 512, 8)
-    from dataclasses import replace
-
-    from tightfit.plan.answer import answer
-
-    found = answer(replace(asked, pins=pins, runnable=True)).plan
+def test_pins_leave_what_the_trainer_runs() -> None:
+    found = planned("llama-3.1-8b", "8xV100-32GB", 512, 8, "layout.zero=3").plan
     assert found.layout.zero == 3
     assert refused(found) is None
     split = planned("llama-3.1-8b", "8xH100-80GB", 4096, 8, "layout.context=2").plan

@@ -85,7 +85,7 @@ def test_other_files_are_one_sentence(text: str, words: list[str], tmp_path: Pat
         {"layout": []},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_hostile_plans_are_one_sentence(plan: Plan, changes: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(broken(plan, **changes))
     with pytest.raises(UserError) as error:

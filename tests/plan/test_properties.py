@@ -1,4 +1,4 @@
-"""Properties of the planner over many questions, drawn alike every time: runnable plans are run, more is not slower."""
+"""Properties of the planner over many questions, drawn alike every time: plans are run, more is not slower."""
 
 import random
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def machine_of(gpus: int, card: str, host: str | None = None) -> Machine:
 
 
 def spaces(count: int, most_gpus: int) -> Iterator[SearchSpace]:
-    """Questions of `--runnable`: every preset and every card in turn."""
+    """Every preset and every card in turn."""
     draw = random.Random(most_gpus)
     for number in range(count):
         gpus = draw.randint(1, 8) if draw.random() < 0.3 else 2 ** draw.randint(0, most_gpus.bit_length() - 1)
@@ -46,7 +46,7 @@ def spaces(count: int, most_gpus: int) -> Iterator[SearchSpace]:
         spec = preset(MODELS[number % len(MODELS)])
         length = min(draw.choice(LENGTHS), spec.max_positions)
         workload = make_workload(spec, machine, sequence_length=length, rows=gpus * draw.choice(ROWS))
-        yield SearchSpace(workload, machine, lossy=draw.random() < 0.2, runnable=True)
+        yield SearchSpace(workload, machine, lossy=draw.random() < 0.2)
 
 
 def is_run(workload: Workload, layout: Layout, levers: Levers) -> bool:
@@ -66,7 +66,7 @@ def is_run(workload: Workload, layout: Layout, levers: Levers) -> bool:
     return refused_by_trainer(run) is None
 
 
-def test_whatever_a_runnable_search_may_propose_is_run() -> None:
+def test_whatever_a_search_may_propose_is_run() -> None:
     """Of 500 questions, any layouts and any levers that the search may choose for them."""
     draw = random.Random(0)
     asked = 0
@@ -98,7 +98,7 @@ FAMOUS = (
 
 @pytest.mark.parametrize(("model", "on", "length", "rows"), FAMOUS)
 def test_famous_cases_fit_and_run(model: str, on: str, length: int, rows: int, tmp_path: Path) -> None:
-    asked = replace(question(model, on, length, rows), runnable=True)
+    asked = question(model, on, length, rows)
     plan = answer(asked).plan
     assert plan.fits
     assert refusal_of(plan, tmp_path) is None

@@ -105,8 +105,18 @@ def test_a_picture_names_phases_and_peaks(tmp_path: Path) -> None:
     line = Timeline(positions, [i * MIB for i in range(100)], [120 * MIB] * 100, starts, "milliseconds")
     draw_timelines({"before": line, "after": line}, "two steps", tmp_path / "two.svg")
     words = text_of(tmp_path / "two.svg")
-    for word in ("before: peak 99.0 MiB allocated, 120.0 MiB reserved", "after: peak", "two steps", "milliseconds",
-                 "forward", "loss", "backward", "optimizer", "reserved", "peak allocated"):  # fmt: skip
+    for word in (
+        "before: peak 99.0 MiB allocated, 120.0 MiB reserved",
+        "after: peak",
+        "two steps",
+        "milliseconds",
+        "forward",
+        "loss",
+        "backward",
+        "optimizer",
+        "reserved",
+        "peak allocated",
+    ):
         assert word in words
     host = Timeline(positions, line.allocated_bytes, line.allocated_bytes, starts, "allocations and frees")
     draw_timelines({"": host}, "one step", tmp_path / "one.svg")

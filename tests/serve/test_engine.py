@@ -184,10 +184,17 @@ def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder) -> No
 def test_beams_are_those_of_transformers(model: Decoder) -> None:
     spec = model.spec
     config = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads, intermediate_size=spec.mlp_size,
-        max_position_embeddings=spec.max_positions, rms_norm_eps=spec.norm_eps, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        intermediate_size=spec.mlp_size,
+        max_position_embeddings=spec.max_positions,
+        rms_norm_eps=spec.norm_eps,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
     theirs = LlamaForCausalLM(config).eval()
     theirs.load_state_dict(to_hf_state(model, spec), strict=False)
     ids = torch.tensor([PROMPT])
@@ -225,7 +232,7 @@ def test_finished_beams_wait_for_better_ones() -> None:
             lambda text: json.loads(text)["n"] in (1, 22),
         ),
     ],
-)  # fmt: skip
+)
 def test_answers_have_the_form_that_is_asked_for(
     model: Decoder, tokenizer: Tokenizer, grammar: Grammar, check: object
 ) -> None:

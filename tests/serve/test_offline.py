@@ -1,6 +1,9 @@
 """Files of prompts: answered once each, gone on with after a kill, refused with the line that is wrong."""
 
 import json
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.offline import answer_file, finished_ids, read_prompts
+from tightfit.serve.offline import answer_file, read_finished, read_prompts
 from tightfit.serve.sampling import Sampling
+from tightfit.writer_lock import locked_beside
 
 CONFIG = EngineConfig(max_sequences=2, step_tokens=64, block_size=4, cache_bytes=2**20)
 SAMPLING = Sampling(max_tokens=6, temperature=0.9, seed=3)
@@ -70,10 +74,59 @@ def test_mistakes_are_found_before_anything_is_written(
     assert not target.exists()
 
 
-def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
-    target = tmp_path / "out.jsonl"
-    target.write_text('{"something": "else"}\n')
+@pytest.mark.parametrize(
+    "content",
+    ['{"something": "else"}\n', "a note without a line break", '{"id": "1", "prompt": "a"}\n', '{"id": "1"}', "[1]\n"],
+)
+def test_files_that_are_not_ours_are_left_alone(
+    model: Decoder, tokenizer: Tokenizer, tmp_path: Path, content: str
+) -> None:
+    """Also one whose only line has no end, and the prompts themselves."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": "1", "prompt": "a"}\n')
+    target.write_text(content)
     with pytest.raises(UserError, match="no output of ours"):
-        finished_ids(target)
+        answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+    with pytest.raises(UserError, match="no output of ours"):
+        answer_file(Engine(model, tokenizer, CONFIG), source, source, SAMPLING)
+    assert target.read_text() == content
+    assert source.read_text() == '{"id": "1", "prompt": "a"}\n'
+
+
+def test_names_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         read_prompts(tmp_path / "missing")
+    with pytest.raises(UserError, match="character device"):
+        read_prompts(Path("/dev/zero"))
+    with pytest.raises(UserError, match="Is a directory"):
+        read_finished(tmp_path)
+
+
+def test_an_output_has_one_writer_at_a_time(model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    with locked_beside(target), pytest.raises(UserError, match=rf"out.jsonl is being written by process {os.getpid()}"):
+        answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+    assert not target.exists()
+    assert answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_full_disk_is_a_sentence_and_what_is_answered_stays(
+    model: Decoder, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(f'{{"prompt": "number {i}"}}\n' for i in range(6)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*out.jsonl: File too large; make room and run the same"):
+            answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    before = len(read_finished(target).ids)
+    assert 0 < before < 6
+    assert answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING) == 6 - before
+    assert len(lines(target)) == 6

@@ -14,8 +14,14 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 
 CONFIG = EngineConfig(max_sequences=4, step_tokens=64, block_size=4, cache_bytes=2**20)
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-         "--disable-sync", "--no-first-run"]  # fmt: skip
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 

@@ -42,8 +42,14 @@ def test_our_kernels_give_the_same() -> None:
 def test_small_caches_stops_seeds_and_the_hosts_turns_do_not_matter(model: Decoder) -> None:
     """Preemptions, stop ids, several answers and penalties between pipelined steps, against steps one by one."""
     base = Sampling(max_tokens=14, temperature=1.3, seed=5)
-    kinds = [base, replace(base, top_k=4), replace(base, top_p=0.7, min_p=0.1), replace(base, temperature=0),
-             replace(base, presence_penalty=0.5), replace(base, stop_ids=frozenset(range(0, 300, 7)))]  # fmt: skip
+    kinds = [
+        base,
+        replace(base, top_k=4),
+        replace(base, top_p=0.7, min_p=0.1),
+        replace(base, temperature=0),
+        replace(base, presence_penalty=0.5),
+        replace(base, stop_ids=frozenset(range(0, 300, 7))),
+    ]
     requests = [
         Request(
             id=f"{i}", prompt=[7 + i, 3, 9, 9, i + 1] * (1 + i % 4), sampling=kinds[i % len(kinds)], count=1 + i % 3

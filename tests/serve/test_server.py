@@ -30,10 +30,14 @@ TOOL: Any = {
     "type": "function",
     "function": {
         "name": "add",
-        "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"],
-                       "additionalProperties": False},
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"enum": [1, 2]}},
+            "required": ["n"],
+            "additionalProperties": False,
+        },
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +115,14 @@ def test_completions_take_texts_and_tokens(client: openai.OpenAI, tokenizer: Tok
 
 def test_logprobs_come_with_their_tokens(client: openai.OpenAI) -> None:
     made = client.chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3,
+        model="tiny",
+        messages=HELLO,
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
         extra_body={"ignore_eos": True},
-    )  # fmt: skip
+    )
     found = made.choices[0].logprobs
     assert found is not None
     assert found.content is not None
@@ -133,9 +142,13 @@ def test_answers_of_a_given_form(client: openai.OpenAI) -> None:
         "additionalProperties": False,
     }
     made = client.chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=200, temperature=1, seed=1,
+        model="tiny",
+        messages=HELLO,
+        max_tokens=200,
+        temperature=1,
+        seed=1,
         response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
-    )  # fmt: skip
+    )
     assert made.choices[0].finish_reason == "stop"
     assert json.loads(made.choices[0].message.content or "")["n"] in (1, 22)
     chosen = client.completions.create(
@@ -231,7 +244,7 @@ BAD_BODIES: list[tuple[str, bytes, int]] = [
     ("/v1/embeddings", b'{"input": [[-1]]}', 400),
     ("/v1/embeddings", b'{"input": "a", "dimensions": 7}', 400),
     ("/v1/nothing", b"{}", 404),
-]  # fmt: skip
+]
 
 
 def test_malformed_requests_are_refused_with_a_sentence(server: Running) -> None:
@@ -279,9 +292,14 @@ def test_a_slow_reader_holds_nobody_up(server: Running, client: openai.OpenAI) -
 def test_a_hundred_streams_at_once(server: Running) -> None:
     async def one(client: openai.AsyncOpenAI, index: int) -> int:
         stream = await client.completions.create(
-            model="tiny", prompt=f"{index}:", max_tokens=10, stream=True, seed=index, extra_body={"ignore_eos": True},
+            model="tiny",
+            prompt=f"{index}:",
+            max_tokens=10,
+            stream=True,
+            seed=index,
+            extra_body={"ignore_eos": True},
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         tokens = 0
         async for chunk in stream:
             tokens = chunk.usage.completion_tokens if chunk.usage else tokens

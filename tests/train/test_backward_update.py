@@ -144,7 +144,10 @@ def test_a_loss_that_is_not_finite_is_noticed_before_weights_are() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"global_batch": 16, "levers": {"update_in_backward": True}}, ["2 micro-batches add up", "layout.micro_batch"]),
+        (
+            {"global_batch": 16, "levers": {"update_in_backward": True}},
+            ["2 micro-batches add up", "layout.micro_batch"],
+        ),
         ({"global_batch": 16, "layout": {"data": 2}, "levers": {"update_in_backward": True}}, ["layout.zero is 0"]),
         ({"precision": "fp16", "levers": {"update_in_backward": True}}, ["overflow", "bf16"]),
         ({"levers": {"rounding": "stochastic"}, "precision": "bf16"}, ["masters", "pure-bf16"]),

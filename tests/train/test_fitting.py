@@ -22,9 +22,14 @@ GIB = 2**30
 
 def job_of(model: str, length: int, **changes: Any) -> Job:
     fields: dict[str, Any] = {
-        "model": model, "data": {"train": ["nowhere"], "sequence_length": length}, "output": "nowhere/run", "steps": 3,
-        "global_batch": 1, "layout": {"micro_batch": 1}, "levers": "auto",
-    }  # fmt: skip
+        "model": model,
+        "data": {"train": ["nowhere"], "sequence_length": length},
+        "output": "nowhere/run",
+        "steps": 3,
+        "global_batch": 1,
+        "layout": {"micro_batch": 1},
+        "levers": "auto",
+    }
     return Job.model_validate({**fields, **changes})
 
 

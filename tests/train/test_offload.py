@@ -194,16 +194,21 @@ def test_who_stays_and_who_is_late() -> None:
     found = placements(named, Levers(offload="optimizer", offload_keep_bytes=2 * embed + 32 * 32 * 8), state_bytes)
     stays = [name for name, place in found.items() if not place.states_offloaded]
     assert {name for name in stays if "norm" not in name} == {
-        "embed.weight", "head.weight", "layers.0.attention.q.weight"
-    }  # fmt: skip
+        "embed.weight",
+        "head.weight",
+        "layers.0.attention.q.weight",
+    }
     levers = Levers(
-        offload="weights", checkpoint_every=1, update_in_backward=True,
+        offload="weights",
+        checkpoint_every=1,
+        update_in_backward=True,
         offload_gradient_bytes=IN_FLIGHT_BYTES + 2 * 64 * 32 * 4,
-    )  # fmt: skip
+    )
     found = placements(named, levers, state_bytes)
     assert [name for name, place in found.items() if place.deferred] == [
-        "layers.1.mlp.up.weight", "layers.1.mlp.down.weight"
-    ]  # fmt: skip
+        "layers.1.mlp.up.weight",
+        "layers.1.mlp.down.weight",
+    ]
     assert not found["embed.weight"].weight_offloaded
     assert found["layers.0.mlp.up.weight"].weight_offloaded
 

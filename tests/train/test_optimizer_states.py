@@ -105,9 +105,14 @@ def test_auto_and_its_own_name_are_the_same(precision: str, form: str) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "form", "near"),
-    [("fp32", "bf16", 0.004), ("fp32", "8bit", 0.02), ("bf16", "bf16", 0.004), ("bf16", "8bit", 0.02),
-     ("fp16", "8bit", 0.02)],
-)  # fmt: skip
+    [
+        ("fp32", "bf16", 0.004),
+        ("fp32", "8bit", 0.02),
+        ("bf16", "bf16", 0.004),
+        ("bf16", "8bit", 0.02),
+        ("fp16", "8bit", 0.02),
+    ],
+)
 def test_updates_are_near_those_with_float32_moments(precision: str, form: str, near: float) -> None:
     """‖found − truth‖ relative to how far the weights have moved; a moment that is dropped or mixed up is 0.3 off."""
     start = dict(tiny_model().named_parameters())

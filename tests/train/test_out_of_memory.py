@@ -145,9 +145,13 @@ def _as_yaml(overrides: tuple[str, ...]) -> str:
 
 
 def test_one_screen_and_an_exit_code_of_its_own(
-    tmp_path: Path, corpus: Path, token_cache: Path, failing: Callable[..., None],
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    corpus: Path,
+    token_cache: Path,
+    failing: Callable[..., None],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = job_in(tmp_path, corpus, token_cache)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(mode="json")), encoding="utf-8")
@@ -155,8 +159,17 @@ def test_one_screen_and_an_exit_code_of_its_own(
     run = Run(capfd, monkeypatch, "train", str(file))
     assert run.code == EXIT_CODE == 3
     assert "Traceback" not in run.err
-    for words in ("Out of GPU memory", "step 3", "forward", "2.00 GiB", "512 MiB", "layers.0", "optimizer states",
-                  "step-00000002", "--fit"):  # fmt: skip
+    for words in (
+        "Out of GPU memory",
+        "step 3",
+        "forward",
+        "2.00 GiB",
+        "512 MiB",
+        "layers.0",
+        "optimizer states",
+        "step-00000002",
+        "--fit",
+    ):
         assert words in " ".join(run.err.replace("│", " ").split()), words
     assert len(run.err.splitlines()) < 60
     again = Run(capfd, monkeypatch, "train", str(tmp_path / "run"), "--resume", "--json")

@@ -26,7 +26,7 @@ from tightfit.train.checkpoints import directory
 from tightfit.train.evaluation import Evaluation
 from tightfit.train.loop import run_job
 from tightfit.train.run_directory import REPLACED, Start, decide, recover
-from tightfit.train.run_lock import LOCK_FILE, locked
+from tightfit.writer_lock import LOCK_FILE, locked
 
 
 def test_the_old_run_goes_when_the_new_one_has_a_checkpoint(
@@ -160,7 +160,7 @@ def test_a_second_run_is_told_of_the_first_before_it_does_anything(
 
 
 HOLD = """
-import sys; from pathlib import Path; from tightfit.train.run_lock import locked
+import sys; from pathlib import Path; from tightfit.writer_lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True); sys.stdin.read()
 """

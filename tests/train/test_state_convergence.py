@@ -34,10 +34,18 @@ def curve(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Any:
         if name not in known:
             data = {"train": [str(text)], "held_out": 0, "sequence_length": 32, "cache": str(folder / "cache")}
             job = tiny_job(
-                folder / name, text, folder, data=data, steps=STEPS, global_batch=8, layout={"micro_batch": 8},
-                optimizer={"lr": 5e-3}, schedule={"warmup_steps": 5}, levers=levers,
+                folder / name,
+                text,
+                folder,
+                data=data,
+                steps=STEPS,
+                global_batch=8,
+                layout={"micro_batch": 8},
+                optimizer={"lr": 5e-3},
+                schedule={"warmup_steps": 5},
+                levers=levers,
                 model={"source": "tiny-llama", "shape": {"layers": 2}},
-            )  # fmt: skip
+            )
             run_job(job, quiet=True)
             known[name] = [row["loss"] for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row]
         return known[name]
@@ -47,10 +55,14 @@ def curve(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Any:
 
 @pytest.mark.parametrize(
     "levers",
-    [{"optimizer_states": "bf16"}, {"optimizer_states": "8bit"}, {"optimizer_states": "factored"},
-     {"update_in_backward": True}],
+    [
+        {"optimizer_states": "bf16"},
+        {"optimizer_states": "8bit"},
+        {"optimizer_states": "factored"},
+        {"update_in_backward": True},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_loss_ends_where_float32_states_bring_it(curve: Any, levers: dict[str, Any]) -> None:
     plain, found = curve(), curve(**levers)
     assert len(found) == len(plain) == STEPS

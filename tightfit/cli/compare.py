@@ -23,6 +23,4 @@ def compare(
     from tightfit.report.ledger import print_comparison
 
     said, found = read_ledger(predicted), read_ledger(measured)
-    print_comparison(
-        lay_side_by_side(said, found), (str(predicted), said), (str(measured), found), as_json=as_json
-    )  # fmt: skip
+    print_comparison(lay_side_by_side(said, found), (str(predicted), said), (str(measured), found), as_json=as_json)

@@ -15,6 +15,7 @@ from tightfit.cli.calibrate import calibrate
 from tightfit.cli.check import check
 from tightfit.cli.compare import compare
 from tightfit.cli.compress import compress
+from tightfit.cli.doctor import doctor
 from tightfit.cli.evaluate import evaluate
 from tightfit.cli.export import export
 from tightfit.cli.generate import generate
@@ -52,6 +53,7 @@ VERBS = (
     plan,
     measure,
     check,
+    doctor,
     compare,
     batch,
     hardware,

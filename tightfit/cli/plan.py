@@ -41,7 +41,6 @@ def plan(
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Let the planner narrow optimizer states.")
     ] = False,
-    runnable: Annotated[bool, typer.Option("--runnable", help="Only what `tightfit train` runs today.")] = False,
     confirm: Annotated[
         bool, typer.Option("--confirm", help="Simulate the plan: the real step on fake tensors.")
     ] = False,
@@ -103,7 +102,6 @@ def plan(
         steps=steps,
         tokens=tokens,
         pins=pin or [],
-        runnable=runnable,
         lossy=allow_lossy,
     )
     if save is not None:
@@ -143,7 +141,6 @@ def _question(
     steps: int | None,
     tokens: str | None,
     pins: list[str],
-    runnable: bool,
     lossy: bool,
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
@@ -191,7 +188,6 @@ def _question(
         machine=machine,
         pins=parse_pins(pins),
         lossy=lossy,
-        runnable=runnable,
         positions=spec.max_positions,
         steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
         job=job,

@@ -48,9 +48,68 @@ class Split:
         outer = () if self.outer is None else self.outer.cuts
         return outer if self.dim is None else (*outer, self)
 
+    @property
+    def summed_over(self) -> tuple[DeviceMesh, ...]:
+        """Axes that gradients must be summed over."""
+        return (self.mesh,) if self.partial_gradient else ()
+
+    def placed(self, cuts: "Sequence[Split]") -> tuple[DeviceMesh, list[Any]]:
+        """The mesh of `cuts`, and a placement for each of its axes."""
+        from torch.distributed.tensor import Shard
+
+        placements: list[Any] = [Shard(cut.dim) for cut in cuts if cut.dim is not None]
+        return cuts[0].mesh if len(cuts) == 1 else _without_fsdp(self), placements
+
     def bounds(self) -> tuple[int, int]:
         """Start and length of this rank's shard along `dim`."""
         return _chunk(self.size, self.mesh.size(), self.mesh.get_local_rank())
+
+
+@dataclass(frozen=True)
+class BlockSplit(Split):
+    """How the axes of a mesh of tensor ranks split one parameter; gradients are partial over axes that do not.
+
+    Where two axes split the same dimension, the inner one splits it first and the outer one splits its parts.
+    """
+
+    axes: tuple[DeviceMesh, ...] = ()
+    """Those of `mesh`, outermost first."""
+    dims: tuple[int | None, ...] = ()
+    """The dimension that each axis splits, None for copies."""
+    shape: tuple[int, ...] = ()
+    """Of the whole parameter."""
+
+    @property
+    def cuts(self) -> tuple[Split, ...]:
+        """A split per axis that splits, outermost first."""
+        shape, found = list(self.shape), list[Split]()
+        for axis, dim in reversed(list(zip(self.axes, self.dims, strict=True))):
+            if dim is not None:
+                found.insert(0, Split(mesh=axis, grid=self.grid, dim=dim, size=shape[dim]))
+                shape[dim] = found[0].bounds()[1]
+        return tuple(found)
+
+    @property
+    def summed_over(self) -> tuple[DeviceMesh, ...]:
+        """Axes of several ranks that have copies, made from different rows or heads."""
+        return tuple(axis for axis, dim in zip(self.axes, self.dims, strict=True) if dim is None and axis.size() > 1)
+
+    def placed(self, cuts: Sequence[Split]) -> tuple[DeviceMesh, list[Any]]:
+        """All axes, and a placement for each."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        known = {cut.dim for cut in cuts}
+        placements: list[Any] = []
+        for number, dim in enumerate(self.dims):
+            inner = [axis.size() for axis, other in zip(self.axes, self.dims, strict=True) if other == dim][1:]
+            if dim is None or dim not in known:
+                placements.append(Replicate())
+            elif dim in self.dims[number + 1 :]:
+                placements.append(_StridedShard(dim, split_factor=math.prod(inner)))
+            else:
+                placements.append(Shard(dim))
+        return self.mesh, placements
 
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -107,10 +166,7 @@ def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
     cuts = () if split is None else tuple(cut for cut in split.cuts if cut.dim is not None and cut.dim < tensor.ndim)
     if split is None or not cuts:
         return tensor
-    from torch.distributed.tensor import Shard
-
-    placements: list[Any] = [Shard(cut.dim) for cut in cuts if cut.dim is not None]
-    mesh = cuts[0].mesh if len(cuts) == 1 else _without_fsdp(split)
+    mesh, placements = split.placed(cuts)
     if is_shard(tensor):
         mesh, placements = split.grid, [*_strided(tensor.placements, cuts), *placements]
     size = torch.Size(_whole_shape(list(tensor.shape), cuts))

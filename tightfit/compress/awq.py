@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tightfit.compress.inputs import InputStatistics, output_error
 from tightfit.compress.linear_sets import LinearSet, linear, move_scale
-from tightfit.compress.ranges import fit_grid
 from tightfit.models.decoder import Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 EXPONENTS = tuple(i / 20 for i in range(20))

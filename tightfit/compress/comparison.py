@@ -85,36 +85,54 @@ class _Rows:
 
 
 @torch.no_grad()
-def compare_models(compressed: Decoder, original: Decoder, batches: Iterable[dict[str, Tensor]]) -> Comparison:
-    """Both models on the same batches of tokens, labels and documents."""
+def hidden_states(model: Decoder, batches: Iterable[dict[str, Tensor]]) -> list[Tensor]:
+    """Normed hidden states of every batch, to compare several models with one pass of the original."""
+    device = next(model.parameters()).device
+    return [_hidden(model, {name: tensor.to(device) for name, tensor in batch.items()}) for batch in batches]
+
+
+@torch.no_grad()
+def compare_models(
+    compressed: Decoder,
+    original: Decoder,
+    batches: Iterable[dict[str, Tensor]],
+    original_states: Sequence[Tensor] | None = None,
+) -> Comparison:
+    """Both models on the same batches of tokens, labels and documents; `original_states` are `hidden_states` of it."""
     device = next(compressed.parameters()).device
     loss, other, difference, kl, agreement = (_Rows() for _ in range(5))
     rows = tokens = 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         counted = (batch["labels"] != IGNORE).double()
-        made = _per_token(compressed, original, batch)
+        known = _hidden(original, batch) if original_states is None else original_states[number]
+        made = _per_token(compressed, original, batch, known)
         for collected, values in zip((loss, other, kl, agreement), made, strict=True):
             collected.add(values, counted)
         difference.add(made[0] - made[1], counted)
         rows, tokens = rows + len(counted), tokens + int(counted.sum())
     return Comparison(
-        loss=loss.interval(), original_loss=other.interval(), loss_difference=difference.interval(),
-        kl=kl.interval(), agreement=agreement.interval(), rows=rows, tokens=tokens,
-    )  # fmt: skip
+        loss=loss.interval(),
+        original_loss=other.interval(),
+        loss_difference=difference.interval(),
+        kl=kl.interval(),
+        agreement=agreement.interval(),
+        rows=rows,
+        tokens=tokens,
+    )
 
 
 def _per_token(
-    compressed: Decoder, original: Decoder, batch: dict[str, Tensor]
+    compressed: Decoder, original: Decoder, batch: dict[str, Tensor], known: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses of both, KL divergence and agreement of every token, [B, T]; a chunk of logits at a time."""
-    hidden = [_hidden(model, batch) for model in (compressed, original)]
+    hidden = _hidden(compressed, batch)
     labels = batch["labels"].clamp(min=0)
     step = max(CHUNK_LOGITS // (compressed.spec.vocab_size * len(labels)), 1)
     parts = []
     for i in range(0, labels.shape[1], step):
-        q = _log_probabilities(compressed, hidden[0][:, i : i + step])
-        p = _log_probabilities(original, hidden[1][:, i : i + step])
+        q = _log_probabilities(compressed, hidden[:, i : i + step])
+        p = _log_probabilities(original, known[:, i : i + step])
         parts.append(_compared(q, p, labels[:, i : i + step]))
     losses, others, divergences, agreements = (torch.cat(found, 1) for found in zip(*parts, strict=True))
     return losses, others, divergences, agreements

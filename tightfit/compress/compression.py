@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit.compress.calibration import Calibration, read_calibration
 from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
 from tightfit.compress.finished_layer import load_finished
-from tightfit.compress.format_choice import choose_format, module_schemes
+from tightfit.compress.format_choice import choose_format
 from tightfit.compress.layer_compression import LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.model_parts import ModelParts
@@ -28,11 +28,12 @@ from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
+from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import has_weights, load_source_tokenizer
-from tightfit.models.quantized.directory import shapes_of, tensors_to_write
+from tightfit.models.quantized.directory import module_schemes, shapes_of, tensors_to_write
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 
@@ -83,6 +84,7 @@ def compress(job: CompressionJob, announce: Callable[[CompressionCost], None], p
 
 class _Compression:
     def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
+        refuse_existing(job.out)
         if not has_weights(job.model):
             raise UserError(f"{job.model} has no weights to compress; give a directory, a run or a GGUF file that has")
         if job.recipe.is_calibrated and not job.data:
@@ -144,6 +146,10 @@ class _Compression:
             return None
 
     def run(self, progress: Progress) -> CompressionReport:
+        with self.directory:
+            return self._run(progress)
+
+    def _run(self, progress: Progress) -> CompressionReport:
         stream = self._write_ends()
         reports: list[LayerReport] = []
         resumed = 0
@@ -205,13 +211,13 @@ class _Compression:
         return [run_layer(model, layer, x) for x in stream]
 
     def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
-        folder = self.directory.path
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        tokenizer = self._tokenizer()
-        if tokenizer is not None:
-            tokenizer.save(folder)
-        shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
-        self.directory.finish()
+        folder, tokenizer = self.directory.path, self._tokenizer()
+        with self.directory.writing():
+            (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            if tokenizer is not None:
+                tokenizer.save(folder)
+            shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
+            self.directory.finish()
         measured = replace(
             self.predicted,
             result_bytes=sum(shards),

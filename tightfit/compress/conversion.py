@@ -10,27 +10,27 @@ from torch import Tensor
 
 from tightfit.compress.format_choice import choose_format
 from tightfit.compress.recipe import Recipe
-from tightfit.durable import durable_directory
+from tightfit.durable import durable_directory, refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
-from tightfit.models.loading import load_source_tokenizer, source_spec
+from tightfit.models.loading import load_source_tokenizer, source_spec, verify_weights
 from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.resolve import read_config
-from tightfit.models.saving import Export
+from tightfit.models.saving import Export, told_if_unwritable
 
 SHARD_BYTES = 2 * 10**9
 
 
 def convert(source: str, target: Path, form_name: str) -> Export:
     """Write the compressed model at `source` to the new directory `target` in another layout."""
-    if target.exists():
-        raise UserError(f"{target} exists already; name a new place or remove it first")
+    refuse_existing(target)
     path = Path(source)
     if not path.is_dir() or not is_quantized(path):
         raise UserError(f"{source} is not a compressed model; run tightfit compress {source} first")
+    verify_weights(path)
     files = QuantizedDirectory(path, source_spec(source))
     schemes = {module: files.scheme(module) for module in files.modules}
     form = choose_format(schemes, form_name, Recipe(()))
@@ -41,7 +41,7 @@ def convert(source: str, target: Path, form_name: str) -> Export:
         if not files.is_coded(name) and ".layers." in name and len(files.shapes[link.ours[0]].shape) > 1
     )
     config = {**read_config(path / "config.json"), "quantization_config": form.config(schemes, plain)}
-    with durable_directory(target) as folder:
+    with told_if_unwritable(target), durable_directory(target) as folder:
         _write(folder, files, form)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         with suppress(UserError):  # a model without tokenizer stays one

@@ -28,6 +28,7 @@ from tightfit.compress.compression import CompressionJob
 from tightfit.compress.cost import matrices
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
+from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.memory.formulas.serving import serving_ledger
@@ -110,6 +111,7 @@ def fit_bits(
     say: Callable[[str], None] = lambda text: None,
 ) -> Fit:
     """Measure sensitivities on some calibration rows and choose bits for one card of `machine`."""
+    refuse_existing(job.out)
     spec = source_spec(job.model)
     length = min(4096, spec.max_positions) if context is None else context
     if method not in FITTED_METHODS:

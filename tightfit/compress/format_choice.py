@@ -1,15 +1,13 @@
-"""Which file layout a compressed model is written in, and how its modules are called there."""
+"""Which file layout a compressed model is written in."""
 
 from collections.abc import Mapping
 
 from tightfit.compress.recipe import Recipe
 from tightfit.errors import UserError
-from tightfit.models.quantized.directory import shapes_of, written_links
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.quantized.formats.registry import FORMATS
 from tightfit.models.quantized.scheme import Scheme
-from tightfit.models.spec import ModelSpec
 
 PREFERRED = ("compressed-tensors", "bitsandbytes", "tightfit")
 
@@ -27,18 +25,3 @@ def choose_format(schemes: Mapping[str, Scheme], wanted: str | None, recipe: Rec
             return form
     told = " and ".join(sorted({scheme.describe() for scheme in schemes.values()}))
     raise UserError(f"no file format holds {told} together; use one kind of numbers for all layers")
-
-
-def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict[str, Scheme], list[str]]:
-    """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain."""
-    made: dict[str, Scheme] = {}
-    plain: list[str] = []
-    shapes = shapes_of(spec)
-    for link in written_links(spec, shapes):
-        module = link.theirs.removesuffix(".weight")
-        ours = link.ours[0].removesuffix(".weight")
-        if ours in schemes:
-            made[module] = schemes[ours]
-        elif link.theirs.endswith(".weight") and ours.startswith("layers.") and len(shapes[link.ours[0]].shape) > 1:
-            plain.append(module)
-    return made, plain

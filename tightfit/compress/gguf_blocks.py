@@ -190,9 +190,15 @@ def q6_k(x: Tensor, weights: Tensor) -> Tensor:
 
 Coder = Callable[[Tensor, Tensor], Tensor]
 CODERS: dict[str, tuple[int, Coder]] = {
-    "Q8_0": (32, q8_0), "Q4_0": (32, q4_0), "Q4_1": (32, q4_1), "Q5_0": (32, q5_0), "Q5_1": (32, q5_1),
-    "Q4_K": (SUPER, q4_k), "Q5_K": (SUPER, q5_k), "Q6_K": (SUPER, q6_k),
-}  # fmt: skip
+    "Q8_0": (32, q8_0),
+    "Q4_0": (32, q4_0),
+    "Q4_1": (32, q4_1),
+    "Q5_0": (32, q5_0),
+    "Q5_1": (32, q5_1),
+    "Q4_K": (SUPER, q4_k),
+    "Q5_K": (SUPER, q5_k),
+    "Q6_K": (SUPER, q6_k),
+}
 """Numbers in a block, and what makes its bytes."""
 
 

@@ -18,6 +18,7 @@ from tightfit.compress.gguf_blocks import CODERS, encode_rows
 from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import observe, run_layer
+from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.checksums import list_beside, write_file_checksum
 from tightfit.models.decoder import Layer
@@ -110,8 +111,7 @@ def export_gguf(
     device: torch.device,
 ) -> Export:
     """Write the model at `source` as the GGUF file `target`, with an importance matrix where there is `data`."""
-    if target.exists():
-        raise UserError(f"{target} exists already; name a new place or remove it first")
+    refuse_existing(target)
     if mixture not in TYPES:
         raise UserError(f"GGUF type {mixture!r} is not written; use one of {', '.join(TYPES)}")
     importance: dict[str, Tensor] = {}
@@ -119,9 +119,15 @@ def export_gguf(
     if data:
         spec = loaded.model.spec
         rows = read_calibration(
-            source, spec, data, samples=samples, length=length or min(512, spec.max_positions),
-            cache=cache, field="text", progress=False,
-        )  # fmt: skip
+            source,
+            spec,
+            data,
+            samples=samples,
+            length=length or min(512, spec.max_positions),
+            cache=cache,
+            field="text",
+            progress=False,
+        )
         importance = importance_matrix(source, rows, device)
     coder = GgufCoder(loaded.model.spec, mixture, importance)
     try:

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tightfit.compress.ranges import Grid, RangeRule, fit_grid
-from tightfit.compress.rounding import StoredScales, decode, encode
 from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.ranges import Grid, RangeRule, fit_grid
+from tightfit.models.quantized.rounding import StoredScales, decode, encode
 from tightfit.models.quantized.scheme import Scheme
 
 ActOrder = Literal["none", "static", "groups"]
@@ -100,8 +100,9 @@ class _Columns:
         self.group_of = group_of.tolist()
         self.pruned = weight == 0 if options.keep_zeros else None
         outputs, inputs = weight.shape
-        self.codes = torch.empty(weight.shape, device=weight.device,
-                                 dtype=torch.float8_e4m3fn if scheme.kind == "fp8" else torch.uint8)  # fmt: skip
+        self.codes = torch.empty(
+            weight.shape, device=weight.device, dtype=torch.float8_e4m3fn if scheme.kind == "fp8" else torch.uint8
+        )
         groups = scheme.groups(inputs)
         self.grid = grid
         self.scale = grid.scale.expand(outputs, -1) if grid is not None else weight.new_empty(outputs, groups)

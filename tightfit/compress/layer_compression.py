@@ -18,13 +18,13 @@ from tightfit.compress.inputs import InputStatistics, output_error
 from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear, linear_sets
 from tightfit.compress.observation import observe, run_layer
 from tightfit.compress.pruning import prune_weight
-from tightfit.compress.ranges import fit_grid
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step
 from tightfit.compress.smoothquant import smooth
 from tightfit.compress.spqr import SpqrOptions, spqr
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.linear import quantize_linear
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 Coded = dict[str, CodedWeight | list[CodedWeight]]

@@ -24,6 +24,7 @@ from tightfit.compress.observation import run_layer
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.working_directory import WorkingDirectory
+from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.huggingface.config import config_from_spec
@@ -65,8 +66,7 @@ class LayerRewriting(ABC):
             raise UserError(f"{job.model} has no weights to compress; give a directory, a run or a GGUF file that has")
         if not job.data:
             raise UserError("this method looks at the inputs of layers; give it text with --data")
-        if job.out.exists():
-            raise UserError(f"{job.out} exists already; name a new place or remove it first")
+        refuse_existing(job.out)
         self.job, self.began, self.device = job, time.monotonic(), torch.device(job.device)
         self.parts = ModelParts(job.model, self.device, None)
         self.spec = self.parts.spec
@@ -152,6 +152,10 @@ class LayerRewriting(ABC):
 
     def run(self, progress: Progress) -> CompressionReport:
         """Rewrite all layers."""
+        with self.directory:
+            return self._run(progress)
+
+    def _run(self, progress: Progress) -> CompressionReport:
         stream = self._write_ends()
         reports: list[LayerReport] = []
         resumed = 0
@@ -194,12 +198,13 @@ class LayerRewriting(ABC):
 
     def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
         folder = self.directory.path
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        self.tokenizer.save(folder)
-        for name, content in self.more_files().items():
-            (folder / name).write_text(content, encoding="utf-8")
-        written = sum(self.directory.shard(number).stat().st_size for number in range(self.directory.shards))
-        self.directory.finish()
+        with self.directory.writing():
+            (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            self.tokenizer.save(folder)
+            for name, content in self.more_files().items():
+                (folder / name).write_text(content, encoding="utf-8")
+            written = sum(self.directory.shard(number).stat().st_size for number in range(self.directory.shards))
+            self.directory.finish()
         measured = replace(
             self.predicted,
             result_bytes=written,

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.compress.bit_choice import PLAIN_BITS, WIDTHS, scheme_of, units
-from tightfit.compress.ranges import fit_grid
 from tightfit.models.decoder import Decoder
+from tightfit.models.quantized.ranges import fit_grid
 
 SMALLEST = 1e-12
 

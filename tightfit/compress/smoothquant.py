@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tightfit.compress.inputs import InputStatistics
 from tightfit.compress.linear_sets import LinearSet, linear, move_scale
-from tightfit.compress.ranges import fit_grid
 from tightfit.models.decoder import Layer
 from tightfit.models.quantized.linear import rounded
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 STRENGTHS = tuple(i / 20 for i in range(5, 19))

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.gptq import inverse_factor, without_dead
-from tightfit.compress.ranges import fit_grid
-from tightfit.compress.rounding import SMALLEST_SCALE, decode, encode
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 from tightfit.models.quantized.formats.own import code_statistic, coded_statistic
+from tightfit.models.quantized.ranges import fit_grid
+from tightfit.models.quantized.rounding import SMALLEST_SCALE, decode, encode
 from tightfit.models.quantized.scheme import Scheme
 
 GROUP = 16

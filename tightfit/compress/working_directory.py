@@ -2,35 +2,61 @@
 
 It lies beside the target under a hidden name. Every layer is one safetensors file, written whole, with its errors in
 the file's own metadata; so what exists is finished, and a run killed at any instant goes on with the next layer.
-`work.json` says what work this is: another model, recipe or calibration is refused, not mixed in.
+`work.json` says what work this is: another model, recipe or calibration is refused, not mixed in. One process at a time
+works there, with the lock of the target held.
 """
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tightfit.durable import discard_directory, durable_file, flush, flush_tree, sweep
+from tightfit.durable import discard_directory, durable_file, flush, flush_tree, refuse_existing, sweep
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
+from tightfit.writer_lock import locked_beside
 
 WORK_FILE = "work.json"
 
 
 class WorkingDirectory:
-    """Unfinished work for `target`, of `shards` files."""
+    """Unfinished work for `target`, of `shards` files; `with` it, ours alone."""
 
     def __init__(self, target: Path, work: dict[str, Any], shards: int) -> None:
-        if target.exists():
-            raise UserError(f"{target} exists already; name a new place or remove it first")
-        self.target, self.shards = target, shards
+        refuse_existing(target)
+        self.target, self.work, self.shards = target, work, shards
         self.path = target.parent / f".compressing-{target.name}"
-        self._begin(work)
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self.writing(self.target.parent):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+        self._held.enter_context(locked_beside(self.target))
+        try:
+            self._begin(self.work)
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    @contextmanager
+    def writing(self, path: Path | None = None) -> Iterator[None]:
+        """What a full disk, or one that cannot be written, stops is a sentence; what is finished stays."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot write {path or self.path}: {reason}; make room and run the same again") from error
 
     def _begin(self, work: dict[str, Any]) -> None:
         file = self.path / WORK_FILE
@@ -63,12 +89,8 @@ class WorkingDirectory:
     def write(self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any] | None = None) -> None:
         """Write a shard, with notes that `notes` gives back."""
         metadata = {"format": "pt"} | ({"tightfit": json.dumps(notes)} if notes else {})
-        try:
-            with durable_file(self.shard(number)) as temporary:
-                save_file(tensors, temporary, metadata=metadata)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot write {self.shard(number)}: {reason}; make room and run the same again") from error
+        with self.writing(self.shard(number)), durable_file(self.shard(number)) as temporary:
+            save_file(tensors, temporary, metadata=metadata)
 
     def notes(self, number: int) -> dict[str, Any]:
         """What was noted with a shard."""
@@ -93,7 +115,7 @@ class WorkingDirectory:
         (self.path / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         write_checksums(self.path)
         flush_tree(self.path)
-        if self.target.exists():
+        if os.path.lexists(self.target):
             raise UserError(f"{self.target} has come to exist meanwhile; the result is in {self.path}, rename it")
         (self.path / WORK_FILE).unlink()
         os.rename(self.path, self.target)

@@ -1,4 +1,4 @@
-"""This machine's own rates, as `tightfit calibrate` measured them, in a file of the user's.
+"""This machine's own rates, as `tightfit calibrate` and `tightfit doctor` measured them, in a file of the user's.
 
 The file is `$XDG_CONFIG_HOME/tightfit/calibration.json` (`~/.config` where that is not set), one entry per device name.
 `--on local` and `--fit` use the entry of the card they find; without one they count with the shares of other cards
@@ -16,6 +16,7 @@ from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
+from tightfit.hardware.collective_rates import CollectiveRates
 from tightfit.hardware.efficiency import MEASURED, Efficiency, Shares
 
 FORMAT = 1
@@ -45,6 +46,8 @@ class Calibration:
     layer_launch_ms: float
     """The host's time to launch a plain layer, forward and backward."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    collectives: CollectiveRates | None = None
+    """Exchanges between all devices of this machine; None until `tightfit doctor` has measured them."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -54,7 +57,9 @@ class Calibration:
     def from_json(cls, data: Mapping[str, Any]) -> "Calibration":
         """What `to_json` made."""
         attention = {name: (float(pair[0]), float(pair[1])) for name, pair in data["attention_tflop_s"].items()}
-        return cls(**{**data, "attention_tflop_s": attention})
+        kept = data.get("collectives")
+        collectives = None if kept is None else CollectiveRates.from_json(kept)
+        return cls(**{**data, "attention_tflop_s": attention, "collectives": collectives})
 
     def efficiency(self, card: Accelerator) -> Efficiency:
         """The same as shares of the card's peaks, which is what costs count with."""

@@ -23,6 +23,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.catalog import CATALOG, FORMS, accelerator_of_row, find_accelerator, row_of_accelerator
+from tightfit.hardware.collective_rates import PeerRates
 from tightfit.hardware.links import LINKS, NETWORKS, Link
 from tightfit.hardware.own_card import own_card
 from tightfit.hardware.sizes import parse_bytes
@@ -52,6 +53,13 @@ class Machine:
     def host_copy_bytes_s(self) -> float:
         """Bytes a second of a pinned copy between a card and its host."""
         return self.accelerator.host.copy_bytes_s if self.calibration is None else self.calibration.link_gb_s * 1e9
+
+    @property
+    def peers(self) -> PeerRates:
+        """Exchanges inside a node: as `tightfit doctor` measured them here, else what the link is expected to reach."""
+        if self.calibration is None or self.calibration.collectives is None:
+            return PeerRates.of_link(self.intra)
+        return self.calibration.collectives.peer_rates()
 
     @property
     def ranks(self) -> int:

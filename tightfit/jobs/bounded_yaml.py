@@ -68,6 +68,15 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return text
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What a tag makes of a text it does not fit (`!!timestamp x`) is an error of Python's, without its place."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            shown = f"{str(node.value)[:40]!r}" if isinstance(node, yaml.ScalarNode) else "what follows"
+            raise yaml.MarkedYAMLError(problem=f"{shown} is no {tag}", problem_mark=node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from tightfit.jobs.distill import Distill
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import Quantize
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.section import Section
@@ -187,6 +188,8 @@ class Job(Section):
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
     distill: Distill = Distill()
     """A teacher whose predictions are learned besides the data."""
+    quantize: Quantize = Quantize()
+    """Weights that are rounded while they are trained, for a compressed model at the end."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
     steps: int | None = Field(default=None, ge=1, le=10**12)
@@ -229,7 +232,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
+        if self.steps is None and self.epochs is None:
+            raise ValueError("neither steps nor epochs is given; say how long to train with one of the two")
+        if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give exactly one of the two")
         rows = self.layout.micro_batch * self.layout.data
         if self.global_batch % rows:
@@ -258,6 +263,7 @@ class Job(Section):
             sequence_length=self.data.sequence_length if spec is not None else None,
             distills=self.distill.teacher is not None,
             compares_features=self.distill.features > 0,
+            rounding=self.quantize.rounding,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 

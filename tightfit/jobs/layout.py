@@ -4,13 +4,16 @@ Ranks = data × tensor × pipeline × context; experts are split over the data a
 the job (the trainer obeys it), of a plan (the search fills it in) and of the memory formulas (which count with it).
 """
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tightfit.jobs.rules import tensor_mesh as tensor_mesh  # enters its rules
 from tightfit.jobs.rules.layout import refused_layout
 from tightfit.jobs.section import Section
 
+TensorMesh = Literal["1d", "2d", "2.5d", "3d"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
@@ -23,6 +26,10 @@ class Layout(Section):
     """Neighbouring data ranks (a node, say) that split those between them, each such group having a copy; 0: all."""
     tensor: int = Field(default=1, ge=1)
     """Ranks that split every matrix product between them."""
+    tensor_mesh: TensorMesh = "1d"
+    """How tensor ranks stand: in a line (1d), q × q (2d), d × q × q (2.5d) or q × q × q (3d)."""
+    tensor_depth: int = Field(default=1, ge=1)
+    """The d of a 2.5d mesh."""
     sequence_parallel: bool = True
     """Tensor ranks also split norms and residuals, along the sequence."""
     pipeline: int = Field(default=1, ge=1)
@@ -54,6 +61,23 @@ class Layout(Section):
     def exchanging(self) -> int:
         """Context ranks that exchange heads with each other (Ulysses)."""
         return self.context // self.ring
+
+    @property
+    def tensor_axes(self) -> tuple[int, int, int]:
+        """Depth, rows and columns of the mesh of tensor ranks; a line is one row."""
+        if self.tensor_mesh == "1d":
+            return 1, 1, self.tensor
+        if self.tensor_mesh == "3d":
+            side = round(self.tensor ** (1 / 3))
+            return side, side, side
+        side = math.isqrt(self.tensor // self.tensor_depth)
+        return self.tensor_depth, side, side
+
+    @property
+    def row_parts(self) -> int:
+        """Parts that tensor ranks cut the rows of a micro-batch in."""
+        depth, rows, _ = self.tensor_axes
+        return depth * rows
 
     @property
     def ranks(self) -> int:

@@ -6,6 +6,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.distill import SELF
 from tightfit.jobs.engine import ENGINES, Engine, EngineName
 from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.teacher import Teacher, held_weight_bytes
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
@@ -22,6 +23,8 @@ class Workload:
     engine_name: EngineName = "tightfit"
     """Whose code runs it."""
     teacher: Teacher | None = None
+    rounding: WeightRounding | None = None
+    """How weights are rounded while they are trained."""
 
     def __post_init__(self) -> None:
         for name, least in (("sequence_length", 2), ("global_batch", 1)):
@@ -44,6 +47,7 @@ class Workload:
             sequence_length=job.data.sequence_length,
             global_batch=job.global_batch,
             precision=precision,
+            rounding=job.quantize.rounding,
         )
 
     @property
@@ -86,7 +90,9 @@ def teacher_of(job: Job, spec: ModelSpec, precision: PrecisionName) -> Teacher:
 
 
 def with_teacher(workload: Workload, job: Job) -> Workload:
-    """`workload` with the teacher of `job`, where it has one; without torch, so of a directory or a preset's shape."""
+    """`workload` with the teacher of `job` and its rounded weights, where it has such; without torch, so of a directory
+    or a preset's shape."""
+    workload = replace(workload, rounding=job.quantize.rounding)
     if job.distill.teacher is None:
         return workload
     spec = resolve_spec(job.model.source if job.distill.teacher == SELF else job.distill.teacher)

@@ -147,7 +147,7 @@ def decode_attention_eager(
 @triton.jit
 def _turned(  # type: ignore[no-untyped-def]
     x, norm, columns, here, c, s, eps, offset, D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
-):  # fmt: skip
+):
     """Heads at x [rows, BLOCK_D], normed and turned: column i < HALF with column i + HALF, those after 2 HALF as is."""
     partner = tl.where(columns < HALF, columns + HALF, tl.where(columns < 2 * HALF, columns - HALF, columns))
     own = tl.load(x + columns[None, :], mask=here, other=0.0)
@@ -167,13 +167,45 @@ def _turned(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["window"])
 def _kernel(  # type: ignore[no-untyped-def]
-    qkv, keys, values, tables, lengths, cos, sin, q_norm, k_norm, counters, out, parts, norms,
-    x_row, kv_block, kv_place, kv_head, table_row, angle_row, eps, offset, window, inner, outer,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, LEAST_BLOCKS: tl.constexpr, MOST: tl.constexpr,
+    qkv,
+    keys,
+    values,
+    tables,
+    lengths,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    counters,
+    out,
+    parts,
+    norms,
+    x_row,
+    kv_block,
+    kv_place,
+    kv_head,
+    table_row,
+    angle_row,
+    eps,
+    offset,
+    window,
+    inner,
+    outer,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
+    MOST: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K.
 
     What does not depend on the projection (lengths, tables, angles, older keys) is asked for before it is waited for.
@@ -222,15 +254,46 @@ def _kernel(  # type: ignore[no-untyped-def]
     denominator = tl.where(has_newest, 1.0, 0.0) + tl.zeros([GROUP_2], tl.float32)
     acc = tl.where(has_newest, v_new.to(tl.float32)[None, :], 0.0) + tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     acc, highest, denominator = _attended(
-        acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP, PRECISION
-    )  # fmt: skip
+        acc=acc,
+        highest=highest,
+        denominator=denominator,
+        q=q,
+        k=k,
+        v=v,
+        here=here,
+        inner=inner,
+        outer=outer,
+        HAS_SOFTCAP=HAS_SOFTCAP,
+        PRECISION=PRECISION,
+    )
     for start in range(begin + BLOCK_K, before, BLOCK_K):
         k, v, here = _older(
-            keys, values, table, start, first, before, kv_block, kv_place, columns, D, BLOCK_SIZE, BLOCK_K
-        )  # fmt: skip
+            keys=keys,
+            values=values,
+            table=table,
+            start=start,
+            first=first,
+            before=before,
+            kv_block=kv_block,
+            kv_place=kv_place,
+            columns=columns,
+            D=D,
+            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_K=BLOCK_K,
+        )
         acc, highest, denominator = _attended(
-            acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP, PRECISION
-        )  # fmt: skip
+            acc=acc,
+            highest=highest,
+            denominator=denominator,
+            q=q,
+            k=k,
+            v=v,
+            here=here,
+            inner=inner,
+            outer=outer,
+            HAS_SOFTCAP=HAS_SOFTCAP,
+            PRECISION=PRECISION,
+        )
 
     row = batch * (kv_heads * GROUP) + head * GROUP + rows
     to_out = out + row[:, None] * D + columns[None, :]
@@ -251,9 +314,19 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _older(  # type: ignore[no-untyped-def]
-    keys, values, table, start, first, before, kv_block, kv_place, columns,
-    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    table,
+    start,
+    first,
+    before,
+    kv_block,
+    kv_place,
+    columns,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Keys and values of positions from `start` on, and which of them lie in [first, before)."""
     at = start + tl.arange(0, BLOCK_K)
     here = (at < before) & (at >= first)
@@ -266,7 +339,7 @@ def _older(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attended(  # type: ignore[no-untyped-def]
     acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+):
     """The running softmax after another block of keys."""
     scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
     scores = tl.where(here[None, :], scores, -1.0e30)
@@ -279,9 +352,18 @@ def _attended(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    parts, norms, out, row, total, splits, most_splits, columns,
-    D: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
+    parts,
+    norms,
+    out,
+    row,
+    total,
+    splits,
+    most_splits,
+    columns,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    MOST: tl.constexpr,
+):
     """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), heads from `row` on.
 
     Read past the first-level cache, which does not see what other programs wrote.

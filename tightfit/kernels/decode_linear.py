@@ -128,10 +128,24 @@ def decode_linear_eager(
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, norm, residual, out, eps, offset,
-    N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    norm,
+    residual,
+    out,
+    eps,
+    offset,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """BLOCK_N outputs: products kept per column until the end, then summed; norm, bias, activation and residual."""
     launch_next(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

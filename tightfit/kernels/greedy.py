@@ -52,9 +52,18 @@ def launch(logits: Tensor, last_tokens: Tensor, slots: Tensor, counters: Tensor)
 
 @triton.jit(do_not_specialize=["row_stride"])
 def _kernel(  # type: ignore[no-untyped-def]
-    logits, highest, places, counters, tokens, last_tokens, slots, row_stride, V,
-    CHUNK: tl.constexpr, CHUNKS_2: tl.constexpr,
-):  # fmt: skip
+    logits,
+    highest,
+    places,
+    counters,
+    tokens,
+    last_tokens,
+    slots,
+    row_stride,
+    V,
+    CHUNK: tl.constexpr,
+    CHUNKS_2: tl.constexpr,
+):
     """One chunk of one row."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     chunks = tl.num_programs(0)

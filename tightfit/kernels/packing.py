@@ -3,6 +3,9 @@
 The dense order is one stream of bits a row, lowest first: code i has bits [i · b, (i + 1) · b) of little-endian words.
 32 codes fill exactly b words, so widths that do not divide 32 cross word borders there and nowhere else. GPTQ stores
 the same words transposed; AWQ permutes the eight codes of each word; nibble formats store bytes, either half first.
+
+Our own kernels read another order (`pack_tiles`): 16 words hold a tile of neighbouring inputs, such that one shift and
+one mask of all 16 give 32 neighbouring codes, two in each word, where tensor cores want them.
 """
 
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 WORD = 32
+TILE_WORDS = 16
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring codes stands in each nibble of an AWQ word, lowest nibble first."""
 
@@ -39,6 +43,30 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     chunks = F.pad(chunks, (0, 1))
     pairs = chunks[:, :, word] | (chunks[:, :, word + 1] << WORD)
     return ((pairs >> offset) & (2**bits - 1)).to(torch.uint8).view(rows, -1)[:, :count]
+
+
+def pack_tiles(codes: Tensor, bits: int) -> Tensor:
+    """Codes [rows, n] as words in the order of the kernels: code 2w + h of the s-th 32 of a tile stands in its word w,
+    at place s in the lower half (h = 0) or upper half (h = 1). Where tiles do not fill the row: as `pack`."""
+    if not has_tiles(codes.shape[1], bits):
+        return pack(codes, bits)
+    steps = WORD // bits // 2
+    tiles = codes.reshape(codes.shape[0], -1, steps, TILE_WORDS, 2)
+    return pack(tiles.permute(0, 1, 3, 4, 2).reshape(codes.shape), bits)
+
+
+def unpack_tiles(words: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack_tiles`."""
+    codes = unpack(words, bits, count)
+    if not has_tiles(count, bits):
+        return codes
+    tiles = codes.reshape(codes.shape[0], -1, TILE_WORDS, 2, WORD // bits // 2)
+    return tiles.permute(0, 1, 4, 2, 3).reshape(codes.shape)
+
+
+def has_tiles(count: int, bits: int) -> bool:
+    """Whether rows of so many codes are whole tiles."""
+    return bits in (2, 4, 8) and count % (TILE_WORDS * WORD // bits) == 0
 
 
 def _places(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:

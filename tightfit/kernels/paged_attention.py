@@ -144,12 +144,37 @@ def paged_attention_eager(
 
 @triton.jit(do_not_specialize=["window"])
 def _kernel(  # type: ignore[no-untyped-def]
-    query, keys, values, key_scales, value_scales, tables, lengths, parts, norms,
-    q_batch, q_head, kv_block, kv_place, kv_head, table_row, window, inner, outer,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr, SINGLE: tl.constexpr, CODES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    lengths,
+    parts,
+    norms,
+    q_batch,
+    q_head,
+    kv_block,
+    kv_place,
+    kv_head,
+    table_row,
+    window,
+    inner,
+    outer,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SINGLE: tl.constexpr,
+    CODES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K."""
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)
@@ -208,7 +233,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["splits"])
 def _join_kernel(  # type: ignore[no-untyped-def]
     parts, norms, out, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
+):
     """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), for one head."""
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)

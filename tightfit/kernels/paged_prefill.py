@@ -115,11 +115,30 @@ def paged_prefill_eager(
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    acc, highest, denominator, q, keys, values, table, kv_block, kv_place, positions, first, begin, end, last,
-    inner, outer,
-    HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    acc,
+    highest,
+    denominator,
+    q,
+    keys,
+    values,
+    table,
+    kv_block,
+    kv_place,
+    positions,
+    first,
+    begin,
+    end,
+    last,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Key blocks from `begin` to `end`; a masked score is multiplied by zero when the row's first real key comes."""
     columns = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_K):
@@ -151,12 +170,33 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["window"])
 def _kernel(  # type: ignore[no-untyped-def]
-    query, keys, values, tables, tiles, out,
-    q_row, q_head, kv_block, kv_place, kv_head, o_row, o_head, table_row, window, inner, outer,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    query,
+    keys,
+    values,
+    tables,
+    tiles,
+    out,
+    q_row,
+    q_head,
+    kv_block,
+    kv_place,
+    kv_head,
+    o_row,
+    o_head,
+    table_row,
+    window,
+    inner,
+    outer,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of one head: first keys that only some rows see (windows), then those all see, then the diagonal."""
     head, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
     row, count, position = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -178,20 +218,80 @@ def _kernel(  # type: ignore[no-untyped-def]
         lowest = tl.maximum(position - window + 1, 0) // BLOCK_K * BLOCK_K
         seen_by_all_from = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_K) * BLOCK_K
         acc, highest, denominator = _walk(
-            acc, highest, denominator, q, keys, values, table, kv_block, kv_place, positions, first,
-            lowest, tl.minimum(seen_by_all_from, last + 1), last, inner, outer,
-            HAS_SOFTCAP, D, BLOCK_D, PRECISION, BLOCK_SIZE, BLOCK_K, True,
-        )  # fmt: skip
+            acc=acc,
+            highest=highest,
+            denominator=denominator,
+            q=q,
+            keys=keys,
+            values=values,
+            table=table,
+            kv_block=kv_block,
+            kv_place=kv_place,
+            positions=positions,
+            first=first,
+            begin=lowest,
+            end=tl.minimum(seen_by_all_from, last + 1),
+            last=last,
+            inner=inner,
+            outer=outer,
+            HAS_SOFTCAP=HAS_SOFTCAP,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            PRECISION=PRECISION,
+            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_K=BLOCK_K,
+            MASKED=True,
+        )
     seen_by_all_to = (position + 1) // BLOCK_K * BLOCK_K
     acc, highest, denominator = _walk(
-        acc, highest, denominator, q, keys, values, table, kv_block, kv_place, positions, first,
-        seen_by_all_from, seen_by_all_to, last, inner, outer,
-        HAS_SOFTCAP, D, BLOCK_D, PRECISION, BLOCK_SIZE, BLOCK_K, False,
-    )  # fmt: skip
+        acc=acc,
+        highest=highest,
+        denominator=denominator,
+        q=q,
+        keys=keys,
+        values=values,
+        table=table,
+        kv_block=kv_block,
+        kv_place=kv_place,
+        positions=positions,
+        first=first,
+        begin=seen_by_all_from,
+        end=seen_by_all_to,
+        last=last,
+        inner=inner,
+        outer=outer,
+        HAS_SOFTCAP=HAS_SOFTCAP,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        PRECISION=PRECISION,
+        BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_K=BLOCK_K,
+        MASKED=False,
+    )
     acc, highest, denominator = _walk(
-        acc, highest, denominator, q, keys, values, table, kv_block, kv_place, positions, first,
-        tl.maximum(seen_by_all_from, seen_by_all_to), last + 1, last, inner, outer,
-        HAS_SOFTCAP, D, BLOCK_D, PRECISION, BLOCK_SIZE, BLOCK_K, True,
-    )  # fmt: skip
+        acc=acc,
+        highest=highest,
+        denominator=denominator,
+        q=q,
+        keys=keys,
+        values=values,
+        table=table,
+        kv_block=kv_block,
+        kv_place=kv_place,
+        positions=positions,
+        first=first,
+        begin=tl.maximum(seen_by_all_from, seen_by_all_to),
+        end=last + 1,
+        last=last,
+        inner=inner,
+        outer=outer,
+        HAS_SOFTCAP=HAS_SOFTCAP,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        PRECISION=PRECISION,
+        BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_K=BLOCK_K,
+        MASKED=True,
+    )
     made = (acc / denominator[:, None]).to(out.dtype.element_ty)
     tl.store(out + (row + rows)[:, None] * o_row + head * o_head + columns[None, :], made, mask=own)

@@ -2,18 +2,21 @@
 
     y[m, n] = Σ_g S[n, g] · Σ_{k in g} x[m, k] · (q[n, k] − Z[n, g])
 
-Few rows (generating text) cost the reading of the weight, so a program keeps a block of words in registers and
-multiplies there, without tensor cores. Turning a code into a float would be the slowest instruction of all; instead its
-bits are put below the exponent of one, f = 1 + q / 2^bits, and the rest is done once per word, with X = Σ x over it:
-
-    Σ x · (q − Z) = 2^bits · Σ x · f − (2^bits + Z) · X
+Few rows (generating text) cost the reading of the weight, some hundred its unpacking: a program reads a block of words,
+turns them into 16-bit floats in registers and multiplies on tensor cores, the weight as the left factor. A number of 16
+bits has room for a code below its leading one (128 + q in bfloat16, 1024 + q in float16), so a shift and a mask make
+two of them at once, and one subtraction q − Z. Scales are applied to the sum over a group. Programs share inputs where
+outputs alone are too few to keep the card busy; the last one to finish adds up what the others found.
 
 Many rows cost arithmetic, for which the matrix is expanded once and multiplied by cuBLAS: expanding moves 2.5 bytes a
 weight, little beside the product from a few hundred rows on.
 
-Words are those of `kernels/packing.py`: codes along the inputs, lowest bits first. Groups must be multiples of
-16 (or 0: one scale a row). Other widths and groups out of order take the plain path. Not differentiable.
+Words are in tiles (`kernels/packing.py`). Groups must be multiples of 32 that divide a tile or are divided by it (or 0:
+one scale a row). Other widths, and groups out of order, take the plain path. Not differentiable.
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,27 +24,41 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.operators import on_device_of, operator
-from tightfit.kernels.packing import unpack
+from tightfit.kernels.packing import TILE_WORDS, has_tiles, unpack_tiles
 from tightfit.kernels.triton_support import Impl, is_interpreted, tl, triton, use_triton
 
 BITS = (2, 4, 8)
-FEW_ROWS = 8
-"""Up to this many rows are multiplied in registers."""
-LONGEST_STEP = 128
+FEW_ROWS = 256
+"""Up to this many rows are multiplied without expanding the matrix."""
+STEP = 2 * TILE_WORDS
+"""Inputs that one shift of a tile gives; scales change between steps."""
+PROGRAMS_PER_PROCESSOR = 4
 
 
 def quantized_linear(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, *, impl: Impl = "auto"
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bits: int,
+    group: int,
+    *,
+    residual: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
-    """x [..., K] times the transpose of the weight in `words` [N, K · bits / 32], scale and zero [N, groups]."""
+    """x [..., K] times the transpose of the weight in `words` [N, K · bits / 32], scale and zero [N, groups], and
+    `residual` [..., N] on top."""
     if not (use_triton(impl, x) and can_be_fused(x.shape[-1], bits, group)):
-        return quantized_linear_eager(x, words, scale, zero, bits, group)
+        made = quantized_linear_eager(x, words, scale, zero, bits, group)
+        return made if residual is None else made + residual
     _check(x, words, scale, bits, group)
-    rows = x.reshape(-1, x.shape[-1])
-    if len(rows) > FEW_ROWS:
-        return F.linear(x, _expand(words, scale, zero, bits, group, x.dtype))
-    made: Tensor = _few(rows.contiguous(), words, scale, zero, bits, group)
-    return made.view(*x.shape[:-1], words.shape[0])
+    rows, outputs = x.reshape(-1, x.shape[-1]), words.shape[0]
+    if len(rows) > FEW_ROWS or x.dtype == torch.float32:
+        made = F.linear(x, _expand(words, scale, zero, bits, group, x.dtype))
+        return made if residual is None else made + residual
+    added = None if residual is None else residual.reshape(-1, outputs).contiguous()
+    few: Tensor = _few(rows.contiguous(), words, scale, zero, added, bits, group)
+    return few.view(*x.shape[:-1], outputs)
 
 
 def quantized_linear_eager(
@@ -55,14 +72,15 @@ def expanded_eager(
     words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, inputs: int, dtype: torch.dtype
 ) -> Tensor:
     """The matrix [N, K] that the codes stand for."""
-    codes = unpack(words, bits, inputs).to(torch.float32).unflatten(1, (scale.shape[1], -1))
+    codes = unpack_tiles(words, bits, inputs).to(torch.float32).unflatten(1, (scale.shape[1], -1))
     offset = 2 ** (bits - 1) if zero is None else zero.to(torch.float32)[..., None]
     return ((codes - offset) * scale.to(torch.float32)[..., None]).flatten(1).to(dtype)
 
 
 def can_be_fused(inputs: int, bits: int, group: int) -> bool:
     """Whether the kernels take such a weight."""
-    return bits in BITS and inputs % (32 // bits) == 0 and (group == 0 or group % 16 == 0)
+    tile = TILE_WORDS * 32 // bits
+    return has_tiles(inputs, bits) and group % STEP == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
 
 
 def _check(x: Tensor, words: Tensor, scale: Tensor, bits: int, group: int) -> None:
@@ -76,98 +94,210 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, bits: int, group: int) -> No
 
 
 @triton.jit
-def unpacked(words, BITS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words [ROWS, CODES · BITS / 32] as codes [ROWS, CODES]."""
-    shifts = tl.arange(0, 32 // BITS) * BITS
-    return tl.reshape((words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1), (ROWS, CODES))
+def codes_of_step(words, S: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The S-th codes of words [N, W] as floats [N, 2 · W], and what was added to each to make it one."""
+    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x00010001
+    pairs = (words >> (S * BITS)) & MASK
+    IS_BF16: tl.constexpr = DTYPE.primitive_bitwidth == 16 and DTYPE.fp_mantissa_width == 7
+    if BITS == 8 and IS_BF16:  # 8 bits have no room below bfloat16's leading one, and are exact without
+        low = ((pairs & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        high = ((pairs >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        return tl.interleave(low.to(DTYPE), high.to(DTYPE)), 0.0
+    ONES: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
+    pairs = pairs | ONES
+    low = pairs.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.interleave(low, high), 128.0 if IS_BF16 else 1024.0
 
 
 @triton.jit
 def few_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, words_ptr, scale_ptr, zero_ptr, y_ptr, M, N, K, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N outputs of all rows of x, in which the first inputs of all words come first, then all second ones, …: a
-    thread that holds neighbouring words finds what it needs for each of their codes side by side."""
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    residual_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    groups,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK_N outputs of BLOCK_M rows over one of SPLIT shares of the inputs."""
+    TILE: tl.constexpr = 16
     PER: tl.constexpr = 32 // BITS
-    m, n = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_m, in_n = (m < M)[:, None], (n < N)[:, None]
-    row = n[:, None].to(tl.int64)
+    PER_BLOCK: tl.constexpr = 1 if GROUP == 0 or GROUP > TILE * PER else TILE * PER // GROUP  # scales of a tile
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    share, m_block = tl.program_id(1), tl.program_id(2)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    at, column = tl.arange(0, TILE), tl.arange(0, 2 * TILE)
+    in_n, in_m = n < N, m < M
     width = K // PER
-    total = tl.zeros((ROWS, BLOCK_N, BLOCK_W), tl.float32)
-    for start in range(0, width, BLOCK_W):
-        at = start + tl.arange(0, BLOCK_W)
-        here = in_n & (at < width)[None, :]
-        words = tl.load(words_ptr + row * width + at[None, :], mask=here, other=0)
-        group = row * groups + ((at * PER) // GROUP if GROUP > 0 else at * 0)[None, :]
-        scale = tl.load(scale_ptr + group, mask=here, other=0.0).to(tl.float32)
-        offset = tl.zeros((BLOCK_N, BLOCK_W), tl.float32) + ((1 << BITS) + (1 << (BITS - 1)))
-        if HAS_ZERO:
-            offset = tl.load(zero_ptr + group, mask=here, other=0).to(tl.float32) + (1 << BITS)
-        products = tl.zeros((ROWS, BLOCK_N, BLOCK_W), tl.float32)
-        sums = tl.zeros((ROWS, BLOCK_W), tl.float32)
-        for j in tl.static_range(PER):
-            x = tl.load(x_ptr + m[:, None] * K + j * width + at[None, :], mask=in_m & (at < width)[None, :], other=0.0)
-            x = x.to(tl.float32)
-            sums += x
-            products += x[:, None, :] * _one_plus(words, BITS, j)[None, :, :]
-        total += (products * (1 << BITS) - sums[:, None, :] * offset[None, :, :]) * scale[None, :, :]
-    y = tl.sum(total, 2)
-    tl.store(y_ptr + m[:, None] * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=in_m & (n < N)[None, :])
-
-
-@triton.jit
-def _one_plus(words, BITS: tl.constexpr, J: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 + q / 2^BITS of the J-th code of each word: its bits as the highest of a float32's fraction."""
-    SHIFT: tl.constexpr = 23 - BITS - BITS * J
-    MASK: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
-    moved = words << SHIFT if SHIFT >= 0 else words >> -SHIFT
-    return ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True)
+    steps = width // TILE
+    first, last = steps * share // SPLIT, steps * (share + 1) // SPLIT
+    row = tl.where(in_n, n, 0).to(tl.int64)
+    group = row * groups
+    if GROUP > 0:
+        group += first * TILE * PER // GROUP
+    scale = tl.load(scale_ptr + group)  # those of a block of words are read while the one before is multiplied
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        start = step * TILE
+        words = tl.load(words_ptr + row[:, None] * width + (start + at)[None, :])
+        now_scale = scale
+        if PER_BLOCK == 1 and GROUP > 0:
+            scale = tl.load(scale_ptr + row * groups + tl.minimum(step + 1, last - 1) * TILE * PER // GROUP)
+        found = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for s in tl.static_range(PER // 2):
+            group = row * groups
+            if GROUP > 0:
+                group += (start * PER + s * 2 * TILE) // GROUP
+            if PER_BLOCK > 1 and s % (PER // 2 // PER_BLOCK) == 0:
+                now_scale = tl.load(scale_ptr + group)
+            k = start * PER + s * 2 * TILE + column
+            x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
+            code, added = codes_of_step(words, s, BITS, DTYPE)
+            if HAS_ZERO:
+                code = code - (tl.load(zero_ptr + group).to(tl.float32) + added).to(DTYPE)[:, None]
+            else:
+                code = code - (added + (1 << (BITS - 1)))
+            found = tl.dot(code.to(DTYPE), x, found)
+            if (s + 1) % (PER // 2 // PER_BLOCK) == 0:
+                total += found * now_scale.to(tl.float32)[:, None]
+                found = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    here = in_m[None, :] & in_n[:, None]
+    out = m[None, :] * N + n[:, None]
+    if SPLIT > 1:
+        tl.store(partial_ptr + share * M * N + out, total, mask=here)
+        tl.debug_barrier()  # all of this program's sums are written before it says so
+        counter = counter_ptr + m_block * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLIT - 1:
+            return
+        tl.store(counter, 0)
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for other in range(SPLIT):
+            total += tl.load(partial_ptr + other * M * N + out, mask=here, other=0.0, cache_modifier=".cg")
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + out, mask=here, other=0.0).to(tl.float32)
+    tl.store(y_ptr + out, total.to(DTYPE), mask=here)
 
 
 @triton.jit
 def expand_kernel(  # type: ignore[no-untyped-def]
-    words_ptr, scale_ptr, zero_ptr, weight_ptr, N, K, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    weight_ptr,
+    N,
+    K,
+    groups,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """The weight [N, K] of BLOCK_N rows and BLOCK_W words."""
+    TILE: tl.constexpr = 16
     PER: tl.constexpr = 32 // BITS
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(0) * BLOCK_K
-    k = start + tl.arange(0, BLOCK_K)
-    at = start // PER + tl.arange(0, BLOCK_K // PER)
-    here = (n < N)[:, None] & (at * PER < K)[None, :]
-    words = tl.load(words_ptr + n[:, None].to(tl.int64) * (K // PER) + at[None, :], mask=here, other=0)
-    codes = unpacked(words, BITS, BLOCK_N, BLOCK_K)
-    group = start // GROUP if GROUP > 0 else 0
-    if HAS_ZERO:
-        codes -= tl.load(zero_ptr + n * groups + group, mask=n < N, other=0).to(tl.int32)[:, None]
-    else:
-        codes -= 1 << (BITS - 1)
-    scale = tl.load(scale_ptr + n * groups + group, mask=n < N, other=0.0).to(tl.float32)
-    values = codes.to(tl.float32) * scale[:, None]
-    out = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-    tl.store(out, values.to(weight_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+    at = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    pair = tl.program_id(0) * 2 * BLOCK_W + tl.arange(0, 2 * BLOCK_W)
+    width = K // PER
+    row = n[:, None].to(tl.int64)
+    words = tl.load(words_ptr + row * width + at[None, :], mask=(n < N)[:, None] & (at < width)[None, :], other=0)
+    here = (n < N)[:, None] & (pair < 2 * width)[None, :]
+    for s in tl.static_range(PER // 2):
+        k = pair // (2 * TILE) * (TILE * PER) + s * 2 * TILE + pair % (2 * TILE)
+        group = row * groups + (k // GROUP if GROUP > 0 else k * 0)[None, :]
+        code, added = codes_of_step(words, s, BITS, tl.float16)
+        value = code.to(tl.float32) - added
+        if HAS_ZERO:
+            value -= tl.load(zero_ptr + group, mask=here, other=0).to(tl.float32)
+        else:
+            value -= 1 << (BITS - 1)
+        value *= tl.load(scale_ptr + group, mask=here, other=0.0).to(tl.float32)
+        tl.store(weight_ptr + row * K + k[None, :], value.to(weight_ptr.dtype.element_ty), mask=here)
 
 
-def _step(group: int) -> int:
-    """Inputs a program takes at a time: within one group, a power of two."""
-    return LONGEST_STEP if group == 0 else min(group & -group, LONGEST_STEP)
+class Tiles(NamedTuple):
+    """How the product is cut."""
+
+    block_m: int
+    block_n: int
+    split: int
+    stages: int
+    warps: int
 
 
-def _run_few(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
+def tiles_for(M: int, N: int, K: int, bits: int, device: torch.device) -> Tiles:
+    """Enough programs for every processor to have several reads under way."""
+    if is_interpreted():
+        return Tiles(block_m=16, block_n=16, split=2, stages=1, warps=4)
+    block_m = min(max(triton.next_power_of_2(M), 16), 128)
+    block_n, warps = (64, 4) if block_m < 64 else (128, 8)
+    programs = triton.cdiv(N, block_n) * triton.cdiv(M, block_m)
+    steps = K * bits // 32 // TILE_WORDS
+    wanted = _processors(device) * (PROGRAMS_PER_PROCESSOR if block_m < 64 else 1)
+    split = max(1, min(wanted // programs, steps // 4, 8))
+    return Tiles(block_m=block_m, block_n=block_n, split=split, stages=4, warps=warps)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Of programs that have finished their share of an output; the last sets its counter back to zero. Launches of one
+    stream, one after the other, share them."""
+    return torch.zeros(1 << 14, device=device, dtype=torch.int32)
+
+
+def _run_few(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, residual: Tensor | None, bits: int, group: int
+) -> Tensor:
+    tiles = tiles_for(len(x), words.shape[0], x.shape[1], bits, x.device)
+    return launch_few(x, words, scale, zero, bits, group, tiles, residual)
+
+
+def launch_few(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bits: int,
+    group: int,
+    tiles: Tiles,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The product cut as `tiles` say."""
     (M, K), N = x.shape, words.shape[0]
-    rows = triton.next_power_of_2(M)
-    block_n, block_w = (8, 32) if is_interpreted() else (max(8 // rows, 1), 512)
     y = torch.empty(M, N, device=x.device, dtype=x.dtype)
-    by_place = x.view(M, -1, 32 // bits).transpose(1, 2).contiguous()
+    partial = torch.empty(tiles.split * M * N, device=x.device, dtype=torch.float32) if tiles.split > 1 else y
+    grid = (triton.cdiv(N, tiles.block_n), tiles.split, triton.cdiv(M, tiles.block_m))
     with on_device_of(x):
-        few_rows_kernel[(triton.cdiv(N, block_n),)](
-            by_place,
+        few_rows_kernel[grid](
+            x,
             words,
             scale,
             words if zero is None else zero,
+            y if residual is None else residual,
             y,
+            partial,
+            _counters(x.device),
             M,
             N,
             K,
@@ -175,29 +305,44 @@ def _run_few(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits:
             BITS=bits,
             GROUP=group,
             HAS_ZERO=zero is not None,
-            ROWS=rows,
-            BLOCK_N=block_n,
-            BLOCK_W=block_w,
-            num_warps=4,
+            HAS_RESIDUAL=residual is not None,
+            SPLIT=tiles.split,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            STAGES=tiles.stages,
+            num_warps=tiles.warps,
         )
     return y
 
 
 def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, dtype: torch.dtype) -> Tensor:
-    N, K, step = words.shape[0], words.shape[1] * 32 // bits, _step(group)
+    N, K = words.shape[0], words.shape[1] * 32 // bits
     weight = torch.empty(N, K, device=words.device, dtype=dtype)
+    block_n, block_w = (16, 16) if is_interpreted() else (16, 64)
     with on_device_of(words):
-        expand_kernel[(triton.cdiv(K, step), triton.cdiv(N, 32))](
-            words, scale, zero if zero is not None else words, weight, N, K, scale.shape[1],
-            BITS=bits, GROUP=group, HAS_ZERO=zero is not None, BLOCK_N=32, BLOCK_K=step, num_warps=4,
-        )  # fmt: skip
+        expand_kernel[(triton.cdiv(words.shape[1], block_w), triton.cdiv(N, block_n))](
+            words,
+            scale,
+            zero if zero is not None else words,
+            weight,
+            N,
+            K,
+            scale.shape[1],
+            BITS=bits,
+            GROUP=group,
+            HAS_ZERO=zero is not None,
+            BLOCK_N=block_n,
+            BLOCK_W=block_w,
+            num_warps=4,
+        )
     return weight
 
 
 _few = operator(
-    "quantized_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, int bits, int group) -> Tensor",
+    "quantized_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? residual, int bits, int group)"
+    " -> Tensor",
     _run_few,
-    lambda x, words, scale, zero, bits, group: x.new_empty(x.shape[0], words.shape[0]),
+    lambda x, words, scale, zero, residual, bits, group: x.new_empty(x.shape[0], words.shape[0]),
 )
 _expand = operator(
     "expand_codes(Tensor words, Tensor scale, Tensor? zero, int bits, int group, ScalarType dtype) -> Tensor",

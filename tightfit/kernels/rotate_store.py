@@ -105,11 +105,33 @@ def rotate_store_eager(
 
 @triton.jit(do_not_specialize=["x_row", "M"])
 def _kernel(  # type: ignore[no-untyped-def]
-    qkv, out, keys, values, slots, positions, cos, sin, q_norm, k_norm,
-    M, x_row, cache_place, table_row, eps, offset,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_2: tl.constexpr,
-    REST: tl.constexpr, REST_2: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    out,
+    keys,
+    values,
+    slots,
+    positions,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    M,
+    x_row,
+    cache_place,
+    table_row,
+    eps,
+    offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_2: tl.constexpr,
+    REST: tl.constexpr,
+    REST_2: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """One head of TOKENS tokens."""
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < M
@@ -151,7 +173,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
     to, turned, other, kept, pair, rest, in_pair, in_rest, HALF: tl.constexpr, REST: tl.constexpr
-):  # fmt: skip
+):
     tl.store(to + pair, turned, mask=in_pair)
     tl.store(to + HALF + pair, other, mask=in_pair)
     if REST:

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,11 +30,19 @@ LOOK_S = 1.0
 ANSWER, MEETING, REFUSAL, FAILURE = "answer", "meeting", "refusal", "failure"
 
 
-def run_together(world: int, function: Callable[..., Any], *arguments: Any, modules: Sequence[str] = ()) -> Any:
+def run_together(
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    modules: Sequence[str] = (),
+    limit_s: float = float("inf"),
+) -> Any:
     """What `function(device, *arguments)` returns on the first of `world` new processes of one group.
 
-    `modules` are imported before the processes are forked, and that of the function with them.
+    `modules` are imported before the processes are forked, and that of the function with them. Processes that take
+    longer than `limit_s` are ended.
     """
+    until_s = time.monotonic() + limit_s
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
     imported = [name for name in (function.__module__, *modules) if name != "__main__"]  # each looks at a script itself
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
@@ -41,6 +50,8 @@ def run_together(world: int, function: Callable[..., Any], *arguments: Any, modu
         with Forked(world, _run, given, imported, fresh=kind == "cuda") as processes:
             stopped = StoppedRanks()
             while not processes.failures and processes.wait(LOOK_S):
+                if time.monotonic() > until_s:
+                    raise UserError(f"{world} processes were not done after {limit_s:.0f} s, so all were ended")
                 if (rank := stopped.look(processes.pids)) is not None:
                     with suppress(ProcessLookupError):
                         os.kill(processes.pids[rank], signal.SIGKILL)

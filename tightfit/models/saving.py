@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 
-from tightfit.durable import durable_directory
+from tightfit.durable import durable_directory, refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.checksums import list_beside, write_checksums, write_file_checksum
 from tightfit.models.decoder import Decoder
@@ -52,12 +52,11 @@ def export_model(
     source: str, target: Path, *, form: Literal["hf", "gguf"], dtype: ExportDtype, verified: bool = True
 ) -> Export:
     """Load the model at `source` and write it to `target`, which must not exist."""
-    if target.exists():
-        raise UserError(f"{target} exists already; name a new place or remove it first")
+    refuse_existing(target)
     if form == "hf" and dtype == "q8_0":
         raise UserError("dtype q8_0 is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
     loaded = load_model(source, packed=False, verified=verified)
-    with _writing(target):
+    with told_if_unwritable(target):
         if form == "hf":
             with durable_directory(target) as folder:
                 write_model(folder, loaded.model, loaded.tokenizer, TORCH_DTYPES[dtype])
@@ -73,7 +72,8 @@ def export_model(
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def told_if_unwritable(target: Path) -> Iterator[None]:
+    """A sentence for a full disk, or a place that cannot be written."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -30,6 +30,7 @@ from tightfit.parallel.expert import expert_sharding, split_experts
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
 from tightfit.parallel.tensor import tensor_parallel
+from tightfit.parallel.tensor_mesh import mesh_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
@@ -38,6 +39,8 @@ def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers)
     Once, before `apply`.
     """
     refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
+    if mesh is not None and layout.tensor_mesh != "1d" and not splits_of(model):
+        mesh_parallel(model, mesh, layout)
     if mesh is not None and layout.tensor > 1 and not splits_of(model):
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
     if mesh is not None and layout.expert > 1 and expert_sharding(model) is None:

@@ -8,7 +8,8 @@ split into `ring` and, inside it, `heads`. The mesh is made once and passed
 explicitly; no global holds it. Processes are torchrun's; its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) are
 read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert ranks are
 neighbours on the axis of data and context ranks: a mesh of their own has it split in `expert_data` (which hold the same
-experts) and `expert` (which hold different ones).
+experts) and `expert` (which hold different ones). Where tensor ranks form a mesh of their own (2D, 2.5D, 3D), it has
+the tensor axis split in `depth`, `row` and `column`.
 """
 
 import os
@@ -32,6 +33,8 @@ HYBRID = ("replicate", "shard")
 """The data axis under hybrid sharding."""
 CONTEXT = ("ring", "heads")
 """The context axis: ranks that pass keys and values round a ring, and inside it ranks that exchange heads."""
+BLOCKS = ("depth", "row", "column")
+"""The tensor axis of 2D, 2.5D and 3D tensor parallelism; a 2D mesh has a depth of 1."""
 SUBMESHES = "tightfit_sharding"
 """Attribute of a mesh with its submeshes: torch lets no mesh have an axis both whole and split, and slices wrongly
 under fake tensors, so they are made once, with the mesh."""
@@ -49,9 +52,20 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     degrees = {axis: getattr(layout, axis) for axis in AXES}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "data"}
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    summing = _submeshes(mesh, _reducing_mesh(mesh, layout))
+    reducing = _reducing_mesh(mesh, layout)
+    summing = _submeshes(mesh, reducing) | _block_axes(reducing, layout)
     vars(mesh)[SUBMESHES] = summing | _context_axes(mesh, layout) | _expert_submeshes(mesh, layout)
     return mesh
+
+
+def _block_axes(reducing: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
+    """Of tensor ranks that form a mesh: its axes, all of them, and those with FSDP2's."""
+    if layout.tensor_mesh == "1d":
+        return {}
+    degrees = dict(zip(BLOCKS, layout.tensor_axes, strict=True))
+    grid = _with_axes(reducing, {"tensor": degrees})
+    data = tuple(axis for axis in ("data", *HYBRID) if axis in (grid.mesh_dim_names or ()))
+    return {axis: grid[axis] for axis in BLOCKS} | {"blocks": grid[BLOCKS], "blocks_grid": grid[(*data, *BLOCKS)]}
 
 
 def _reducing_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
@@ -120,6 +134,24 @@ def tensor_axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """The tensor axis alone, and together with FSDP2's axes."""
     submeshes = vars(mesh)[SUBMESHES]
     return submeshes["tensor"], submeshes["both"]
+
+
+@dataclass(frozen=True)
+class BlockAxes:
+    """The submeshes of 2D, 2.5D and 3D tensor parallelism."""
+
+    depth: DeviceMesh
+    row: DeviceMesh
+    column: DeviceMesh
+    mesh: DeviceMesh
+    """All three axes."""
+    grid: DeviceMesh
+    """FSDP2's axes and those three."""
+
+
+def block_axes(mesh: DeviceMesh) -> BlockAxes:
+    """The submeshes of tensor ranks that form a mesh."""
+    return BlockAxes(*(vars(mesh)[SUBMESHES][name] for name in (*BLOCKS, "blocks", "blocks_grid")))
 
 
 @dataclass(frozen=True)

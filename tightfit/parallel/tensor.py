@@ -62,6 +62,8 @@ CUTS = (
 )
 """The dimension that each parameter is split along; others are replicated."""
 ALWAYS_PARTIAL = r"\.(q_norm|k_norm|router|shared_gate)\."
+LARGE_GRADIENT = 2**20
+"""Numbers; a message of more gains nothing from being joined with others."""
 PARTIAL_BY_TOKENS = r"norm\.|\.(o|down)\.bias$"
 
 
@@ -280,20 +282,40 @@ def _leave(exchange: Exchange, out: nn.Linear | None, _: nn.Module, args: Any, o
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module) -> None:
-    """All-reduce the partial gradients over tensor ranks. Once a step, after the last backward."""
-    splits = splits_of(model)
-    gradients = list(_partial_gradients(model))
-    if not gradients:
+    """All-reduce partial gradients over the axes that have parts of them. Once a step, after the last backward."""
+    by_axis: dict[DeviceMesh, list[Tensor]] = {}
+    for axis, gradient in _partial_gradients(model):
+        by_axis.setdefault(axis, []).append(gradient)
+    for axis, gradients in by_axis.items():
+        for bucket in _buckets(gradients):
+            _sum_together(bucket, axis.get_group())
+
+
+def _sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        dist.all_reduce(gradients[0], group=group)
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=next(iter(splits.values())).mesh.get_group())
+    dist.all_reduce(flat, group=group)
     summed = flat.split([gradient.numel() for gradient in gradients])
     for gradient, total in zip(gradients, summed, strict=True):
         gradient.copy_(total.view_as(gradient))
 
 
-def _partial_gradients(model: nn.Module) -> Iterator[Tensor]:
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one dtype that are copied into a message together; large ones go alone, without a copy."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel() > LARGE_GRADIENT:
+            yield [gradient]
+        else:
+            small.setdefault(gradient.dtype, []).append(gradient)
+    yield from small.values()
+
+
+def _partial_gradients(model: nn.Module) -> Iterator[tuple[DeviceMesh, Tensor]]:
+    """Every gradient with each axis that it is partial over."""
     splits = splits_of(model)
     for name, p in model.named_parameters():
-        if p.grad is not None and name in splits and splits[name].partial_gradient:
-            yield local(p.grad)
+        if p.grad is not None and name in splits:
+            yield from ((axis, local(p.grad)) for axis in splits[name].summed_over)

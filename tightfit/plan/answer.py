@@ -15,8 +15,6 @@ from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import product_share
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.job import PrecisionName
-from tightfit.jobs.rules.refusals import refused_by_trainer
-from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
@@ -48,7 +46,6 @@ class Question:
     machine: Machine
     pins: Pins = field(default_factory=Pins)
     lossy: bool = False
-    runnable: bool = False
     positions: int | None = None
     """Of the model as it is; a workload may have longer rows."""
     steps: int | None = None
@@ -58,7 +55,7 @@ class Question:
     def space(self) -> SearchSpace:
         """Where to look for plans."""
         pins = self.pins.with_engine(self.workload.engine)
-        return SearchSpace(self.workload, self.machine, pins, self.lossy, self.runnable)
+        return SearchSpace(self.workload, self.machine, pins, self.lossy)
 
     def plan(self, candidate: Candidate) -> Plan:
         """`candidate` as a plan for this question."""
@@ -170,21 +167,6 @@ def steps_of(workload: Workload, steps: int | None, tokens: int | None) -> int |
     return found
 
 
-def _refused(plan: Plan) -> str | None:
-    """What the trainer has against the plan."""
-    workload = plan.workload
-    run = Run(
-        layout=plan.layout,
-        levers=plan.levers,
-        precision=workload.precision,
-        accumulation=batch_of(workload, plan.layout).accumulation,
-        spec=workload.spec,
-        sequence_length=workload.sequence_length,
-        distills=workload.teacher is not None,
-    )
-    return refused_by_trainer(run)
-
-
 def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
     """Whose rates the times are made of, where they are not the measured card's."""
     card = machine.accelerator
@@ -217,8 +199,7 @@ def _notes(question: Question, plan: Plan) -> list[str]:
     room = machine.accelerator.memory_bytes
     said = [
         warning(workload.tokens, machine.ranks),
-        _engine_note(workload)
-        or (f"{refused} (--runnable plans only what is trained)" if (refused := _refused(plan)) else None),
+        _engine_note(workload),
         None
         if question.positions is None or workload.sequence_length <= question.positions
         else f"rows have {workload.sequence_length:,} tokens, but the model has {question.positions:,} positions; "

@@ -19,6 +19,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, machine_of_json
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
@@ -200,7 +201,9 @@ def refuse_overwriting(path: Path) -> None:
 def _workload_from_json(data: Mapping[str, Any]) -> Workload:
     taught = data.get("teacher")
     teacher = None if taught is None else Teacher(**{**taught, "spec": spec_from_json(taught["spec"])})
-    return Workload(**{**data, "spec": spec_from_json(data["spec"]), "teacher": teacher})
+    rounded = data.get("rounding")
+    rounding = None if rounded is None else WeightRounding(**rounded)
+    return Workload(**{**data, "spec": spec_from_json(data["spec"]), "teacher": teacher, "rounding": rounding})
 
 
 def spec_from_json(data: Mapping[str, Any]) -> ModelSpec:

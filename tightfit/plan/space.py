@@ -22,7 +22,7 @@ from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.layout import refused_layout
 from tightfit.jobs.rules.levers import refused_levers
-from tightfit.jobs.rules.refusals import refused_by_planner, refused_by_trainer
+from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.workload import Workload
@@ -45,16 +45,12 @@ NOT_SEARCHED = ("shard_inside", "sequence_parallel")
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Where to look: a workload on a machine, with pins.
-
-    `lossy` lets optimizer states be narrowed; `runnable` leaves only what `tightfit train` runs today.
-    """
+    """Where to look: a workload on a machine, with pins; `lossy` lets optimizer states be narrowed."""
 
     workload: Workload
     machine: Machine
     pins: Pins = NO_PINS
     lossy: bool = False
-    runnable: bool = False
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout; none where the pins leave none."""
@@ -85,7 +81,7 @@ class SearchSpace:
         return self.refusal(layout, self._all_levers[0])
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
-        """What the rulebook says against a candidate; with `runnable`, what the trainer does not do counts too."""
+        """What the rulebook says against a candidate."""
         workload = self.workload
         run = Run(
             layout=layout,
@@ -95,8 +91,9 @@ class SearchSpace:
             spec=workload.spec,
             sequence_length=workload.sequence_length,
             distills=workload.teacher is not None,
+            rounding=workload.rounding,
         )
-        return refused_by_trainer(run) if self.runnable else refused_by_planner(run)
+        return refused_by_trainer(run)
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
         """One of these needs the least memory: the smallest micro-batch of each schedule, or one of those that keep

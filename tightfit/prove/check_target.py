@@ -93,14 +93,17 @@ def _few(passes: int) -> int:
 
 def miniature(target: CheckTarget) -> CheckTarget:
     """The same structure at the smallest sizes that the layout allows."""
-    layout = target.layout.model_copy(update={"micro_batch": min(ROWS, target.layout.micro_batch)})
+    rows = min(max(ROWS, target.layout.row_parts), target.layout.micro_batch)
+    layout = target.layout.model_copy(update={"micro_batch": rows})
     passes = max(target.passes, min(MOST_MICRO_BATCHES, layout.pipeline))
     length = LENGTH * layout.context
     return replace(target, spec=_small(target.spec, layout, length), layout=layout, passes=passes, length=length)
 
 
 def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
-    t, sharing_heads = layout.tensor, layout.tensor * layout.exchanging
+    t = layout.tensor_axes[2]  # ranks that share heads and columns
+    sharing_heads = t * layout.exchanging
+    blocks = t * t if layout.tensor_mesh == "3d" else t
     kv_heads = min(sharing_heads, spec.kv_heads) if spec.latent is None else max(2, sharing_heads)
     heads = max(sharing_heads, kv_heads * min(2, spec.heads // spec.kv_heads))
     head_dim = max(HEAD, 2 * t // kv_heads)
@@ -110,12 +113,12 @@ def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
     return replace(
         spec,
         vocab_size=96 + spec.vocab_size % 2,
-        hidden_size=2 * WIDTH,
+        hidden_size=2 * WIDTH if layout.tensor_mesh == "1d" else -(-2 * WIDTH // blocks) * blocks,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_size=WIDTH * t,
+        mlp_size=WIDTH * blocks,
         max_positions=2 * length,
         rope=rope,
         window=window,
@@ -134,7 +137,7 @@ def _few_experts(experts: Experts, layers: int, layout: Layout) -> Experts:
     groups = min(2, experts.groups)
     return replace(
         experts,
-        count=max(4, layout.expert) * groups,
+        count=-(-4 // layout.expert) * layout.expert * groups,  # the next multiple of the expert ranks
         groups=groups,
         chosen_groups=1,
         per_token=min(2, experts.per_token),

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import NOT_QUANTIZED
 from tightfit.jobs.workload import Workload
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
@@ -193,7 +194,16 @@ def build(
                 cut(decoder, mesh, layout, levers)
         tracer.begin("init")
     module, optimizer = assemble(
-        decoder, mesh, layout, levers, workload.precision, Optimizer(), device, fill, length=workload.sequence_length
+        decoder,
+        mesh,
+        layout,
+        levers,
+        workload.precision,
+        Optimizer(),
+        device,
+        fill,
+        length=workload.sequence_length,
+        quantize=NOT_QUANTIZED if workload.rounding is None else workload.rounding.settings,
     )
     scale = LossScale.for_precision(workload.precision)
     return Program(module, decoder, optimizer, _batches(workload, layout), device, scale, Ranks.of(mesh))

@@ -22,10 +22,15 @@ class CompressionProgress:
     def __init__(self, quiet: bool) -> None:
         self.console = Console(stderr=True, quiet=quiet)
         self._bar = Progress(
-            TextColumn("[bold]layer"), MofNCompleteColumn(), BarColumn(bar_width=24),
-            TextColumn("{task.fields[told]}"), TextColumn("left"), TimeRemainingColumn(),
-            console=self.console, disable=quiet or not self.console.is_terminal,
-        )  # fmt: skip
+            TextColumn("[bold]layer"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[told]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=quiet or not self.console.is_terminal,
+        )
         self._task = self._bar.add_task("", total=None, told="")
 
     def announce(self, cost: "CompressionCost") -> None:
@@ -95,8 +100,14 @@ def print_comparison(result: "Comparison", *, as_json: bool) -> None:
     if as_json:
         facts: dict[str, Any] = {"perplexity": result.perplexity, "original_perplexity": result.original_perplexity}
         return print_json({**asdict(result), **facts})
-    table = Table("", "compressed", "original", "difference", title=f"{result.tokens:,} tokens in {result.rows} rows",
-                  title_justify="left")  # fmt: skip
+    table = Table(
+        "",
+        "compressed",
+        "original",
+        "difference",
+        title=f"{result.tokens:,} tokens in {result.rows} rows",
+        title_justify="left",
+    )
     table.add_row("loss (nats/token)", _told(result.loss), _told(result.original_loss), _told(result.loss_difference))
     change = result.perplexity / result.original_perplexity - 1
     table.add_row("perplexity", f"{result.perplexity:.4f}", f"{result.original_perplexity:.4f}", f"{change:+.2%}")

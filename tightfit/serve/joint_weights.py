@@ -1,9 +1,11 @@
 """Projections of one input side by side in memory, so that each is one product: queries, keys and values; gate and up.
 
 The decoder's own parameters become views of the joint matrices, so nothing is held twice. For dense models with gated
-MLPs, RMSNorms before attention and MLP, and rotary positions; others run through the decoder's own layers.
+MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain or packed integers; others run
+through the decoder's own layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import Rope
+from tightfit.serve.packed_weight import PackedWeight, can_pack, join_packed
+
+Weight = Tensor | PackedWeight
 
 
 @dataclass(frozen=True)
@@ -22,15 +27,15 @@ class JointLayer:
     index: int
     attention_norm: Tensor
     mlp_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
     rope: Rope
     scale: float
@@ -39,18 +44,23 @@ class JointLayer:
 
 
 def can_join(model: Decoder) -> bool:
-    """Whether a model's layers are of the common kind, and their projections plain linear layers (not quantized)."""
+    """Whether a model's layers are of the common kind, and projections of one input are all plain or coded alike."""
     spec = model.spec
     plain = spec.norm in ("rms", "rms_plus_one") and not spec.sandwich_norms and spec.gated
     apart = spec.latent is not None or spec.qk_norm_joint
     if not plain or apart or spec.rope is None or spec.experts is not None:
         return False
-    return all(type(projection) is nn.Linear for layer in model.layers for projection in _projections(layer))
+    return all(_is_plain(alike) or can_pack(alike) for layer in model.layers for alike in _projections(layer))
 
 
-def _projections(layer: Any) -> tuple[nn.Module, ...]:
+def _projections(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
+    """Those of one input together."""
     attention, mlp = layer.attention, layer.mlp
-    return attention.q, attention.k, attention.v, attention.o, mlp.gate, mlp.up, mlp.down
+    return (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
+
+
+def _is_plain(linears: Sequence[nn.Module]) -> bool:
+    return all(type(linear) is nn.Linear for linear in linears)
 
 
 @torch.no_grad()
@@ -65,7 +75,9 @@ def _joined(index: int, layer: Layer) -> JointLayer:
     assert mlp.gate is not None
     assert attention.rope is not None
     qkv, qkv_bias = _join(attention.q, attention.k, attention.v)
+    o, o_bias = _join(attention.o)
     gate_up, gate_up_bias = _join(mlp.gate, mlp.up)
+    down, down_bias = _join(mlp.down)
     return JointLayer(
         index=index,
         attention_norm=norm_weight(layer.attention_norm),
@@ -74,12 +86,12 @@ def _joined(index: int, layer: Layer) -> JointLayer:
         qkv_bias=qkv_bias,
         q_norm=_optional(attention.q_norm),
         k_norm=_optional(attention.k_norm),
-        o=attention.o.weight,
-        o_bias=attention.o.bias,
+        o=o,
+        o_bias=o_bias,
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
-        down=mlp.down.weight,
-        down_bias=mlp.down.bias,
+        down=down,
+        down_bias=down_bias,
         rope=attention.rope,
         scale=attention.scale,
         window=attention.window,
@@ -87,19 +99,22 @@ def _joined(index: int, layer: Layer) -> JointLayer:
     )
 
 
-def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _join(*linears: nn.Linear) -> tuple[Weight, Tensor | None]:
     """One weight over the other, and the biases, where there are any."""
-    weight = torch.cat(tuple(linear.weight for linear in linears))
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = torch.cat(tuple(biases)) if biases else None
-    at = 0
-    for linear in linears:
-        end = at + linear.weight.shape[0]
-        linear.weight.data = weight[at:end]
-        if bias is not None:
-            linear.bias.data = bias[at:end]
-        at = end
-    return weight, bias
+    bias = _join_parameters(linears, "bias") if linears[0].bias is not None else None
+    if not _is_plain(linears):
+        return join_packed(linears), bias  # type: ignore[arg-type]
+    return _join_parameters(linears, "weight"), bias
+
+
+def _join_parameters(linears: Sequence[nn.Linear], name: str) -> Tensor:
+    parts = [getattr(linear, name) for linear in linears]
+    if len(parts) == 1:
+        return parts[0]
+    joint = torch.cat(parts)
+    for part, view in zip(parts, joint.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return joint
 
 
 def norm_weight(norm: nn.Module) -> Tensor:

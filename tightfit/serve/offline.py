@@ -3,23 +3,29 @@
 A line in has `prompt` (a text), `tokens` (ids) or `messages` (a chat), optionally an `id` and settings that differ from
 the command's. A line out has the id, the texts, why they ended and how many tokens they took. Lines are appended and
 flushed as they are ready; a run that was killed goes on with the ids that are not in the output yet (its last line, if
-the kill cut it, is dropped).
+the kill cut it, is dropped). One process at a time writes to an output, and no file of the user's is changed.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from tightfit.bounded_files import read_bounded, require_regular
 from tightfit.errors import UserError
 from tightfit.models.generate import prompt_tokens
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Answer, Request
 from tightfit.serve.sampling import Sampling
+from tightfit.writer_lock import locked_beside
 
+MOST_PROMPT_BYTES = 2**30
+BEGINNING = b'{"id": "'
+"""Of every line we write."""
+ANSWER_FIELDS = {"id", "text", "finish_reason", "usage"}
 SETTINGS = frozenset(each.name for each in fields(Sampling)) - {"grammar", "stop_ids"}
 
 
@@ -35,7 +41,7 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts in `path`; all of it is checked before anything is computed."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_bounded(path, MOST_PROMPT_BYTES, "a file of prompts").decode("utf-8").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -62,18 +68,50 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     return Prompt(str(given.get("id", number)), number, given)
 
 
-def finished_ids(path: Path) -> set[str]:
-    """The ids that `path` has answers to; a line that was cut off is taken away."""
-    if not path.exists():
-        return set()
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
+@dataclass(frozen=True)
+class Finished:
+    """What an output has already: the ids it answers, and the bytes of whole lines they take."""
+
+    ids: frozenset[str] = frozenset()
+    whole_bytes: int = 0
+
+
+def read_finished(path: Path) -> Finished:
+    """What `path` has answers to, as we wrote them; a line that a kill cut off does not count. Nothing is changed."""
     try:
-        return {str(json.loads(line)["id"]) for line in whole.splitlines() if line.strip()}
-    except (ValueError, KeyError, TypeError):
+        require_regular(path)
+        with path.open("rb") as file:
+            return _finished(file)
+    except FileNotFoundError:
+        return Finished()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give another name") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path} is there already and is no output of ours; give another name") from None
+
+
+def _finished(file: BinaryIO) -> Finished:
+    ids, whole_bytes = set(), 0
+    while line := file.readline(MOST_PROMPT_BYTES):
+        if not line.endswith(b"\n"):
+            if not BEGINNING.startswith(line[: len(BEGINNING)]) or _is_another_object(line):
+                raise ValueError("no line of ours begins like this, or ends without a line break")
+            break
+        row = json.loads(line)
+        if row.keys() != ANSWER_FIELDS:
+            raise KeyError(*row)
+        ids.add(str(row["id"]))
+        whole_bytes += len(line)
+    return Finished(frozenset(ids), whole_bytes)
+
+
+def _is_another_object(line: bytes) -> bool:
+    try:
+        return json.loads(line).keys() != ANSWER_FIELDS
+    except (ValueError, AttributeError, RecursionError):
+        return False
 
 
 def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path) -> Request:
@@ -117,20 +155,38 @@ def answer_file(
     """Answer what `source` asks and `target` has not answered yet; returns how many were answered now."""
     assert engine.tokenizer is not None
     prompts = read_prompts(source)
-    done = finished_ids(target)
+    done = read_finished(target).ids
     requests = [to_request(each, engine.tokenizer, sampling, source) for each in prompts if each.id not in done]
     for request in requests:
         engine.check(request)
-    finished = len(prompts) - len(requests)
-    on_finished(finished, len(prompts))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("a", encoding="utf-8") as out:
-        for request, answers in finished_requests(engine, requests):
-            out.write(json.dumps(_line(request, answers), ensure_ascii=False) + "\n")
+    with _writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked_beside(target):
+            finished = read_finished(target)  # as it is now that nobody else writes
+            left = [request for request in requests if request.id not in finished.ids]
+            on_finished(len(prompts) - len(left), len(prompts))
+            _append(
+                engine, left, target, finished, lambda made: on_finished(len(prompts) - len(left) + made, len(prompts))
+            )
+    return len(left)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}; make room and run the same again") from error
+
+
+def _append(engine: Engine, requests: list[Request], target: Path, done: Finished, told: Callable[[int], None]) -> None:
+    """Answer `requests` into `target`, behind the whole lines it has."""
+    with target.open("ab") as out:
+        out.truncate(done.whole_bytes)
+        for count, (request, answers) in enumerate(finished_requests(engine, requests), 1):
+            out.write(json.dumps(_line(request, answers), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             out.flush()
-            finished += 1
-            on_finished(finished, len(prompts))
-    return len(requests)
+            told(count)
 
 
 def finished_requests(engine: Engine, requests: list[Request]) -> Iterator[tuple[Request, list[Answer]]]:

@@ -2,7 +2,7 @@
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
 after it. One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope, activations
-and residuals are part of the products (kernels/decode_linear.py).
+and residuals are part of the products (kernels/decode_linear.py); packed weights have norms and activations apart.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.decoder import Decoder
-from tightfit.serve.joint_weights import JointLayer, join_layers, norm_weight
+from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.serve.joint_weights import JointLayer, Weight, join_layers, norm_weight
+from tightfit.serve.packed_weight import PackedWeight, join_packed
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.rope_tables import RopeTables
 from tightfit.serve.step import Step
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Program:
@@ -37,13 +37,17 @@ class Program:
         self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
         self.layers = join_layers(model)
         self.offset = 1.0 if spec.norm == "rms_plus_one" else 0.0
-        self.head: Tensor = model.head.weight
+        self.head: Weight = join_packed([head]) if isinstance(head := model.head, QuantizedLinear) else head.weight
+        self.device, self.dtype = model.embed.weight.device, model.embed.weight.dtype
         self.final_norm = norm_weight(model.norm)
         self.on_gpu = use_triton("auto", model.embed.weight)
         self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store read what they stored
         self.overlap = overlap and can_overlap(model.embed.weight.device)
         self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
-        self.product: Product = F.linear
+
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """x · Wᵀ + b."""
+        return weight.product(x, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
 
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
@@ -55,7 +59,7 @@ class Program:
     def project(self, states: Tensor) -> Tensor:
         """Logits [R, V]."""
         if self.on_gpu and len(states) == 1:
-            logits = self._normed_product(states, self.head, None, self.final_norm, out_dtype=torch.float32)
+            logits = self._one_product(states, self.head, None, norm=self.final_norm, out_dtype=torch.float32)
         else:
             logits = self.product(self.norm(states, self.final_norm), self.head, None)
         return softcapped(logits, self.spec.logit_softcap)
@@ -141,34 +145,40 @@ class Program:
     def _one(self, x: Tensor, step: Step) -> Tensor:
         """Of a decoding step of one sequence."""
         for layer in self.layers:
-            qkv = self._normed_product(x, layer.qkv, layer.qkv_bias, layer.attention_norm)
+            qkv = self._one_product(x, layer.qkv, layer.qkv_bias, norm=layer.attention_norm)
             mixed = self.decode(qkv, layer, step, self.overlap)
-            x = decode_linear(mixed, layer.o, bias=layer.o_bias, residual=x, overlap=self.overlap)
-            inner = self._normed_product(x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, gated=True)
-            x = decode_linear(inner, layer.down, bias=layer.down_bias, residual=x, overlap=self.overlap)
+            x = self._one_product(mixed, layer.o, layer.o_bias, residual=x)
+            inner = self._one_product(x, layer.gate_up, layer.gate_up_bias, norm=layer.mlp_norm, gated=True)
+            x = self._one_product(inner, layer.down, layer.down_bias, residual=x)
         return x
 
     def one_token_products(self, x: Tensor, mixed: Tensor, inner: Tensor) -> list[Callable[[], Tensor]]:
         """The products of a layer for one token, and the output projection, apart from one another."""
-        layer, overlap = self.layers[0], self.overlap
+        layer = self.layers[0]
         return [
-            lambda: self._normed_product(x, layer.qkv, layer.qkv_bias, layer.attention_norm),
-            lambda: decode_linear(mixed, layer.o, bias=layer.o_bias, residual=x, overlap=overlap),
-            lambda: self._normed_product(x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, gated=True),
-            lambda: decode_linear(inner, layer.down, bias=layer.down_bias, residual=x, overlap=overlap),
+            lambda: self._one_product(x, layer.qkv, layer.qkv_bias, norm=layer.attention_norm),
+            lambda: self._one_product(mixed, layer.o, layer.o_bias, residual=x),
+            lambda: self._one_product(x, layer.gate_up, layer.gate_up_bias, norm=layer.mlp_norm, gated=True),
+            lambda: self._one_product(inner, layer.down, layer.down_bias, residual=x),
             lambda: self.project(x),
         ]
 
-    def _normed_product(
+    def _one_product(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
-        norm: Tensor,
         *,
+        norm: Tensor | None = None,
         gated: bool = False,
+        residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """A product of one token with what stands before and after it, all in one kernel where the weight is plain."""
+        if isinstance(weight, PackedWeight):
+            made = weight.product(x if norm is None else self.norm(x, norm), bias, residual)
+            gate, up = made.chunk(2, dim=-1)
+            return glu(gate, up, self.spec.activation) if gated else made
         return decode_linear(
             x,
             weight,
@@ -177,6 +187,7 @@ class Program:
             norm_eps=self.spec.norm_eps,
             norm_offset=self.offset,
             activation=self.spec.activation if gated else None,
+            residual=residual,
             out_dtype=out_dtype,
             overlap=self.overlap,
         )

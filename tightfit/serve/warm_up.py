@@ -21,7 +21,7 @@ PROMPT_TOKENS = 100
 def compile_kernels(program: Program, padding_block: int) -> None:
     """Call every kernel of a decoding step, and of a step with prompts, once; results are thrown away, and keys and
     values go to the padding block."""
-    device = program.head.device
+    device = program.device
 
     def run(call: Callable[[], object]) -> None:
         with torch.cuda.device(device), torch.inference_mode():
@@ -36,9 +36,9 @@ def _calls(program: Program, padding_block: int) -> list[Callable[[], object]]:
     layer, spec = program.layers[0], program.spec
 
     def zeros(rows: int, width: int) -> Tensor:
-        return torch.zeros((rows, width), device=program.head.device, dtype=program.head.dtype)
+        return torch.zeros((rows, width), device=program.device, dtype=program.dtype)
 
-    hidden, inner = spec.hidden_size, layer.down.shape[1]
+    hidden, inner = spec.hidden_size, spec.mlp_size
     qkv_size = spec.query_size + 2 * spec.kv_size
     one, many = zeros(1, hidden), zeros(8, hidden)
     gate, up = zeros(8, 2 * inner).chunk(2, dim=-1)
@@ -63,7 +63,7 @@ def _calls(program: Program, padding_block: int) -> list[Callable[[], object]]:
 
 def _step(program: Program, padding_block: int, *, singles: int, prompt: int) -> Step:
     """A step of single tokens at position 0 and one piece of a prompt, all in the padding block."""
-    device, size = program.head.device, program.cache.block_size
+    device, size = program.device, program.cache.block_size
     rows = singles + prompt
     blocks = [padding_block] * -(-max(prompt, 1) // size)
     return Step(

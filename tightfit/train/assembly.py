@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import NOT_QUANTIZED, Quantize
 from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
+from tightfit.levers.fake_quantize import round_weights
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
@@ -58,10 +60,12 @@ def assemble(
     fill: Fill,
     seed: int = 0,
     length: int | None = None,
+    quantize: Quantize = NOT_QUANTIZED,
 ) -> tuple[nn.Module, MasterAdamW]:
     """The module to call for forward and backward, and the optimizer of its parameters (which are those of `model`).
 
-    `seed` is of stochastic rounding; pipeline stages are balanced for sequences of `length` tokens.
+    `seed` is of stochastic rounding; pipeline stages are balanced for sequences of `length` tokens. With `quantize`
+    layers compute with rounded weights, and learned scales are the optimizer's too.
     """
     refuse_untrainable(Run(layout=layout, levers=levers, precision=precision, spec=model.spec, sequence_length=length))
     dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)
@@ -90,6 +94,7 @@ def assemble(
         model = model.to(dtype)
     optimizer = make_optimizer(
         model,
+        beside=round_weights(model, quantize),
         device=device,
         keep_gradient_memory=layout.reducing > 1 and layout.pipeline == 1,
         counted_elsewhere=counted_elsewhere(model),

@@ -141,9 +141,14 @@ class DeepSpeedModule(nn.Module):
         return DecoderOutput(None, loss, None)
 
     def train_step(
-        self, batches: Sequence[Batch], device: torch.device, lr: float, scale: LossScale, on_phase: OnPhase,
+        self,
+        batches: Sequence[Batch],
+        device: torch.device,
+        lr: float,
+        scale: LossScale,
+        on_phase: OnPhase,
         ranks: Ranks,
-    ) -> StepResult:  # fmt: skip
+    ) -> StepResult:
         """As train/step.py has it; NotFiniteError comes before the weights change unless it says so."""
         counts = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
         tokens = int(ranks.sum(torch.tensor(sum(counts), device=device)))

@@ -17,9 +17,14 @@ class Engine(Protocol):
     """What training needs of it. All ranks call these together."""
 
     def train_step(
-        self, batches: "Sequence[Batch]", device: torch.device, lr: float, scale: LossScale, on_phase: "OnPhase",
+        self,
+        batches: "Sequence[Batch]",
+        device: torch.device,
+        lr: float,
+        scale: LossScale,
+        on_phase: "OnPhase",
         ranks: Ranks,
-    ) -> "StepResult":  # fmt: skip
+    ) -> "StepResult":
         """Forward, backward and update over the rows of all ranks."""
 
     def weights(self, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:

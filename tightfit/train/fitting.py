@@ -77,9 +77,13 @@ def fit_machine(job: Job, machine: Machine, precision: PrecisionName) -> Fitted:
     """`job` with the levers that are fastest on `machine`; an error where none fit."""
     workload = Workload.of_job(job, job_spec(job), precision, teacher_spec(job))
     question = Question(
-        model=job.model.source, workload=workload, machine=machine, pins=_pins(job), steps=job.steps,
+        model=job.model.source,
+        workload=workload,
+        machine=machine,
+        pins=_pins(job),
+        steps=job.steps,
         job=job.model_dump(mode="json", exclude={"layout", "levers", "fit"}, exclude_unset=True),
-    )  # fmt: skip
+    )
     found = answer(question)
     if not found.plan.fits:
         raise UserError(_refusal(found))

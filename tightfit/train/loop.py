@@ -41,6 +41,7 @@ from tightfit.train.pipeline_record import recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, prepare
 from tightfit.train.progress import RunProgress
+from tightfit.train.quantized_result import write_quantized
 from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, opened, recover
 from tightfit.train.schedule import lr_ratio
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
@@ -102,9 +103,15 @@ def run_job(
         decision = _agreed(ranks, lambda: _decided(job.output, start))
         with RunProgress(0, 0, quiet) as notes:
             prepared = prepare(
-                job, decision.checkpoint, notes.say, show_bars=not quiet, device=device, mesh=mesh,
-                saves=True, replaces=decision.replaces,
-            )  # fmt: skip
+                job,
+                decision.checkpoint,
+                notes.say,
+                show_bars=not quiet,
+                device=device,
+                mesh=mesh,
+                saves=True,
+                replaces=decision.replaces,
+            )
             last_step = _last_step(prepared, stop_after)
             if finished := prepared.position_step == prepared.total_steps:
                 notes.say(
@@ -188,6 +195,7 @@ class _Run:
                     self.start = self._evaluate()
                 self._train()
                 self._save_once()
+                self._write_quantized()
                 if self.stopped_by is None and self.end is None:
                     self.end = self._evaluate()
                 if self.saver is not None:
@@ -267,9 +275,15 @@ class _Run:
         if self.step % job.logging.every == 0 or ends:
             experts = self.experts.take()
             self._log(
-                loss=result.loss, gradient_norm=_finite(result.gradient_norm), lr=lr, tokens=result.tokens,
-                tokens_per_second=rate, peak_bytes=memory, skipped=result.skipped, **experts,
-            )  # fmt: skip
+                loss=result.loss,
+                gradient_norm=_finite(result.gradient_norm),
+                lr=lr,
+                tokens=result.tokens,
+                tokens_per_second=rate,
+                peak_bytes=memory,
+                skipped=result.skipped,
+                **experts,
+            )
         self.progress.update(self.step, result.loss, rate, memory)
         self.end = None
         if ends or (job.saving.every and self.step % job.saving.every == 0):
@@ -298,6 +312,12 @@ class _Run:
             self._save()
             self._settle()
 
+    def _write_quantized(self) -> None:
+        """The compressed model that a run with rounded weights ends in."""
+        done = self.step == self.p.total_steps and self.ranks.first and self.writes
+        if self.job.quantize.bits is not None and done:
+            self.progress.say(f"compressed model: {write_quantized(self.job.output, self.p.model, self.p.tokenizer)}")
+
     def _settle(self) -> None:
         if self.opened_run is not None:
             self.opened_run.settle()
@@ -305,9 +325,12 @@ class _Run:
     def _save(self) -> None:
         p, saving = self.p, self.job.saving
         position = Position(
-            step=self.step, loader=p.loader.state_dict(), loss_scale=asdict(p.scale),
-            job=self.job.model_dump(mode="json"), facts=p.facts,
-        )  # fmt: skip
+            step=self.step,
+            loader=p.loader.state_dict(),
+            loss_scale=asdict(p.scale),
+            job=self.job.model_dump(mode="json"),
+            facts=p.facts,
+        )
         dtype = COMPUTE_DTYPES[p.precision]
         kept: dict[str, Any] = {"keep": saving.keep, "keep_best": saving.keep_best}
         if self.saver is not None:
@@ -323,16 +346,27 @@ class _Run:
         p, pace = self.p, self.pace
         assert self.saved is not None
         return RunResult(
-            run=self.job.output, checkpoint=self.saved, step=self.step, steps=p.total_steps,
-            params=p.model.spec.params(), device=device_name(p.device), precision=p.precision,
-            start=self.start, end=self.end,
-            tokens_per_second=pace.tokens_per_second, train_seconds=pace.seconds,
-            warmup_steps=pace.warmup_steps, warmup_seconds=pace.warmup_seconds, mfu=self._mfu(),
-            peak_bytes=peak_memory_bytes(p.device), rank=self.ranks.process,
-            samples=self._samples(), stopped_by=self.stopped_by,
+            run=self.job.output,
+            checkpoint=self.saved,
+            step=self.step,
+            steps=p.total_steps,
+            params=p.model.spec.params(),
+            device=device_name(p.device),
+            precision=p.precision,
+            start=self.start,
+            end=self.end,
+            tokens_per_second=pace.tokens_per_second,
+            train_seconds=pace.seconds,
+            warmup_steps=pace.warmup_steps,
+            warmup_seconds=pace.warmup_seconds,
+            mfu=self._mfu(),
+            peak_bytes=peak_memory_bytes(p.device),
+            rank=self.ranks.process,
+            samples=self._samples(),
+            stopped_by=self.stopped_by,
             stopped_early=self.stopped_by is None and self.step < self.last_step,
             expert_load=self.experts.of_run(),
-        )  # fmt: skip
+        )
 
     def _mfu(self) -> float | None:
         p = self.p

@@ -98,10 +98,17 @@ def shortage_of(error: torch.OutOfMemoryError, running: Running, step: int, phas
     if phase == "backward" and not module and running.optimizer.in_backward is None:
         module = _layer_at_work(running.model)
     return Shortage(
-        step=step, phase=phase, module=module, operation=operation, wanted_bytes=wanted, missing_bytes=missing,
-        held=held_now(running, phase), advice=_advice(running, missing, limit),
-        micro_batch=running.job.layout.micro_batch, safe=safe,
-    )  # fmt: skip
+        step=step,
+        phase=phase,
+        module=module,
+        operation=operation,
+        wanted_bytes=wanted,
+        missing_bytes=missing,
+        held=held_now(running, phase),
+        advice=_advice(running, missing, limit),
+        micro_batch=running.job.layout.micro_batch,
+        safe=safe,
+    )
 
 
 def sizes_of(message: str) -> tuple[int, int, int]:

@@ -67,6 +67,9 @@ def _described(module: Pipeline, everyones: list[list[tuple[Any, ...]]]) -> dict
     layout = module.layout
     batches = 1 + max(slot["batch"] for slot in slots)
     return {
-        "schedule": layout.schedule, "ranks": layout.pipeline, "pieces": layout.stages_per_rank,
-        "micro_batches": batches, "slots": slots,
-    }  # fmt: skip
+        "schedule": layout.schedule,
+        "ranks": layout.pipeline,
+        "pieces": layout.stages_per_rank,
+        "micro_batches": batches,
+        "slots": slots,
+    }

@@ -135,7 +135,17 @@ def _assembled(checked: CheckedRun, mesh: DeviceMesh | None) -> tuple[Decoder, n
         return deepspeed_assembled(job, spec, device, precision, fill)
     model = unfilled(spec, job.layout, precision, device, job.levers)
     module, optimizer = assemble(
-        model, mesh, job.layout, job.levers, precision, job.optimizer, device, fill, job.seed, job.data.sequence_length
+        model,
+        mesh,
+        job.layout,
+        job.levers,
+        precision,
+        job.optimizer,
+        device,
+        fill,
+        job.seed,
+        job.data.sequence_length,
+        job.quantize,
     )
     return model, module, optimizer
 

@@ -20,10 +20,15 @@ class RunProgress:
         self.console = Console(file=sys.stderr, quiet=quiet)
         self.total_steps, self._shown_at = total_steps, 0.0
         self._live = Progress(
-            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=24),
-            TextColumn("{task.fields[numbers]}"), TextColumn("left"), TimeRemainingColumn(),
-            console=self.console, disable=quiet or not self.console.is_terminal,
-        )  # fmt: skip
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=quiet or not self.console.is_terminal,
+        )
         self._task = self._live.add_task("", total=total_steps, completed=first_step, numbers="")
         self._started, self._first = time.monotonic(), first_step
 

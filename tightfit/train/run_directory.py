@@ -1,7 +1,7 @@
 """The directory of a run: what is there, what a start may do with it, and the start itself.
 
     job.yaml  metrics.jsonl  loss.png  pipeline.json  tensorboard/  wandb/  checkpoints/step-…      a run's own files
-    .lock        while somebody writes (run_lock.py)
+    .lock        while somebody writes (writer_lock.py)
     .replaced/   under --overwrite: the run before, until the new one has a checkpoint
     .moving/     the same on its way there or back
     aside-…/     under --from: checkpoints later than the one that was resumed
@@ -28,7 +28,7 @@ from tightfit.jobs.job import Job
 from tightfit.jobs.paths import JOB_FILE, MARK, is_run_file
 from tightfit.models.loading import checkpoints_of
 from tightfit.train.metrics import METRICS_FILE
-from tightfit.train.run_lock import locked, refuse_if_locked
+from tightfit.writer_lock import locked, refuse_if_locked
 
 REPLACED, MOVING = ".replaced", ".moving"
 CHECKPOINTS = "checkpoints"

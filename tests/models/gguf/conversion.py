@@ -18,10 +18,19 @@ from tests.models.huggingface.reference import as_stored
 from tightfit.models.spec import ModelSpec
 
 ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "phi3": "phi3", "gpt2": "gpt2",
-}  # fmt: skip
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+}
 Extra = Callable[[gguf.GGUFWriter], None]
 TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 

@@ -127,15 +127,25 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 SMALL = {
-    "token_embd.weight": (12, 8), "output_norm.weight": (8,),
-    "blk.0.attn_norm.weight": (8,), "blk.0.attn_q.weight": (8, 8), "blk.0.attn_k.weight": (8, 8),
-    "blk.0.attn_v.weight": (8, 8), "blk.0.attn_output.weight": (8, 8), "blk.0.ffn_norm.weight": (8,),
-    "blk.0.ffn_gate.weight": (16, 8), "blk.0.ffn_up.weight": (16, 8), "blk.0.ffn_down.weight": (8, 16),
-}  # fmt: skip
+    "token_embd.weight": (12, 8),
+    "output_norm.weight": (8,),
+    "blk.0.attn_norm.weight": (8,),
+    "blk.0.attn_q.weight": (8, 8),
+    "blk.0.attn_k.weight": (8, 8),
+    "blk.0.attn_v.weight": (8, 8),
+    "blk.0.attn_output.weight": (8, 8),
+    "blk.0.ffn_norm.weight": (8,),
+    "blk.0.ffn_gate.weight": (16, 8),
+    "blk.0.ffn_up.weight": (16, 8),
+    "blk.0.ffn_down.weight": (8, 16),
+}
 NUMBERS = {
-    "llama.block_count": 1, "llama.context_length": 32, "llama.embedding_length": 8, "llama.feed_forward_length": 16,
+    "llama.block_count": 1,
+    "llama.context_length": 32,
+    "llama.embedding_length": 8,
+    "llama.feed_forward_length": 16,
     "llama.attention.head_count": 2,
-}  # fmt: skip
+}
 
 
 def small(path: Path, numbers: dict, tensors: dict[str, tuple[int, ...]], architecture: str = "llama") -> GgufFile:

@@ -32,10 +32,13 @@ from tightfit.models.tokenizer import Tokenizer, train_tokenizer
 LLAMA3 = {
     "rope_theta": 500_000.0,
     "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 LONGROPE = CASES["phi3-longrope-long"]["rope_scaling"]
 
 

@@ -33,9 +33,17 @@ NOT_NFC = [text for text in TEXTS if normalizers.NFC().normalize_str(text) != te
 
 def spec(vocab_size: int) -> ModelSpec:
     return ModelSpec(
-        family="llama", vocab_size=vocab_size, hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=16, mlp_size=32,
-        max_positions=64, tied=True,
-    )  # fmt: skip
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        layers=1,
+        heads=2,
+        kv_heads=2,
+        head_dim=16,
+        mlp_size=32,
+        max_positions=64,
+        tied=True,
+    )
 
 
 def trained(splitter: Splitter) -> Tokenizer:
@@ -107,9 +115,14 @@ def test_sentence_piece_ids_are_those_of_llama_cpp(prefix: bool, tmp_path: Path)
 
     shape, path = spec(len(tokens)), tmp_path / "a.gguf"
     config = LlamaConfig(
-        vocab_size=len(tokens), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=len(tokens),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
     convert(LlamaForCausalLM(config), shape, path, vocabulary=add)
     read = load_gguf_tokenizer(GgufFile(path))
     assert read is not None

@@ -24,33 +24,65 @@ BATCH = 2
 Config = dict[str, Any]
 
 _BASE: Config = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None,
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
     "eos_token_id": None,
-}  # fmt: skip
+}
 _LLAMA = _BASE | {"model_type": "llama"}
 _QWEN2_MOE = _BASE | {
-    "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20, "num_hidden_layers": 3, "mlp_only_layers": [1],
-}  # fmt: skip
+    "model_type": "qwen2_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+}
 _DEEPSEEK = _BASE | {
-    "num_key_value_heads": 4, "num_hidden_layers": 3, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
     "num_nextn_predict_layers": 0,
-}  # fmt: skip
+}
 _DEEPSEEK_V2 = _DEEPSEEK | {"model_type": "deepseek_v2", "routed_scaling_factor": 1.7}
 _DEEPSEEK_V3 = _DEEPSEEK | {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5}
 _GEMMA = _BASE | {"head_dim": 12, "num_hidden_layers": 3, "sliding_window": 7}
 _GEMMA2 = _GEMMA | {
-    "model_type": "gemma2", "query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.6, "final_logit_softcapping": 0.8,
-}  # fmt: skip
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 0.6,
+    "final_logit_softcapping": 0.8,
+}
 _GEMMA3 = _GEMMA | {"model_type": "gemma3_text", "query_pre_attn_scalar": 20, "sliding_window_pattern": 3}
 _PHI3 = _BASE | {"model_type": "phi3"}
 _GPT2: Config = {
-    "model_type": "gpt2", "vocab_size": 61, "n_positions": 40, "n_embd": 32, "n_layer": 2, "n_head": 4,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "vocab_size": 61,
+    "n_positions": 40,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 def _scaled(kind: str, **constants: Any) -> Config:
@@ -131,7 +163,7 @@ CASES: dict[str, Config] = {
     "phi3-longrope-long": _PHI3 | _longrope(3, 16) | {"partial_rotary_factor": 0.75},
     "gpt2": _GPT2,
     "gpt2-untied": _GPT2 | {"n_inner": 50, "activation_function": "gelu", "tie_word_embeddings": False},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

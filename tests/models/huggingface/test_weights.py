@@ -17,9 +17,23 @@ from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import from_hf_state, load_weights, save_weights, to_hf_state
 
 EXCHANGED = [
-    "llama", "llama-biases", "llama-tied-wide-heads", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "gemma", "gemma2", "gemma3", "phi3", "phi3-partial", "gpt2", "gpt2-untied",
-]  # fmt: skip
+    "llama",
+    "llama-biases",
+    "llama-tied-wide-heads",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi3-partial",
+    "gpt2",
+    "gpt2-untied",
+]
 every_family = pytest.mark.parametrize("name", EXCHANGED)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 

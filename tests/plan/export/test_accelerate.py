@@ -20,11 +20,17 @@ CASES = {
     "zero 2": ("llama-3.2-1b", "8xH100-80GB", 1024, 64, "layout.data=8", "layout.zero=2"),
     "zero 3": ("llama-3.1-8b", "8xH100-80GB", 4096, 64, "layout.data=8", "layout.zero=3"),
     "zero 3, checkpointed": (
-        "llama-3.1-8b", "2x8xH100-80GB", 4096, 64, "layout.data=16", "layout.zero=3", "levers.checkpoint_every=1",
+        "llama-3.1-8b",
+        "2x8xH100-80GB",
+        4096,
+        64,
+        "layout.data=16",
+        "layout.zero=3",
+        "levers.checkpoint_every=1",
     ),
     "fp16": ("llama-3.1-8b", "8xV100-32GB", 512, 64, "layout.data=8", "layout.zero=3"),
     "offloaded": ("llama-3.1-8b", "8xH100-80GB", 4096, 64, "layout.data=8", "levers.offload=weights"),
-}  # fmt: skip
+}
 
 
 def written(plan: Plan, folder: Path) -> str:

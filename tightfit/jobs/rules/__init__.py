@@ -3,8 +3,7 @@
 | rules | asked about | asked by |
 |---|---|---|
 | `LEVER_RULES`, `LAYOUT_RULES` | one section by itself | its own validation |
-| `RUN_RULES` | layout, levers, precision and the model's shape together: nobody could train it | job, search, trainer |
-| `TRAINER_RULES` | what can be planned, but `tightfit train` does not do today | job, trainer, `plan --runnable` |
+| `RUN_RULES` | layout, levers, precision and the model's shape together | job, search, exports, trainer |
 | `DEEPSPEED_RULES` | what DeepSpeed does of a job | job, exports |
 
 A rule is a function that returns its sentence, or None where it has nothing against a run; `concerns` names the fields

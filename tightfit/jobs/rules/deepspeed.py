@@ -43,6 +43,13 @@ def deepspeed_has_no_teacher(run: Run) -> str | None:
     return None
 
 
+@rule(DEEPSPEED_RULES, "quantize.bits")
+def deepspeed_rounds_nothing(run: Run) -> str | None:
+    if run.rounding is not None:
+        return "quantize.bits is trained for by tightfit's own engine, but engine is deepspeed; set it to tightfit"
+    return None
+
+
 @rule(DEEPSPEED_RULES, "layout.zero", "levers.offload")
 def deepspeed_has_something_to_do(run: Run) -> str | None:
     if not run.layout.zero and run.levers.offload == "none":

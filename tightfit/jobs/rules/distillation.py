@@ -1,10 +1,10 @@
 """What does not go with a teacher."""
 
 from tightfit.jobs.rules.rule import Run, rule
-from tightfit.jobs.rules.trainer import TRAINER_RULES
+from tightfit.jobs.rules.run import RUN_RULES
 
 
-@rule(TRAINER_RULES, "distill.teacher", "layout")
+@rule(RUN_RULES, "distill.teacher", "layout")
 def a_student_is_whole(run: Run) -> str | None:
     """The loss multiplies by whole output projections of both models."""
     layout = run.layout
@@ -17,14 +17,14 @@ def a_student_is_whole(run: Run) -> str | None:
     )
 
 
-@rule(TRAINER_RULES, "distill.teacher", "levers.loss")
+@rule(RUN_RULES, "distill.teacher", "levers.loss")
 def distillation_is_fused(run: Run) -> str | None:
     if run.distills and run.levers.loss == "plain":
         return "levers.loss is plain, but distill.teacher has a fused loss of its own; set levers.loss=fused"
     return None
 
 
-@rule(TRAINER_RULES, "distill.features", "levers.checkpoint_every")
+@rule(RUN_RULES, "distill.features", "levers.checkpoint_every")
 def features_are_kept(run: Run) -> str | None:
     levers = run.levers
     recomputed = levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None

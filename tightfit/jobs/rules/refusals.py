@@ -1,21 +1,16 @@
-"""Who refuses a run: the planner, the trainer, or DeepSpeed; each with the sentence of the first rule it breaks."""
+"""Who refuses a run, tightfit (to plan or to train it) or DeepSpeed: the sentence of the first rule it breaks."""
 
 from tightfit.errors import UserError
-from tightfit.jobs.rules import distillation as distillation  # enters its rules into TRAINER_RULES
+from tightfit.jobs.rules import distillation as distillation  # enters its rules into RUN_RULES
+from tightfit.jobs.rules import quantize as quantize
 from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
 from tightfit.jobs.rules.rule import Run, first_refusal
 from tightfit.jobs.rules.run import RUN_RULES
-from tightfit.jobs.rules.trainer import TRAINER_RULES
-
-
-def refused_by_planner(run: Run) -> str | None:
-    """Why `run` is not planned: what nobody could train, and what the trainer does not do."""
-    return refused_by_trainer(run)
 
 
 def refused_by_trainer(run: Run) -> str | None:
-    """Why `tightfit train` does not run `run` today; None where it does."""
-    return first_refusal(RUN_RULES, run) or first_refusal(TRAINER_RULES, run)
+    """Why `tightfit train` does not run `run`, and `tightfit plan` does not plan it; None where they do."""
+    return first_refusal(RUN_RULES, run)
 
 
 def refused_by_deepspeed(run: Run) -> str | None:

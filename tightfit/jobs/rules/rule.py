@@ -9,6 +9,7 @@ from tightfit.models.spec import ModelSpec
 if TYPE_CHECKING:
     from tightfit.jobs.layout import Layout
     from tightfit.jobs.levers import Levers
+    from tightfit.jobs.quantize import WeightRounding
 
 Subject = TypeVar("Subject")
 Sentence = Callable[[Subject], str | None]
@@ -28,6 +29,8 @@ class Run:
     distills: bool = False
     """Whether a teacher is compared with."""
     compares_features: bool = False
+    rounding: "WeightRounding | None" = None
+    """How weights are rounded while they are trained."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def rank_memory(
         widest_layer=_streamed_at_once(layout, stage),
     )
     flight = _in_flight(layout, stage, micro_batches, states.kept_gradient_bytes * stage.weights)
-    weights = working_weights(layout, levers, stage, states, micro_batches)
+    weights = working_weights(layout, levers, stage, states, micro_batches, workload.rounding is not None)
     one_checkpoint_bytes = checkpoint_bytes(spec, shape, levers) if stage.offloaded else 0
     teacher = teacher_memory(workload.teacher, spec, shape, levers)
     return RankMemory(
@@ -75,6 +75,7 @@ def rank_memory(
             inputs=2 * INDEX * shape.tokens,
             cublas=overheads.workspace_bytes,
             teacher=teacher.gpu_weights,
+            scales=0 if workload.rounding is None else workload.rounding.scale_bytes(stage.layer_weights),
         ),
         host=OnHost(
             weights=states.host_weights,

@@ -66,6 +66,7 @@ class Resident(NamedTuple):
     inputs: Annotated[int, About("inputs", "tokens and labels", "8 bytes each")]
     cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")]
     teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
+    scales: Annotated[int, About("optimizer states", "learned scales", "16 bytes a scale: quantize.scales")] = 0
 
 
 class OnHost(NamedTuple):

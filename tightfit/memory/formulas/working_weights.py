@@ -1,7 +1,9 @@
 """Working weights: what is made of the resident weights for forward and backward, and what making it takes.
 
 One GPU, DDP and pipelines without ZeRO work with the resident weights; in fp8 each layer's codes (levers/fp8.py, the
-weight as it is and transposed) are there from forward until its backward is done.
+weight as it is and transposed) are there from forward until its backward is done. So are the rounded copies that
+quantization-aware training multiplies with (levers/fake_quantize.py); of layers that are computed again, only those of
+the layer at work.
 
 FSDP2 (parallel/data.py) gathers 16-bit weights from the shards, in groups: each layer, an untied embedding, and the
 root (final norm, output projection, tied embedding, learned positions), which stays whole from forward to backward.
@@ -32,21 +34,29 @@ class WholeWeights:
     """Weights that FSDP2 does not shard; bytes beside the resident ones, at the moments of a step."""
 
     stage: StageMemory
-    is_fp8: bool = False
+    copy_bytes: int = 0
+    """Of a layer's weight in the form that products use, beside the weight itself: fp8 codes, or a rounded copy."""
+    copies_return: bool = False
+    """Whether layers make their copies again in backward, so that only those of the layer at work exist."""
     sums_whole: bool = False
     """Under ZeRO-1 micro-batches add up whole gradients."""
 
+    def copies(self, done_weights: int = 0) -> int:
+        """Of the layers that have run and whose backward is not done."""
+        held = self.stage.widest if self.copies_return else self.stage.layer_weights - done_weights
+        return self.copy_bytes * held
+
     def in_forward(self) -> int:
         """When the last layer runs."""
-        return CODE_BYTES * self.stage.layer_weights if self.is_fp8 else 0
+        return self.copies()
 
     def at_loss(self) -> int:
         """When the layers have run."""
-        return self.in_forward()
+        return 0 if self.copies_return else self.copies()
 
     def at_layer(self, visit: LayerVisit) -> int:
         """While backward is at work in a layer."""
-        return CODE_BYTES * (self.stage.layer_weights - visit.done_weights) if self.is_fp8 else 0
+        return self.copies(visit.done_weights)
 
     def at_embedding(self) -> int:
         """When all layers are done."""
@@ -144,11 +154,16 @@ class ShardedWeights(WholeWeights):
 
 
 def working_weights(
-    layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int
+    layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int, rounds: bool = False
 ) -> WholeWeights:
-    """Of a rank that has `micro_batches` a step."""
+    """Of a rank that has `micro_batches` a step; `rounds`: products are with rounded copies of the weights."""
     if not layout.zero:
-        return WholeWeights(stage=stage, is_fp8=levers.matmul != "native")
+        rounded_bytes = states.element_bytes if rounds else 0
+        return WholeWeights(
+            stage=stage,
+            copy_bytes=CODE_BYTES if levers.matmul != "native" else rounded_bytes,
+            copies_return=rounds and levers.checkpoint_every == 1,
+        )
     return ShardedWeights(
         stage=stage,
         zero=layout.zero,

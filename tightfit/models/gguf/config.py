@@ -50,9 +50,16 @@ QWEN_EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 REFUSED = (
-    "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "logit_scale", "residual_scale",
-    "embedding_scale", "expert_weights_scale", "expert_group_count", "attention.relative_buckets_count",
-)  # fmt: skip
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "expert_weights_scale",
+    "expert_group_count",
+    "attention.relative_buckets_count",
+)
 """Keys of models that llama.cpp computes in ways the decoder does not."""
 SCALINGS = ("none", "linear", "yarn")
 """Rope scalings that metadata alone can say; Llama-3's and LongRoPE are tensors."""

@@ -24,14 +24,28 @@ from tightfit.models.spec import ModelSpec
 
 OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "norm": "output_norm", "head": "output"}
 INSIDE = {
-    "attention_norm": "attn_norm", "attention.q": "attn_q", "attention.k": "attn_k", "attention.v": "attn_v",
-    "attention.o": "attn_output", "attention.q_norm": "attn_q_norm", "attention.k_norm": "attn_k_norm",
-    "attention_post_norm": "post_attention_norm", "mlp_norm": "ffn_norm", "mlp_post_norm": "post_ffw_norm",
-    "mlp.gate": "ffn_gate", "mlp.up": "ffn_up", "mlp.down": "ffn_down", "mlp.router": "ffn_gate_inp",
-    "mlp.experts.gate": "ffn_gate_exps", "mlp.experts.up": "ffn_up_exps", "mlp.experts.down": "ffn_down_exps",
-    "mlp.shared.gate": "ffn_gate_shexp", "mlp.shared.up": "ffn_up_shexp", "mlp.shared.down": "ffn_down_shexp",
+    "attention_norm": "attn_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.o": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention_post_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
+    "mlp.shared.gate": "ffn_gate_shexp",
+    "mlp.shared.up": "ffn_up_shexp",
+    "mlp.shared.down": "ffn_down_shexp",
     "mlp.shared_gate": "ffn_gate_inp_shexp",
-}  # fmt: skip
+}
 """Our modules outside and inside a layer, and GGUF's."""
 STACKS = {"attn_qkv": ("attention.q", "attention.k", "attention.v"), "ffn_up": ("mlp.gate", "mlp.up")}
 """Tensors that may hold several of our modules, one above the other."""

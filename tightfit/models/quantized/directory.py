@@ -63,8 +63,11 @@ class QuantizedDirectory:
     def coded(self, link: TensorMap, name: str) -> CodedWeight:
         """The quantized weight `name`, found to have the model's shape."""
         module = name.removesuffix(".weight")
-        tensors = {suffix: self._read(f"{module}.{suffix}") for suffix in self.format.suffixes
-                   if f"{module}.{suffix}" in self._file_of}  # fmt: skip
+        tensors = {
+            suffix: self._read(f"{module}.{suffix}")
+            for suffix in self.format.suffixes
+            if f"{module}.{suffix}" in self._file_of
+        }
         scheme = self.scheme(module)
         weight = self.format.decode(tensors, scheme, module)
         wide = plain_files._shape(link, self.shapes)
@@ -186,6 +189,21 @@ def written_links(spec: ModelSpec, names: Iterable[str]) -> list[TensorMap]:
 def shapes_of(spec: ModelSpec) -> dict[str, Tensor]:
     """The state dict of a decoder of this shape, without memory."""
     return blank_decoder(spec, "meta", torch.float32).state_dict()
+
+
+def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict[str, Scheme], list[str]]:
+    """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain."""
+    made: dict[str, Scheme] = {}
+    plain: list[str] = []
+    shapes = shapes_of(spec)
+    for link in written_links(spec, shapes):
+        module = link.theirs.removesuffix(".weight")
+        ours = link.ours[0].removesuffix(".weight")
+        if ours in schemes:
+            made[module] = schemes[ours]
+        elif link.theirs.endswith(".weight") and ours.startswith("layers.") and len(shapes[link.ours[0]].shape) > 1:
+            plain.append(module)
+    return made, plain
 
 
 def _without(name: str, ends: tuple[str, ...]) -> str:

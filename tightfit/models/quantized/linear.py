@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.kernels.int8_linear import int8_linear
-from tightfit.kernels.packing import pack, unpack
+from tightfit.kernels.packing import pack_tiles, unpack_tiles
 from tightfit.kernels.quantized_linear import quantized_linear
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.codebooks import E4M3_LARGEST
@@ -54,14 +54,14 @@ class QuantizedLinear(nn.Module):
             return codes
         if self.scheme.activations is not None:
             return (codes.to(torch.int16) - self.scheme.middle).to(torch.int8)
-        return pack(codes, self.scheme.bits)
+        return pack_tiles(codes, self.scheme.bits)
 
     def _unpack(self) -> Tensor:
         if self.scheme.kind == "fp8":
             return self.packed
         if self.scheme.activations is not None:
             return (self.packed.to(torch.int16) + self.scheme.middle).to(torch.uint8)
-        return unpack(self.packed, self.scheme.bits, self.in_features)
+        return unpack_tiles(self.packed, self.scheme.bits, self.in_features)
 
     def coded(self) -> CodedWeight:
         """The weight with its codes unpacked."""
@@ -74,6 +74,13 @@ class QuantizedLinear(nn.Module):
             self.group_of,
             self._outliers(),
         )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is integers in words, in groups of neighbours, and nothing beside them."""
+        ordered = self.group_of is None and self.outlier_starts is None
+        whole = self.scale.shape[0] == self.out_features
+        return self.scheme.kind == "int" and self.scheme.activations is None and ordered and whole
 
     def _outliers(self) -> Outliers | None:
         starts, columns, values = self.outlier_starts, self.outlier_columns, self.outlier_values
@@ -95,7 +102,7 @@ class QuantizedLinear(nn.Module):
             return int8_linear(x, self.packed, self.scale)
         if scheme.activations == "fp8":
             return F.linear(rounded(x, "fp8"), self.dequantize(x.dtype))
-        if scheme.kind == "int" and per_row and self.group_of is None and self.outlier_starts is None:
+        if self.is_packed:
             return quantized_linear(
                 x, self.packed, self.scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl
             )

@@ -64,21 +64,21 @@ class Group:
 
 def make_group(machine: Machine, stride: int, size: int) -> Group:
     """The group of `size` ranks that lie `stride` apart."""
-    intra, inter = machine.intra.collective_bytes_s, machine.inter.collective_bytes_s
+    peers, inter = machine.peers, machine.inter.collective_bytes_s
     if machine.inter.per_node:
         inter /= machine.per_node
     local = size if stride * size <= machine.per_node else min(size, max(1, machine.per_node // stride))
     nodes = math.ceil(size / local)
     inter *= max(LEAST_SHARE, 1 - LOSS_PER_DOUBLING * math.log2(nodes))
-    inside = intra if local > 1 else math.inf
-    bandwidth = intra if nodes == 1 else min(inside, inter * local)
-    far_s = machine.inter.hop_s if nodes > 1 else machine.intra.hop_s
-    hops = (nodes * machine.inter.hop_s if nodes > 1 else 0.0) + (size - max(nodes, 1)) * machine.intra.hop_s
+    inside = peers.ring_bytes_s if local > 1 else math.inf
+    bandwidth = peers.ring_bytes_s if nodes == 1 else min(inside, inter * local)
+    far_s = machine.inter.hop_s if nodes > 1 else peers.hop_s
+    hops = (nodes * machine.inter.hop_s if nodes > 1 else 0.0) + (size - max(nodes, 1)) * peers.hop_s
     return Group(
         size=size,
         local=local,
         ring_bytes_s=bandwidth,
-        intra_bytes_s=intra,
+        intra_bytes_s=peers.pair_bytes_s,
         inter_bytes_s=inter,
         hop_s=hops if size > 1 else 0.0,
         far_s=far_s,

@@ -71,11 +71,19 @@ class Generation(Lenient):
         given = {
             name: value
             for name in (
-                "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
-                "frequency_penalty", "logit_bias", "seed",
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "typical_p",
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "logit_bias",
+                "seed",
             )
             if (value := getattr(self, name)) is not None
-        }  # fmt: skip
+        }
         return Sampling(
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             stop=self._stops(),

@@ -71,9 +71,17 @@ class ShardedSaver:
         self.pending: _Pending | None = None
 
     def save(
-        self, run: Path, model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, tokenizer: Tokenizer,
-        position: Position, keep: int, *, keep_best: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        run: Path,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        dtype: torch.dtype,
+        tokenizer: Tokenizer,
+        position: Position,
+        keep: int,
+        *,
+        keep_best: bool = False,
+    ) -> None:
         """Begin to write the checkpoint of `position.step`, once the one before is complete."""
         self.finish()
         target = checkpoint_path(run, position.step)

@@ -34,6 +34,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.kernels.gradient_norm import gradient_norm
+from tightfit.levers.fake_quantize import SCALE_PREFIX
 from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.shard_groups import Shards
@@ -86,6 +87,7 @@ class MasterAdamW:
         counted_elsewhere: frozenset[str] = frozenset(),
         in_no_bucket: frozenset[str] = frozenset(),
         module: nn.Module | None = None,
+        beside: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         """`device` is where offloaded states are updated; `seed` is of stochastic rounding.
 
@@ -93,12 +95,14 @@ class MasterAdamW:
         those of `in_no_bucket` (experts, of which other ranks hold other ones) are freed.
         Each of `pipeline_ranks` has an optimizer of its own parameters; those of `counted_elsewhere` are copies of
         another rank's (a tied embedding), which the gradient norm must count once. `module` is what runs forward where
-        that is not `model`: FSDP2's modules are looked for in it.
+        that is not `model`: FSDP2's modules are looked for in it. Parameters `beside` the model's (learned scales) stay
+        float32, and are kept with the states, as no file of the model holds them.
         """
         self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         self.keep_gradient_memory, self.pipeline_ranks = keep_gradient_memory, pipeline_ranks
         self.counted_elsewhere = counted_elsewhere
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.beside = dict(beside or {})
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad] + list(self.beside.items())
         self._in_no_bucket = {id(p) for name, p in named if name in in_no_bucket}
         self.is_sharded = any(is_shard(p) for _, p in named)
         self.splits = splits_of(model)
@@ -143,8 +147,9 @@ class MasterAdamW:
         if self.casts_gradients:
             # The storage itself where the model is float32: no copy.
             masters = [local(p.data).float() for p in parameters]
-            for p in parameters:
-                self._place(p, local(p.data).to(compute_dtype))
+            for name, p in named:
+                if name not in self.beside:
+                    self._place(p, local(p.data).to(compute_dtype))
         updater = self._updater(names, masters, firsts, weight_decay)
         return Bucket(names=names, parameters=[*parameters], masters=masters, updater=updater)
 
@@ -266,7 +271,8 @@ class MasterAdamW:
         for bucket in self.buckets:
             for index, (name, (parameter, master)) in enumerate(zip(bucket.names, bucket.pairs, strict=True)):
                 yield f"step/{name}", bucket.updater.step(index)
-                kinds = bucket.updater.states(index) | ({"master": master} if self.has_masters else {})
+                is_kept = self.has_masters or name in self.beside
+                kinds = bucket.updater.states(index) | ({"master": master} if is_kept else {})
                 for kind, tensor in kinds.items():
                     state = like_shard(tensor, parameter) if is_shard(parameter) else tensor
                     yield f"{kind}/{name}", as_dtensor(state, self.splits.get(name))
@@ -298,8 +304,8 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices only, not to norms, biases and learned positions."""
-    return parameter.ndim >= 2 and not name.startswith("positions.")
+    """Whether weight decay applies: to matrices only, not to norms, biases, learned positions and learned scales."""
+    return parameter.ndim >= 2 and not name.startswith(("positions.", SCALE_PREFIX))
 
 
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -68,5 +68,6 @@ class Awq(FileFormat):
         if str(version).lower() != "gemm":
             raise UserError(f"quantization_config says AWQ version {version!r}; the version that is read is gemm")
         group = wanted(config, "group_size", int, "awq")
-        return Scheme(bits=wanted(config, "bits", int, "awq"), group=group,
-                      symmetric=not config.get("zero_point", True))  # fmt: skip
+        return Scheme(
+            bits=wanted(config, "bits", int, "awq"), group=group, symmetric=not config.get("zero_point", True)
+        )

@@ -42,9 +42,15 @@ class BitsAndBytes(FileFormat):
 
     name = "bitsandbytes"
     suffixes = (
-        "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", STATE,
-        "SCB", "weight_format",
-    )  # fmt: skip
+        "weight",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+        STATE,
+        "SCB",
+        "weight_format",
+    )
     marks = (STATE, "SCB")
 
     def refuse(self, scheme: Scheme) -> str | None:
@@ -62,9 +68,14 @@ class BitsAndBytes(FileFormat):
     def _encode_nf4(self, weight: CodedWeight) -> dict[str, Tensor]:
         codes = weight.coded_scales
         state = {
-            "quant_type": "nf4", "blocksize": BLOCK, "dtype": "float32", "shape": list(weight.shape),
-            "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(codes["nested_offset"]),
-        }  # fmt: skip
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "dtype": "float32",
+            "shape": list(weight.shape),
+            "nested_blocksize": NESTED_BLOCK,
+            "nested_dtype": "float32",
+            "nested_offset": float(codes["nested_offset"]),
+        }
         return {
             "weight": pack_nibbles(weight.codes.flatten(), high_first=True)[:, None],
             "weight.absmax": codes["absmax"],
@@ -91,8 +102,11 @@ class BitsAndBytes(FileFormat):
             )
         coded: dict[str, Tensor] = {}
         if "weight.nested_absmax" in tensors:
-            coded = {"absmax": absmax, "nested_absmax": tensors["weight.nested_absmax"].to(torch.float32),
-                     "nested_offset": torch.tensor(float(state["nested_offset"]))}  # fmt: skip
+            coded = {
+                "absmax": absmax,
+                "nested_absmax": tensors["weight.nested_absmax"].to(torch.float32),
+                "nested_offset": torch.tensor(float(state["nested_offset"])),
+            }
             absmax = nested_scales(coded)
         return CodedWeight(
             NF4_SCHEME, codes.view(*shape), absmax.to(torch.float32).view(shape[0], -1), coded_scales=coded

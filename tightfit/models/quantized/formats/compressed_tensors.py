@@ -185,8 +185,9 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
             )
         activations = "int8" if inputs.get("type") == "int" else "fp8"
     if weights.get("type") == "int":
-        return Scheme(bits=bits, group=spans[strategy], symmetric=bool(weights.get("symmetric", True)),
-                      activations=activations)  # fmt: skip
+        return Scheme(
+            bits=bits, group=spans[strategy], symmetric=bool(weights.get("symmetric", True)), activations=activations
+        )
     if bits == 8:
         return Scheme(kind="fp8", bits=8, group=spans[strategy], activations=activations)
     return Scheme(kind="mxfp4" if spans[strategy] == 32 else "nvfp4", bits=4, group=spans[strategy])

@@ -59,8 +59,9 @@ def one_scheme(schemes: Mapping[str, Scheme], name: str) -> Scheme:
     """The scheme that all modules have, for formats that say it once."""
     different = sorted({scheme.describe() for scheme in schemes.values()})
     if len(different) != 1:
-        raise UserError(f"layers are coded as {' and '.join(different)}, but {name} has one scheme for all; "
-                        "use compressed-tensors")  # fmt: skip
+        raise UserError(
+            f"layers are coded as {' and '.join(different)}, but {name} has one scheme for all; use compressed-tensors"
+        )
     return next(iter(schemes.values()))
 
 

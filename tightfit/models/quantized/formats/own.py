@@ -32,10 +32,18 @@ class Own(FileFormat):
 
     name = "tightfit"
     suffixes = (
-        "weight_packed", "weight_shape", "weight_scale", "weight_zero",
-        "weight_scale_codes", "weight_scale_range", "weight_zero_codes", "weight_zero_range",
-        "outlier_starts", "outlier_columns", "outlier_values",
-    )  # fmt: skip
+        "weight_packed",
+        "weight_shape",
+        "weight_scale",
+        "weight_zero",
+        "weight_scale_codes",
+        "weight_scale_range",
+        "weight_zero_codes",
+        "weight_zero_range",
+        "outlier_starts",
+        "outlier_columns",
+        "outlier_values",
+    )
     marks = ("weight_packed",)
 
     def refuse(self, scheme: Scheme) -> str | None:

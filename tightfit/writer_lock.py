@@ -1,7 +1,8 @@
-"""One run to a directory: who writes there holds a lock, and others are told who that is.
+"""One writer to an output: who writes there holds a lock, and others are told who that is.
 
 The lock is the kernel's (flock), so that of a killed process is gone with it. Of several ranks the first one holds it.
-Where a file system knows no locks, runs go on without. The file says who holds it: process, host, since when.
+Where a file system knows no locks, work goes on without. The file says who holds it: process, host, since when. That of
+a run is in its directory; that of another file or directory is beside it under a hidden name.
 """
 
 import fcntl
@@ -23,8 +24,20 @@ NAMING_S = 2.0
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of `directory`, which exists; the file is gone afterwards."""
-    path = directory / LOCK_FILE
-    descriptor = _taken(path)
+    with _locked(directory / LOCK_FILE, directory):
+        yield
+
+
+@contextmanager
+def locked_beside(output: Path) -> Iterator[None]:
+    """Holds the lock of `output`, which need not exist in its directory, which must."""
+    with _locked(output.parent / f"{LOCK_FILE}-{output.name}", output):
+        yield
+
+
+@contextmanager
+def _locked(path: Path, output: Path) -> Iterator[None]:
+    descriptor = _taken(path, output)
     try:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with suppress(OSError):  # on a full disk the lock is nameless
@@ -45,22 +58,20 @@ def refuse_if_locked(directory: Path) -> None:
     except OSError:
         return
     try:
-        _flock(descriptor, path)
+        _flock(descriptor, path, directory)
     finally:
         os.close(descriptor)
 
 
-def _taken(path: Path) -> int:
+def _taken(path: Path, output: Path) -> int:
     """A descriptor that has the lock of the file that is at `path` now, not of one that was removed meanwhile."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(
-                f"cannot write output {path.parent}: {error.strerror}; choose a writable directory"
-            ) from error
+            raise UserError(f"cannot write output {output}: {error.strerror}; choose a writable directory") from error
         try:
-            _flock(descriptor, path)
+            _flock(descriptor, path, output)
             if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
                 return descriptor
         except FileNotFoundError:
@@ -71,12 +82,12 @@ def _taken(path: Path) -> int:
         os.close(descriptor)
 
 
-def _flock(descriptor: int, path: Path) -> None:
+def _flock(descriptor: int, path: Path, output: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
-            f"{path.parent} is being written by {_holder(path)}; wait for it, stop it, or choose another output"
+            f"{output} is being written by {_holder(path)}; wait for it, stop it, or choose another output"
         ) from None
     except OSError:  # no locks on this file system
         return

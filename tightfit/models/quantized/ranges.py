@@ -18,8 +18,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tightfit.compress.rounding import SMALLEST_SCALE, StoredScales, encode, largest_number, rounded, store_scales
 from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.rounding import (
+    SMALLEST_SCALE,
+    StoredScales,
+    encode,
+    largest_number,
+    rounded,
+    store_scales,
+)
 from tightfit.models.quantized.scheme import Scheme
 
 RangeRule = Literal["minmax", "percentile", "kl", "mse"]
@@ -37,6 +44,8 @@ class Grid:
     scheme: Scheme
     stored: StoredScales
     zero: Tensor | None
+    exact_scale: Tensor | None = None
+    """Scales before they are rounded, where codes are chosen for those: NF4 as bitsandbytes makes it."""
 
     @property
     def scale(self) -> Tensor:
@@ -47,7 +56,8 @@ class Grid:
         """Every weight to its nearest code."""
         blocks = in_groups(weight, self.scheme)
         zero = None if self.zero is None else self.zero[..., None]
-        codes = encode(blocks, self.scale[..., None], zero, self.scheme).reshape(weight.shape)
+        scale = self.scale if self.exact_scale is None else self.exact_scale
+        codes = encode(blocks, scale[..., None], zero, self.scheme).reshape(weight.shape)
         return CodedWeight(self.scheme, codes, self.scale, self.zero, coded_scales=self.stored.coded)
 
 
@@ -64,6 +74,8 @@ def fit_grid(weight: Tensor, scheme: Scheme, rule: RangeRule = "minmax", importa
     low, high = _span(blocks, scheme, rule)
     if scheme.kind == "binary":  # the best scale of signs is the mean magnitude (Rastegari et al. 2016)
         return Grid(scheme, store_scales(blocks.abs().mean(-1), scheme), None)
+    if scheme.kind == "nf4" and rule == "minmax":
+        return Grid(scheme, store_scales(high, scheme), None, exact_scale=high.clamp(min=SMALLEST_SCALE))
     if rule in ("minmax", "percentile") or (rule == "kl" and scheme.kind != "int"):
         return _grid(low, high, scheme)
     if rule == "kl":

@@ -1,0 +1,131 @@
+"""Linear layers that compute with their weights as codes will hold them, while the weights themselves are trained.
+
+    ŵ = S · (clamp(round(w / S) + Z) − Z)        ∂L/∂w = ∂L/∂ŵ where w is in range        (straight-through)
+    ∂ŵ/∂S = round(w / S) − w / S in range, else the end of the range                        (LSQ, Esser et al. 2019)
+
+`minmax` scales are those of the weights at hand, so nothing saturates. Learned ones begin at the range of least squared
+error and are kept as logarithms: Adam then changes all of them by the same share of their size. They belong to training
+alone: the model's files and names stay as they are, and the optimizer keeps them. One bit: S · sign(w), S the mean |w|
+(Rastegari et al. 2016) or learned. Scales are float16 as in files, so what is evaluated is what is written.
+
+Applied from outside by replacing `forward`. ŵ is there from forward until the layer's backward is done.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.jobs.quantize import Quantize
+from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.linear import rounded as rounded_activations
+from tightfit.models.quantized.ranges import Grid, fit_grid, in_groups
+from tightfit.models.quantized.rounding import SMALLEST_SCALE, StoredScales, rounded
+from tightfit.models.quantized.scheme import Scheme
+
+SCALE_PREFIX = "quantizer."
+"""Of the names of learned scales, which no model has."""
+
+
+def trained_scheme(settings: Quantize) -> Scheme:
+    """How weights are coded in the end."""
+    assert settings.bits is not None
+    if settings.bits == 1:
+        return Scheme(kind="binary", bits=1, group=settings.group)
+    symmetric = settings.scales == "learned" or settings.bits == 8
+    return Scheme(bits=settings.bits, group=settings.group, symmetric=symmetric)
+
+
+class _Round(torch.autograd.Function):
+    """ŵ of a matrix, given scales and zero points [outputs, groups]; keeps the weight itself, and no copy."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+        ctx.save_for_backward(weight, scale, zero)
+        ctx.scheme = scheme
+        blocks = in_groups(weight.float(), scheme)
+        made = rounded(blocks, scale[..., None], None if zero is None else zero[..., None], scheme)
+        return made.view(weight.shape).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
+        weight, scale, zero = ctx.saved_tensors
+        scheme, wide = ctx.scheme, scale[..., None]
+        blocks, own = in_groups(weight.float(), scheme), in_groups(gradient.float(), scheme)
+        code = rounded(blocks, wide, None if zero is None else zero[..., None], scheme) / wide
+        if scheme.kind == "binary":
+            return gradient, (own * code).sum(-1), None, None
+        ratio = blocks / wide
+        inside = (ratio >= -scheme.middle) & (ratio <= scheme.levels - 1 - scheme.middle)
+        of_scale = (own * (code - ratio * inside)).sum(-1)
+        return (own * inside).view(weight.shape).to(gradient.dtype), of_scale, None, None
+
+
+@dataclass(frozen=True)
+class RoundedLinear:
+    """A linear layer's forward with rounded weights; `log_scale` where scales are learned."""
+
+    linear: nn.Linear
+    scheme: Scheme
+    log_scale: nn.Parameter | None
+    outputs: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        grid = self.grid()
+        weight = _Round.apply(self.linear.weight, grid.scale, grid.zero, self.scheme)
+        made = F.linear(x, weight.to(x.dtype), self.linear.bias)
+        if self.outputs == "plain":
+            return made
+        return made + (rounded_activations(made, "int8") - made).detach()
+
+    def grid(self) -> Grid:
+        """Scales and zero points as they are now."""
+        if self.log_scale is None:
+            return fit_grid(self.linear.weight.detach().float(), self.scheme)
+        # LSQ's factor keeps the gradients of scales, each a sum over a group, as large as those of weights
+        factor = (self.scheme.group * max(self.scheme.levels // 2 - 1, 1)) ** -0.5
+        log_scale = self.log_scale * factor + (self.log_scale * (1 - factor)).detach()
+        scale = log_scale.exp().clamp(min=SMALLEST_SCALE)
+        stored = scale + (scale.to(torch.float16).float() - scale).detach()
+        return Grid(self.scheme, StoredScales(stored, {}), None)
+
+    @torch.no_grad()
+    def coded(self) -> CodedWeight:
+        """The codes of the weight as it is now."""
+        return self.grid().code(self.linear.weight.detach().float())
+
+
+def round_weights(model: Decoder, settings: Quantize) -> dict[str, nn.Parameter]:
+    """Make the layers of a filled decoder compute with rounded weights; the learned scales by name."""
+    if settings.bits is None:
+        return {}
+    scheme, learned = trained_scheme(settings), dict[str, nn.Parameter]()
+    for name, linear in layer_linears(model).items():
+        log_scale = None
+        if settings.scales == "learned":
+            scale = fit_grid(linear.weight.detach().float(), scheme, "mse").scale
+            log_scale = nn.Parameter(scale.clamp(min=SMALLEST_SCALE).log())
+            learned[f"{SCALE_PREFIX}{name}"] = log_scale
+        cast(Any, linear).forward = RoundedLinear(linear, scheme, log_scale, settings.outputs)
+    return learned
+
+
+def layer_linears(model: Decoder) -> dict[str, nn.Linear]:
+    """The linear layers of attention and MLPs, by name."""
+    found: dict[str, nn.Linear] = {}
+    for index, layer in model.layers._modules.items():
+        for own, module in cast(Layer, layer).named_modules():
+            if isinstance(module, nn.Linear):
+                found[f"layers.{index}.{own}"] = module
+    return found
+
+
+def coded_weights(model: Decoder) -> dict[str, CodedWeight]:
+    """The codes of every rounded layer's weight, by the weight's name."""
+    forwards = {name: vars(linear).get("forward") for name, linear in layer_linears(model).items()}
+    return {f"{name}.weight": found.coded() for name, found in forwards.items() if isinstance(found, RoundedLinear)}

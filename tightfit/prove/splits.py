@@ -1,0 +1,104 @@
+"""Every way of splitting that a number of ranks allows, alone and in mixtures, as targets of the equivalence check.
+
+The ways are the axes below; a mixture of k of them has two ranks on each but one, which has the rest. Each axis is
+checked alone in all its variants (ZeRO stages, schedules, with and without sequence parallelism); a mixture takes one
+variant of each: ZeRO-3, or ZeRO-1 beside a pipeline.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.rule import Run
+from tightfit.models.presets import preset
+from tightfit.prove.check_target import CheckTarget, miniature
+
+AXES = ("data", "pipeline", "ring", "heads", "tensor", "expert")
+"""`ring` and `heads` are the two ways of context parallelism."""
+DENSE, ROUTED = "qwen3-8b", "qwen3-30b-a3b"
+"""What miniatures are made of: grouped heads and norms of queries and keys; the same with experts."""
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "data": {"": {}, "ZeRO-1": {"zero": 1}, "ZeRO-2": {"zero": 2}, "ZeRO-3": {"zero": 3}},
+    "pipeline": {
+        "1f1b": {},
+        "gpipe": {"schedule": "gpipe"},
+        "interleaved": {"schedule": "interleaved", "stages_per_rank": 2},
+        "zero-bubble": {"schedule": "zero-bubble"},
+    },
+    "ring": {"": {"zero": 3}},
+    "heads": {"": {"zero": 3}},
+    "tensor": {"": {}, "whole sequence": {"sequence_parallel": False}},
+    "expert": {"": {}, "ZeRO-3": {"zero": 3}},
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A layout that is checked, and the model it is checked with."""
+
+    name: str
+    layout: Layout
+
+    @property
+    def target(self) -> CheckTarget:
+        """A miniature of a routed model where experts are split, else of a dense one."""
+        model = preset(ROUTED if self.layout.expert > 1 else DENSE)
+        return miniature(CheckTarget(model, self.layout, passes=2, length=64))
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the miniature can be cut like this; an odd number of tensor ranks cannot share its tokens."""
+        target = self.target
+        run = Run(layout=target.layout, levers=target.levers, spec=target.spec, sequence_length=target.length)
+        return refused_by_trainer(run) is None
+
+
+def splits_that_fit(ranks: int) -> list[Split]:
+    """Single axes in all variants, hybrid sharding, then mixtures of two, three, … axes."""
+    found = [*_alone(ranks), *_hybrid(ranks)]
+    for size in range(2, len(AXES) + 1):
+        found += [split for axes in combinations(AXES, size) if (split := mixture(ranks, axes))]
+    return [split for split in found if split.is_trainable]
+
+
+def mixture(ranks: int, axes: tuple[str, ...]) -> Split | None:
+    """The split over `axes`, the first of which has what two on each other leave; None where that is under two."""
+    rest = 2 ** (len(axes) - 1)
+    if ranks % rest or ranks // rest < 2:
+        return None
+    degrees = dict.fromkeys(axes, 2) | {axes[0]: ranks // rest}
+    shared = bool(set(axes) & {"data", "ring", "heads", "expert"})
+    zero = (1 if "pipeline" in axes else 3) if shared else 0
+    return Split(" × ".join(f"{axis} {degree}" for axis, degree in degrees.items()), _layout(degrees, zero=zero))
+
+
+def _layout(degrees: dict[str, int], **variant: Any) -> Layout:
+    """The layout of `degrees`: context ranks are ring × heads, and expert ranks are data ranks."""
+    ring, expert = degrees.get("ring", 1), degrees.get("expert", 1)
+    fields: dict[str, Any] = {
+        "data": degrees.get("data", 1) * expert,
+        "pipeline": degrees.get("pipeline", 1),
+        "context": ring * degrees.get("heads", 1),
+        "ring": ring,
+        "tensor": degrees.get("tensor", 1),
+        "expert": expert,
+        "micro_batch": 2,
+    }
+    return Layout.model_validate(fields | variant)
+
+
+def _alone(ranks: int) -> Iterator[Split]:
+    for axis, variants in VARIANTS.items():
+        for name, fields in variants.items():
+            yield Split(f"{axis} {ranks} {name}".strip(), _layout({axis: ranks}, **fields))
+
+
+def _hybrid(ranks: int) -> list[Split]:
+    """ZeRO-3 inside halves of the data ranks."""
+    if ranks < 4 or ranks % 2:
+        return []
+    layout = _layout({"data": ranks}, zero=3, shard_inside=ranks // 2)
+    return [Split(f"data {ranks} ZeRO-3 inside {ranks // 2}", layout)]

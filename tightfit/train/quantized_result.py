@@ -1,0 +1,50 @@
+"""What a run that trained with rounded weights ends in: a compressed model, in the layout that `compress` would choose.
+
+The codes are those that the last evaluation computed with; what is not coded is written in float16.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tightfit.durable import discard_directory, durable_directory
+from tightfit.levers.fake_quantize import coded_weights
+from tightfit.models.checksums import write_checksums
+from tightfit.models.decoder import Decoder
+from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.directory import module_schemes, tensors_to_write
+from tightfit.models.quantized.formats.compressed_tensors import CompressedTensors
+from tightfit.models.quantized.formats.own import Own
+from tightfit.models.saving import write_config
+from tightfit.models.tokenizer import Tokenizer
+
+FOLDER = "quantized"
+PLAIN_DTYPE = torch.float16
+
+
+def write_quantized(run: Path, model: Decoder, tokenizer: Tokenizer | None) -> Path:
+    """The compressed model in `run`/quantized, in place of an earlier one."""
+    coded: dict[str, CodedWeight | list[CodedWeight]] = dict(coded_weights(model))
+    schemes = {name.removesuffix(".weight"): w.scheme for name, w in coded.items() if isinstance(w, CodedWeight)}
+    form = CompressedTensors()
+    if any(form.refuse(scheme) for scheme in schemes.values()):
+        form = Own()  # type: ignore[assignment]
+    plain = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in coded}
+    if model.spec.tied:
+        plain.pop("head.weight", None)
+    tensors = tensors_to_write(model.spec, plain, coded, form, PLAIN_DTYPE)
+    target = run / FOLDER
+    if target.exists():
+        discard_directory(target)
+    with durable_directory(target) as folder:
+        write_config(folder, model.spec, tokenizer, PLAIN_DTYPE)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["quantization_config"] = form.config(*module_schemes(model.spec, schemes))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        write_checksums(folder)
+    return target
