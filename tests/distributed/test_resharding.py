@@ -79,7 +79,9 @@ def test_each_layout_reads_what_another_wrote(
         expected = rewritten(group, make(run, **fields), make(f"{name} by one").output)
         reader = names[(number + 1) % len(names)]
         found = rewritten(group, make(run, ways[reader], **fields), make(f"{name} by {reader}").output)
-        assert tensors(found) == tensors(expected), (name, reader)
+        ours, theirs = tensors(found), tensors(expected)
+        assert ours.keys() == theirs.keys(), (name, reader)
+        assert [each for each in theirs if ours[each] != theirs[each]] == [], (name, reader)
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, EARLY), (EARLY, {})])
@@ -87,14 +89,14 @@ def test_a_run_begins_or_ends_to_update_inside_backward(
     group: Make, make: Callable[..., Job], before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     """Unclipped it makes no difference when weights are updated."""
-    layout, optimizer = {"data": 2, "zero": 3, "micro_batch": 2}, {"lr": 1e-3, "clip_norm": 0.0}
-    for name, levers in (("moving", before), ("straight", {})):
-        job = make(name, (layout, levers), model=SMALL, optimizer=optimizer, steps=2)
-        run_on(group, job, stop_after=1)
-    run_on(group, make("moving", (layout, after), model=SMALL, optimizer=optimizer, steps=2), resume=True)
-    run_on(group, make("straight", (layout, {}), model=SMALL, optimizer=optimizer, steps=2), resume=True)
+    layout = {"data": 2, "zero": 3, "micro_batch": 2}
+    fields = {"model": SMALL, "optimizer": {"lr": 1e-3, "clip_norm": 0.0}, "steps": 2}
+    run_on(group, make("moving", (layout, before), **fields), stop_after=1)
+    run_on(group, make("moving", (layout, after), **fields), resume=True)
+    run_on(group, make("straight", **fields))
     ours, theirs = (
-        rewritten(group, make(name, model=SMALL, optimizer=optimizer, steps=2), make(f"copy {name}").output)
+        load(rewritten(group, make(name, **fields), make(f"copy {name}").output)["model.safetensors"])
         for name in ("moving", "straight")
     )
-    assert ours["model.safetensors"] == theirs["model.safetensors"]
+    for name, weight in theirs.items():
+        assert torch.allclose(ours[name], weight, rtol=1e-5, atol=1e-6), name

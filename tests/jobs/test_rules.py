@@ -138,7 +138,7 @@ def test_what_deepspeed_refuses(name: str) -> None:
 def test_a_job_asks_the_rulebook() -> None:
     job = {"model": "llama-3.2-1b", "data": "x.txt", "output": "o", "steps": 1, "global_batch": 8}
     for layout, levers, _ in (
-        BROKEN_RUNS["streamed_weights_are_whole"],
+        BROKEN_RUNS["pipelines_shard_optimizer_states_at_most"],
         BROKEN_RUNS["tensor_ranks_hold_part_of_the_logits"],
     ):
         with pytest.raises(ValidationError, match="which "):
