@@ -11,7 +11,7 @@ from tests.hf.models import FAMILIES, gradients, make_batch, make_model
 from tightfit.hf import accelerate
 
 CUDA = torch.device("cuda")
-ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 def loss_and_gradients(

@@ -32,7 +32,8 @@ FEW_ROWS = 256
 """Up to this many rows are multiplied without expanding the matrix."""
 STEP = 2 * TILE_WORDS
 """Inputs that one shift of a tile gives; scales change between steps."""
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 7
+"""For few rows, so that reads of some overlap what others do: measured on an H200 (benchmarks/quantized_linear.py)."""
 
 
 def quantized_linear(
@@ -242,16 +243,15 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(M: int, N: int, K: int, bits: int, device: torch.device) -> Tiles:
-    """Enough programs for every processor to have several reads under way."""
+    """Enough programs for every processor; with more than 64 rows a program needs eight warps for its sums."""
     if is_interpreted():
         return Tiles(block_m=16, block_n=16, split=2, stages=1, warps=4)
-    block_m = min(max(triton.next_power_of_2(M), 16), 128)
-    block_n, warps = (64, 4) if block_m < 64 else (128, 8)
+    block_m, block_n = min(max(triton.next_power_of_2(M), 16), 128), 128
     programs = triton.cdiv(N, block_n) * triton.cdiv(M, block_m)
     steps = K * bits // 32 // TILE_WORDS
-    wanted = _processors(device) * (PROGRAMS_PER_PROCESSOR if block_m < 64 else 1)
-    split = max(1, min(wanted // programs, steps // 4, 8))
-    return Tiles(block_m=block_m, block_n=block_n, split=split, stages=4, warps=warps)
+    wanted = _processors(device) * (PROGRAMS_PER_PROCESSOR if block_m <= 32 else 1)
+    split = max(1, min(wanted // programs, steps // 4, 16))
+    return Tiles(block_m=block_m, block_n=block_n, split=split, stages=3, warps=4 if block_m <= 64 else 8)
 
 
 @cache

@@ -121,7 +121,7 @@ class RoutedMlp(nn.Module):
     def _count(self, load: Tensor) -> None:
         """Add `load` to what training has sent each expert; not again when the layer is recomputed."""
         if torch.is_grad_enabled() and not is_recomputing():
-            self.load = load if self.load is None else self.load + load
+            self.load = load if self.load is None else self.load.to(load.device) + load
 
     def _balance_loss(self, probabilities: Tensor, load: Tensor) -> Tensor:
         """E · Σ_e f_e · P_e, where load[e] is the number of tokens routed to expert e."""
