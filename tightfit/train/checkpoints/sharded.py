@@ -205,7 +205,7 @@ def _require_fit(
     others_hold_more: bool,
 ) -> None:
     """Torch would cast what has another dtype and pass over what nobody asks for: say so instead."""
-    odd = own.keys() - stored.keys() if others_hold_more else own.keys() ^ stored.keys() - {PREVIOUS_NORMS}
+    odd = own.keys() - stored.keys() if others_hold_more else (own.keys() ^ stored.keys()) - {PREVIOUS_NORMS}
     if odd:
         raise UserError(f"{checkpoint} does not fit this model: optimizer state {min(odd)} is on one side only")
     for name, tensor in own.items():

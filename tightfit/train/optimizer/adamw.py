@@ -283,7 +283,7 @@ class MasterAdamW:
     def load_state(self, saved: Mapping[str, Tensor], source: str) -> None:
         """Load saved states; anything missing, left over or of another shape is an error."""
         own = {name: tensor for name, tensor in self.state().items() if name != PREVIOUS_NORMS or name in saved}
-        if odd := sorted(own.keys() ^ saved.keys() - {PREVIOUS_NORMS}):
+        if odd := sorted((own.keys() ^ saved.keys()) - {PREVIOUS_NORMS}):
             raise UserError(f"{source} does not fit this model: optimizer state {odd[0]} is on one side only")
         for name, tensor in own.items():
             stored = saved[name]
