@@ -93,10 +93,10 @@ def test_a_run_begins_or_ends_to_update_inside_backward(
     fields = {"model": SMALL, "optimizer": {"lr": 1e-3, "clip_norm": 0.0}, "steps": 2}
     run_on(group, make("moving", (layout, before), **fields), stop_after=1)
     run_on(group, make("moving", (layout, after), **fields), resume=True)
-    run_on(group, make("straight", **fields))
+    run_on(group, make("straight", (layout, {}), **fields))
     ours, theirs = (
         load(rewritten(group, make(name, **fields), make(f"copy {name}").output)["model.safetensors"])
         for name in ("moving", "straight")
     )
     for name, weight in theirs.items():
-        assert torch.allclose(ours[name], weight, rtol=1e-5, atol=1e-6), name
+        assert (ours[name] - weight).norm() < 1e-5 * weight.norm(), name
