@@ -186,6 +186,17 @@ def rank_lever_cases() -> Iterator[Case]:
     yield of("offload=weights offload_checkpoints=true", 2, split="pipeline=2", accumulation=4)
     yield of("tiles=4", 4, 16_384, split="tensor=4 sequence_parallel=false")
     yield of("tiles=4 offload=optimizer", zero=3, length=16_384)
+    for zero in (1, 2, 3):
+        yield of("offload=weights", zero=zero)
+    yield of("offload=weights", zero=3, precision="pure-bf16", checkpoint_every=0)
+    yield of("offload=weights update_in_backward=true", zero=3)
+    yield of("offload=weights", 8, zero=3, split="tensor=2")
+    yield of("offload=weights", 4, zero=1, split="pipeline=2", accumulation=4)
+    yield of("update_in_backward=true", 4, split="tensor=4")
+    yield of("update_in_backward=true offload=optimizer", 4, split="tensor=4")
+    yield of("update_in_backward=true", 8, zero=3, split="tensor=2")
+    yield of("tiles=4", 4, 16_384, split="tensor=4")
+    yield of("tiles=4", 8, 16_384, zero=3, split="tensor=2")
 
 
 def _host(said: Prediction, found: Measurement) -> dict[str, str]:

@@ -170,6 +170,32 @@ def test_ranks_that_clip_inside_backward_clip_alike(group: Make) -> None:
         assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=5e-2)
 
 
+SHARDED: dict[str, dict[str, Any]] = {
+    "zero-1": {},
+    "zero-2": {"offload_update": "host"},
+    "zero-3": {"offload_keep_bytes": 12_000},
+    "hybrid": {"checkpoint_every": 1, "offload_checkpoints": True},
+    "tensor-zero-3": {"tiles": 2},
+    "stages-zero-1": {"checkpoint_every": 1},
+    "context": {},
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_of_weights_on_the_host(group: Make, name: str) -> None:
+    """Two micro-batches, so that a step's later gathers find older weights in the buffers."""
+    spec = replace(DEEP, layers=5)
+    assert_same(group, CheckTarget(spec, LAYOUTS[name], Levers(offload="weights", **SHARDED[name]), passes=2))
+
+
+def test_uneven_shards_of_weights_and_of_experts_on_the_host(group: Make) -> None:
+    """Padded where FSDP2 gathers them; of experts, each rank has its own and gathers them from itself alone."""
+    assert_same(group, CheckTarget(UNEVEN, Layout(data=4, zero=3, micro_batch=1), Levers(offload="weights")))
+    routed = Layout(data=2, zero=3, expert=2, micro_batch=2)
+    levers = Levers(offload="weights", update_in_backward=True)
+    assert_same(group, CheckTarget(TINY_ROUTED, routed, levers, settings=UNCLIPPED), least=40)
+
+
 @pytest.mark.parametrize("name", ["zero-0", "tensor", "stages", "interleaved", "stages-data"])
 def test_weights_on_the_host(group: Make, name: str) -> None:
     layout = LAYOUTS[name]

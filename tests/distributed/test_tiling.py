@@ -15,6 +15,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.prove.check_target import CheckTarget
 
 WHOLE_STREAM = Layout(tensor=2, sequence_parallel=False, micro_batch=2)
+OWN_TOKENS = Layout(tensor=2, micro_batch=2)
 TENSOR_AND_STAGES = Layout(tensor=2, pipeline=2, sequence_parallel=False, micro_batch=2)
 
 
@@ -34,7 +35,13 @@ def test_ranks_train_in_tiles_as_one_process_does_whole(group: Callable[[int], G
         (replace(TINY, qk_norm=True), WHOLE_STREAM),
         (GPT2, WHOLE_STREAM),
         (replace(TINY, kv_heads=1), WHOLE_STREAM),
+        (replace(TINY, qk_norm=True), OWN_TOKENS),
+        (GPT2, OWN_TOKENS),
+        (GEMMA, Layout(tensor=2, micro_batch=1)),
+        (replace(TINY, kv_heads=1), Layout(tensor=2, data=2, zero=3, micro_batch=3)),
+        (TINY, Layout(tensor=2, context=2, micro_batch=2)),
         (replace(TINY, layers=4, tied=True), TENSOR_AND_STAGES),
+        (replace(TINY, layers=4), Layout(tensor=2, pipeline=2, micro_batch=2)),
         (replace(TINY, layers=4), Layout(pipeline=2, data=2, zero=1, micro_batch=2)),
     ],
 )

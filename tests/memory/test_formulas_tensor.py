@@ -29,6 +29,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
     ("llama-3.1-8b", {"tensor": 2, "data": 4}, {}, "bf16", 1, 2048),
     ("llama-3.1-8b", {"tensor": 2, "data": 4, "zero": 1}, {"checkpoint_every": 1}, "bf16", 2, 2048),
     ("llama-3.1-8b", {"tensor": 4, "data": 2, "zero": 3}, {"checkpoint_every": 1}, "bf16", 1, 32768),
+    ("llama-3.1-8b", {"tensor": 4}, {"tiles": 8, "checkpoint_every": 1}, "bf16", 1, 32768),
+    ("llama-3.1-8b", {"tensor": 4}, {"update_in_backward": True, "checkpoint_every": 1}, "bf16", 1, 8192),
+    ("llama-3.1-8b", {"tensor": 2, "data": 4, "zero": 3}, {"update_in_backward": True}, "pure-bf16", 1, 2048),
+    ("llama-3.1-8b", {"data": 4, "zero": 3}, {"offload": "weights", "checkpoint_every": 1}, "bf16", 1, 4096),
+    ("llama-3.1-8b", {"data": 4, "zero": 1}, {"offload": "weights"}, "bf16", 2, 2048),
     ("llama-3.1-8b", {"data": 8, "zero": 3, "shard_inside": 4}, {"checkpoint_every": 1}, "bf16", 1, 2048),
     ("llama-3.1-8b", {"data": 8, "zero": 1, "shard_inside": 4}, {"checkpoint_every": 1}, "bf16", 3, 2048),
     ("llama-3.1-8b", {"data": 8, "zero": 2, "shard_inside": 4, "tensor": 2}, {}, "bf16", 2, 2048),
@@ -50,6 +55,7 @@ def test_the_peak_is_the_simulations(
     workload = Workload(spec=spec, sequence_length=length, global_batch=batch, precision=precision)
     found = training_ledger(workload, given, levers_given, Overheads(context_bytes=0, slack_share=0))
     truth = rehearse(workload, given, levers_given)
-    assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.05)
+    close = 0.01 if set(levers) & {"offload", "update_in_backward", "tiles"} else 0.05
+    assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=close)
     for phase in PHASES:
         assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=0.06), phase

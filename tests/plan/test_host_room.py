@@ -52,7 +52,8 @@ def test_ranks_of_a_node_share_it() -> None:
     levers = Levers(offload="optimizer")
     need = sum(host_parts(WORKLOAD, ONE, levers))
     refuse_host_shortage(WORKLOAD, ONE, levers, 1, need)
-    assert "are free" in sentence(levers, need, ranks_here=2)
+    said = sentence(levers, need, ranks_here=2)
+    assert f"the 2 ranks of this node would keep {2 * need / 2**30:.1f} GiB" in said
 
 
 def test_what_is_not_there_is_not_refused() -> None:

@@ -14,8 +14,9 @@ all else of a layer. So heads run in groups (at most one per key/value head, and
 divides that workspace by the number of groups.
 
 Tensor ranks meet at the same places as without tiles, once a tile: what goes into attention and what comes out of it
-passes the layer's `Exchange`, which parallel/tensor.py leaves with the attention module. Not under sequence
-parallelism, where a rank's tokens are no tile of all ranks' tokens.
+passes the layer's `Exchange`, which parallel/tensor.py leaves with the attention module. Under sequence parallelism a
+rank tiles its own n tokens. Gathered, tile j is token j of every rank's, [ranks, n / tiles, …]: in q, k and v, which
+are [ranks, n, …] in the order of the sequence, it is a slice of the second dimension, as everywhere.
 
 Limits: MoE layers are not tiled, as their load-balancing loss is no sum over tiles. Hooks on modules inside a layer see
 tiles; hooks on the attention module are not called. Generation with a key/value cache is not tiled.
@@ -48,10 +49,10 @@ EXCHANGE = "exchange"
 class Exchange(Protocol):
     """The collectives of tensor ranks around attention."""
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Before its projections."""
+    def enter_tile(self, x: Tensor, length: int) -> Tensor:
+        """Before its projections; `length` is of a row."""
 
-    def leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
+    def leave_tile(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """After its output projection, whose bias is added here."""
 
 
@@ -79,8 +80,11 @@ class TiledLayer:
         layer, own = self.layer, self.layer.attention
         first = (layer.attention_norm, own.q, own.k, own.v, own.q_norm, own.k_norm)
         second = (own.o, layer.attention_post_norm, layer.mlp_norm, layer.mlp, layer.mlp_post_norm)
-        heads = in_tiles(lambda tile, x: self._project_qkv(x, tile, ctx), [x], _present(first), self.tiles)
-        attended = self._attend(heads, ctx)
+        tokens = x.shape[1]
+        heads = in_tiles(lambda tile, x: self._project_qkv(x, tile, tokens, ctx), [x], _present(first), self.tiles)
+        if self.exchange is not None:  # from [ranks, their tokens] to rows
+            heads = tuple(each.view(-1, ctx.mask.queries, *each.shape[2:]) for each in heads)
+        attended = [each.reshape(-1, tokens, *each.shape[2:]) for each in self._attend(heads, ctx)]
         (out,) = in_tiles(
             lambda tile, x, *attended: self._finish(x, attended),
             [x, *attended],
@@ -96,16 +100,16 @@ class TiledLayer:
         found: Exchange | None = vars(self.layer.attention).get(EXCHANGE)
         return found
 
-    def _project_qkv(self, x: Tensor, tile: slice, ctx: ForwardContext) -> tuple[Tensor, ...]:
-        """Queries, then keys, then values of every group of heads, each [B, t, heads, D]."""
+    def _project_qkv(self, x: Tensor, tile: slice, tokens: int, ctx: ForwardContext) -> tuple[Tensor, ...]:
+        """Queries, then keys, then values of every group of heads, each [B, t, heads, D]; `tokens` are all of x's."""
         own, normed = self.layer.attention, self.layer.attention_norm(x)
         if (exchange := self.exchange) is not None:
-            normed = exchange.enter(normed)
+            normed = exchange.enter_tile(normed, ctx.mask.queries)
         query, key, value = (m(normed).unflatten(-1, (-1, own.head_dim)) for m in (own.q, own.k, own.v))
         if own.q_norm is not None and own.k_norm is not None:
             query, key = own.q_norm(query), own.k_norm(key)
         if own.rope is not None:
-            cos, sin = (table[:, :, tile] for table in ctx.rope_tables[own.rope])
+            cos, sin = (_tile_of(table, tile, len(normed) // len(x), tokens) for table in ctx.rope_tables[own.rope])
             rotated = rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin, impl=own.impl.rope)
             query, key = (heads.transpose(1, 2) for heads in rotated)
         groups = head_groups(max(1, key.shape[2] // ctx.heads_multiple), self.tiles)
@@ -127,12 +131,22 @@ class TiledLayer:
         layer = self.layer
         added = layer.attention.o(torch.cat(attended, dim=2).flatten(2))
         if (exchange := self.exchange) is not None:
-            added = exchange.leave(added, layer.attention.o.bias)
+            added = exchange.leave_tile(added, layer.attention.o.bias)
         if layer.attention_post_norm is not None:
             added = layer.attention_post_norm(added)
         normed, x = layer.mlp_norm(added, residual=x)
         out, _ = layer.mlp(normed)
         return (x + (out if layer.mlp_post_norm is None else layer.mlp_post_norm(out)),)
+
+
+def _tile_of(table: Tensor, tile: slice, ranks: int, tokens: int) -> Tensor:
+    """The rows [B or 1, 1, t, d] of a rope table for a tile, or [ranks, 1, t, d] where `ranks` have `tokens` each."""
+    if ranks == 1:
+        return table[:, :, tile]
+    own = torch.arange(tile.start, tile.stop, device=table.device)
+    flat = torch.arange(ranks, device=table.device)[:, None] * tokens + own
+    row, position = flat // table.shape[2], flat % table.shape[2]
+    return table[row if table.shape[0] > 1 else 0, 0, position][:, None]
 
 
 def _attend_here(

@@ -4,7 +4,8 @@ Two layer buffers on the GPU take turns. The parameters of layer i are views of 
 buffer's content changes, so autograd, hooks and the optimizer see ordinary parameters. All layers must be recomputed in
 backward (no saved tensor may refer to weights that have left), which walks them in reverse; the last two are still
 there. Where the host has float32 masters, these are copied and cast on arrival: 4 bytes a weight on the link instead of
-2, and no second copy in host memory. The embedding, the head and vectors stay on the GPU.
+2, and no second copy in host memory. The embedding, the head and vectors stay on the GPU. Shards of FSDP2 are streamed
+likewise, to be all-gathered: shard_streaming.py.
 """
 
 from collections.abc import Sequence
@@ -29,15 +30,21 @@ class StreamedParameter:
 
     parameter: nn.Parameter
     matrix: OffloadedMatrix
+    target: Tensor | None = None
+    """Its rows in a layer buffer."""
 
 
 @dataclass
-class _LayerBuffer:
+class LayerBuffer:
+    """GPU memory of one layer's weights at a time."""
+
     memory: Tensor
     layer: int | None = None
     update_counts: tuple[int, ...] = ()
     """Updates that the loaded weights include."""
     loaded: StreamEvent = None
+    gathered: StreamEvent = None
+    """Of shards: when all ranks have them."""
 
 
 class WeightStream:
@@ -46,11 +53,9 @@ class WeightStream:
     def __init__(self, streamed: Sequence[Sequence[StreamedParameter]], dtype: torch.dtype, link: StateLink) -> None:
         self.streamed, self.link, device = streamed, link, link.device
         self.loader = SideStream(device, high_priority=True)  # it runs small kernels that cast masters
-        layer_bytes = max(
-            sum(_aligned(each.parameter.numel() * dtype.itemsize) for each in layer) for layer in streamed
-        )
+        layer_bytes = max(sum(_aligned(self._elements(each) * dtype.itemsize) for each in layer) for layer in streamed)
         self.buffers = [
-            _LayerBuffer(self._memory(layer_bytes, "weights", "of two layers")) for _ in range(WEIGHT_SLOTS)
+            LayerBuffer(self._memory(layer_bytes, "weights", "of two layers")) for _ in range(WEIGHT_SLOTS)
         ]
         sources = [each.matrix.tensors[WEIGHT][: each.matrix.rows_per_piece] for layer in streamed for each in layer]
         casts = any(source.dtype != dtype for source in sources)
@@ -71,17 +76,34 @@ class WeightStream:
         """Make a layer's parameters views of its buffer."""
         offset, memory = 0, self.buffers[index % WEIGHT_SLOTS].memory
         for each in self.streamed[index]:
-            size = each.parameter.numel() * dtype.itemsize
-            each.parameter.data = memory[offset : offset + size].view(dtype).view(each.parameter.shape)
+            size, own = self._elements(each) * dtype.itemsize, each.matrix.rows * each.matrix.width
+            part = memory[offset : offset + size].view(dtype)
+            self._bind(each, part)
+            each.target = part[:own].view(each.matrix.rows, each.matrix.width)
             offset += _aligned(size)
+
+    def _elements(self, each: StreamedParameter) -> int:
+        """Of its place in a buffer."""
+        return each.parameter.numel()
+
+    def _bind(self, each: StreamedParameter, part: Tensor) -> None:
+        each.parameter.data = part.view(each.parameter.shape)
+
+    def _wait_until_free(self, buffer: LayerBuffer) -> None:
+        """The loader waits until nothing reads a buffer any more."""
+        self.loader.wait_for_current_stream()
 
     def _run(self, index: int, forward: Any, *arguments: Any, **options: Any) -> Any:
         self._load(index)
         current_stream_waits_for(self.buffers[index % WEIGHT_SLOTS].loaded)
+        self._load_following(index)
+        return forward(*arguments, **options)
+
+    def _load_following(self, index: int) -> None:
+        """Start to copy what is used after layer `index`."""
         following = index - 1 if _in_backward() else index + 1
         if 0 <= following < len(self.streamed):
             self._load(following)
-        return forward(*arguments, **options)
 
     def _load(self, index: int) -> None:
         """Copy a layer's newest weights to its buffer, unless they are there, once the buffer is no longer in use."""
@@ -94,7 +116,7 @@ class WeightStream:
         if (buffer.layer, buffer.update_counts) == (index, update_counts):
             return
         buffer.layer, buffer.update_counts = index, update_counts
-        self.loader.wait_for_current_stream()
+        self._wait_until_free(buffer)
         for each in self.streamed[index]:
             self.link.wait_for_host(each.matrix)
             self.loader.wait_for(each.matrix.states_ready)
@@ -103,8 +125,8 @@ class WeightStream:
         buffer.loaded = self.loader.record_event()
 
     def _copy(self, each: StreamedParameter) -> None:
-        source, matrix = each.matrix.tensors[WEIGHT], each.matrix
-        target = each.parameter.data.view(matrix.rows, matrix.width)
+        source, matrix, target = each.matrix.tensors[WEIGHT], each.matrix, each.target
+        assert target is not None
         if source.dtype == target.dtype:
             target.copy_(source, non_blocking=True)
             return

@@ -5,7 +5,7 @@ make its all-gather wait for a shard that is still being updated. Torch has no p
 has all of its private names that we use, which are those of torch 2.11 to 2.13.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,44 @@ class ShardGroup:
 
     def relocated(self, parameter: Tensor) -> None:
         """FSDP2 all-gathers `parameter` from where its shard lies now."""
-        next(each for each in self.torch_group.fsdp_params if each.sharded_param is parameter).reset_sharded_param()
+        self._torch_parameter(parameter).reset_sharded_param()
+
+    def _torch_parameter(self, parameter: Tensor) -> Any:
+        return next(each for each in self.torch_group.fsdp_params if each.sharded_param is parameter)
+
+    def release(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        """Free a parameter's shard, which `bind` will give another place."""
+        assert is_shard(parameter)
+        replace_local(parameter, torch.empty((), dtype=dtype, device=device).expand(local(parameter).shape))
+        self._torch_parameter(parameter)._sharded_param_data = torch.empty(0, dtype=dtype, device=device)
+
+    def padded_elements(self, parameter: Tensor) -> int:
+        """Of a shard as it is gathered: all ranks' have as many."""
+        return int(self._torch_parameter(parameter).padded_sharded_param_size.numel())
+
+    def bind(self, parameter: Tensor, memory: Tensor) -> None:
+        """FSDP2 gathers `parameter` from `memory`, which has `padded_elements`, from now on."""
+        assert is_shard(parameter)
+        torch_parameter, rows = self._torch_parameter(parameter), local(parameter).shape[0]
+        replace_local(parameter, memory.view(torch_parameter.padded_sharded_param_size)[:rows])
+        torch_parameter._sharded_param_data = memory
+
+    def around_gather(self, begin: Callable[[], None], done: Callable[[], None]) -> None:
+        """Call `begin` before each all-gather, and `done` when the current stream has waited for it."""
+        group, gather, wait = self.torch_group, self.torch_group.unshard, self.torch_group.wait_for_unshard
+
+        def unshard(async_op: bool = False) -> None:
+            if group._all_gather_result is None and not group.is_unsharded:
+                begin()
+            gather(async_op)
+
+        def wait_for_unshard() -> None:
+            is_gathering = group._all_gather_result is not None
+            wait()
+            if is_gathering:
+                done()
+
+        group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
 
     def gather_after(self, event: torch.cuda.Event | None) -> None:
         """The next all-gather begins after `event`."""

@@ -119,6 +119,14 @@ class Exchange:
         y = all_reduce(y, self.group)
         return y if bias is None else y + bias
 
+    def enter_tile(self, x: Tensor, length: int) -> Tensor:
+        """`enter` of a tile of rows of `length` tokens, whose input nobody keeps (levers/tiling.py)."""
+        return self.enter(x)
+
+    def leave_tile(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """`leave` of a tile."""
+        return self.leave(y, bias)
+
     def embed(self, x: Tensor, *, positions: bool) -> Tensor:
         """Embeddings of this rank's vocabulary rows (zero for other tokens) → embeddings."""
         return all_reduce(x, self.group)
@@ -164,6 +172,16 @@ class SequenceExchange(Exchange):
         if not is_recomputing():
             self.latest = freed
         out = reduce_scatter(y, self.group, shard, gathered, freed)
+        return out if bias is None else out + bias
+
+    def enter_tile(self, x: Tensor, length: int) -> Tensor:
+        """A tile of every rank's tokens, [ranks, tile, H]."""
+        self.length = length
+        return all_gather(x, self.group).view(self.group.size(), -1, x.shape[-1])
+
+    def leave_tile(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """[ranks, tile, H] → this rank's tokens of the sum, [1, tile, H]."""
+        out = reduce_scatter(y, self.group)
         return out if bias is None else out + bias
 
     def embed(self, x: Tensor, *, positions: bool) -> Tensor:

@@ -33,8 +33,9 @@ def refuse_host_shortage(
     room = usable_host_bytes() if room_bytes is None else room_bytes
     if not states + checkpoints or room is None or states + checkpoints <= room:
         return
+    who = "this run" if ranks_here == 1 else f"the {ranks_here} ranks of this node"
     raise UserError(
-        f"this run would keep {(states + checkpoints) / 2**30:.1f} GiB in host memory, of which {room / 2**30:.1f} GiB "
+        f"{who} would keep {(states + checkpoints) / 2**30:.1f} GiB in host memory, of which {room / 2**30:.1f} GiB "
         f"are free; {_advice(levers, states, checkpoints, room, ranks_here)}"
     )
 

@@ -33,9 +33,10 @@ def factored_states_need_whole_weights(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "levers.offload", "levers.checkpoint_every")
+@rule(RUN_RULES, "levers.offload", "levers.checkpoint_every", "layout.zero")
 def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
-    if run.levers.offload == "weights" and run.levers.checkpoint_every != 1:
+    """FSDP2 gathers them again for backward itself."""
+    if run.levers.offload == "weights" and run.levers.checkpoint_every != 1 and not run.layout.zero:
         return (
             f"levers.offload is weights, which needs every layer run again in backward, but levers.checkpoint_every "
             f"is {run.levers.checkpoint_every}; set it to 1"
@@ -125,21 +126,13 @@ def checkpointed_layers_exist(run: Run) -> str | None:
     return f"levers.num_checkpoints is {count}, but the model has {run.spec.layers} layers; give at most that many"
 
 
-@rule(RUN_RULES, "levers.offload", "layout.zero")
-def streamed_weights_are_whole(run: Run) -> str | None:
-    """Layers' weights are copied from the host to two slots of the GPU, where FSDP2 would look for shards."""
-    if run.levers.offload == "weights" and run.layout.zero:
-        return (
-            f"levers.offload is weights, which keeps each rank's weights whole on its host, but layout.zero is "
-            f"{run.layout.zero}; set levers.offload to optimizer or layout.zero to 0"
-        )
-    return None
-
-
 @rule(RUN_RULES, "levers.offload", "levers.optimizer_states")
 def offloaded_states_are_rows(run: Run) -> str | None:
     if run.levers.offload != "none" and run.levers.optimizer_states == "factored":
-        return "levers.optimizer_states is factored, whose columns cannot be offloaded row by row; take 8bit"
+        return (
+            "levers.optimizer_states is factored, whose second moment is two vectors a matrix, of which the host would "
+            "have nothing to hold and no piece can be updated without all rows; take 8bit, or set levers.offload=none"
+        )
     return None
 
 
@@ -182,17 +175,6 @@ def tensor_ranks_hold_part_of_the_logits(run: Run) -> str | None:
         return (
             f"levers.loss is plain, which needs all logits, but layout.tensor is {run.layout.tensor}; "
             "set levers.loss=fused"
-        )
-    return None
-
-
-@rule(RUN_RULES, "levers.tiles", "layout.tensor", "layout.sequence_parallel")
-def tiles_are_of_the_whole_stream(run: Run) -> str | None:
-    """Under sequence parallelism a tile of a rank's tokens is no tile of the sequence that attention's inputs need."""
-    if run.levers.tiles > 1 and run.layout.tensor > 1 and run.layout.sequence_parallel:
-        return (
-            f"levers.tiles is {run.levers.tiles}, which cuts the sequence where {run.layout.tensor} tensor ranks have "
-            "cut it already; set layout.sequence_parallel=false or levers.tiles=1"
         )
     return None
 

@@ -85,7 +85,8 @@ def make_gradients(
     else:
         grown_bytes = 0 if earlier_bytes or (levers.update_in_backward and not is_limited) else stays_bytes
     makes_head = stage.stage.has_head and not adds_in_place
-    head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding)
+    # FSDP2 reduces the root's gradients when backward is over, be they updated inside it or not.
+    head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding or layout.zero > 0)
     return Gradients(
         element_bytes=element_bytes,
         earlier_bytes=earlier_bytes,

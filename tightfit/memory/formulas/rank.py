@@ -9,7 +9,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.gradients import Gradients, make_gradients
-from tightfit.memory.formulas.local_shape import LocalShape, local_shape
+from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import forwards_come_first, pieces_in_flight
 from tightfit.memory.formulas.saved import INDEX
@@ -52,7 +52,12 @@ def rank_memory(
     stage = stage_memory(workload, layout, levers, shape, rank)
     micro_batches = max(1, workload.global_batch // (layout.micro_batch * layout.data))
     states = resident_states(
-        workload, layout, levers, stage.params, layer_weights=stage.layer_weights, widest_layer=stage.widest
+        workload,
+        layout,
+        levers,
+        stage.params,
+        layer_weights=stage.layer_weights,
+        widest_layer=_streamed_at_once(layout, stage),
     )
     states = states._replace(unsplit=_unsplit_bytes(workload, layout, levers, stage, states))
     flight = _in_flight(layout, stage, micro_batches, states.kept_gradient_bytes * stage.weights)
@@ -129,6 +134,15 @@ class InFlight(NamedTuple):
     """What micro-batches other than the one at work keep."""
     summed: int
     """Of how many micro-batches gradients are summed by its end; with one, there are none from before."""
+
+
+def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
+    """Weights that pass through one buffer from the host: a layer's or, to be gathered, a group's shard."""
+    if not layout.zero:
+        return stage.widest
+    ranks = layout.data * layout.context // layout.copies
+    experts = ceil(stage.widest_group, max(1, ranks // layout.expert)) if layout.expert > 1 else 0
+    return max(ceil(stage.widest_dense, ranks), experts)
 
 
 def _in_flight(layout: Layout, stage: StageMemory, micro_batches: int, gradients_bytes: int) -> InFlight:

@@ -85,8 +85,8 @@ class States(NamedTuple):
 def resident_states(
     workload: Workload, layout: Layout, levers: Levers, params: Params, *, layer_weights: int, widest_layer: int
 ) -> States:
-    """Of a rank that has `params` before data ranks split them, `layer_weights` of them in layers, at most
-    `widest_layer` in one."""
+    """Of a rank that has `params` before data ranks split them, `layer_weights` of them in layers; `widest_layer` is
+    what it streams at once of one."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
     updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.data * layout.context // layout.copies
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all

@@ -46,7 +46,7 @@ from tightfit.train.checkpoints.directory import (
     superseded,
     what_is_safe,
 )
-from tightfit.train.optimizer.adamw import MasterAdamW
+from tightfit.train.optimizer.adamw import PREVIOUS_NORMS, MasterAdamW
 
 
 @dataclass
@@ -181,8 +181,10 @@ def _complete(pending: _Pending) -> None:
 
 def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Optimizer states, master weights and RNG, of which every rank reads its own part."""
-    own, random = optimizer.state(), torch.get_rng_state()
-    _require_fit(checkpoint, own, others_hold_more=optimizer.pipeline_ranks > 1)
+    stored = _stored_states(checkpoint)
+    own = {name: tensor for name, tensor in optimizer.state().items() if name != PREVIOUS_NORMS or name in stored}
+    random = torch.get_rng_state()
+    _require_fit(checkpoint, stored, own, others_hold_more=optimizer.pipeline_ranks > 1)
     read_pieces({f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}, checkpoint)
     for bucket in optimizer.buckets:
         for index, name in enumerate(bucket.names):
@@ -190,11 +192,20 @@ def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
     torch.set_rng_state(random)
 
 
-def _require_fit(checkpoint: Path, own: dict[str, Tensor], *, others_hold_more: bool) -> None:
-    """Torch would cast what has another dtype and pass over what nobody asks for: say so instead."""
+def _stored_states(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     named = stored_tensors(checkpoint).items()
-    stored = {name.removeprefix(STATE_PREFIX): what for name, what in named if name.startswith(STATE_PREFIX)}
-    odd = own.keys() - stored.keys() if others_hold_more else own.keys() ^ stored.keys()
+    return {name.removeprefix(STATE_PREFIX): what for name, what in named if name.startswith(STATE_PREFIX)}
+
+
+def _require_fit(
+    checkpoint: Path,
+    stored: dict[str, tuple[torch.dtype, torch.Size]],
+    own: dict[str, Tensor],
+    *,
+    others_hold_more: bool,
+) -> None:
+    """Torch would cast what has another dtype and pass over what nobody asks for: say so instead."""
+    odd = own.keys() - stored.keys() if others_hold_more else (own.keys() ^ stored.keys()) - {PREVIOUS_NORMS}
     if odd:
         raise UserError(f"{checkpoint} does not fit this model: optimizer state {min(odd)} is on one side only")
     for name, tensor in own.items():

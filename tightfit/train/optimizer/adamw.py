@@ -46,6 +46,7 @@ from tightfit.train.optimizer.updaters import FormatUpdater, TorchUpdater, Updat
 
 NO_LEVERS = Levers()
 PREVIOUS_NORMS = "previous_norms/all"
+"""What updates inside backward clip by. A run that begins them has none, and one that ends them needs none."""
 
 
 @dataclass
@@ -281,8 +282,8 @@ class MasterAdamW:
     @torch.no_grad()
     def load_state(self, saved: Mapping[str, Tensor], source: str) -> None:
         """Load saved states; anything missing, left over or of another shape is an error."""
-        own = self.state()
-        if odd := sorted(own.keys() ^ saved.keys()):
+        own = {name: tensor for name, tensor in self.state().items() if name != PREVIOUS_NORMS or name in saved}
+        if odd := sorted((own.keys() ^ saved.keys()) - {PREVIOUS_NORMS}):
             raise UserError(f"{source} does not fit this model: optimizer state {odd[0]} is on one side only")
         for name, tensor in own.items():
             stored = saved[name]

@@ -57,8 +57,8 @@ class EarlyUpdate:
 
     def complete_gradient(self, gradient: Tensor) -> None:
         """Sum a gradient that each tensor rank has in part."""
-        if self.split is not None and self.split.partial_gradient:
-            dist.all_reduce(local(gradient), group=self.split.mesh.get_group())
+        for axis in () if self.split is None else self.split.summed_over:
+            dist.all_reduce(local(gradient), group=axis.get_group())
 
 
 class BackwardUpdate:

@@ -16,11 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tightfit.collectives.shards import as_dtensor, local, splits_of
+from tightfit.collectives.shards import as_dtensor, is_shard, like_shard, local, splits_of
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.levers.host_update import HostUpdates, faster_route
 from tightfit.levers.offload import LAYERS, ON_GPU, placements
+from tightfit.levers.shard_streaming import ShardStream
 from tightfit.levers.state_link import OffloadedMatrix, StateLink
 from tightfit.levers.weight_streaming import WEIGHT, StreamedParameter, WeightStream
 from tightfit.memory.host import host_empty, known_on_host
@@ -74,8 +75,8 @@ class Offloading:
         if on_host:
             updated = host_empty(given.shape, given.dtype, self.device, "master weights" if self.masters else "weights")
             updated.copy_(given)
-        if placement.weight_offloaded:  # weight streaming gives it memory
-            parameter.data = torch.empty((), dtype=self.dtype, device=self.device).expand(given.shape)
+        if placement.weight_offloaded:
+            self._release(parameter)
         else:
             placed = self.shards.place(parameter, self._on_gpu(given, self.dtype))
             updated = updated if on_host else placed
@@ -83,6 +84,13 @@ class Offloading:
         matrix.weight_offloaded = placement.weight_offloaded
         self.matrices[name] = matrix
         return updated
+
+    def _release(self, parameter: nn.Parameter) -> None:
+        """Free what weight streaming gives other memory."""
+        if is_shard(parameter):
+            self.shards.group_of[id(parameter)].release(parameter, self.dtype, self.device)
+        else:
+            parameter.data = torch.empty((), dtype=self.dtype, device=self.device).expand(parameter.shape)
 
     def finish(self, model: Decoder, named: Named) -> None:
         """After all parameters are placed: allocate buffers, and register the hooks that wait for updates."""
@@ -131,20 +139,36 @@ class Offloading:
     def streamed_weights(self, model: Decoder) -> dict[str, Tensor]:
         """The weights that are on the host, in the model's dtype, by name; parameters hold those of some layer."""
         self.synchronize()
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return {
-            name: matrix.tensors[WEIGHT].view(shapes[name]).to(self.dtype)
-            for name, matrix in self.matrices.items()
-            if matrix.weight_offloaded
+            name: self._on_host(parameter, self.matrices[name])
+            for name, parameter in model.named_parameters()
+            if name in self.matrices and self.matrices[name].weight_offloaded
         }
+
+    def _on_host(self, parameter: nn.Parameter, matrix: OffloadedMatrix) -> Tensor:
+        weight = matrix.tensors[WEIGHT].to(self.dtype)
+        if is_shard(parameter):
+            return like_shard(weight.view(local(parameter).shape), parameter)
+        return weight.view(parameter.shape)
 
     def _stream_weights(self, model: Decoder, parameters: dict[str, nn.Parameter]) -> None:
         offloaded = {name: matrix for name, matrix in self.matrices.items() if matrix.weight_offloaded}
+        if self.shards.groups:
+            self._stream_shards({id(parameters[name]): matrix for name, matrix in offloaded.items()})
+            return
         streamed = [
             [StreamedParameter(parameters[n], m) for n, m in offloaded.items() if n.startswith(f"{LAYERS}{layer}.")]
             for layer in model.layers._modules  # by name: a pipeline rank has some layers only
         ]
         self.stream = WeightStream(streamed, self.dtype, self.link)
+
+    def _stream_shards(self, offloaded: dict[int, OffloadedMatrix]) -> None:
+        """Of each of FSDP2's groups, the parameters (by id) that are on the host."""
+        groups = [each for each in self.shards.groups if any(id(p) in offloaded for p in each.parameters)]
+        streamed = [
+            [StreamedParameter(p, offloaded[id(p)]) for p in group.parameters if id(p) in offloaded] for group in groups
+        ]
+        ShardStream(groups, streamed, self.dtype, self.link)
 
 
 def _wait_until_updated(link: StateLink, matrices: list[OffloadedMatrix], group: ShardGroup | None, *_: object) -> None:

@@ -1,0 +1,102 @@
+"""Checkpoints move between layouts: saved in pieces by one, read by another to the same bits, states and masters too.
+
+A ring of layouts: each one's run is read by the layouts after it, and what they hold then, written in one piece, is
+what one process that read it holds. Every kind of split is on both sides: data (whole, sharded, in groups), tensor,
+stages, context, experts; states and weights on hosts; updates inside backward, which have a state of their own.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from tests.distributed.group import Group
+from tests.distributed.test_checkpoints import rewritten, run_on
+from tests.train.jobs import tiny_job
+from tightfit.jobs.job import Job
+from tightfit.models.loading import checkpoints_of
+from tightfit.train.optimizer.adamw import PREVIOUS_NORMS
+
+Make = Callable[[int], Group]
+SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
+ROUTED = {"source": "tiny-mixtral", "shape": {"layers": 2, "hidden_size": 32}}
+HOST = {"offload": "optimizer"}
+SHARDS_ON_HOST = {"offload": "weights"}
+EARLY = {"update_in_backward": True}
+Way = tuple[dict[str, Any], dict[str, Any]]
+DENSE: dict[str, Way] = {
+    "hybrid": ({"data": 4, "zero": 3, "shard_inside": 2}, {}),
+    "tensor, states on hosts": ({"tensor": 2, "data": 2, "zero": 2}, HOST),
+    "stages": ({"pipeline": 2, "data": 2, "zero": 1}, {}),
+    "context": ({"context": 2, "data": 2, "zero": 3}, HOST),
+    "shards on hosts": ({"data": 4, "zero": 3}, SHARDS_ON_HOST),
+    "tensor and stages": ({"tensor": 2, "pipeline": 2}, {}),
+    "early updates": ({"tensor": 2, "data": 2, "zero": 3}, EARLY | SHARDS_ON_HOST),
+    "replicas": ({"data": 4}, {}),
+}
+EXPERTS: dict[str, Way] = {
+    "experts": ({"data": 4, "zero": 3, "expert": 2}, HOST),
+    "experts on hosts": ({"data": 4, "zero": 2, "expert": 4}, SHARDS_ON_HOST),
+    "tensor": ({"tensor": 2, "data": 2, "zero": 1, "expert": 2}, {}),
+    "stages": ({"pipeline": 2, "data": 2}, {}),
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
+    def made(name: str, way: Way = ({}, {}), **more: Any) -> Job:
+        layout, levers = {"micro_batch": 1} | way[0], way[1]
+        fields: dict[str, Any] = {"layout": layout, "levers": levers, "optimizer": {"lr": 1e-3}, "steps": 1}
+        fields |= {"saving": {}, "evaluation": {"max_rows": 1}, "global_batch": 4}
+        if levers.get("update_in_backward"):
+            layout["micro_batch"] = 4 // layout["data"]
+        return tiny_job(tmp_path / name, corpus, token_cache, **(fields | more))
+
+    return made
+
+
+def tensors(files: dict[str, bytes]) -> dict[str, tuple[torch.dtype, bytes]]:
+    """Weights and states to the bit, without the norms that updates inside backward clip by and others do not have."""
+    named = load(files["model.safetensors"]) | load(files["training/state.safetensors"])
+    kept = {name: tensor.contiguous() for name, tensor in named.items() if not name.endswith(PREVIOUS_NORMS)}
+    return {name: (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in kept.items()}
+
+
+@pytest.mark.parametrize(("model", "ways"), [(SMALL, DENSE), (ROUTED, EXPERTS)], ids=["dense", "routed"])
+def test_each_layout_reads_what_another_wrote(
+    group: Make, make: Callable[..., Job], model: dict[str, Any], ways: dict[str, Way]
+) -> None:
+    """Several ranks write pieces by themselves: nobody has all of a model in memory."""
+    names = list(ways)
+    fields = {"model": model, "precision": "bf16" if model is SMALL else "fp32"}
+    for number, name in enumerate(names):
+        run = f"run of {name}"
+        run_on(group, make(run, ways[name], **fields))
+        assert (checkpoints_of(make(run).output)[-1] / "sharded").is_dir()
+        expected = rewritten(group, make(run, **fields), make(f"{name} by one").output)
+        reader = names[(number + 1) % len(names)]
+        found = rewritten(group, make(run, ways[reader], **fields), make(f"{name} by {reader}").output)
+        ours, theirs = tensors(found), tensors(expected)
+        assert ours.keys() == theirs.keys(), (name, reader)
+        assert [each for each in theirs if ours[each] != theirs[each]] == [], (name, reader)
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, EARLY), (EARLY, {})])
+def test_a_run_begins_or_ends_to_update_inside_backward(
+    group: Make, make: Callable[..., Job], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Unclipped it makes no difference when weights are updated."""
+    layout = {"data": 2, "zero": 3, "micro_batch": 2}
+    fields = {"model": SMALL, "optimizer": {"lr": 1e-3, "clip_norm": 0.0}, "steps": 2}
+    run_on(group, make("moving", (layout, before), **fields), stop_after=1)
+    run_on(group, make("moving", (layout, after), **fields), resume=True)
+    run_on(group, make("straight", (layout, {}), **fields))
+    ours, theirs = (
+        load(rewritten(group, make(name, **fields), make(f"copy {name}").output)["model.safetensors"])
+        for name in ("moving", "straight")
+    )
+    for name, weight in theirs.items():
+        assert (ours[name] - weight).norm() < 1e-5 * weight.norm(), name
