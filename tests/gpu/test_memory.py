@@ -15,7 +15,7 @@ from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.memory.allocator import rounded
+from tightfit.memory.formulas.segments import rounded
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.measurement import measured
 from tightfit.models.decoder import Decoder, Implementations

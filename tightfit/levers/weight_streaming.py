@@ -54,9 +54,7 @@ class WeightStream:
         self.streamed, self.link, device = streamed, link, link.device
         self.loader = SideStream(device, high_priority=True)  # it runs small kernels that cast masters
         layer_bytes = max(sum(_aligned(self._elements(each) * dtype.itemsize) for each in layer) for layer in streamed)
-        self.buffers = [
-            LayerBuffer(self._memory(layer_bytes, "weights", "of two layers")) for _ in range(WEIGHT_SLOTS)
-        ]
+        self.buffers = [LayerBuffer(self._memory(layer_bytes, "weights", "of two layers")) for _ in range(WEIGHT_SLOTS)]
         sources = [each.matrix.tensors[WEIGHT][: each.matrix.rows_per_piece] for layer in streamed for each in layer]
         casts = any(source.dtype != dtype for source in sources)
         staging_bytes = max(source.nbytes for source in sources) if casts else 0
