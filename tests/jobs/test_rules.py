@@ -40,8 +40,11 @@ BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
     "expert_ranks_are_data_ranks": {"expert": 2},
     "groups_hold_all_experts": {"data": 4, "zero": 1, "shard_inside": 2, "expert": 4},
     "several_stages_interleave": {"stages_per_rank": 2},
+    "tensor_ranks_fill_their_mesh": {"tensor": 8, "tensor_mesh": "2d"},
+    "meshes_of_tensor_ranks_hold_whole_rows_and_layers": {"tensor": 4, "tensor_mesh": "2d", "pipeline": 2},
 }
 PIPED = {"pipeline": 2}
+SQUARE = {"tensor": 4, "tensor_mesh": "2d", "micro_batch": 2}
 ROUNDING = WeightRounding(bits=3, group=64, learned=True)
 BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "stochastic_rounding_is_for_weights_without_masters": ({}, {"rounding": "stochastic"}, {"precision": "bf16"}),
@@ -49,6 +52,10 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "offloaded_weights_are_not_remembered_by_autograd": ({}, {"offload": "weights"}, {}),
     "an_update_in_backward_needs_the_steps_gradient": ({}, {"update_in_backward": True}, {"accumulation": 2}),
     "tensor_ranks_divide_the_model": ({"tensor": 3}, {}, {}),
+    "a_mesh_splits_dense_layers": (SQUARE, {}, {"spec": preset("tiny-mixtral")}),
+    "a_mesh_deals_out_rows": (SQUARE | {"micro_batch": 3}, {}, {}),
+    "blocks_are_computed_whole": (SQUARE, {"checkpoint_every": 1, "checkpoint_keep": "matmuls"}, {}),
+    "blocks_keep_whole_blocks_of_states": (SQUARE, {"optimizer_states": "8bit"}, {"spec": preset("tiny-llama")}),
     "a_stage_has_a_layer": ({"pipeline": 17}, {}, {}),
     "checkpointed_layers_exist": ({}, {"num_checkpoints": 17}, {}),
     "expert_ranks_divide_the_experts": ({"data": 2, "expert": 2}, {}, {}),

@@ -26,6 +26,7 @@ import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
 import tightfit.kernels.paged_attention
 import tightfit.kernels.paged_prefill
+import tightfit.kernels.quantized_linear
 import tightfit.kernels.rope
 import tightfit.kernels.rotate_store
 import tightfit.kernels.routed_mlp
@@ -124,6 +125,9 @@ def launch_codes(x: Tensor) -> None:
 
 def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
     """What a decoding step launches, for one token and for several, and prompts beside it."""
+    packed, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(256, 2, dtype=torch.float16)
+    cut = tightfit.kernels.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
+    tightfit.kernels.quantized_linear.launch_few(torch.ones(3, 256, dtype=dtype), packed, scale, None, 4, 128, cut)
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)

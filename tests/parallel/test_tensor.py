@@ -127,7 +127,6 @@ def test_what_is_gathered_again_counts_as_activations() -> None:
         ),
         (replace(TINY, mlp_size=65), Layout(tensor=2), Levers(), "has 65 MLP columns; give a number that divides them"),
         (TINY_ROUTED, Layout(tensor=2), Levers(loss="plain"), "levers.loss is plain, which needs all logits"),
-        (TINY, Layout(tensor=2), Levers(tiles=2), "levers.tiles is 2, which cuts the sequence where 2"),
         (TINY, Layout(tensor=2), Levers(optimizer_states="factored"), "needs all rows and columns of a weight"),
         (TINY, Layout(tensor=2), Levers(optimizer_states="8bit"), "blocks of 256 do not divide rows cut in 2"),
         (replace(SPEC, vocab_size=9), Layout(tensor=4), Levers(), "leaves a rank without any of 9 tokens"),

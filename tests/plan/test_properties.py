@@ -139,8 +139,8 @@ def test_more_gpus_shorter_rows_and_larger_cards_are_not_slower() -> None:
     compared = 0
     for kind, before, after in pairs(300):
         plan = search(before).best
-        if plan is None:
-            continue
+        if plan is None or (before.machine.host_bytes is None and plan.host_bytes):
+            continue  # a host of unknown size is used where nothing else fits, and by the larger machine then not
         if kind == "more GPUs":
             plan = fill_card(before, plan)
         better = search(after).best

@@ -9,12 +9,14 @@ import transformers
 from packaging.version import Version
 
 from tests.models.huggingface.reference import CASES, pair
+from tightfit.errors import UserError
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
 
-SKIPPED = {"llama-dynamic-beyond"}  # its prompts would be longer than the model's positions, which we refuse
+SINKS = {name for name in CASES if name.startswith("gpt_oss")}
+SKIPPED = {"llama-dynamic-beyond", *SINKS}  # whose prompts would be longer than its positions; and what we refuse
 LONGROPE = "phi3-longrope-long"
 RECOMPUTING = Version("5.22")
 """Of transformers, that generates past the trained length with the keys of all tokens made anew, as the engine does."""
@@ -57,6 +59,11 @@ def test_answers_are_what_transformers_generates(name: str) -> None:
     found = engine.generate(greedy(name))
     assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == expected(name)
     assert engine.pool.free == engine.pool.size
+
+
+def test_models_with_sinks_get_a_sentence() -> None:
+    with pytest.raises(UserError, match="attention sinks, which paged attention lacks; use `tightfit sample`"):
+        Engine(pair("gpt_oss").ours, None, SMALL)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", LONGROPE])

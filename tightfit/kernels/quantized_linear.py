@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.operators import on_device_of, operator
+from tightfit.kernels.operators import multiprocessors, on_device_of, operator
 from tightfit.kernels.packing import TILE_WORDS, has_tiles, unpack_tiles
 from tightfit.kernels.triton_support import Impl, is_interpreted, tl, triton, use_triton
 
@@ -249,14 +249,9 @@ def tiles_for(M: int, N: int, K: int, bits: int, device: torch.device) -> Tiles:
     block_m, block_n = min(max(triton.next_power_of_2(M), 16), 128), 128
     programs = triton.cdiv(N, block_n) * triton.cdiv(M, block_m)
     steps = K * bits // 32 // TILE_WORDS
-    wanted = _processors(device) * (PROGRAMS_PER_PROCESSOR if block_m <= 32 else 1)
+    wanted = multiprocessors(device) * (PROGRAMS_PER_PROCESSOR if block_m <= 32 else 1)
     split = max(1, min(wanted // programs, steps // 4, 16))
     return Tiles(block_m=block_m, block_n=block_n, split=split, stages=3, warps=4 if block_m <= 64 else 8)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
