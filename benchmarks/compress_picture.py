@@ -66,6 +66,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
                 axes.annotate(name, (bits, perplexity), fontsize=7, color=color, **where)
         axes.plot(*zip(*best_line(shown), strict=True), color=COLORS["tightfit"], linewidth=0.8)
         axes.axhline(original, color="#888888", linewidth=0.8, linestyle=":")
+        axes.annotate("the original", (0.5, original), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
         axes.set(yscale="log", xlabel="bits a coded weight, scales included", ylabel="perplexity (logarithmic)")
         axes.yaxis.set_major_formatter("{x:.0f}")
         axes.yaxis.set_minor_formatter("{x:.0f}")
