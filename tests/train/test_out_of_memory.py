@@ -21,6 +21,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
 from tightfit.models.mlp import Mlp
 from tightfit.models.presets import preset
+from tightfit.train import out_of_memory
 from tightfit.train.loop import run_job
 from tightfit.train.out_of_memory import EXIT_CODE, Running, RunOutOfMemoryError, Shortage, _advice, sizes_of
 
@@ -115,9 +116,11 @@ def test_what_was_held_is_what_model_and_optimizer_own(
 
 
 def test_advice_saves_what_was_missing_for_the_least_time(
-    tmp_path: Path, corpus: Path, token_cache: Path, failing: Callable[..., None]
+    tmp_path: Path, corpus: Path, token_cache: Path, failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prediction for a tiny model cannot save half a GiB, so one is asked about whose states are as large."""
+    """A prediction for a tiny model cannot save half a GiB, so one is asked about whose states are as large, on a host
+    with room for them."""
+    monkeypatch.setattr(out_of_memory, "usable_host_bytes", lambda: 64 * GIB)
     failing(when=1, backward=False)
     assert shortage(job_in(tmp_path, corpus, token_cache)).advice is None
     job = tiny_job(tmp_path / "other", corpus, token_cache, global_batch=1, layout={"micro_batch": 1}, precision="bf16")
