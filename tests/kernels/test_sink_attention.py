@@ -29,7 +29,8 @@ def test_no_worse_than_one_more_column(dtype: torch.dtype, window: int | None, d
 
     found = both_ways(ours, given, dtype)
     reference, truth = (both_ways(eager, given, to) for to in (dtype, torch.float64))
-    # In 16 bits the output is rounded twice: by the kernel, and when it is multiplied by its share.
+    # In 16 bits the output is rounded twice: by the kernel, and when it is multiplied by its share. Found in float16 on
+    # one CPU: at most 1.06 for all but the gradient of the sinks, six numbers, with 1.32.
     allowed = 1.1 if dtype == torch.float32 else 1.6
     for made, plain, exact in zip(found, reference, truth, strict=True):
         assert error(made, exact) <= allowed * error(plain, exact) + 1e-6
