@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass
 
-from tightfit.compress.cost import matrices, predict
+from tightfit.compress.cost import predict
 from tightfit.compress.gguf_export import GgufCoder
+from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, recipe_of
+from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
-WIDTHS = (8, 6, 5, 4, 3, 2)
 GPTQMODEL_WIDTHS = (8, 4, 3, 2)
-TORCHAO_WIDTHS = (8, 6, 5, 4, 3, 2)
 HQQ_STATISTIC_BITS = 32
 """A scale and a zero point of 16 bits each, a group."""
 MIXTURES = {"q8_0": 8, "q6_k": 6, "q5_k_m": 5, "q4_k_m": 4, "q4_0": 4}
+
+GGUF_FEEDBACK = "gguf+gptq"
+"""The same blocks with codes chosen as `tightfit export --data` chooses them."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,19 @@ class Entry:
         """The nominal width."""
         if self.mixture is not None:
             return MIXTURES[self.mixture]
+        return self.scheme().bits
+
+    def scheme(self) -> Scheme:
+        """How numbers are coded where that is no mixture."""
         scheme = self.recipe.steps[-1].scheme()
         assert scheme is not None
-        return scheme.bits
+        return scheme
 
     def describe(self) -> str:
         """How numbers are coded."""
         if self.mixture is not None:
             return self.mixture + (", importance" if self.importance else "")
-        scheme = self.recipe.steps[-1].scheme()
-        assert scheme is not None
-        return scheme.describe()
+        return self.scheme().describe()
 
     def kind(self, name: str, spec: ModelSpec) -> str:
         """The GGUF type of a matrix."""
@@ -52,10 +57,8 @@ class Entry:
         """Bits a weight of the coded matrices, scales and zero points included."""
         if self.mixture is not None:
             return self._block_bits(spec)
-        scheme = self.recipe.steps[-1].scheme()
-        assert scheme is not None
         if self.package == "hqq":
-            return scheme.bits + HQQ_STATISTIC_BITS / scheme.group
+            return self.bits + HQQ_STATISTIC_BITS / self.scheme().group
         return predict(spec, self.recipe, 0, 0).bits_per_weight
 
     def _block_bits(self, spec: ModelSpec) -> float:
@@ -70,29 +73,50 @@ class Entry:
 
 
 def entries(group: int) -> list[Entry]:
-    """Every method at every width in groups of `group` inputs, the widths that are read most first."""
-    made: list[Entry] = []
+    """Every method at every width in groups of `group` inputs: the longest first, then widths as they are read."""
+    settings = {"group": group, "symmetric": False}
+    made = [Entry("auto-round", recipe_of("rtn", bits=bits, **settings), "auto-round") for bits in (4, 2, 3)]
     for bits in (4, 3, 2, 5, 6, 8):
-        plain = recipe_of("gptq", bits=bits, group=group, symmetric=False, ranges="minmax")
-        made += [
-            Entry("gptq", recipe_of("gptq", bits=bits, group=group, symmetric=False)),
-            Entry("gptq", plain, "llm-compressor"),
-            Entry("hqq", recipe_of("rtn", bits=bits, group=group, symmetric=False), "hqq"),
-            *([Entry("gptq", plain, "gptqmodel")] if bits in GPTQMODEL_WIDTHS else []),
-            Entry("rtn", recipe_of("rtn", bits=bits, group=group, symmetric=False)),
-            Entry("rtn", recipe_of("rtn", bits=bits, group=group, symmetric=False), "torchao"),
-        ]
-        made += _blocks(bits)
-        made += _named(bits)
-    for bits in (4, 3, 2):
-        made += [Entry(name, recipe_of(name, bits=bits, group=group)) for name in ("awq", "rotate+gptq")]
-    return [*made, Entry("smoothquant", recipe_of("smoothquant")), Entry("binary", recipe_of("binary", group=group))]
+        made += [*_gptq(bits, group), *_nearest(bits, group), *_scaled(bits, group), *_named(bits), *_blocks(bits)]
+    return [*made, Entry("binary", recipe_of("binary", group=group))]
+
+
+def _gptq(bits: int, group: int) -> list[Entry]:
+    """GPTQ as we make it, with groups in the order of rounding, after a rotation; and as others make it."""
+    settings = {"bits": bits, "group": group, "symmetric": False}
+    plain = recipe_of("gptq", **settings, ranges="minmax")
+    made = [
+        Entry("gptq", recipe_of("gptq", **settings)),
+        Entry("gptq", plain, "llm-compressor"),
+        *([Entry("gptq", plain, "gptqmodel")] if bits in GPTQMODEL_WIDTHS else []),
+    ]
+    if bits < 8:
+        made.append(Entry("gptq act-order", recipe_of("gptq", **settings, act_order="groups")))
+        made.append(Entry("rotate+gptq", recipe_of("rotate+gptq", **settings)))
+    return made
+
+
+def _nearest(bits: int, group: int) -> list[Entry]:
+    """Rounding to nearest, and HQQ, which sees no data either."""
+    plain = recipe_of("rtn", bits=bits, group=group, symmetric=False)
+    return [Entry("rtn", plain), Entry("rtn", plain, "torchao"), Entry("hqq", plain, "hqq")]
+
+
+def _scaled(bits: int, group: int) -> list[Entry]:
+    """Methods that move scales first."""
+    if bits == 8:
+        recipe = recipe_of("smoothquant")
+        return [Entry("smoothquant", recipe), Entry("smoothquant", recipe, "llm-compressor")]
+    recipe = recipe_of("awq", bits=bits, group=group, symmetric=False)
+    return [Entry("awq", recipe), Entry("awq", recipe, "llm-compressor")]
 
 
 def _named(bits: int) -> list[Entry]:
-    """Methods that have one width."""
+    """Methods that have one width, and SpQR, whose groups are its own."""
+    made = [Entry("spqr", recipe_of("spqr", bits=bits))] if bits <= 4 else []
     if bits == 4:
         return [
+            *made,
             Entry("gptq", recipe_of("gptq", bits=4, group=32, symmetric=True)),
             Entry("nf4", recipe_of("nf4")),
             Entry("nf4", recipe_of("nf4"), "bitsandbytes"),
@@ -100,14 +124,15 @@ def _named(bits: int) -> list[Entry]:
             Entry("nvfp4", recipe_of("nvfp4")),
         ]
     if bits == 8:
+        rows = recipe_of("rtn", bits=8, group=0, symmetric=True)
         return [
-            Entry("int8", recipe_of("rtn", bits=8, group=0, symmetric=True)),
-            Entry("int8", recipe_of("rtn", bits=8, group=0, symmetric=True), "bitsandbytes"),
-            Entry("int8", recipe_of("rtn", bits=8, group=0, symmetric=True), "torchao"),
+            Entry("int8", rows),
+            Entry("int8", rows, "bitsandbytes"),
+            Entry("int8", rows, "torchao"),
             Entry("llm.int8", recipe_of("llm.int8")),
             Entry("fp8", recipe_of("fp8", activations="fp8")),
         ]
-    return [Entry("spqr", recipe_of("spqr", bits=3))] if bits == 3 else []
+    return made
 
 
 def _blocks(bits: int) -> list[Entry]:
@@ -118,4 +143,5 @@ def _blocks(bits: int) -> list[Entry]:
             recipe = recipe_of("rtn", bits=width, group=32, symmetric=False)
             for package in (None, "llama.cpp"):
                 made.append(Entry("gguf", recipe, package, mixture, importance=mixture != "q8_0"))
+            made.append(Entry(GGUF_FEEDBACK, recipe, None, mixture, importance=mixture != "q8_0"))
     return made

@@ -130,9 +130,9 @@ def ggml_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:
     quantize.restype = ctypes.c_size_t
     number = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[number]
-    rows = weight.contiguous().numpy()
+    rows = weight.cpu().contiguous().numpy()
     made = np.empty((rows.shape[0], rows.shape[1] // block * block_bytes), np.uint8)
-    weighed = None if importance is None else np.ascontiguousarray(importance.float().numpy())
+    weighed = None if importance is None else np.ascontiguousarray(importance.float().cpu().numpy())
     quantize(
         ctypes.c_int(int(number)),
         rows.ctypes.data_as(ctypes.c_void_p),
@@ -142,7 +142,7 @@ def ggml_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:
         ctypes.c_int64(rows.shape[1]),
         None if weighed is None else weighed.ctypes.data_as(ctypes.c_void_p),
     )
-    return torch.from_numpy(gguf.quants.dequantize(made, number))
+    return torch.from_numpy(gguf.quants.dequantize(made, number)).to(weight.device)
 
 
 def our_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:
@@ -151,8 +151,8 @@ def our_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:
 
     from tightfit.compress.gguf_blocks import encode_rows
 
-    blocks = encode_rows(weight, kind, importance).numpy()
-    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
+    blocks = encode_rows(weight, kind, importance).cpu().numpy()
+    return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])).to(weight.device)
 
 
 PEERS = {
@@ -163,3 +163,5 @@ PEERS = {
     "torchao": Peer("torchao", torchao),
 }
 BLOCKS = {"tightfit": our_blocks, "llama.cpp": ggml_blocks}
+MODULES = {name: peer.module for name, peer in PEERS.items()} | {"llama.cpp": "xllamacpp", "auto-round": "auto_round"}
+"""What must be importable for a package's rows."""

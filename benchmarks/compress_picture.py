@@ -7,11 +7,10 @@ is better at the same size.
 """
 
 import argparse
-import csv
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reports.compression import quality_measured
 from benchmarks.rows import RESULTS, picture_folder
 from tightfit.report.figure import panels
 
@@ -20,23 +19,13 @@ COLORS = {
     "llm-compressor": "#d1495b",
     "gptqmodel": "#e68613",
     "hqq": "#2a9d4e",
+    "auto-round": "#0f8b8d",
     "torchao": "#7b4fa3",
     "bitsandbytes": "#8c6d46",
     "llama.cpp": "#111111",
 }
 MOST_PERPLEXITY_RATIO = 4.0
 """Rows that lose more than this are left out of the picture, and kept in the table."""
-
-
-def newest_rows(path: Path, length: int) -> list[dict[str, str]]:
-    """The newest row of every method over the window count that most rows of this length have."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["length"] == str(length) and row["loss_difference"]]
-    if not rows:
-        return []
-    windows = Counter(row["windows"] for row in rows).most_common(1)[0][0]
-    kept = {(row["package"], row["method"], row["scheme"]): row for row in rows if row["windows"] == windows}
-    return list(kept.values())
 
 
 def best_line(rows: list[dict[str, str]]) -> list[tuple[float, float]]:
@@ -81,7 +70,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    rows = newest_rows(arguments.results / "compress_quality.csv", arguments.length)
+    rows = quality_measured(arguments.results / "compress_quality.csv", arguments.length)
     draw(rows, picture_folder(arguments.results) / "compress-quality.png")
 
 

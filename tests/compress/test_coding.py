@@ -84,12 +84,12 @@ def test_gptq_of_one_row_and_two_columns_by_hand() -> None:
     weight, hessian = torch.tensor([[0.6, 0.2, 3.5, -3.5]]), torch.eye(4)
     hessian[:2, :2] = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
     scheme = Scheme(bits=3, group=0)
-    coded = gptq(weight, hessian, scheme, GptqOptions(act_order="none", damping=1e-9, ranges="minmax"))
+    coded = gptq(weight, hessian, scheme, GptqOptions(act_order="none", damping=1e-9, ranges="minmax", refit=False))
     assert float(coded.scale) == pytest.approx(1.0)
     # 0.6 → 1 leaves +0.4; the best second weight is 0.2 + (−0.4) · H₁₂ / H₂₂ = 0.0, which rounds to 0
     assert coded.dequantize()[0, :2].tolist() == [1.0, 0.0]
     moved = torch.tensor([[0.4, 0.4, 3.5, -3.5]])
-    coded = gptq(moved, hessian, scheme, GptqOptions(act_order="none", damping=1e-9, ranges="minmax"))
+    coded = gptq(moved, hessian, scheme, GptqOptions(act_order="none", damping=1e-9, ranges="minmax", refit=False))
     assert coded.dequantize()[0, :2].tolist() == [0.0, 1.0]  # 0.4 + 0.4 · 1 / 2 = 0.6, which rounds to 1
 
 
@@ -100,6 +100,28 @@ def test_gptq_leaves_less_error_than_rounding(scheme: Scheme, act_order: str) ->
     plain = fit_grid(weight, scheme, "mse", hessian.diagonal()).code(weight).dequantize() - weight
     coded = gptq(weight, hessian, scheme, GptqOptions(act_order=act_order))  # type: ignore[arg-type]
     assert output_error(coded.dequantize() - weight, hessian) < 0.9 * output_error(plain, hessian)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "act_order"),
+    [(4, 32, False, "static"), (3, 32, True, "groups"), (2, 16, False, "none"), (4, 0, True, "static")],
+)
+def test_scales_fitted_to_the_codes_leave_no_row_worse(bits: int, group: int, symmetric: bool, act_order: str) -> None:
+    weight, hessian = matrix(), moment()
+    scheme = Scheme(bits=bits, group=group, symmetric=symmetric)
+    plain, refitted = (
+        gptq(weight, hessian, scheme, GptqOptions(act_order=act_order, refit=refit))  # type: ignore[arg-type]
+        for refit in (False, True)
+    )
+    assert torch.equal(plain.codes, refitted.codes)
+    before, after = (
+        ((c.dequantize() - weight).double() @ hessian.double() * (c.dequantize() - weight)).sum(1)
+        for c in (plain, refitted)
+    )
+    assert bool((after <= before * (1 + 1e-4)).all())
+    assert float(after.sum()) < 0.98 * float(before.sum())
+    if group:
+        assert torch.equal(refitted.scale, refitted.scale.to(torch.float16).float())
 
 
 def test_gptq_with_inputs_that_are_always_zero() -> None:

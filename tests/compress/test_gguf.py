@@ -10,6 +10,8 @@ from torch import Tensor
 from tests.compress.conftest import SPEC, random_model
 from tightfit.compress.gguf_blocks import CODERS, encode_rows
 from tightfit.compress.gguf_export import GgufCoder, export_gguf
+from tightfit.compress.gguf_feedback import encode_with_feedback
+from tightfit.compress.inputs import output_error
 from tightfit.errors import UserError
 from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
@@ -57,6 +59,21 @@ def test_searching_beats_the_package(kind: str) -> None:
     weight = torch.randn(16, 512, generator=torch.Generator().manual_seed(1))
     theirs = torch.from_numpy(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]))
     assert error(read(encode_rows(weight, kind), kind), weight) < 0.95 * error(read(theirs, kind), weight)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CODERS if kind != "Q8_0"])
+def test_errors_passed_on_leave_less_of_them(kind: str) -> None:
+    """Inputs that go together: what rounding does to one, codes of the others make up for."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(2048, 64, generator=generator) @ torch.randn(64, 512, generator=generator)
+    hessian = (inputs + 0.3 * torch.randn(2048, 512, generator=generator)).T.cov()
+    weight = torch.randn(16, 512, generator=generator)
+    weight[3] = 0
+    blocks, meant = encode_with_feedback(weight, kind, hessian)
+    torch.testing.assert_close(read(blocks, kind), meant)
+    assert bool((meant[3] == 0).all())
+    nearest = read(encode_rows(weight, kind, hessian.diagonal()), kind)
+    assert output_error(meant - weight, hessian) < 0.5 * output_error(nearest - weight, hessian)
 
 
 def test_the_mixture() -> None:

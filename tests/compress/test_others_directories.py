@@ -83,7 +83,7 @@ def by_gptqmodel(tiny: Path, folder: Path) -> Tensor:
     rows = [torch.randint(0, 250, (64,), generator=torch.Generator().manual_seed(i)) for i in range(8)]
     model.quantize([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)
     model.save(str(folder))
-    read = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH, dtype=torch.float32)
+    read = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)  # it has no float32
     return logits_of(read.model)
 
 
@@ -95,6 +95,9 @@ MAKERS: dict[str, Callable[[Path, Path], Tensor]] = {
 }
 
 
+COMPUTED_IN_FLOAT16 = ("gptqmodel",)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_their_directories_are_read(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
@@ -104,4 +107,5 @@ def test_their_directories_are_read(name: str, tokenizer: Tokenizer, tmp_path: P
     coded = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     assert len(coded) == 7 * SPEC.layers
     ours = logits_of(model)
-    assert float((ours - theirs).abs().max()) < 2e-3 * float(theirs.abs().max())
+    near = 1e-2 if name in COMPUTED_IN_FLOAT16 else 2e-3
+    assert float((ours - theirs).abs().max()) < near * float(theirs.abs().max())

@@ -58,7 +58,7 @@ def test_wanda(sparsity: Sparsity) -> None:
 def by_elimination(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: float, block: int) -> Tensor:
     """SparseGPT with H⁻¹ of the columns that remain, one column removed from it at a time: no Cholesky factor."""
     weight, size = weight.clone(), len(hessian)
-    inverse = torch.linalg.inv(hessian + damping * hessian.diagonal().mean() * torch.eye(size))
+    inverse = torch.linalg.inv(hessian + damping * hessian.diagonal().mean() * torch.eye(size, dtype=hessian.dtype))
     diagonals, rest = [], inverse.clone()
     for _ in range(size):
         diagonals.append(float(rest[0, 0]))

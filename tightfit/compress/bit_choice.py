@@ -10,7 +10,7 @@ width for all would fit and be better, that is taken: a mix is never expected to
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tightfit.compress.cost import matrices
+from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.errors import UserError
 from tightfit.models.quantized.scheme import Scheme

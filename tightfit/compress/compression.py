@@ -226,6 +226,7 @@ class _Compression:
             memory_bytes=peak_bytes(self.device),
             bits_per_weight=self.predicted.bits_per_weight,
             seconds=time.monotonic() - self.began,
+            ledger=None,
         )
         recipe = self.job.recipe.describe()
         return CompressionReport(self.job.out, recipe, self._format_name, reports, self.predicted, measured, resumed)

@@ -3,8 +3,7 @@
 | | bytes |
 |---|---|
 | result | codes, scales and zero points of every quantized matrix, the rest in 2 bytes (zeros of a pruned one too) |
-| memory | one layer in float32 and its codes; H of one set of inputs, its factor and inverse; a batch's activations |
-| | the calibration rows in three places (a layer's inputs, its wanted outputs and its new ones) |
+| memory | the largest phase of the ledger (memory.py) |
 | arithmetic | per token: every layer's forward pass 4.5 times (two whole, four parts), x xᵀ of every set's inputs |
 
 Bytes of the result are exact but for SpQR's outliers and file headers. Nothing here imports torch.
@@ -12,8 +11,11 @@ Bytes of the result are exact but for SpQR's outliers and file headers. Nothing 
 
 from dataclasses import dataclass
 
+from tightfit.compress.matrices import matrices
+from tightfit.compress.memory import compression_ledger
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.errors import UserError
+from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
@@ -32,31 +34,8 @@ class CompressionCost:
     bits_per_weight: float
     flops: float = 0.0
     seconds: float | None = None
-
-
-def matrices(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
-    """Every matrix of the layers that can be quantized: how many, outputs, inputs."""
-    h, found = spec.hidden_size, dict[str, tuple[int, int, int]]()
-    for i in range(spec.layers):
-        shapes = {
-            "attention.q": (1, spec.query_size, h),
-            "attention.k": (1, spec.kv_size, h),
-            "attention.v": (1, spec.kv_size, h),
-            "attention.o": (1, h, spec.query_size),
-        }
-        if not spec.is_routed(i):
-            shapes |= _mlp("mlp.", 1, h, spec.mlp_size, spec.gated)
-        elif spec.experts is not None:
-            shapes |= _mlp("mlp.experts.", spec.experts.count, h, spec.experts.mlp_size, True)
-            if spec.experts.shared_size:
-                shapes |= _mlp("mlp.shared.", 1, h, spec.experts.shared_size, True)
-        found |= {f"layers.{i}.{name}": shape for name, shape in shapes.items()}
-    return found
-
-
-def _mlp(prefix: str, count: int, hidden: int, width: int, gated: bool) -> dict[str, tuple[int, int, int]]:
-    made = {f"{prefix}up": (count, width, hidden), f"{prefix}down": (count, hidden, width)}
-    return made | ({f"{prefix}gate": (count, width, hidden)} if gated else {})
+    ledger: Ledger | None = None
+    """What `memory_bytes` is made of, predicted only."""
 
 
 CANNOT_KEEP_ZEROS = ("spqr", "binary")
@@ -101,22 +80,15 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int) -> Compress
         weights += count * outputs * inputs
     head = spec.vocab_size * spec.hidden_size if spec.tied and recipe.rotation is not None else 0
     plain = 2 * (spec.params() + head - weights)
+    ledger = compression_ledger(spec, recipe, rows, length)
     return CompressionCost(
         result_bytes=coded + plain,
         original_bytes=2 * spec.params(),
-        memory_bytes=_memory(spec, rows * length),
+        memory_bytes=ledger.peak_allocated_bytes(),
+        ledger=ledger,
         bits_per_weight=8 * coded / max(weights, 1),
         flops=_flops(spec, rows * length),
     )
-
-
-def _memory(spec: ModelSpec, tokens: int) -> int:
-    layer = max(spec.layer_params(i) for i in range(spec.layers))
-    widest = max(inputs for _, _, inputs in matrices(spec).values())
-    moments = 3 * 4 * widest**2
-    stream = 3 * 4 * tokens * spec.hidden_size
-    batch = 4 * min(tokens, 8192) * (4 * spec.hidden_size + 3 * spec.mlp_size)
-    return max(4 * layer * 3 + moments + batch, 4 * spec.embedding_params * 2) + stream
 
 
 def _flops(spec: ModelSpec, tokens: int) -> float:

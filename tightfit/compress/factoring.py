@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.compression import LAYER_SHARDS, PLAIN_DTYPE, Progress
-from tightfit.compress.cost import CompressionCost, matrices
+from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.inputs import InputStatistics, output_error
 from tightfit.compress.linear_sets import linear, linear_sets
 from tightfit.compress.low_rank import Factors, LowRankMethod, choose_ranks, factor, singular_energies
+from tightfit.compress.matrices import matrices
 from tightfit.compress.observation import observe, run_layer
 from tightfit.compress.report import CompressionReport
 from tightfit.compress.rewriting import LayerRewriting, RewritingJob, Rewritten, through

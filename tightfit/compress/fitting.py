@@ -25,7 +25,7 @@ from tightfit.compress.bit_choice import (
     units,
 )
 from tightfit.compress.compression import CompressionJob
-from tightfit.compress.cost import matrices
+from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
 from tightfit.durable import refuse_existing

@@ -13,6 +13,7 @@ llama.cpp found to do best; without one |w| plus its root mean square. Layouts: 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -88,41 +89,71 @@ def _half(values: Tensor) -> tuple[Tensor, Tensor]:
     return half.contiguous().view(torch.uint8).view(len(values), -1), half.to(torch.float32)
 
 
-def q8_0(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 32] as blocks of 34 bytes; 8 bits leave nothing to search."""
-    stored, scale = _half(x.abs().amax(-1, keepdim=True) / 127)
-    return torch.cat([stored, _codes(x, scale, -127, 127).to(torch.int8).view(torch.uint8)], 1)
+@dataclass(frozen=True)
+class Fitted:
+    """Blocks whose scales are decided: their bytes, and what code q of each number means, scale · q + offset."""
+
+    stored: Tensor
+    scale: Tensor
+    offset: Tensor
 
 
-def q4_0(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 32] as blocks of 18 bytes."""
-    stored, scale = _half(fit_scale(x, weights, 8)[0])
-    return torch.cat([stored, _nibbles((_codes(x, scale, -8, 7) + 8).to(torch.uint8))], 1)
+@dataclass(frozen=True)
+class BlockType:
+    """`size` numbers a block in codes of `bits`; how scales are fitted, and how they and the codes become bytes."""
+
+    size: int
+    bits: int
+    fit: Callable[[Tensor, Tensor], Fitted]
+    pack: Callable[[Tensor, Tensor], Tensor]
 
 
-def q5_0(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 32] as blocks of 22 bytes."""
-    stored, scale = _half(fit_scale(x, weights, 16)[0])
-    codes = (_codes(x, scale, -16, 15) + 16).to(torch.uint8)
-    return torch.cat([stored, _fifth_bits(codes), _nibbles(codes & 15)], 1)
+def _q8_0(x: Tensor, weights: Tensor) -> Fitted:
+    """8 bits leave nothing to search."""
+    return _around_zero(x, x.abs().amax(-1, keepdim=True) / 127, 128)
 
 
-def q4_1(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 32] as blocks of 20 bytes."""
-    stored, codes = _with_minimum(x, weights, 15)
+def _q4_0(x: Tensor, weights: Tensor) -> Fitted:
+    return _around_zero(x, fit_scale(x, weights, 8)[0], 8)
+
+
+def _q5_0(x: Tensor, weights: Tensor) -> Fitted:
+    return _around_zero(x, fit_scale(x, weights, 16)[0], 16)
+
+
+def _around_zero(x: Tensor, scale: Tensor, middle: int) -> Fitted:
+    stored, read = _half(scale)
+    return Fitted(stored, read.expand(x.shape), (-middle * read).expand(x.shape))
+
+
+def _q4_1(x: Tensor, weights: Tensor) -> Fitted:
+    return _with_minimum(x, weights, 15)
+
+
+def _q5_1(x: Tensor, weights: Tensor) -> Fitted:
+    return _with_minimum(x, weights, 31)
+
+
+def _with_minimum(x: Tensor, weights: Tensor, most: int) -> Fitted:
+    low = x.amin(-1, keepdim=True)
+    scale, minimum = fit_scale_and_minimum(x - low, weights, most)
+    stored, read = _half(torch.cat([scale, low - minimum], 1))
+    return Fitted(stored, read[:, :1].expand(x.shape), read[:, 1:].expand(x.shape))
+
+
+def _pack_8(stored: Tensor, codes: Tensor) -> Tensor:
+    """Blocks of 34 bytes: signed codes."""
+    return torch.cat([stored, codes ^ 128], 1)
+
+
+def _pack_4(stored: Tensor, codes: Tensor) -> Tensor:
+    """Blocks of 18 bytes, 20 with a minimum."""
     return torch.cat([stored, _nibbles(codes)], 1)
 
 
-def q5_1(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 32] as blocks of 24 bytes."""
-    stored, codes = _with_minimum(x, weights, 31)
+def _pack_5(stored: Tensor, codes: Tensor) -> Tensor:
+    """Blocks of 22 bytes, 24 with a minimum."""
     return torch.cat([stored, _fifth_bits(codes), _nibbles(codes & 15)], 1)
-
-
-def _with_minimum(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    scale, minimum = fit_scale_and_minimum(x - x.amin(-1, keepdim=True), weights, most)
-    stored, read = _half(torch.cat([scale, x.amin(-1, keepdim=True) - minimum], 1))
-    return stored, _codes(x - read[:, 1:], read[:, :1], 0, most).to(torch.uint8)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -136,17 +167,15 @@ def _fifth_bits(codes: Tensor) -> Tensor:
     return (bits << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
 
 
-def q4_k(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 256] as blocks of 144 bytes."""
-    head, codes = _k_block(x, weights, 15)
-    return torch.cat([head, _paired(codes)], 1)
+def _pack_4_k(stored: Tensor, codes: Tensor) -> Tensor:
+    """Blocks of 144 bytes."""
+    return torch.cat([stored, _paired(codes)], 1)
 
 
-def q5_k(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 256] as blocks of 176 bytes."""
-    head, codes = _k_block(x, weights, 31)
-    high = (codes >> 4).view(len(x), 8, 32).to(torch.int32) << torch.arange(8, device=x.device)[:, None]
-    return torch.cat([head, high.sum(1).to(torch.uint8), _paired(codes & 15)], 1)
+def _pack_5_k(stored: Tensor, codes: Tensor) -> Tensor:
+    """Blocks of 176 bytes."""
+    high = (codes >> 4).view(len(codes), 8, 32).to(torch.int32) << torch.arange(8, device=codes.device)[:, None]
+    return torch.cat([stored, high.sum(1).to(torch.uint8), _paired(codes & 15)], 1)
 
 
 def _paired(codes: Tensor) -> Tensor:
@@ -155,16 +184,23 @@ def _paired(codes: Tensor) -> Tensor:
     return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
 
 
-def _k_block(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Scale bytes [n, 16] and codes [n, 256] of blocks whose 8 scales and minima are coded in 6 bits."""
+def _q4_k(x: Tensor, weights: Tensor) -> Fitted:
+    return _k_block(x, weights, 15)
+
+
+def _q5_k(x: Tensor, weights: Tensor) -> Fitted:
+    return _k_block(x, weights, 31)
+
+
+def _k_block(x: Tensor, weights: Tensor, most: int) -> Fitted:
+    """Blocks [n, 256] whose 8 scales and minima are coded in 6 bits: 16 bytes of them."""
     parts = x.view(-1, 32)
     scale, minimum = (found.view(-1, 8) for found in fit_scale_and_minimum(parts, weights.view(-1, 32), most))
     matter = weights.view(len(x), 8, 32).sum(-1)
     stored, read = _half(torch.cat([_fit_unsigned(scale, matter, 63), _fit_unsigned(minimum, matter, 63)], 1))
     sixes = [_codes(values, read[:, i : i + 1], 0, 63).to(torch.uint8) for i, values in enumerate((scale, minimum))]
-    wide = [(six.float() * read[:, i : i + 1]).view(-1, 1) for i, six in enumerate(sixes)]
-    codes = _codes(parts + wide[1], wide[0], 0, most).to(torch.uint8)
-    return torch.cat([stored, _six_bits(*sixes)], 1), codes.view(len(x), -1)
+    wide = [(six.float() * read[:, i : i + 1]).repeat_interleave(32, 1) for i, six in enumerate(sixes)]
+    return Fitted(torch.cat([stored, _six_bits(*sixes)], 1), wide[0], -wide[1])
 
 
 def _fit_unsigned(values: Tensor, weights: Tensor, most: int) -> Tensor:
@@ -189,38 +225,54 @@ def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
     return torch.cat([low, middle, (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)], 1)
 
 
-def q6_k(x: Tensor, weights: Tensor) -> Tensor:
-    """[n, 256] as blocks of 210 bytes."""
-    parts = x.view(-1, 16)
-    scale = fit_scale(parts, weights.view(-1, 16), 32)[0].view(-1, 16)
+def _q6_k(x: Tensor, weights: Tensor) -> Fitted:
+    """Blocks [n, 256] whose 16 scales are coded in 8 bits: 18 bytes of them."""
+    scale = fit_scale(x.view(-1, 16), weights.view(-1, 16), 32)[0].view(-1, 16)
     at = scale.abs().argmax(1, keepdim=True)
     stored, read = _half(scale.gather(1, at) / -128)
     eights = _codes(scale, read, -128, 127)
-    codes = (_codes(parts, (eights * read).view(-1, 1), -32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
+    wide = (eights * read).repeat_interleave(16, 1)
+    return Fitted(torch.cat([eights.to(torch.int8).view(torch.uint8), stored], 1), wide, -32 * wide)
+
+
+def _pack_6_k(stored: Tensor, codes: Tensor) -> Tensor:
+    """Blocks of 210 bytes."""
+    codes = codes.view(-1, 2, 4, 32)
     low = torch.cat(
         [(codes[:, :, 0] & 15) | ((codes[:, :, 2] & 15) << 4), (codes[:, :, 1] & 15) | ((codes[:, :, 3] & 15) << 4)], 2
     )
     high = sum(((codes[:, :, i] >> 4) << (2 * i) for i in range(1, 4)), codes[:, :, 0] >> 4)
-    return torch.cat([low.flatten(1), high.flatten(1), eights.to(torch.int8).view(torch.uint8), stored], 1)
+    return torch.cat([low.flatten(1), high.flatten(1), stored], 1)
 
 
-Coder = Callable[[Tensor, Tensor], Tensor]
-CODERS: dict[str, tuple[int, Coder]] = {
-    "Q8_0": (32, q8_0),
-    "Q4_0": (32, q4_0),
-    "Q4_1": (32, q4_1),
-    "Q5_0": (32, q5_0),
-    "Q5_1": (32, q5_1),
-    "Q4_K": (SUPER, q4_k),
-    "Q5_K": (SUPER, q5_k),
-    "Q6_K": (SUPER, q6_k),
+CODERS: dict[str, BlockType] = {
+    "Q8_0": BlockType(size=32, bits=8, fit=_q8_0, pack=_pack_8),
+    "Q4_0": BlockType(size=32, bits=4, fit=_q4_0, pack=_pack_4),
+    "Q4_1": BlockType(size=32, bits=4, fit=_q4_1, pack=_pack_4),
+    "Q5_0": BlockType(size=32, bits=5, fit=_q5_0, pack=_pack_5),
+    "Q5_1": BlockType(size=32, bits=5, fit=_q5_1, pack=_pack_5),
+    "Q4_K": BlockType(size=SUPER, bits=4, fit=_q4_k, pack=_pack_4_k),
+    "Q5_K": BlockType(size=SUPER, bits=5, fit=_q5_k, pack=_pack_5_k),
+    "Q6_K": BlockType(size=SUPER, bits=6, fit=_q6_k, pack=_pack_6_k),
 }
-"""Numbers in a block, and what makes its bytes."""
 
 
 def encode_rows(weight: Tensor, kind: str, importance: Tensor | None = None) -> Tensor:
     """A float32 matrix [..., inputs] as rows of blocks, uint8; `importance` [inputs] is mean x²."""
-    size, coder = CODERS[kind]
+    fitted = fit_rows(weight, kind, importance)
+    blocks = weight.reshape(fitted.scale.shape)
+    codes = _codes(blocks - fitted.offset, fitted.scale, 0, 2 ** CODERS[kind].bits - 1).to(torch.uint8)
+    return pack_rows(fitted, codes, kind, weight.shape)
+
+
+def fit_rows(weight: Tensor, kind: str, importance: Tensor | None) -> Fitted:
+    """The scales of all blocks of a matrix."""
+    size = CODERS[kind].size
     blocks = weight.reshape(-1, size)
     own = None if importance is None else importance.expand(weight.shape).reshape(-1, size)
-    return coder(blocks, error_weights(blocks, own)).reshape(*weight.shape[:-1], -1)
+    return CODERS[kind].fit(blocks, error_weights(blocks, own))
+
+
+def pack_rows(fitted: Fitted, codes: Tensor, kind: str, shape: torch.Size) -> Tensor:
+    """Codes [blocks, size] with their scales as rows of bytes, for a matrix of `shape`."""
+    return CODERS[kind].pack(fitted.stored, codes).reshape(*shape[:-1], -1)

@@ -1,11 +1,12 @@
-"""A model as a GGUF file of small types: which tensor gets which, and the importance matrix of its inputs.
+"""A model as a GGUF file of small types: which tensor gets which, and what makes its blocks.
 
 Mixtures follow llama.cpp's: `q4_k_m` codes most matrices as Q4_K, the output projection (or the embedding it is tied
 to) and half of the value and down projections, where errors cost most, as Q6_K. Rows that are no whole blocks of 256
-get types with blocks of 32: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K.
+get types with blocks of 32: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K. With calibration text, scales weigh inputs by
+their importance and codes make up for one another's errors (gguf_feedback.py).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tightfit.compress.calibration import Calibration, read_calibration
+from tightfit.compress.calibration import read_calibration
 from tightfit.compress.gguf_blocks import CODERS, encode_rows
-from tightfit.compress.linear_sets import linear_sets
-from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import observe, run_layer
+from tightfit.compress.gguf_feedback import code_layers
 from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.checksums import list_beside, write_file_checksum
-from tightfit.models.decoder import Layer
+from tightfit.models.gguf.config import ARCHITECTURES, metadata_of
 from tightfit.models.gguf.model import write_gguf
+from tightfit.models.gguf.weights import to_gguf
 from tightfit.models.loading import load_model
 from tightfit.models.saving import Export
 from tightfit.models.spec import ModelSpec
@@ -45,8 +45,8 @@ class GgufCoder:
 
     spec: ModelSpec
     mixture: str
-    importance: dict[str, Tensor] = field(default_factory=dict)
-    """Mean x² of the inputs of linear layers, by our names; others are coded without."""
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+    """Of matrices that are coded already, by our names and with our order of rows; others are rounded to nearest."""
 
     @property
     def file_type(self) -> int:
@@ -59,7 +59,7 @@ class GgufCoder:
             return "F32" if len(shape) < 2 or "router" in name else "F16"
         usual, better, _ = TYPES[self.mixture]
         chosen = better if self._is_sensitive(name) else usual
-        return FALLBACKS[chosen] if chosen in FALLBACKS and shape[-1] % CODERS[chosen][0] else chosen
+        return FALLBACKS[chosen] if chosen in FALLBACKS and shape[-1] % CODERS[chosen].size else chosen
 
     def _is_sensitive(self, name: str) -> bool:
         if name in ("head.weight", "embed.weight"):
@@ -73,30 +73,10 @@ class GgufCoder:
 
     def encode(self, name: str, values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
         """The blocks of a matrix."""
-        blocks: NDArray[np.uint8] = encode_rows(torch.from_numpy(values), kind, self.importance.get(name)).numpy()
-        return blocks
-
-
-@torch.no_grad()
-def importance_matrix(source: str, calibration: Calibration, device: torch.device) -> dict[str, Tensor]:
-    """Mean x² of the inputs of every linear layer, by the name of its weight; one layer in memory at a time."""
-    parts, found = ModelParts(source, device, None), dict[str, Tensor]()
-    model = parts.embedding()
-    stream = []
-    for tokens in calibration.batches():
-        here = tokens.to(device)
-        stream.append(model.embed_tokens(here, model.token_positions(here, None, None)))
-    for index in range(parts.spec.layers):
-        model = parts.layer(index)
-        layer = model.layers._modules[str(index)]
-        assert isinstance(layer, Layer)
-        sets = linear_sets(parts.spec, index)
-        seen = observe(model, layer, stream, [group.names[0] for group in sets])
-        for group in sets:
-            diagonal = seen[group.names[0]].hessian.diagonal().cpu()
-            found |= {f"layers.{index}.{name}.weight": diagonal.clone() for name in group.names}
-        stream = [run_layer(model, layer, x) for x in stream]
-    return found
+        if name not in self.blocks:
+            return encode_rows(torch.from_numpy(values), kind).numpy()
+        interleaved = ARCHITECTURES[metadata_of(self.spec)["general.architecture"]].interleaved
+        return to_gguf(self.blocks[name], name, self.spec, interleaved).astype(np.uint8)  # rows as GGUF orders them
 
 
 def export_gguf(
@@ -110,12 +90,12 @@ def export_gguf(
     cache: Path,
     device: torch.device,
 ) -> Export:
-    """Write the model at `source` as the GGUF file `target`, with an importance matrix where there is `data`."""
+    """Write the model at `source` as the GGUF file `target`, its codes chosen for the inputs that `data` gives."""
     refuse_existing(target)
     if mixture not in TYPES:
         raise UserError(f"GGUF type {mixture!r} is not written; use one of {', '.join(TYPES)}")
-    importance: dict[str, Tensor] = {}
     loaded = load_model(source, packed=False)
+    coder = GgufCoder(loaded.model.spec, mixture)
     if data:
         spec = loaded.model.spec
         rows = read_calibration(
@@ -128,8 +108,7 @@ def export_gguf(
             field="text",
             progress=False,
         )
-        importance = importance_matrix(source, rows, device)
-    coder = GgufCoder(loaded.model.spec, mixture, importance)
+        coder = replace(coder, blocks=code_layers(source, rows, device, coder.kind))
     try:
         list_beside(target).unlink(missing_ok=True)  # of a file that was there before
         write_gguf(loaded.model, loaded.tokenizer, target, "fp16", coder)

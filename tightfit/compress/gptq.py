@@ -7,17 +7,21 @@ the columns after it change by −e_j · U[j, j+1:] / U[j, j], where U is the up
 H is damped by a share of its mean diagonal. With `act_order` columns go by falling H[j, j]: the weights that matter
 most are rounded while all others can still make up for them. `static` keeps groups where they lie (their ranges are
 fixed before), `groups` makes groups of columns that were rounded together, which files then have to say (g_idx).
+When all codes are decided, scales are fitted once more (scale_refit.py), which GPTQ itself does not do.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tightfit.compress.column_rounding import ColumnBlock, round_columns
+from tightfit.compress.scale_refit import refit_scales
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.ranges import Grid, RangeRule, fit_grid
-from tightfit.models.quantized.rounding import StoredScales, decode, encode
+from tightfit.models.quantized.rounding import StoredScales
 from tightfit.models.quantized.scheme import Scheme
 
 ActOrder = Literal["none", "static", "groups"]
@@ -33,6 +37,8 @@ class GptqOptions:
     ranges: RangeRule = "mse"
     keep_zeros: bool = False
     """Whether weights that are zero stay so, as those of a pruned matrix should."""
+    refit: bool = True
+    """Whether scales are fitted once more when the codes are known (scale_refit.py)."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions | None = None) -> CodedWeight:
@@ -41,7 +47,7 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions |
     if options.act_order == "groups" and (scheme.group <= 0 or scheme.kind != "int"):
         options = replace(options, act_order="static")  # only integers in groups may lie in any order
     weight, hessian = without_dead(weight, hessian)
-    importance = hessian.diagonal()
+    importance = hessian.diagonal().clone()
     order = torch.arange(weight.shape[1], device=weight.device)
     if options.act_order != "none":
         order = importance.argsort(descending=True, stable=True)
@@ -51,8 +57,9 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions |
     columns = _Columns(
         weight[:, order], scheme, options, importance[order], grid, _columns_groups(order, scheme, options)
     )
-    columns.run(inverse_factor(hessian[order][:, order], options.damping))
-    return columns.coded(order)
+    columns.run(inverse_factor(hessian[order[:, None], order], options.damping))
+    coded = columns.coded(order)
+    return refit_scales(coded, weight, hessian) if options.refit else coded
 
 
 def without_dead(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,14 +72,15 @@ def without_dead(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of the damped H⁻¹; damping grows tenfold where H is too close to singular."""
-    mean = hessian.diagonal().mean()
+    mean, damped = hessian.diagonal().mean(), hessian.clone()
     for attempt in range(6):
-        damped = hessian + torch.eye(len(hessian), device=hessian.device) * (damping * 10**attempt * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        damped.diagonal().copy_(hessian.diagonal() + damping * 10**attempt * mean)
+        factor, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and bool(upper.isfinite().all()):
-                return upper
+            factor = torch.cholesky_inverse(factor)  # H is large: what is done with is not kept
+            factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
+            if not failed and bool(factor.diagonal().isfinite().all()):
+                return factor
     raise ArithmeticError("the second moment of a layer's inputs is not positive even when damped")
 
 
@@ -97,7 +105,7 @@ class _Columns:
         group_of: Tensor,
     ) -> None:
         self.weight, self.scheme, self.options, self.importance = weight.clone(), scheme, options, importance
-        self.group_of = group_of.tolist()
+        self.group_of = group_of
         self.pruned = weight == 0 if options.keep_zeros else None
         outputs, inputs = weight.shape
         self.codes = torch.empty(
@@ -111,15 +119,25 @@ class _Columns:
     def run(self, upper: Tensor) -> None:
         """Round all columns; `upper` is the factor of H⁻¹."""
         inputs = self.weight.shape[1]
-        for start in range(0, inputs, self.options.block):
-            stop = min(start + self.options.block, inputs)
-            errors = torch.empty_like(self.weight[:, start:stop])
-            for j in range(start, stop):
-                if self.grid is None and j % self.scheme.group == 0:
-                    self._fit(j)
-                errors[:, j - start] = self._round(j) / upper[j, j]
-                self.weight[:, j:stop] -= errors[:, j - start, None] * upper[j, j:stop]
+        # ranges that are fitted on the way begin where a block begins
+        width = self.options.block if self.grid is not None else math.gcd(self.options.block, self.scheme.group)
+        for start in range(0, inputs, width):
+            stop = min(start + width, inputs)
+            if self.grid is None and start % self.scheme.group == 0:
+                self._fit(start)
+            codes, errors = round_columns(self._block(slice(start, stop), upper), self.scheme)
+            self.codes[:, start:stop] = codes
             self.weight[:, stop:] -= errors @ upper[start:stop, stop:]
+
+    def _block(self, here: slice, upper: Tensor) -> ColumnBlock:
+        groups = self.group_of[here]
+        return ColumnBlock(
+            weight=self.weight[:, here],
+            upper=upper[here, here],
+            scale=self.scale[:, groups],
+            zero=None if self.zero is None else self.zero[:, groups],
+            pruned=None if self.pruned is None else self.pruned[:, here],
+        )
 
     def _fit(self, first: int) -> None:
         """The range of the group that begins at column `first`, from weights as they are by now."""
@@ -127,18 +145,10 @@ class _Columns:
         part = fit_grid(
             self.weight[:, first:last].contiguous(), self.scheme, self.options.ranges, self.importance[first:last]
         )
-        group = self.group_of[first]
+        group = first // self.scheme.group
         self.scale[:, group] = part.scale[:, 0]
         if self.zero is not None and part.zero is not None:
             self.zero[:, group] = part.zero[:, 0]
-
-    def _round(self, j: int) -> Tensor:
-        """Decide column j; its error."""
-        column, group = self.weight[:, j], self.group_of[j]
-        scale, zero = self.scale[:, group], None if self.zero is None else self.zero[:, group]
-        wanted = column if self.pruned is None else column.masked_fill(self.pruned[:, j], 0)
-        self.codes[:, j] = encode(wanted, scale, zero, self.scheme)
-        return column - decode(self.codes[:, j], scale, zero, self.scheme)
 
     def coded(self, order: Tensor) -> CodedWeight:
         """The result with columns where they were."""
@@ -146,7 +156,7 @@ class _Columns:
         stored = self.grid.stored if self.grid is not None else StoredScales(self.scale, {})
         group_of = None
         if self.options.act_order == "groups" and self.scheme.group > 0 and self.grid is None:
-            group_of = torch.tensor(self.group_of, dtype=torch.int32, device=back.device)[back]
+            group_of = self.group_of[back].to(torch.int32)
         made = CodedWeight(self.scheme, self._back(back), stored.scale, self.zero, group_of)
         return replace(made, coded_scales=stored.coded)
 

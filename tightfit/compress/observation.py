@@ -1,6 +1,11 @@
-"""Running one decoder layer and looking at what goes into its parts."""
+"""Running one decoder layer and looking at what goes into its parts.
 
-from collections.abc import Sequence
+Layers are in float32. On a GPU their products round what goes in to TensorFloat-32, the ten bits of mantissa that
+float16 has: eight times as fast, and other programs calibrate in 16 bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +18,23 @@ class _Seen(Exception):  # noqa: N818
     """Raised to leave a forward pass of which everything wanted has been seen."""
 
 
+@contextmanager
+def tensor_float32(device: torch.device) -> Iterator[None]:
+    """Products of float32 matrices on a GPU in TensorFloat-32."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def run_layer(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
     """The residual stream [B, T, H] after `layer`."""
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    made, _ = layer(x, model.forward_context(x, positions, None, None))
+    with tensor_float32(x.device):
+        made, _ = layer(x, model.forward_context(x, positions, None, None))
     return made
 
 

@@ -1,0 +1,160 @@
+"""Tables of docs/compressing.md: quality beside other packages, mixes of bits, what compressing takes, served speed."""
+
+import csv
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tightfit.compress.cost import predict
+from tightfit.compress.recipe import recipe_of
+from tightfit.memory.ledger import Phase
+from tightfit.models.presets import preset
+
+Row = dict[str, str]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+LEAST_ROWS = 8
+"""Of a table: fewer rows over other windows are trials."""
+PACKAGES = {"gptqmodel": "GPTQModel", "hqq": "HQQ", "auto-round": "AutoRound"}
+COMPRESSING: tuple[Phase, ...] = ("load", "forward", "coding")
+SERVED = {
+    "one_stream_decode": "one stream",
+    "batch": "64 × (256 in + 256 out)",
+    "prefill": "prefill, 16 × 4096",
+    "mixed": "256 mixed requests",
+}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file of results; none where it is not there yet."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def quality_measured(path: Path, length: int) -> list[Row]:
+    """The newest row of every method over the most windows of this length that a whole table was measured over."""
+    rows = [row for row in read_rows(path) if row["length"] == str(length) and row["loss_difference"]]
+    counts = Counter(int(row["windows"]) for row in rows)
+    whole = [windows for windows, found in counts.items() if found >= LEAST_ROWS]
+    if not whole:
+        return []
+    return list({_key(row): row for row in rows if int(row["windows"]) == max(whole)}.values())
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["package"], row["method"], row["scheme"]
+
+
+def quality_rows(path: Path, length: int) -> Table:
+    """Every method and package, by width and then by perplexity."""
+    rows = quality_measured(path, length)
+    rows.sort(key=lambda row: (-int(row["bits"]), float(row["perplexity"])))
+    made = [
+        (
+            row["bits"],
+            f"`{row['method']}`" if row["package"] == "tightfit" else row["method"],
+            row["scheme"],
+            PACKAGES.get(row["package"], row["package"]),
+            f"{float(row['bits_per_weight']):.2f}",
+            f"{float(row['perplexity']):.2f}",
+            f"{float(row['loss_difference']):.3f} ± {float(row['loss_difference_half_width']):.3f}",
+            f"{float(row['kl']):.3f}",
+            row["calibration"],
+        )
+        for row in rows
+    ]
+    return ("bits", "method", "numbers", "package", "bits a weight", "perplexity", "Δ loss", "KL", "calibrated"), made
+
+
+def quality_text(path: Path, length: int) -> str:
+    """What the table was measured over."""
+    rows = quality_measured(path, length)
+    if not rows:
+        return f"Windows of {length} have not been measured yet."
+    first, devices = rows[0], sorted({row["device"] for row in rows})
+    return (
+        f"{int(first['windows'])} windows of {length} tokens on {' and '.join(devices)}; the original has perplexity "
+        f"{float(first['original_perplexity']):.2f}."
+    )
+
+
+def ahead_rows(path: Path, length: int) -> Table:
+    """At every width our best beside the best of the others."""
+    rows = quality_measured(path, length)
+    made = []
+    for bits in sorted({int(row["bits"]) for row in rows}, reverse=True):
+        ours, others = (_best(rows, bits, own=own) for own in (True, False))
+        if ours is not None and others is not None:
+            lead = float(others["perplexity"]) / float(ours["perplexity"]) - 1
+            made.append((str(bits), _told(ours), _told(others), f"{lead:+.1%}"))
+    return ("bits", "our best", "the best of the others", "theirs above ours"), made
+
+
+def _best(rows: Sequence[Row], bits: int, *, own: bool) -> Row | None:
+    found = [row for row in rows if int(row["bits"]) == bits and (row["package"] == "tightfit") is own]
+    return min(found, key=lambda row: float(row["perplexity"]), default=None)
+
+
+def _told(row: Row) -> str:
+    who = "" if row["package"] == "tightfit" else f" ({PACKAGES.get(row['package'], row['package'])})"
+    return f"{row['method']} {row['scheme']}{who}: {float(row['perplexity']):.2f}"
+
+
+def mix_rows(path: Path) -> Table:
+    """Predicted beside measured of every mix, of the newest measurement."""
+    rows = read_rows(path)
+    newest = [row for row in rows if (row["commit"], row["test"]) == (rows[-1]["commit"], rows[-1]["test"])]
+    made = [
+        (
+            row["mix"],
+            f"{float(row['bits_per_weight']):.2f}",
+            f"{float(row['predicted_kl']):.3f}",
+            f"{float(row['measured_kl']):.3f}",
+            f"{float(row['predicted_perplexity']):.1f}",
+            f"{float(row['measured_perplexity']):.1f}",
+        )
+        for row in newest
+    ]
+    return ("mix", "bits a weight", "predicted KL", "measured KL", "predicted perplexity", "measured perplexity"), made
+
+
+def cost_rows(path: Path) -> Table:
+    """Seconds and memory of compressing, as predicted and as measured."""
+    made = [
+        (
+            row["model"],
+            row["recipe"],
+            row["calibration"],
+            f"{float(row['seconds']):.0f} s",
+            f"{int(row['predicted_bytes']) / 2**30:.1f} GiB",
+            f"{int(row['measured_bytes']) / 2**30:.1f} GiB",
+            row["device"],
+        )
+        for row in read_rows(path)
+    ]
+    return ("model", "recipe", "tokens", "took", "memory, predicted", "measured", "on"), made
+
+
+def predicted_cost_rows(models: Sequence[str] = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b")) -> Table:
+    """The ledger of GPTQ in 4 bits on 128 × 2048 tokens, for presets."""
+    recipe, made = recipe_of("gptq", bits=4, group=128), []
+    for name in models:
+        ledger = predict(preset(name), recipe, 128, 2048).ledger
+        assert ledger is not None
+        phases = [f"{ledger.allocated_bytes(phase) / 2**30:.1f} GiB" for phase in COMPRESSING]
+        made.append((name, *phases, f"{ledger.peak_allocated_bytes() / 2**30:.1f} GiB"))
+    return ("model", "embedding", "forward passes", "coding", "peak"), made
+
+
+def served_rows(path: Path, model: str = "8b") -> Table:
+    """Tokens a second of the server: the newest row of every number format and case."""
+    newest = {(row["dtype"], row["case"]): row for row in read_rows(path) if row["model"] == model}
+    formats = list(dict.fromkeys(dtype for dtype, _ in newest))
+    made = []
+    for dtype in formats:
+        found = [newest.get((dtype, case)) for case in SERVED]
+        cells = ["–" if row is None else f"{float(row['value']):,.0f}" for row in found]
+        commit = next(row["commit"] for row in found if row is not None)
+        made.append((dtype, *cells, f"`{commit}`"))
+    return ("weights", *SERVED.values(), "commit of the first"), made

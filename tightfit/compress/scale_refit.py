@@ -1,0 +1,69 @@
+"""Scales fitted once more when the codes are known: the best ones for the layer's outputs, in closed form.
+
+GPTQ fixes a group's scale before it chooses codes. With the codes q and zero points Z decided, a row is linear in its
+scales, ŵ = Σ_g s_g v_g with v_g = q − Z in group g and 0 elsewhere, and the error of its outputs is quadratic:
+
+    (w − Σ s_g v_g) H (w − Σ s_g v_g)ᵀ,    least where  A s = b,   A_gh = v_g H v_hᵀ,   b_g = v_g H wᵀ
+
+One small system a row. Scales are rounded to what is stored, and a row takes its new ones only where its error falls,
+so no row is worse than before. Integers with a scale per group or row alone have such scales.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tightfit.models.quantized.coded_weight import CodedWeight, scaled
+from tightfit.models.quantized.rounding import store_scales
+
+RIDGE = 1e-4
+"""Share of A's mean diagonal that is added to it: groups whose codes are nearly all zero leave it near singular."""
+
+
+def refit_scales(coded: CodedWeight, weight: Tensor, hessian: Tensor) -> CodedWeight:
+    """`coded` with the scales that leave least of tr(Δ H Δᵀ) against the original `weight`."""
+    if coded.scheme.kind != "int" or coded.scheme.group < 0 or coded.coded_scales or coded.outliers is not None:
+        return coded
+    groups = coded.scale.shape[1]
+    values, sizes = _values(coded), [coded.shape[1] // groups] * groups
+    order = None if coded.group_of is None else coded.group_of.long().argsort(stable=True)
+    if order is not None:  # the columns of a group side by side
+        values, weight, hessian = values[:, order], weight[:, order], hessian[order[:, None], order]
+    quadratic, linear = _system(values, weight, hessian, sizes)
+    ridge = RIDGE * quadratic.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(groups, device=weight.device)
+    found, failed = torch.linalg.solve_ex(quadratic + ridge, linear[..., None])
+    made = store_scales(found[..., 0], coded.scheme).scale
+    usable = (failed == 0)[:, None] & made.isfinite() & (found[..., 0] > 0)
+    made = torch.where(usable.all(1, keepdim=True), made, coded.scale)
+    better = _error(made, quadratic, linear) < _error(coded.scale, quadratic, linear)
+    return replace(coded, scale=torch.where(better[:, None], made, coded.scale))
+
+
+def _values(coded: CodedWeight) -> Tensor:
+    """q − Z of every weight."""
+    ones = torch.ones_like(coded.scale)
+    zero = coded.scheme.middle if coded.zero is None else coded.zero
+    return scaled(coded.codes.float(), ones, zero, coded.group_of)
+
+
+def _system(values: Tensor, weight: Tensor, moment: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """A [outputs, groups, groups] and b [outputs, groups]."""
+    rows, groups = len(values), len(sizes)
+    quadratic = values.new_empty(rows, groups, groups)
+    start = 0
+    for group, size in enumerate(sizes):
+        here = slice(start, start + size)
+        quadratic[:, :, group] = _by_group(values * (values[:, here] @ moment[here]), sizes)
+        start += size
+    return quadratic, _by_group(values * (weight @ moment), sizes)
+
+
+def _by_group(products: Tensor, sizes: list[int]) -> Tensor:
+    """Sums over the columns of each group [outputs, groups]."""
+    return torch.stack([part.sum(1) for part in products.split(sizes, dim=1)], dim=1)
+
+
+def _error(scale: Tensor, quadratic: Tensor, linear: Tensor) -> Tensor:
+    """s A sᵀ − 2 b sᵀ of every row: its error but for what no scale changes."""
+    return torch.einsum("rg,rgh,rh->r", scale, quadratic, scale) - 2 * (linear * scale).sum(1)
