@@ -24,6 +24,8 @@ import tightfit.kernels.gather_rows
 import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
+import tightfit.kernels.join_parts
+import tightfit.kernels.packed_rows
 import tightfit.kernels.paged_attention
 import tightfit.kernels.paged_prefill
 import tightfit.kernels.quantized_linear
@@ -31,6 +33,7 @@ import tightfit.kernels.rope
 import tightfit.kernels.rotate_store
 import tightfit.kernels.routed_mlp
 import tightfit.kernels.row_norm
+import tightfit.kernels.split_sum
 from tightfit.kernels.triton_support import triton
 
 TYPES = {
@@ -39,6 +42,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int16: "*i16",
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -97,6 +101,13 @@ def launch_everything(dtype: torch.dtype) -> None:
     q, k, table = torch.ones(2, 4, 8, 64, dtype=dtype), torch.ones(2, 2, 8, 64, dtype=dtype), torch.ones(1, 1, 8, 24)
     for interleaved in (False, True):
         ops.rope(q, k, table, table, interleaved, True)
+    logs = torch.ones(q.shape[:3])
+    tightfit.kernels.join_parts._launch(q, q, q.float(), (logs, logs))
+    tightfit.kernels.join_parts._launch(q.float(), q, q, None)
+    sums = tightfit.kernels.split_sum.SplitSum(x)
+    for sums.is_empty in (True, False):
+        sums.add(0, x.float())
+    sums.rounded(torch.ones(1), in_place=True)
     launch_updates(x)
 
 
@@ -127,7 +138,11 @@ def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
     """What a decoding step launches, for one token and for several, and prompts beside it."""
     packed, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(256, 2, dtype=torch.float16)
     cut = tightfit.kernels.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
-    tightfit.kernels.quantized_linear.launch_few(torch.ones(3, 256, dtype=dtype), packed, scale, None, 4, 128, cut)
+    tightfit.kernels.quantized_linear.launch_some(torch.ones(17, 256, dtype=dtype), packed, scale, None, 4, 128, cut)
+    rows, few = tightfit.kernels.packed_rows, torch.ones(3, 256, dtype=dtype)
+    share = rows.RowTiles(block_n=32, parts=2, stages=3)
+    rows.launch_packed_rows(few, packed, scale, None, 4, 128, share, few, overlap=overlap)
+    rows.launch_packed_rows(few, packed, scale, scale, 4, 128, share, activation="silu", overlap=overlap)
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)
@@ -163,6 +178,13 @@ def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
     query, tiles = qkv[:, :256].view(3, 4, 64), torch.ones(2, 4, dtype=torch.int32)
     tightfit.kernels.paged_prefill.paged_prefill(
         query, cache, cache, tables, tiles, query, scale=1.0, window=9, blocks=blocks
+    )
+    sinks = query[0, :, 0].contiguous()
+    tightfit.kernels.paged_prefill.paged_prefill(
+        query, cache, cache, tables, tiles, query, scale=1.0, window=9, sinks=sinks, blocks=blocks
+    )
+    tightfit.kernels.paged_attention.paged_attention(
+        query, cache, cache, tables, numbers, scale=1.0, window=9, sinks=sinks, splits=4
     )
     tightfit.kernels.greedy.launch(qkv, numbers, numbers, counters)
     for splits in (1, 4):

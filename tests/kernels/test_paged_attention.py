@@ -11,13 +11,15 @@ from tightfit.kernels.paged_attention import paged_attention, paged_attention_ea
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "D", "block_size", "splits", "window", "softcap"),
+    ("heads", "kv_heads", "D", "block_size", "splits", "window", "softcap", "has_sinks"),
     [
-        (4, 2, 16, 16, 1, None, None),
-        (6, 2, 24, 8, 3, None, None),
-        (8, 1, 64, 16, 4, 20, None),
-        (3, 3, 16, 4, 2, None, 5.0),
-        (4, 2, 32, 16, None, 7, 0.7),
+        (4, 2, 16, 16, 1, None, None, False),
+        (6, 2, 24, 8, 3, None, None, False),
+        (8, 1, 64, 16, 4, 20, None, False),
+        (3, 3, 16, 4, 2, None, 5.0, False),
+        (4, 2, 32, 16, None, 7, 0.7, False),
+        (4, 2, 16, 16, 1, None, None, True),
+        (6, 2, 16, 8, 3, 9, None, True),
     ],
 )
 def test_it_is_attention_over_the_blocks_of_the_tables(
@@ -28,6 +30,7 @@ def test_it_is_attention_over_the_blocks_of_the_tables(
     splits: int | None,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool,
     dtype: torch.dtype,
 ) -> None:
     lengths = torch.tensor([1, 17, 50, 64], dtype=torch.int32, device=DEVICE)
@@ -37,8 +40,11 @@ def test_it_is_attention_over_the_blocks_of_the_tables(
     query = torch.randn(4, heads, D, device=DEVICE).to(dtype)
     keys, values = (torch.randn(blocks, block_size, kv_heads, D, device=DEVICE).to(dtype) for _ in range(2))
     settings: Any = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    if has_sinks:
+        settings["sinks"] = torch.randn(heads, device=DEVICE).to(dtype)
     found = paged_attention(query, keys, values, tables, lengths, splits=splits, **settings)
     eager = paged_attention_eager(query, keys, values, tables, lengths, **settings)
+    settings |= {"sinks": settings["sinks"].double()} if has_sinks else {}
     truth = paged_attention_eager(query.double(), keys.double(), values.double(), tables, lengths, **settings)
     assert_no_worse([found], [eager], [truth])
 

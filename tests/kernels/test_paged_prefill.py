@@ -13,12 +13,13 @@ PIECES = [Rows(2, 1, 0), Rows(3, 37, 0), Rows(40, 5, 19), Rows(45, 33, 64), Rows
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "D", "block_size", "window", "softcap"),
+    ("heads", "kv_heads", "D", "block_size", "window", "softcap", "has_sinks"),
     [
-        (4, 2, 16, 16, None, None),
-        (3, 1, 24, 4, None, None),
-        (4, 4, 32, 8, 20, None),
-        (2, 1, 64, 16, 7, 0.7),
+        (4, 2, 16, 16, None, None, False),
+        (3, 1, 24, 4, None, None, False),
+        (4, 4, 32, 8, 20, None, False),
+        (2, 1, 64, 16, 7, 0.7, False),
+        (2, 1, 16, 16, 20, None, True),
     ],
 )
 def test_it_is_causal_attention_over_the_blocks_of_the_tables(
@@ -28,6 +29,7 @@ def test_it_is_causal_attention_over_the_blocks_of_the_tables(
     block_size: int,
     window: int | None,
     softcap: float | None,
+    has_sinks: bool,
     dtype: torch.dtype,
 ) -> None:
     per_piece = -(-97 // block_size)
@@ -36,10 +38,13 @@ def test_it_is_causal_attention_over_the_blocks_of_the_tables(
     query = torch.randn(96, heads, D, device=DEVICE).to(dtype)
     keys, values = (torch.randn(blocks, block_size, kv_heads, D, device=DEVICE).to(dtype) for _ in range(2))
     settings: Any = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    if has_sinks:
+        settings["sinks"] = torch.randn(heads, device=DEVICE).to(dtype)
     tiles = torch.tensor(query_tiles(PIECES, tile_rows(query)), dtype=torch.int32, device=DEVICE)
     out = torch.full_like(query, 7.0)
     paged_prefill(query, keys, values, tables, tiles, out, **settings)
     eager = paged_prefill_eager(query, keys, values, tables, PIECES, **settings)
+    settings |= {"sinks": settings["sinks"].double()} if has_sinks else {}
     truth = paged_prefill_eager(query.double(), keys.double(), values.double(), tables, PIECES, **settings)
     assert_no_worse([out[2:94]], [eager], [truth])
     assert (out[:2] == 7).all()  # rows of nobody's piece are left alone

@@ -9,6 +9,7 @@ from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.flash_attention import attend, like_rows
 from tightfit.kernels.flash_attention_backward import attend_backward
 from tightfit.kernels.flash_blocks import capability, passes
+from tightfit.kernels.join_parts import join_
 from tightfit.kernels.partial_attention import (
     LN2,
     Part,
@@ -16,7 +17,6 @@ from tightfit.kernels.partial_attention import (
     attend_part_backward,
     attend_part_backward_eager,
     attend_part_eager,
-    join_,
 )
 
 QUERIES, BEFORE = 37, 50

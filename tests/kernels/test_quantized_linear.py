@@ -1,13 +1,18 @@
 """Products with packed weights: the kernels against expanding and multiplying, in every width, shape and group."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import covering
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, pack_tiles
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear, quantized_linear_eager
+from tightfit.kernels.triton_support import Impl
+from tightfit.models.spec import Activation
 
 SHAPES = [(1, 256, 48), (5, 512, 33), (2, 1024, 10), (17, 256, 16), (257, 256, 16)]
 """Rows, inputs, outputs: read packed, and the last expanded first."""
@@ -23,16 +28,36 @@ def weights(inputs: int, outputs: int, bits: int, group: int, zeros: bool) -> tu
     return pack_tiles(codes, bits).to(DEVICE), scale.to(DEVICE, torch.float16), moved
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize(("group", "zeros"), [(32, True), (64, False), (0, True)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_against_expanding(bits: int, group: int, zeros: bool, dtype: torch.dtype) -> None:
+WAYS = list(product((2, 4, 8), ((32, True), (64, False), (0, True)), DTYPES))
+
+
+@pytest.mark.parametrize(("bits", "grouping", "dtype"), covering(WAYS, pairs=True), ids=str)
+def test_against_expanding(bits: int, grouping: tuple[int, bool], dtype: torch.dtype) -> None:
+    group, zeros = grouping
     for rows, inputs, outputs in SHAPES:
         given = weights(inputs, outputs, bits, group, zeros)
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
         truth = quantized_linear_eager(x.double(), *given, bits, group)
         eager = quantized_linear_eager(x, *given, bits, group)
         assert_no_worse([quantized_linear(x, *given, bits, group, impl="triton")], [eager], [truth])
+
+
+@pytest.mark.parametrize("rows", [1, 9, 20, 257])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_what_stands_after_the_product(rows: int, zeros: bool) -> None:
+    """A gated activation, gate over up, and the residual: the same in one kernel as after one another."""
+    cases: list[tuple[Activation | None, int]] = [("silu", 40), (None, 24)]
+    for activation, outputs in cases:
+        given = weights(256, outputs, 4, 64, zeros)
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, 256, generator=generator).to(DEVICE, torch.float16)
+        residual = torch.randn(rows, outputs // (2 if activation else 1), generator=generator).to(DEVICE, x.dtype)
+
+        def run(x: Tensor, residual: Tensor, impl: Impl) -> Tensor:
+            return quantized_linear(x, *given, 4, 64, activation=activation, residual=residual, impl=impl)  # noqa: B023
+
+        truth, eager = run(x.double(), residual.double(), "torch"), run(x, residual, "torch")
+        assert_no_worse([run(x, residual, "triton")], [eager], [truth])
 
 
 def test_by_hand() -> None:

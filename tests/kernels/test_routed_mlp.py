@@ -57,6 +57,63 @@ def test_no_worse_than_one_expert_after_another(dtype: torch.dtype, kind: str, i
     assert_no_worse(found, reference, truth)
 
 
+def kept_pairs(experts: Tensor, capacity: int) -> Tensor:
+    """Whether a pair finds room, [N, k]: first choices of all tokens, then second ones, each in the order of tokens."""
+    taken, kept = [0] * EXPERTS, torch.zeros_like(experts, dtype=torch.bool)
+    for j in range(experts.shape[1]):
+        for token, expert in enumerate(experts[:, j].tolist()):
+            kept[token, j] = taken[expert] < capacity
+            taken[expert] += 1
+    return kept
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize(("kind", "capacity"), [("any", 5), ("hot", 3), ("empty", 1), ("any", 1000)])
+def test_experts_take_no_more_than_their_capacity(kind: str, capacity: int, impl: Any) -> None:
+    given, experts = tensors(torch.float32), chosen(kind)
+    kept, routing = kept_pairs(experts, capacity), route(experts, EXPERTS, capacity)
+    assert torch.equal(routing.rows >= 0, kept)
+    assert len(routing.tokens) == min(experts.numel(), EXPERTS * capacity)
+    assert routing.load.tolist() == torch.bincount(experts.flatten().cpu(), minlength=EXPERTS).tolist()
+
+    def limited(x: Tensor, w: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return routed_mlp(x, w, routing, gate, up, down, impl=impl)
+
+    def zeroed(x: Tensor, w: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return routed_mlp_eager(x, w * kept, experts, gate, up, down)
+
+    found = both_ways(limited, given, torch.float32)
+    reference, truth = (both_ways(zeroed, given, to) for to in (torch.float32, torch.float64))
+    assert_no_worse(found, reference, truth)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_biases_of_dropped_pairs_are_not_added(impl: Any) -> None:
+    experts = chosen("hot")
+    kept, routing = kept_pairs(experts, 3), route(experts, EXPERTS, 3)
+    shapes = [(EXPERTS, WIDTH), (EXPERTS, WIDTH), (EXPERTS, SIZE)]
+    leaves = [*tensors(torch.float32), *(torch.randn(shape, device=DEVICE) for shape in shapes)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def limited(x: Tensor, w: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        return routed_mlp(x, w, routing, gate, up, down, biases=(biases[0], biases[1], biases[2]), impl=impl)
+
+    def one_by_one(x: Tensor, w: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        rows = []
+        for token, row in enumerate(experts.tolist()):
+            made = torch.zeros_like(x[0])
+            for j, e in enumerate(row):
+                inner = torch.nn.functional.silu(gate[e] @ x[token] + biases[0][e]) * (up[e] @ x[token] + biases[1][e])
+                made = made + w[token, j] * kept[token, j] * (down[e] @ inner + biases[2][e])
+            rows.append(made)
+        return torch.stack(rows)
+
+    made = [run(*leaves) for run in (limited, one_by_one)]
+    gradient = torch.randn_like(made[0])
+    found, wanted = ([y, *torch.autograd.grad(y, leaves, gradient)] for y in made)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "swiglu_clamped"])
 def test_activations(activation: str) -> None:
     given, experts = tensors(torch.float32), chosen("any")

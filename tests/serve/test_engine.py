@@ -13,7 +13,7 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.beam import BeamSearch
+from tightfit.serve.beam import BeamSearch, likeliest_answers
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.grammar import Grammar
@@ -201,14 +201,10 @@ def test_beams_are_those_of_transformers(model: Decoder) -> None:
     wanted = theirs.generate(
         ids, attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=6, do_sample=False, pad_token_id=0
     )
-    engine = Engine(model, None, CONFIG)
-    search = BeamSearch("beam", PROMPT, width=3, max_tokens=6)
-    while not search.is_over:
-        requests = search.requests()
-        made = engine.generate(requests)
-        search.take([made[request.id][0] for request in requests])
-    assert list(search.best[0].tokens) == wanted[0, len(PROMPT) :].tolist()
-    assert [each.logprob for each in search.best] == sorted((each.logprob for each in search.best), reverse=True)
+    asked = Request(id="beam", prompt=PROMPT, sampling=Sampling(max_tokens=6))
+    ((request, [found]),) = likeliest_answers(Engine(model, None, CONFIG), [asked], width=3)
+    assert (request, found.finish) == (asked, "length")
+    assert found.tokens == wanted[0, len(PROMPT) :].tolist()
 
 
 def test_finished_beams_wait_for_better_ones() -> None:

@@ -9,14 +9,12 @@ import transformers
 from packaging.version import Version
 
 from tests.models.huggingface.reference import CASES, pair
-from tightfit.errors import UserError
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
 
-SINKS = {name for name in CASES if name.startswith("gpt_oss")}
-SKIPPED = {"llama-dynamic-beyond", *SINKS}  # whose prompts would be longer than its positions; and what we refuse
+SKIPPED = {"llama-dynamic-beyond"}  # whose prompts would be longer than its positions
 LONGROPE = "phi3-longrope-long"
 RECOMPUTING = Version("5.22")
 """Of transformers, that generates past the trained length with the keys of all tokens made anew, as the engine does."""
@@ -61,12 +59,7 @@ def test_answers_are_what_transformers_generates(name: str) -> None:
     assert engine.pool.free == engine.pool.size
 
 
-def test_models_with_sinks_get_a_sentence() -> None:
-    with pytest.raises(UserError, match="attention sinks, which paged attention lacks; use `tightfit sample`"):
-        Engine(pair("gpt_oss").ours, None, SMALL)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", LONGROPE])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe", LONGROPE])
 def test_one_request_at_a_time_gives_the_same(name: str) -> None:
     for request, wanted in zip(greedy(name), expected(name), strict=True):
         assert Engine(pair(name).ours, None, SMALL).generate([request])[request.id][0].tokens == wanted

@@ -51,6 +51,27 @@ def test_every_prompt_is_answered_once_and_a_killed_run_goes_on(loaded: LoadedMo
     assert answer_file(engine, source, target, SAMPLING) == 0
 
 
+def test_beams_end_where_they_say_stop(loaded: LoadedModel, tmp_path: Path) -> None:
+    """An answer that ends is its text without the token that ends it; no seed changes any."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "the quick"}\n{"id": "b", "prompt": "a"}\n')
+    engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
+    found = []
+    for seed, stops in (
+        (1, frozenset[int]()),
+        (2, frozenset[int]()),
+        (3, frozenset(range(loaded.model.spec.vocab_size))),
+    ):
+        target = tmp_path / f"{seed}.jsonl"
+        sampling = Sampling(max_tokens=4, temperature=0.9, seed=seed, stop_ids=stops)
+        assert answer_file(engine, source, target, sampling, beams=2) == 2
+        found.append(lines(target))
+    assert found[0] == found[1]
+    assert [line["finish_reason"] for line in found[0]] == ["length"] * 2
+    assert [(line["text"], line["finish_reason"]) for line in found[2]] == [("", "stop")] * 2
+    assert [line["usage"]["completion_tokens"] for line in found[0] + found[2]] == [4, 4, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

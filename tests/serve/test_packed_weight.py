@@ -1,5 +1,6 @@
 """Packed weights in the engine: joined they give what the layers give one by one, and nothing is held twice."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +23,10 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
 
 def coded(linear: nn.Linear, bits: int, symmetric: bool) -> QuantizedLinear:
-    scheme = Scheme(kind="int", bits=bits, group=32, symmetric=symmetric)
+    return coded_as(linear, Scheme(kind="int", bits=bits, group=32, symmetric=symmetric))
+
+
+def coded_as(linear: nn.Linear, scheme: Scheme) -> QuantizedLinear:
     return quantize_linear(linear, fit_grid(linear.weight.detach(), scheme).code(linear.weight.detach()))
 
 
@@ -36,6 +40,19 @@ def quantized(bits_of_down: int = 8, *, alike: bool = True) -> Decoder:
             attention, name, coded(getattr(attention, name), 8 if name == "k" and not alike else 4, symmetric=False)
         )
     mlp.gate, mlp.up, mlp.down = coded(mlp.gate, 4, True), coded(mlp.up, 4, True), coded(mlp.down, bits_of_down, True)
+    return model
+
+
+def in_8_bit_floats(*, rounded: bool) -> Decoder:
+    """Every projection and the output projection, with a scale a row; inputs are `rounded` too or left as they are."""
+    model = random_model(SPEC)
+    scheme = Scheme(kind="fp8", bits=8, group=0, activations="fp8" if rounded else None)
+    for layer in model.layers:
+        for part in (layer.attention, layer.mlp):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(part, name, coded_as(linear, scheme))
+    model.head = coded_as(model.head, scheme)  # type: ignore[assignment]
     return model
 
 
@@ -54,8 +71,18 @@ def test_joined_or_not_the_answers_are_the_layers(alike: bool, monkeypatch: pyte
     assert joined == answers(model)
 
 
-def test_nothing_is_held_twice() -> None:
-    model = quantized()
+@pytest.mark.parametrize("rounded", [True, False])
+def test_8_bit_floats_answer_as_their_layers_do(rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = in_8_bit_floats(rounded=rounded)
+    assert can_join(model) is not rounded
+    joined = answers(deepcopy(model))
+    monkeypatch.setattr("tightfit.serve.runner.can_join", lambda model: False)
+    assert joined == answers(model)
+
+
+@pytest.mark.parametrize("make", [quantized, lambda: in_8_bit_floats(rounded=False)])
+def test_nothing_is_held_twice(make: Callable[[], Decoder]) -> None:
+    model = make()
     answers(model)
     layer: Any = model.layers[1]
     attention = layer.attention

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import thorough
 from tests.distributed.group import PRELOADED
 from tests.programs import call_forked, started
 from tests.serve.sleeping import sleep
@@ -96,7 +97,7 @@ def test_sigterm_lets_open_answers_finish(directory: Path, tmp_path: Path) -> No
     assert "blocks of 16 tokens" in output
 
 
-@pytest.mark.parametrize("more", [("--tensor", "2"), ("--replicas", "2")])
+@pytest.mark.parametrize("more", [("--tensor", "2"), thorough(("--replicas", "2"))])
 def test_several_processes_answer_as_one_and_end_together(
     directory: Path, loaded: LoadedModel, more: tuple, tmp_path: Path
 ) -> None:
@@ -186,6 +187,8 @@ def test_generate_answers_a_file(directory: Path, tmp_path: Path, capfd: pytest.
     generate(str(directory), tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=4, device="cpu")
     assert "2 prompts answered" in capfd.readouterr().out
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    generate(str(directory), tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=4, device="cpu")
+    assert "out.jsonl has all the answers already; name another --out" in capfd.readouterr().out
 
 
 def test_bench_serve_prints_a_table(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:

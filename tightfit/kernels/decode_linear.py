@@ -4,7 +4,8 @@
 
 The prologue may be RMSNorm: with r = 1 / √(mean(x²) + ε), (x · r · w) · Wᵀ = r · ((x · w) · Wᵀ), so the sum of squares
 is taken in the same loop and applied at the end, and no kernel of its own is needed. The epilogue may add the residual
-or be a gated activation: the weight then holds gate over up, [2N, K], and y = act(g) · u.
+or be a gated activation: the weight then holds gate over up, [2N, K], and y = act(g) · u. A weight in 8-bit floats has
+a scale for each row, which is applied to its sum.
 
 Such a product reads every weight once and does nothing else worth counting: it is right when memory is busy from the
 first microsecond to the last. Weights go straight to registers and are multiplied and summed there. A program has few
@@ -60,6 +61,7 @@ def decode_linear(
     x: Tensor,
     weight: Tensor,
     *,
+    scale: Tensor | None = None,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     norm_eps: float = 0.0,
@@ -70,7 +72,7 @@ def decode_linear(
     overlap: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """y [1, N]; with `activation`, weight is gate over up [2N, K] and bias has 2N entries."""
+    """y [1, N]; with `activation`, weight is gate over up [2N, K], bias and scale have 2N entries."""
     (rows, K), width = x.shape, weight.shape[0]
     N = width if activation is None else width // 2
     assert rows == 1
@@ -82,6 +84,7 @@ def decode_linear(
         _kernel[(triton.cdiv(N, chosen.rows),)](
             x,
             weight,
+            x if scale is None else scale,
             x if bias is None else bias,
             x if norm is None else norm,
             x if residual is None else residual,
@@ -90,6 +93,7 @@ def decode_linear(
             norm_offset,
             N=N,
             K=K,
+            HAS_SCALE=scale is not None,
             HAS_BIAS=bias is not None,
             HAS_NORM=norm is not None,
             HAS_RESIDUAL=residual is not None,
@@ -107,6 +111,7 @@ def decode_linear_eager(
     x: Tensor,
     weight: Tensor,
     *,
+    scale: Tensor | None = None,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     norm_eps: float = 0.0,
@@ -115,6 +120,8 @@ def decode_linear_eager(
     activation: Activation | None = None,
 ) -> Tensor:
     """The reference: norm, product, activation, sum."""
+    if scale is not None:
+        weight = (weight.to(scale.dtype) * scale[:, None]).to(x.dtype)
     if norm is not None:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)
@@ -130,6 +137,7 @@ def decode_linear_eager(
 def _kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
+    weight_scale,
     bias,
     norm,
     residual,
@@ -138,6 +146,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     offset,
     N: tl.constexpr,
     K: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -176,6 +185,10 @@ def _kernel(  # type: ignore[no-untyped-def]
             if ACTIVATION != "":
                 u = tl.load(at_weight + N * K + start + BLOCK_K, mask=here, other=0.0)
     y, up = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    if HAS_SCALE:
+        y *= tl.load(weight_scale + n, mask=in_n, other=0.0)
+        if ACTIVATION != "":
+            up *= tl.load(weight_scale + N + n, mask=in_n, other=0.0)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y = y * scale

@@ -22,8 +22,8 @@ BLOCK, WARPS = 4096, 8
 KINDS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 
-def read_pair_rows(logits: Tensor, taught: Tensor, labels: Tensor, terms: "DistillationTerms", lift: float) -> Tensor:
-    """The loss of every row; `logits` [rows, V] become their own gradient times `lift`."""
+def read_pair_rows(logits: Tensor, taught: Tensor, labels: Tensor, terms: "DistillationTerms", scale: Tensor) -> Tensor:
+    """The loss of every row; `logits` [rows, V] become their own gradient times the one-element tensor `scale`."""
     rows, columns = logits.shape
     losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
     if rows == 0:
@@ -40,7 +40,7 @@ def read_pair_rows(logits: Tensor, taught: Tensor, labels: Tensor, terms: "Disti
         terms.beta,
         terms.softcap or 0.0,
         terms.teacher_softcap or 0.0,
-        lift,
+        scale,
         KIND=KINDS[terms.divergence],
         HAS_SOFTCAP=terms.softcap is not None,
         HAS_TEACHER_SOFTCAP=terms.teacher_softcap is not None,
@@ -72,7 +72,7 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
     beta,
     softcap,
     teacher_softcap,
-    lift,
+    scale,
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEACHER_SOFTCAP: tl.constexpr,
@@ -93,6 +93,7 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
     else:
         at_label = _logit(tl.load(line + label), 1.0, softcap, HAS_SOFTCAP)
         cold = LOG2E / tau
+        factor = tl.load(scale)
         largest, taught_largest = -float("inf"), -float("inf")
         plain = tl.zeros([BLOCK], tl.float32)
         soft = tl.zeros([BLOCK], tl.float32)
@@ -129,7 +130,7 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
                 gradient -= tl.where(at == label, 1.0 - alpha, 0.0)
                 if HAS_SOFTCAP:
                     gradient *= 1.0 - (z / softcap) * (z / softcap)
-                gradient = tl.where(real, gradient * lift, 0.0).to(student.dtype.element_ty)
+                gradient = tl.where(real, gradient * factor, 0.0).to(student.dtype.element_ty)
                 tl.store(line + at, gradient, mask=at < row_stride)
             elif KIND == 1:
                 own += tl.where(real, p * (log_p - log_q), 0.0)
@@ -158,5 +159,5 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
                 gradient -= tl.where(at == label, 1.0 - alpha, 0.0)
                 if HAS_SOFTCAP:
                     gradient *= 1.0 - (z / softcap) * (z / softcap)
-                gradient = tl.where(at < columns, gradient * lift, 0.0).to(student.dtype.element_ty)
+                gradient = tl.where(at < columns, gradient * factor, 0.0).to(student.dtype.element_ty)
                 tl.store(line + at, gradient, mask=at < row_stride)

@@ -3,7 +3,8 @@
     grouped_matmul   y[m] = x[m] · W[e]        for the rows m of group e      x [M, K], W [E, K, N] → y [M, N]
     grouped_outer    dW[e] = Σ_m a[m]ᵀ b[m]    over the rows m of group e     a [M, N], b [M, K] → dW [E, N, K]
 
-Group e is the rows from offsets[e − 1] (0 for the first) to offsets[e]; groups may be empty. The offsets stay on the
+Group e is the rows from offsets[e − 1] (0 for the first) to offsets[e]; groups may be empty, and rows behind the last
+group are in no product (grouped_matmul leaves them undefined). The offsets stay on the
 device: the host neither waits for them nor knows them, so shapes are those of the whole batch. Sums are float32, no
 result depends on the order in which programs run.
 
@@ -12,6 +13,7 @@ kernels of ours: a program finds its group by counting the tiles of those before
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
@@ -41,8 +43,9 @@ def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor, *, impl: Impl = "auto")
 
 
 def grouped_matmul_eager(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """The reference: one product after another."""
-    return torch.cat([rows @ weight for rows, weight in zip(_groups(x, offsets), weights, strict=True)])
+    """The reference: one product after another; zeros for rows behind the last group."""
+    made = torch.cat([rows @ weight for rows, weight in zip(_groups(x, offsets), weights, strict=True)])
+    return made if len(made) == len(x) else F.pad(made, (0, 0, 0, len(x) - len(made)))
 
 
 def grouped_outer_eager(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -53,7 +56,7 @@ def grouped_outer_eager(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 def _groups(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     ends = offsets.tolist()
-    return x.split([end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)])
+    return x[: ends[-1]].split([end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)])
 
 
 def _check(x: Tensor, weights: Tensor, offsets: Tensor) -> None:
@@ -154,7 +157,7 @@ def _tiles(x: Tensor) -> tuple[int, int, int]:
     return (ROWS, COLUMNS, DEPTH) if x.is_cuda else INTERPRETED
 
 
-def _is_native(*tensors: Tensor) -> bool:
+def is_native(*tensors: Tensor) -> bool:
     """Whether torch's grouped product takes these: bf16 on Hopper or later, every row on a boundary of 16 bytes."""
     first = tensors[0]
     if not first.is_cuda or torch.version.hip or torch.cuda.get_device_capability(first.device) < HOPPER:
@@ -171,7 +174,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _run_matmul(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    if _is_native(x, weights):
+    if is_native(x, weights):
         return torch._grouped_mm(x, weights, offs=offsets)
     x = x if x.stride(-1) == 1 else x.contiguous()
     (count, depth), (groups, _, columns) = x.shape, weights.shape
@@ -201,7 +204,7 @@ def _run_matmul(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 def _run_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     a, b = (t if t.stride(-1) == 1 else t.contiguous() for t in (a, b))
-    if _is_native(a, b):
+    if is_native(a, b):
         return torch._grouped_mm(a.T, b, offs=offsets)
     groups, n, k = len(offsets), a.shape[1], b.shape[1]
     out = a.new_empty(groups, n, k)

@@ -285,14 +285,14 @@ def _scale(ctx: Any, sums: list[Tensor], factor: Tensor) -> list[Tensor | None]:
     for x, dtype, needed in zip(sums, ctx.dtypes, ctx.needs_input_grad[:3], strict=True):
         if not needed:
             found.append(None)
-        elif x.dtype == dtype and _is_last_use(x):
+        elif x.dtype == dtype and is_last_use(x):
             found.append(x.mul_(factor))
         else:
             found.append(scaled_copy(x, factor, dtype))
     return found
 
 
-def _is_last_use(x: Tensor) -> bool:
+def is_last_use(x: Tensor) -> bool:
     """Whether saved tensors may be overwritten: backward without retain_graph."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return type(x) in (Tensor, FakeTensor) and asked is not None and not asked()

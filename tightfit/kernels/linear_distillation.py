@@ -12,8 +12,10 @@ With the student's hidden states h [N, H] and weight W [V, H], the teacher's h' 
 | jsd | β KL(q ‖ m) + (1 − β) KL(p ‖ m),  m = β q + (1 − β) p | (1 − β) · p · (r − Σ p r),  r = log p − log m |
 
 A chunk of rows at a time is projected by both, reduced to its loss and to ∂L/∂z, and multiplied out, as in
-`linear_cross_entropy.py`: gradients are computed in forward, backward multiplies the incoming one in. Rows without a
-label count neither way. Limits: no gradient for the teacher, no second derivatives, whole weights only.
+`linear_cross_entropy.py`: gradients are computed in forward, backward multiplies the incoming one in. The divisor is in
+∂L/∂z already: dividing ∂L/∂h afterwards would round it twice, which in bf16 made its error a third larger. Rows without
+a label count neither way. Where chunks are few, the weight's gradient is summed in 24 bits (split_sum.py). Limits: no
+gradient for the teacher, no second derivatives, whole weights only.
 """
 
 import math
@@ -27,13 +29,20 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.kernels.distillation_rows import read_pair_rows
-from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, FP16_LIFT, IGNORE
+from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, FP16_LIFT, IGNORE, is_last_use
 from tightfit.kernels.logit_chunks import add_product, spans, write_product
 from tightfit.kernels.loss_reduction import wide
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.scaled_copy import scaled_copy
+from tightfit.kernels.split_sum import SplitSum, round_split
 from tightfit.kernels.triton_support import Impl, use_triton
-from tightfit.levers.policy.loss_chunks import chunk_rows, distillation_row_bytes, padded
+from tightfit.levers.policy.loss_chunks import (
+    DistillationChunks,
+    chunk_rows,
+    distillation_chunks,
+    distillation_row_bytes,
+    padded,
+)
 
 Divergence = Literal["forward", "reverse", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = ("forward", "reverse", "jsd")
@@ -73,7 +82,7 @@ def linear_distillation(
     """L / divisor for hidden [..., H], teacher_hidden [..., H'] and labels [...]; float32 or better."""
     _check(hidden, weight, teacher_hidden, teacher_weight, labels)
     triton = use_triton(impl, hidden)
-    rows = _rows_at_a_time(hidden, weight, labels.numel(), chunk_bytes, triton=triton)
+    chunks = _chunks(hidden, weight, labels.numel(), chunk_bytes, triton=triton)
     divided_by = torch.as_tensor(divisor, device=hidden.device, dtype=wide(hidden))
     loss: Tensor = _LinearDistillation.apply(
         hidden.reshape(-1, hidden.shape[-1]).contiguous(),
@@ -82,18 +91,21 @@ def linear_distillation(
         teacher_weight,
         labels.reshape(-1),
         terms,
-        rows,
+        chunks,
         divided_by,
         triton,
     )
     return loss
 
 
-def _rows_at_a_time(hidden: Tensor, weight: Tensor, total: int, chunk_bytes: int, *, triton: bool) -> int:
-    """Rows whose logits fit into `chunk_bytes` plus the memory of the weight's future 16-bit gradient."""
-    free_bytes = weight.numel() * weight.element_size() if triton and weight.dtype != wide(hidden) else 0
-    row_bytes = distillation_row_bytes(weight.shape[0], hidden.element_size(), fused=triton)
-    return max(1, chunk_rows(total, (chunk_bytes + free_bytes) // row_bytes))
+def _chunks(hidden: Tensor, weight: Tensor, total: int, chunk_bytes: int, *, triton: bool) -> DistillationChunks:
+    """Rows whose logits fit into `chunk_bytes` and what is free meanwhile, and how the weight's gradient is summed."""
+    columns, width = weight.shape
+    if not triton:
+        row_bytes = distillation_row_bytes(columns, hidden.element_size(), fused=False)
+        return DistillationChunks(max(1, chunk_rows(total, chunk_bytes // row_bytes)), sum_bytes=wide(hidden).itemsize)
+    narrow = hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16
+    return distillation_chunks(total, columns, width, weight.element_size(), chunk_bytes, narrow=narrow)
 
 
 def linear_distillation_eager(
@@ -148,45 +160,52 @@ class _LinearDistillation(torch.autograd.Function):
         teacher_weight: Tensor,
         labels: Tensor,
         terms: DistillationTerms,
-        rows: int,
+        chunks: DistillationChunks,
         divisor: Tensor,
         triton: bool,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        split = SplitSum(weight) if wants_weight and chunks.sum_bytes < 4 else None
         teacher_hidden = teacher_hidden.to(hidden.dtype) if triton else teacher_hidden
         matrix, taught = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight: Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=wide(hidden))
-        buffers = _buffers(hidden, matrix, min(rows, len(labels)), 2) if triton else []
-        for span in spans(len(labels), rows):
-            h, lift = hidden[span], _lift(hidden.dtype)
+        scale = divisor.reciprocal() * _lift(hidden.dtype, divisor)
+        buffers = _buffers(hidden, matrix, min(chunks.rows, len(labels)), 2) if triton else []
+        for span in spans(len(labels), chunks.rows):
+            h = hidden[span]
             if triton:
                 d_logits, theirs = (buffer[: len(h), : len(matrix)] for buffer in buffers)
                 torch.mm(h, matrix.T, out=d_logits)
                 torch.mm(teacher_hidden[span], taught.T, out=theirs)
                 with on_device_of(hidden):
-                    losses = read_pair_rows(d_logits, theirs, labels[span], terms, lift)
+                    losses = read_pair_rows(d_logits, theirs, labels[span], terms, scale)
             else:
                 losses, wide_logits = _read_rows(h @ matrix.T, teacher_hidden[span] @ taught.T, labels[span], terms)
-                d_logits = wide_logits.mul_(lift).to(hidden.dtype)
+                d_logits = wide_logits.mul_(scale).to(hidden.dtype)
             total += losses.sum()
             if d_hidden is not None:
                 write_product(d_hidden[span], d_logits, matrix, wide(hidden))
-            if wants_weight:
+            if split is not None:
+                split.add_product(d_logits.T, h)
+            elif wants_weight:
                 d_weight = add_product(d_weight, d_logits, h, wide(hidden))
-        ctx.save_for_backward(d_hidden, d_weight, divisor)
+        high, low = (None, None) if split is None else (split.high, split.low)
+        ctx.save_for_backward(d_hidden, d_weight, divisor, high, low)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total / divisor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight, divisor = ctx.saved_tensors
-        factor = grads[0] / (divisor * _lift(ctx.dtypes[0]))
+        d_hidden, d_weight, divisor, high, low = ctx.saved_tensors
+        factor = grads[0] / _lift(ctx.dtypes[0], divisor)
         made = [
             None if x is None else scaled_copy(x, factor.view(1), dtype)
             for x, dtype in zip((d_hidden, d_weight), ctx.dtypes, strict=True)
         ]
+        if high is not None:
+            made[1] = round_split(high, low, factor.view(1), in_place=is_last_use(high))
         return *made, *(None,) * 7
 
 
@@ -198,9 +217,9 @@ def _buffers(hidden: Tensor, weight: Tensor, rows: int, count: int) -> list[Tens
     return made
 
 
-def _lift(dtype: torch.dtype) -> float:
-    """What keeps gradients of logits above float16's smallest numbers."""
-    return FP16_LIFT if dtype == torch.float16 else 1.0
+def _lift(dtype: torch.dtype, divisor: Tensor) -> Tensor:
+    """The power of two that keeps gradients of logits above float16's smallest numbers; 1 for other formats."""
+    return torch.exp2((divisor.abs() * FP16_LIFT).log2().ceil()) if dtype == torch.float16 else torch.ones_like(divisor)
 
 
 def _read_rows(logits: Tensor, taught: Tensor, labels: Tensor, terms: DistillationTerms) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ The dense order is one stream of bits a row, lowest first: code i has bits [i ·
 the same words transposed; AWQ permutes the eight codes of each word; nibble formats store bytes, either half first.
 
 Our own kernels read another order (`pack_tiles`): 16 words hold a tile of neighbouring inputs, such that one shift and
-one mask of all 16 give 32 neighbouring codes, two in each word, where tensor cores want them.
+one mask of all 16 give 32 neighbouring codes, two in each word, where tensor cores want them. The tiles of 16 rows
+follow one another, all rows' first tile, all rows' second: a program that goes along its rows reads one piece of memory
+from end to end, where 64 bytes here and there cost half the bandwidth.
 """
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 
 WORD = 32
 TILE_WORDS = 16
+STRIP_ROWS = 16
+"""Rows whose tiles follow one another."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring codes stands in each nibble of an AWQ word, lowest nibble first."""
 
@@ -47,21 +51,34 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 def pack_tiles(codes: Tensor, bits: int) -> Tensor:
     """Codes [rows, n] as words in the order of the kernels: code 2w + h of the s-th 32 of a tile stands in its word w,
-    at place s in the lower half (h = 0) or upper half (h = 1). Where tiles do not fill the row: as `pack`."""
-    if not has_tiles(codes.shape[1], bits):
+    at place s in the lower half (h = 0) or upper half (h = 1). Where tiles do not fill the row: as `pack`; where strips
+    do not fill the rows: tiles row by row."""
+    rows, count = codes.shape
+    if not has_tiles(count, bits):
         return pack(codes, bits)
     steps = WORD // bits // 2
-    tiles = codes.reshape(codes.shape[0], -1, steps, TILE_WORDS, 2)
-    return pack(tiles.permute(0, 1, 3, 4, 2).reshape(codes.shape), bits)
+    tiles = codes.reshape(rows, -1, steps, TILE_WORDS, 2)
+    words = pack(tiles.permute(0, 1, 3, 4, 2).reshape(codes.shape), bits)
+    if not has_strips(rows):
+        return words
+    return words.view(rows // STRIP_ROWS, STRIP_ROWS, -1, TILE_WORDS).transpose(1, 2).reshape(words.shape)
 
 
 def unpack_tiles(words: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack_tiles`."""
-    codes = unpack(words, bits, count)
+    rows = words.shape[0]
     if not has_tiles(count, bits):
-        return codes
-    tiles = codes.reshape(codes.shape[0], -1, TILE_WORDS, 2, WORD // bits // 2)
-    return tiles.permute(0, 1, 4, 2, 3).reshape(codes.shape)
+        return unpack(words, bits, count)
+    if has_strips(rows):
+        strips = words.reshape(rows // STRIP_ROWS, -1, STRIP_ROWS, TILE_WORDS)
+        words = strips.transpose(1, 2).reshape(words.shape)
+    tiles = unpack(words, bits, count).reshape(rows, -1, TILE_WORDS, 2, WORD // bits // 2)
+    return tiles.permute(0, 1, 4, 2, 3).reshape(rows, count)
+
+
+def has_strips(rows: int) -> bool:
+    """Whether so many rows are whole strips."""
+    return rows % STRIP_ROWS == 0
 
 
 def has_tiles(count: int, bits: int) -> bool:

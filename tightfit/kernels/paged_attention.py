@@ -16,6 +16,7 @@ from torch import Tensor
 from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.flash_blocks import Problem, softcapped_scores
 from tightfit.kernels.operators import multiprocessors, on_device_of
+from tightfit.kernels.sink_attention import sink_attention_eager
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 
 BLOCK_K = 64
@@ -38,10 +39,12 @@ def paged_attention(
     scales: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n].
 
+    `sinks` [heads] are logits that take part in the softmax and have no value (sink_attention.py).
     Where keys and values are codes (int8, fp8), `scales` [2, blocks, block_size, kv_heads] are theirs, in float32.
     """
     (B, heads, D), kv_heads = query.shape, keys.shape[2]
@@ -66,6 +69,7 @@ def paged_attention(
             values,
             keys if scales is None else scales[0],
             values if scales is None else scales[1],
+            query if sinks is None else sinks,
             tables,
             lengths,
             parts if splits > 1 else out,
@@ -82,6 +86,7 @@ def paged_attention(
             BLOCK_K=block_k,
             SINGLE=splits == 1,
             CODES=scales is not None,
+            HAS_SINKS=sinks is not None,
             num_warps=4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
         )
@@ -126,13 +131,18 @@ def paged_attention_eager(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference: each sequence's keys gathered, then attention in full."""
     made = []
     for row, table, length in zip(query, tables.long(), lengths.tolist(), strict=True):
         first = 0 if window is None else max(0, length - window)
         key, value = (part[table].flatten(0, 1)[first:length].transpose(0, 1)[None] for part in (keys, values))
-        made.append(attention_eager(row[None, :, None], key, value, None, scale=scale, softcap=softcap)[0, :, 0])
+        one = row[None, :, None]
+        if sinks is not None:
+            made.append(sink_attention_eager(one, key, value, sinks, None, scale=scale)[0, :, 0])
+        else:
+            made.append(attention_eager(one, key, value, None, scale=scale, softcap=softcap)[0, :, 0])
     return torch.stack(made)
 
 
@@ -143,6 +153,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     values,
     key_scales,
     value_scales,
+    sinks,
     tables,
     lengths,
     parts,
@@ -167,6 +178,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     SINGLE: tl.constexpr,
     CODES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K."""
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -186,6 +198,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     highest = tl.full([GROUP_2], -1.0e30, tl.float32)
     denominator = tl.zeros([GROUP_2], tl.float32)
+    if HAS_SINKS:  # a key of value 0, which the first share has
+        sink = tl.load(sinks + head * GROUP + rows, mask=in_group, other=0.0).to(tl.float32) * 1.4426950408889634
+        highest = tl.where(split == 0, sink, highest)
+        denominator = tl.where(split == 0, 1.0, denominator)
     for start in range(begin, end, BLOCK_K):
         position = start + tl.arange(0, BLOCK_K)
         here = (position < end) & (position >= first)

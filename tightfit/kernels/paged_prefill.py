@@ -18,6 +18,7 @@ from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.flash_blocks import Blocks, Problem, capability, passes, softcapped_scores
 from tightfit.kernels.operators import on_device_of
+from tightfit.kernels.sink_attention import sink_attention_eager
 from tightfit.kernels.triton_support import tl, triton
 
 
@@ -56,11 +57,13 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> None:
     """Attention of the tiles' rows of query [N, heads, D] into the same rows of out.
 
-    keys, values are [blocks, block_size, kv_heads, D], tables int32 [pieces, n], tiles int32 [tiles, 4].
+    keys, values are [blocks, block_size, kv_heads, D], tables int32 [pieces, n], tiles int32 [tiles, 4]; `sinks`
+    [heads] as in paged_attention.py.
     """
     (_, heads, D), kv_heads = query.shape, keys.shape[2]
     assert query.stride(2) == out.stride(2) == tables.stride(1) == 1
@@ -72,6 +75,7 @@ def paged_prefill(
             query,
             keys,
             values,
+            query if sinks is None else sinks,
             tables,
             tiles,
             out,
@@ -86,6 +90,7 @@ def paged_prefill(
             BLOCK_SIZE=keys.shape[1],
             BLOCK_Q=blocks.queries,
             BLOCK_K=blocks.keys,
+            HAS_SINKS=sinks is not None,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -101,6 +106,7 @@ def paged_prefill_eager(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference, [rows of all pieces, heads, D]: each piece's keys gathered, then attention in full."""
     made = []
@@ -109,7 +115,11 @@ def paged_prefill_eager(
         rows = query[piece.at : piece.at + piece.count].transpose(0, 1)[None]
         key, value = (part[table].flatten(0, 1)[:end].transpose(0, 1)[None] for part in (keys, values))
         seen = AttentionMask(piece.count, end, query.device).dense(window, explicit=True)
-        made.append(attention_eager(rows, key, value, seen, scale=scale, softcap=softcap)[0].transpose(0, 1))
+        if sinks is not None:
+            attended = sink_attention_eager(rows, key, value, sinks, seen, scale=scale)
+        else:
+            attended = attention_eager(rows, key, value, seen, scale=scale, softcap=softcap)
+        made.append(attended[0].transpose(0, 1))
     return torch.cat(made)
 
 
@@ -173,6 +183,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
+    sinks,
     tables,
     tiles,
     out,
@@ -196,6 +207,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """One tile of one head: first keys that only some rows see (windows), then those all see, then the diagonal."""
     head, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
@@ -213,6 +225,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_Q], -1.0e30, tl.float32)
     denominator = tl.zeros([BLOCK_Q], tl.float32)
+    if HAS_SINKS:  # a key of value 0 that every row sees
+        highest = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        denominator += 1.0
     seen_by_all_from = 0
     if HAS_WINDOW:
         lowest = tl.maximum(position - window + 1, 0) // BLOCK_K * BLOCK_K

@@ -4,8 +4,8 @@ Where keys come a part at a time (parallel/ring.py), every part gives an output 
 
     L = log(e^L₁ + e^L₂),   O = e^(L₁−L) O₁ + e^(L₂−L) O₂
 
-is attention to both, exactly (Milakov and Gimelshein 2018; Dao et al. 2022). Backward needs no second such rule: with
-the logsumexp and the output of all keys, the gradients of a part are its own summands of dQ, dK and dV.
+is attention to both, exactly (Milakov and Gimelshein 2018; Dao et al. 2022; join_parts.py). Backward needs no second
+such rule: with the logsumexp and the output of all keys, the gradients of a part are its own summands of dQ, dK and dV.
 
 Query i sees the keys [first_i, i] of the same tokens (`causal`), or [first_i, end) of others; `first` is where windows
 and packed documents begin, and never falls from one query to the next. Who computes it, by a rule:
@@ -17,7 +17,7 @@ and packed documents begin, and never falls from one query to the next. Who comp
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -127,6 +127,7 @@ def _backend(query: Tensor, key: Tensor, value: Tensor, part: Part) -> str:
     return "triton" if query.shape[3] <= LARGEST_HEAD else "eager"
 
 
+@lru_cache
 def _unused_seed(device: torch.device) -> tuple[Tensor, Tensor]:
     """Seed and offset of the random numbers of dropout, which are not drawn here."""
     return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
@@ -218,10 +219,3 @@ def _scores(query: Tensor, key: Tensor, part: Part) -> tuple[Tensor, Tensor | No
         scores, slope = tanh * part.softcap, 1 - tanh * tanh
     seen = part.dense(query.shape[2], key.shape[2], query.device)
     return scores if seen is None else scores.masked_fill(~seen, float("-inf")), slope
-
-
-def join_(out: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
-    """Add attention to more keys to `out` (float32) and its logsumexp `logs`, in place."""
-    share = torch.sigmoid(more_logs - logs)  # e^L₂ / (e^L₁ + e^L₂)
-    out.mul_((1 - share)[..., None]).addcmul_(more, share[..., None])
-    logs.copy_(torch.logaddexp(logs, more_logs))

@@ -2,11 +2,10 @@
 
     y[m, n] = Σ_g S[n, g] · Σ_{k in g} x[m, k] · (q[n, k] − Z[n, g])
 
-Few rows (generating text) cost the reading of the weight, some hundred its unpacking: a program reads a block of words,
-turns them into 16-bit floats in registers and multiplies on tensor cores, the weight as the left factor. A number of 16
-bits has room for a code below its leading one (128 + q in bfloat16, 1024 + q in float16), so a shift and a mask make
-two of them at once, and one subtraction q − Z. Scales are applied to the sum over a group. Programs share inputs where
-outputs alone are too few to keep the card busy; the last one to finish adds up what the others found.
+Up to 16 rows (generating text) cost the reading of the weight: kernels/packed_rows.py. Up to some hundred cost its
+unpacking: a program reads a block of words, turns them into 16-bit floats in registers and multiplies on tensor cores,
+the weight as the left factor; zero points are taken off the codes, scales applied to the sum over a group. Programs
+share inputs where outputs alone are too few to keep the card busy; the last one to finish adds up what all have found.
 
 Many rows cost arithmetic, for which the matrix is expanded once and multiplied by cuBLAS: expanding moves 2.5 bytes a
 weight, little beside the product from a few hundred rows on.
@@ -23,12 +22,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.glu import glu
 from tightfit.kernels.operators import multiprocessors, on_device_of, operator
-from tightfit.kernels.packing import TILE_WORDS, has_tiles, unpack_tiles
+from tightfit.kernels.packed_rows import (
+    MOST_ROWS,
+    by_group,
+    codes_of_step,
+    has_lop3,
+    packed_rows,
+    words_of_row,
+    zero_points,
+)
+from tightfit.kernels.packing import TILE_WORDS, has_strips, has_tiles, unpack_tiles
 from tightfit.kernels.triton_support import Impl, is_interpreted, tl, triton, use_triton
+from tightfit.models.spec import Activation
 
 BITS = (2, 4, 8)
-FEW_ROWS = 256
+SOME_ROWS = 256
 """Up to this many rows are multiplied without expanding the matrix."""
 STEP = 2 * TILE_WORDS
 """Inputs that one shift of a tile gives; scales change between steps."""
@@ -44,22 +54,36 @@ def quantized_linear(
     bits: int,
     group: int,
     *,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
+    overlap: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """x [..., K] times the transpose of the weight in `words` [N, K · bits / 32], scale and zero [N, groups], and
-    `residual` [..., N] on top."""
+    """x [..., K] times the transpose of the weight in `words` [N, K · bits / 32], scale and zero [N, groups]; with
+    `activation` the weight is gate over up and the product is gated; `residual` [..., N] on top. `overlap`: see
+    kernels/overlap.py."""
     if not (use_triton(impl, x) and can_be_fused(x.shape[-1], bits, group)):
-        made = quantized_linear_eager(x, words, scale, zero, bits, group)
-        return made if residual is None else made + residual
+        return _finished(quantized_linear_eager(x, words, scale, zero, bits, group), activation, residual)
     _check(x, words, scale, bits, group)
-    rows, outputs = x.reshape(-1, x.shape[-1]), words.shape[0]
-    if len(rows) > FEW_ROWS or x.dtype == torch.float32:
-        made = F.linear(x, _expand(words, scale, zero, bits, group, x.dtype))
-        return made if residual is None else made + residual
-    added = None if residual is None else residual.reshape(-1, outputs).contiguous()
-    few: Tensor = _few(rows.contiguous(), words, scale, zero, added, bits, group)
-    return few.view(*x.shape[:-1], outputs)
+    if zero is not None and zero.stride() != scale.stride():
+        scale, zero = by_group(scale), by_group(zero)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if len(rows) > SOME_ROWS or x.dtype == torch.float32:
+        return _finished(F.linear(x, _expand(words, scale, zero, bits, group, x.dtype)), activation, residual)
+    if len(rows) > MOST_ROWS:
+        some: Tensor = _some(rows, words, scale, zero, bits, group)
+        return _finished(some.view(*x.shape[:-1], -1), activation, residual)
+    added = None if residual is None else residual.reshape(len(rows), -1).contiguous()
+    few: Tensor = packed_rows(rows, words, scale, zero, added, bits, group, activation or "", overlap)
+    return few.view(*x.shape[:-1], -1)
+
+
+def _finished(made: Tensor, activation: Activation | None, residual: Tensor | None) -> Tensor:
+    """What stands after a product, by operations of its own."""
+    if activation is not None:
+        gate, up = made.chunk(2, dim=-1)
+        made = glu(gate, up, activation)
+    return made if residual is None else made + residual
 
 
 def quantized_linear_eager(
@@ -94,45 +118,29 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, bits: int, group: int) -> No
         )
 
 
-@triton.jit
-def codes_of_step(words, S: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The S-th codes of words [N, W] as floats [N, 2 · W], and what was added to each to make it one."""
-    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x00010001
-    pairs = (words >> (S * BITS)) & MASK
-    IS_BF16: tl.constexpr = DTYPE.primitive_bitwidth == 16 and DTYPE.fp_mantissa_width == 7
-    if BITS == 8 and IS_BF16:  # 8 bits have no room below bfloat16's leading one, and are exact without
-        low = ((pairs & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-        high = ((pairs >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-        return tl.interleave(low.to(DTYPE), high.to(DTYPE)), 0.0
-    ONES: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
-    pairs = pairs | ONES
-    low = pairs.to(tl.int16).to(DTYPE, bitcast=True)
-    high = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.interleave(low, high), 128.0 if IS_BF16 else 1024.0
-
-
-@triton.jit
-def few_rows_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["M"])
+def some_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     words_ptr,
     scale_ptr,
     zero_ptr,
-    residual_ptr,
     y_ptr,
     partial_ptr,
     counter_ptr,
     M,
     N,
     K,
-    groups,
+    row_stride,
+    group_stride,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    STRIPS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    LOP3: tl.constexpr,
 ):
     """BLOCK_N outputs of BLOCK_M rows over one of SPLIT shares of the inputs."""
     TILE: tl.constexpr = 16
@@ -148,31 +156,30 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     steps = width // TILE
     first, last = steps * share // SPLIT, steps * (share + 1) // SPLIT
     row = tl.where(in_n, n, 0).to(tl.int64)
-    group = row * groups
+    at_row = words_of_row(row, width, STRIPS)
+    TILE_STRIDE: tl.constexpr = TILE * 16 if STRIPS else TILE
+    group = row * row_stride
     if GROUP > 0:
-        group += first * TILE * PER // GROUP
+        group += first * TILE * PER // GROUP * group_stride
     scale = tl.load(scale_ptr + group)  # those of a block of words are read while the one before is multiplied
+    zero = zero_points(zero_ptr, group, HAS_ZERO, BITS)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         start = step * TILE
-        words = tl.load(words_ptr + row[:, None] * width + (start + at)[None, :])
-        now_scale = scale
+        words = tl.load(words_ptr + at_row[:, None] + (step * TILE_STRIDE + at)[None, :])
+        now_scale, now_zero = scale, zero
         if PER_BLOCK == 1 and GROUP > 0:
-            scale = tl.load(scale_ptr + row * groups + tl.minimum(step + 1, last - 1) * TILE * PER // GROUP)
+            group = row * row_stride + tl.minimum(step + 1, last - 1) * TILE * PER // GROUP * group_stride
+            scale, zero = tl.load(scale_ptr + group), zero_points(zero_ptr, group, HAS_ZERO, BITS)
         found = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for s in tl.static_range(PER // 2):
-            group = row * groups
-            if GROUP > 0:
-                group += (start * PER + s * 2 * TILE) // GROUP
             if PER_BLOCK > 1 and s % (PER // 2 // PER_BLOCK) == 0:
-                now_scale = tl.load(scale_ptr + group)
+                group = row * row_stride + (start * PER + s * 2 * TILE) // GROUP * group_stride
+                now_scale, now_zero = tl.load(scale_ptr + group), zero_points(zero_ptr, group, HAS_ZERO, BITS)
             k = start * PER + s * 2 * TILE + column
             x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
-            code, added = codes_of_step(words, s, BITS, DTYPE)
-            if HAS_ZERO:
-                code = code - (tl.load(zero_ptr + group).to(tl.float32) + added).to(DTYPE)[:, None]
-            else:
-                code = code - (added + (1 << (BITS - 1)))
+            code, added = codes_of_step(words, s, BITS, DTYPE, LOP3)
+            code -= (now_zero + added).to(DTYPE)[:, None]
             found = tl.dot(code.to(DTYPE), x, found)
             if (s + 1) % (PER // 2 // PER_BLOCK) == 0:
                 total += found * now_scale.to(tl.float32)[:, None]
@@ -189,8 +196,6 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for other in range(SPLIT):
             total += tl.load(partial_ptr + other * M * N + out, mask=here, other=0.0, cache_modifier=".cg")
-    if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + out, mask=here, other=0.0).to(tl.float32)
     tl.store(y_ptr + out, total.to(DTYPE), mask=here)
 
 
@@ -202,9 +207,11 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,
     N,
     K,
-    groups,
+    row_stride,
+    group_stride,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    STRIPS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -217,12 +224,14 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     pair = tl.program_id(0) * 2 * BLOCK_W + tl.arange(0, 2 * BLOCK_W)
     width = K // PER
     row = n[:, None].to(tl.int64)
-    words = tl.load(words_ptr + row * width + at[None, :], mask=(n < N)[:, None] & (at < width)[None, :], other=0)
+    place = at // TILE * (TILE * 16) + at % TILE if STRIPS else at
+    in_words = (n < N)[:, None] & (at < width)[None, :]
+    words = tl.load(words_ptr + words_of_row(row, width, STRIPS) + place[None, :], mask=in_words, other=0)
     here = (n < N)[:, None] & (pair < 2 * width)[None, :]
     for s in tl.static_range(PER // 2):
         k = pair // (2 * TILE) * (TILE * PER) + s * 2 * TILE + pair % (2 * TILE)
-        group = row * groups + (k // GROUP if GROUP > 0 else k * 0)[None, :]
-        code, added = codes_of_step(words, s, BITS, tl.float16)
+        group = row * row_stride + (k // GROUP if GROUP > 0 else k * 0)[None, :] * group_stride
+        code, added = codes_of_step(words, s, BITS, tl.float16, False)
         value = code.to(tl.float32) - added
         if HAS_ZERO:
             value -= tl.load(zero_ptr + group, mask=here, other=0).to(tl.float32)
@@ -261,14 +270,12 @@ def _counters(device: torch.device) -> Tensor:
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
 
 
-def _run_few(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, residual: Tensor | None, bits: int, group: int
-) -> Tensor:
+def _run_some(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:
     tiles = tiles_for(len(x), words.shape[0], x.shape[1], bits, x.device)
-    return launch_few(x, words, scale, zero, bits, group, tiles, residual)
+    return launch_some(x, words, scale, zero, bits, group, tiles)
 
 
-def launch_few(
+def launch_some(
     x: Tensor,
     words: Tensor,
     scale: Tensor,
@@ -276,7 +283,6 @@ def launch_few(
     bits: int,
     group: int,
     tiles: Tiles,
-    residual: Tensor | None = None,
 ) -> Tensor:
     """The product cut as `tiles` say."""
     (M, K), N = x.shape, words.shape[0]
@@ -284,27 +290,28 @@ def launch_few(
     partial = torch.empty(tiles.split * M * N, device=x.device, dtype=torch.float32) if tiles.split > 1 else y
     grid = (triton.cdiv(N, tiles.block_n), tiles.split, triton.cdiv(M, tiles.block_m))
     with on_device_of(x):
-        few_rows_kernel[grid](
+        some_rows_kernel[grid](
             x,
             words,
             scale,
             words if zero is None else zero,
-            y if residual is None else residual,
             y,
             partial,
             _counters(x.device),
             M,
             N,
             K,
-            scale.shape[1],
+            scale.stride(0),
+            scale.stride(1),
             BITS=bits,
             GROUP=group,
+            STRIPS=has_strips(words.shape[0]),
             HAS_ZERO=zero is not None,
-            HAS_RESIDUAL=residual is not None,
             SPLIT=tiles.split,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             STAGES=tiles.stages,
+            LOP3=has_lop3(),
             num_warps=tiles.warps,
         )
     return y
@@ -322,9 +329,11 @@ def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gr
             weight,
             N,
             K,
-            scale.shape[1],
+            scale.stride(0),
+            scale.stride(1),
             BITS=bits,
             GROUP=group,
+            STRIPS=has_strips(words.shape[0]),
             HAS_ZERO=zero is not None,
             BLOCK_N=block_n,
             BLOCK_W=block_w,
@@ -333,11 +342,10 @@ def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gr
     return weight
 
 
-_few = operator(
-    "quantized_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? residual, int bits, int group)"
-    " -> Tensor",
-    _run_few,
-    lambda x, words, scale, zero, residual, bits, group: x.new_empty(x.shape[0], words.shape[0]),
+_some = operator(
+    "quantized_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, int bits, int group) -> Tensor",
+    _run_some,
+    lambda x, words, scale, zero, bits, group: x.new_empty(x.shape[0], words.shape[0]),
 )
 _expand = operator(
     "expand_codes(Tensor words, Tensor scale, Tensor? zero, int bits, int group, ScalarType dtype) -> Tensor",

@@ -2,8 +2,10 @@
 
     y[t] = Σ_j w[t, j] · down_e(p),  p = act(gate_e(x)) · up_e(x),  e = chosen[t, j]
 
-Rows (a token and one of its experts) are sorted by expert, so an expert's rows are consecutive. Dropless: every row is
-computed, whatever the load; how the rows are spread over experts never leaves the device.
+Rows (a token and one of its experts) are sorted by expert, so an expert's rows are consecutive. Dropless without a
+capacity: every row is computed, whatever the load; how the rows are spread over experts never leaves the device. With a
+capacity an expert takes so many rows and no more. Those left are packed; the host does not know their number either,
+so buffers have the most there can be, and rows behind the last expert's are computed by nobody and read by nobody.
 
 Kept for backward: x, the experts' gate and up [rows, F], the routing weights, and where each row came from. Neither
 copies of tokens nor experts' results are kept: tokens are gathered again, and a weight's gradient needs no result,
@@ -41,19 +43,56 @@ class Routing(NamedTuple):
     tokens: Tensor
     """Of each row, the token it is a copy of, [rows]."""
     rows: Tensor
-    """Of each token's j-th expert, the row, [N, k]."""
+    """Of each token's j-th expert, the row, [N, k]; −1 where it was dropped."""
     offsets: Tensor
     """Of each expert, the row after its last one, [E] int32."""
+    load: Tensor
+    """Of each expert, the pairs that ask for it, dropped ones too, [E] int32."""
+    drops: bool = False
+    """Whether pairs may have been dropped."""
 
 
-def route(chosen: Tensor, experts: int) -> Routing:
-    """Sort the pairs of `chosen` [N, k] by expert; pairs of one expert stay in the order of tokens."""
+def route(chosen: Tensor, experts: int, capacity: int | None = None) -> Routing:
+    """Sort the pairs of `chosen` [N, k] by expert; pairs of one expert stay in the order of tokens.
+
+    With a `capacity` an expert takes that many: tokens' first choices before second ones, in the order of tokens.
+    """
     narrow = torch.int16 if experts < 2**15 else torch.int32
-    ordered, order = chosen.flatten().to(narrow).sort(stable=True)
-    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    pairs = chosen if capacity is None else chosen.T
+    ordered, order = pairs.flatten().to(narrow).sort(stable=True)
     each = torch.arange(experts, dtype=narrow, device=order.device)
     offsets = torch.searchsorted(ordered, each, right=True, out_int32=True)
-    return Routing(order // chosen.shape[1], rows.view_as(chosen), offsets)
+    load = offsets.diff(prepend=offsets.new_zeros(1))
+    if capacity is not None:
+        return _within(capacity, ordered, order, offsets - load, load, chosen)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return Routing(order // chosen.shape[1], rows.view_as(chosen), offsets, load)
+
+
+def _within(capacity: int, ordered: Tensor, order: Tensor, starts: Tensor, load: Tensor, chosen: Tensor) -> Routing:
+    """The first `capacity` pairs of each expert; `ordered` are the experts of sorted pairs, `order` where they were."""
+    most = min(len(order), capacity * len(load))
+    kept = load.clamp(max=capacity)
+    offsets = kept.cumsum(0, dtype=torch.int32)
+    expert = ordered.long()
+    place = torch.arange(len(order), device=order.device) - starts[expert]
+    row = torch.where(place < capacity, (offsets - kept)[expert] + place, -1)
+    rows = torch.empty_like(order).scatter_(0, order, row).view(chosen.shape[1], -1).T
+    tokens = order.new_zeros(most + 1).scatter_(0, _or_last(row, most), order % len(chosen))[:most]
+    return Routing(tokens, rows.contiguous(), offsets, load, drops=True)
+
+
+def _or_last(rows: Tensor, count: int) -> Tensor:
+    """`rows`, and `count` for dropped ones: a place for what nobody reads."""
+    return torch.where(rows < 0, count, rows)
+
+
+def by_row(weights: Tensor, routing: Routing) -> Tensor:
+    """Weights [N, k] of pairs in the order of rows; 0 for rows that are nobody's."""
+    flat, count = weights.flatten(), len(routing.tokens)
+    if not routing.drops:
+        return torch.zeros_like(flat).index_copy(0, routing.rows.flatten(), flat)
+    return flat.new_zeros(count + 1).index_copy(0, _or_last(routing.rows, count).flatten(), flat)[:count]
 
 
 def routed_mlp(
@@ -73,21 +112,22 @@ def routed_mlp(
     `biases` are those of gate [E, F], up [E, F] and down [E, H].
     """
     _check(x, weights, routing, gate, up, down)
-    if biases is None:
-        return _RoutedMlp.apply(x, weights, *routing, gate, up, down, None, None, activation, impl)
-    made = _RoutedMlp.apply(x, weights, *routing, gate, up, down, *biases[:2], activation, impl)
-    return made + _weighted_biases(weights, routing, biases[2])
+    inner = (None, None) if biases is None else biases[:2]
+    made: Tensor = _RoutedMlp.apply(x, weights, routing.drops, *routing[:3], gate, up, down, *inner, activation, impl)
+    return made if biases is None else made + _weighted_biases(weights, routing, biases[2])
 
 
 def _weighted_biases(weights: Tensor, routing: Routing, bias: Tensor) -> Tensor:
     """Σ_j weights[t, j] · bias[e]: a product of [N, E] and [E, H], which holds no row of H per expert of a token."""
     chosen = torch.searchsorted(routing.offsets, routing.rows.to(routing.offsets.dtype), right=True)
+    if routing.drops:
+        weights = weights.masked_fill(routing.rows < 0, 0)
     by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, chosen, weights)
     return by_expert @ bias
 
 
 def _experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The expert of each row, [rows]."""
+    """The expert of each row, [rows]; as many as there are experts for rows behind the last one's."""
     return torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True)
 
 
@@ -119,6 +159,7 @@ class _RoutedMlp(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weights: Tensor,
+        drops: bool,
         tokens: Tensor,
         rows: Tensor,
         offsets: Tensor,
@@ -135,10 +176,10 @@ class _RoutedMlp(torch.autograd.Function):
         del copies
         ctx.experts = len(gate_weight)
         if gate_bias is not None and up_bias is not None:
-            expert = _experts_of_rows(offsets, len(gate))
+            expert = _experts_of_rows(offsets, len(gate)).clamp(max=len(gate_bias) - 1)
             gate, up = gate.add_(gate_bias[expert]), up.add_(up_bias[expert])
         ctx.save_for_backward(x, weights, tokens, rows, offsets, gate, up, gate_weight, up_weight, down_weight)
-        ctx.activation, ctx.impl = activation, impl
+        ctx.activation, ctx.impl, ctx.drops = activation, impl, drops
         if not is_result_wanted():
             return placeholder(x, x.shape[-1])
         made = grouped_matmul(glu(gate, up, activation, impl=impl), down_weight.mT, offsets, impl=impl)
@@ -152,11 +193,11 @@ class _RoutedMlp(torch.autograd.Function):
         dy_rows = gather_rows(dy, tokens, impl=impl)
         d_product = grouped_matmul(dy_rows, down_weight, offsets, impl=impl)
         d_gate, d_up, product, d_weights = _row_gradients(ctx, d_product, gate, up, weights, rows)
-        d_down = grouped_outer(dy_rows, product, offsets, impl=impl) if wanted[7] else None
+        d_down = grouped_outer(dy_rows, product, offsets, impl=impl) if wanted[8] else None
         del dy_rows, product, d_product
-        copies = gather_rows(x, tokens, impl=impl) if wanted[5] or wanted[6] else None
-        d_gate_weight = grouped_outer(d_gate, copies, offsets, impl=impl) if wanted[5] and copies is not None else None
-        d_up_weight = grouped_outer(d_up, copies, offsets, impl=impl) if wanted[6] and copies is not None else None
+        copies = gather_rows(x, tokens, impl=impl) if wanted[6] or wanted[7] else None
+        d_gate_weight = grouped_outer(d_gate, copies, offsets, impl=impl) if wanted[6] and copies is not None else None
+        d_up_weight = grouped_outer(d_up, copies, offsets, impl=impl) if wanted[7] and copies is not None else None
         del copies
         dx = None
         if wanted[0]:
@@ -165,13 +206,15 @@ class _RoutedMlp(torch.autograd.Function):
                 grouped_matmul(d_up, up_weight, offsets, impl=impl),
             )
             dx = combine(*parts, None, rows, impl=impl)
-        d_biases = _bias_gradients(d_gate, d_up, offsets, ctx.experts) if wanted[8] else (None, None)
-        return dx, d_weights, None, None, None, d_gate_weight, d_up_weight, d_down, *d_biases, None, None
+        d_biases = _bias_gradients(ctx, d_gate, d_up, offsets) if wanted[9] else (None, None)
+        return dx, d_weights, None, None, None, None, d_gate_weight, d_up_weight, d_down, *d_biases, None, None
 
 
-def _bias_gradients(d_gate: Tensor, d_up: Tensor, offsets: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def _bias_gradients(ctx: Any, d_gate: Tensor, d_up: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over each expert's rows, as products with [E, rows] of zeros and ones: the same bits every time."""
-    expert = _experts_of_rows(offsets, len(d_gate))
+    expert, experts = _experts_of_rows(offsets, len(d_gate)), ctx.experts
+    if ctx.drops:  # nobody wrote the rows behind the last expert's, and 0 · NaN is NaN
+        d_gate, d_up = (d.masked_fill((expert == experts)[:, None], 0) for d in (d_gate, d_up))
     members = (expert == torch.arange(experts, device=expert.device)[:, None]).to(d_gate.dtype)
     return members @ d_gate, members @ d_up
 
@@ -180,7 +223,9 @@ def _row_gradients(
     ctx: Any, d_product: Tensor, gate: Tensor, up: Tensor, weights: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """d_gate, d_up and w · p by rows, and dw [N, k]; over gate, up and d_product unless the graph is kept."""
-    by_row = weights.new_empty(rows.numel()).index_copy_(0, rows.flatten(), weights.flatten())
+    at = _or_last(rows, len(gate)) if ctx.drops else rows
+    blank = weights.new_zeros if ctx.drops else weights.new_empty
+    by_row = blank(len(gate) + ctx.drops).index_copy_(0, at.flatten(), weights.flatten())[: len(gate)]
     if not use_triton(ctx.impl, gate):
         d_gate, d_up, product, d_by_row = _row_gradients_eager(d_product, gate, up, by_row, ctx.activation)
     else:
@@ -189,7 +234,8 @@ def _row_gradients(
         d_by_row = torch.empty_like(by_row)
         _row_gradients_(d_product, gate, up, by_row, d_gate, d_up, d_by_row, ctx.activation)
         product = d_product
-    return d_gate, d_up, product, d_by_row[rows]
+    d_weights = d_by_row[rows.clamp(min=0)].masked_fill(rows < 0, 0) if ctx.drops else d_by_row[rows]
+    return d_gate, d_up, product, d_weights
 
 
 def _row_gradients_eager(
@@ -273,10 +319,15 @@ _row_gradients_ = operator(
 
 
 def combine(a: Tensor, b: Tensor | None, weights: Tensor | None, rows: Tensor, *, impl: Impl = "auto") -> Tensor:
-    """Σ_j w[t, j] · (a + b)[rows[t, j]] for a and b [rows, H]: every token's rows added up; weights of None are 1."""
+    """Σ_j w[t, j] · (a + b)[rows[t, j]] for a and b [rows, H]: every token's rows added up; weights of None are 1.
+
+    Rows of −1 are left out.
+    """
     if use_triton(impl, a):
         return _combine(a, b, weights, rows)
-    picked = a[rows].float() if b is None else a[rows].float() + b[rows]
+    at = rows.clamp(min=0)
+    picked = a[at].float() if b is None else a[at].float() + b[at]
+    picked = picked.masked_fill((rows < 0)[..., None], 0)
     return (picked.sum(1) if weights is None else (picked * weights[..., None]).sum(1)).to(a.dtype)
 
 
@@ -298,10 +349,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     here = at < width
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in range(per_token):
-        row = tl.load(rows_ptr + token * per_token + j).to(tl.int64) * width
-        value = tl.load(a_ptr + row + at, mask=here, other=0.0).to(tl.float32)
+        row = tl.load(rows_ptr + token * per_token + j).to(tl.int64)
+        found = at < tl.where(row >= 0, width, 0)
+        row = row * width
+        value = tl.load(a_ptr + row + at, mask=found, other=0.0).to(tl.float32)
         if HAS_B:
-            value += tl.load(b_ptr + row + at, mask=here, other=0.0).to(tl.float32)
+            value += tl.load(b_ptr + row + at, mask=found, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             value *= tl.load(weight_ptr + token * per_token + j).to(tl.float32)
         total += value

@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter, load_adapter
+from tightfit.models.spec import ModelSpec
 
 Rows = Mapping[str, Tensor]
 """Rows of a step by the adapter they use."""
@@ -23,6 +25,16 @@ Rows = Mapping[str, Tensor]
 def load_adapters(wanted: Mapping[str, Path], model: Decoder) -> dict[str, Adapter]:
     """The adapters in these directories, by the name that clients ask for."""
     return {name: load_adapter(path, model) for name, path in wanted.items()}
+
+
+def refuse_folded(adapters: Mapping[str, Adapter], spec: ModelSpec) -> None:
+    """Latent attention multiplies the weights of keys and values into its queries, for all requests alike."""
+    for name, adapter in adapters.items():
+        if spec.latent is not None and any(changed.endswith(".kv_b") for changed in adapter.changes):
+            raise UserError(
+                f"adapter {name!r} changes kv_b_proj, which latent attention is served without; merge it with peft "
+                "(`merge_and_unload`) and serve that"
+            )
 
 
 class AdapterSet:

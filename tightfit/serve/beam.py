@@ -5,9 +5,11 @@ hypothesis that ends is scored by its summed log probability divided by (its tok
 over when no running beam can beat the worst of `width` finished ones at its present length, as in `transformers`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tightfit.errors import UserError
+from tightfit.serve.engine import Engine
 from tightfit.serve.request import Answer, Request
 from tightfit.serve.sampling import MOST_LOGPROBS, Sampling
 
@@ -88,3 +90,22 @@ class BeamSearch:
 
     def _score(self, each: Hypothesis) -> float:
         return each.logprob / max(1, len(each.tokens)) ** self.length_penalty
+
+
+def likeliest_answers(engine: Engine, requests: list[Request], width: int) -> Iterator[tuple[Request, list[Answer]]]:
+    """Requests one after another, each with the best answer of a search of `width` beams."""
+    for request in requests:
+        room = min(request.sampling.max_tokens, engine.max_length - len(request.prompt))
+        search = BeamSearch(request.id, request.prompt, width, room, request.sampling.stop_ids)
+        while not search.is_over:
+            asked = search.requests()
+            made = engine.generate(asked)
+            search.take([made[each.id][0] for each in asked])
+        yield request, [_answer(engine, search.best[0], request.sampling.stop_ids)]
+
+
+def _answer(engine: Engine, best: Hypothesis, stop_ids: frozenset[int]) -> Answer:
+    tokens = list(best.tokens)
+    stopped = bool(tokens) and tokens[-1] in stop_ids
+    text = "" if engine.tokenizer is None else engine.tokenizer.decode(tokens[:-1] if stopped else tokens)
+    return Answer(tokens=tokens, text=text, finish="stop" if stopped else "length")

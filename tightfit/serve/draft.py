@@ -10,8 +10,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.budget import Budget
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.paged_cache import PagedCache
-from tightfit.serve.runner import Runner
+from tightfit.serve.runner import Runner, make_cache
 from tightfit.serve.scheduler import Chunk
 from tightfit.serve.skipping import SkippingRunner, kept_layers
 from tightfit.serve.step import make_step, ordered
@@ -44,7 +43,7 @@ def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: E
             "give a smaller max length"
         )
     weight = draft.embed.weight
-    cache = PagedCache(draft.spec, budget.blocks, config.block_size, weight.device, weight.dtype)
+    cache = make_cache(draft.spec, budget.blocks, config.block_size, weight.device, weight.dtype)
     return DraftSteps(Runner(draft.eval(), cache, budget.max_length, config.max_sequences), config.block_size)
 
 
@@ -57,5 +56,5 @@ def make_skipping_runner(target: Runner, budget: Budget, config: EngineConfig) -
     """The draft that is `target` itself without some of its layers."""
     spec, weight = target.model.spec, target.model.embed.weight
     kept = kept_layers(spec.layers, config.skipped_layers)
-    cache = PagedCache(skipping_spec(spec, config), budget.blocks, config.block_size, weight.device, weight.dtype)
+    cache = make_cache(skipping_spec(spec, config), budget.blocks, config.block_size, weight.device, weight.dtype)
     return DraftSteps(SkippingRunner(target, kept, cache), config.block_size)

@@ -16,7 +16,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.adapters import AdapterSet
+from tightfit.serve.adapters import AdapterSet, refuse_folded
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.budget import Budget, decide_budget
 from tightfit.serve.chooser import Asked, Chosen, choose
@@ -24,12 +24,11 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
 from tightfit.serve.host_store import HostStore
-from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.pipeline import Flight, Pipeline
 from tightfit.serve.rank_runner import RankRunner
 from tightfit.serve.request import Answer, Output, Request, TokenChance
 from tightfit.serve.rope_tables import length_of_change
-from tightfit.serve.runner import Runner
+from tightfit.serve.runner import Runner, make_cache
 from tightfit.serve.scheduler import Chunk, Limits, Scheduler
 from tightfit.serve.sequence import Finish, Sequence
 from tightfit.serve.speculation import DraftModel, PromptLookup, Proposer
@@ -76,12 +75,9 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
         ranks: RankRunner | None = None,
     ) -> None:
-        if model.spec.sinks:
-            raise UserError(
-                f"{model.spec.family} has attention sinks, which paged attention lacks; use `tightfit sample`"
-            )
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
         self.adapters = dict(adapters or {})
+        refuse_folded(self.adapters, model.spec)
         adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())
         self.spread = ranks is not None
         self.budget: Budget = (
@@ -226,7 +222,7 @@ class Engine:
 
     def _make_runner(self) -> Runner:
         config, weight = self.config, self.model.embed.weight
-        cache = PagedCache(
+        cache = make_cache(
             self.model.spec, self.budget.blocks, config.block_size, weight.device, weight.dtype, config.cache_format
         )
         return Runner(

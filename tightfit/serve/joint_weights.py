@@ -1,8 +1,8 @@
 """Projections of one input side by side in memory, so that each is one product: queries, keys and values; gate and up.
 
 The decoder's own parameters become views of the joint matrices, so nothing is held twice. For dense models with gated
-MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain or packed integers; others run
-through the decoder's own layers.
+MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain, packed integers or 8-bit floats;
+others run through the decoder's own layers.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import Rope
+from tightfit.serve.fp8_weight import Fp8Weight, is_fp8, join_fp8
 from tightfit.serve.packed_weight import PackedWeight, can_pack, join_packed
 
-Weight = Tensor | PackedWeight
+Weight = Tensor | PackedWeight | Fp8Weight
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,16 @@ def can_join(model: Decoder) -> bool:
     """Whether a model's layers are of the common kind, and projections of one input are all plain or coded alike."""
     spec = model.spec
     plain = spec.norm in ("rms", "rms_plus_one") and not spec.sandwich_norms and spec.gated
-    apart = spec.latent is not None or spec.qk_norm_joint
+    apart = spec.latent is not None or spec.qk_norm_joint or spec.sinks
     if not plain or apart or spec.rope is None or spec.experts is not None:
         return False
-    return all(_is_plain(alike) or can_pack(alike) for layer in model.layers for alike in _projections(layer))
+    alike = [group for layer in model.layers for group in _projections(layer)]
+    return all(can_be_one(linears) for linears in [*alike, (model.head,)])
+
+
+def can_be_one(linears: Sequence[nn.Module]) -> bool:
+    """Whether layers of one input can be multiplied by together."""
+    return _is_plain(linears) or can_pack(linears) or is_fp8(linears)
 
 
 def _projections(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
@@ -102,9 +109,14 @@ def _joined(index: int, layer: Layer) -> JointLayer:
 def _join(*linears: nn.Linear) -> tuple[Weight, Tensor | None]:
     """One weight over the other, and the biases, where there are any."""
     bias = _join_parameters(linears, "bias") if linears[0].bias is not None else None
-    if not _is_plain(linears):
-        return join_packed(linears), bias  # type: ignore[arg-type]
-    return _join_parameters(linears, "weight"), bias
+    return as_one(linears), bias
+
+
+def as_one(linears: Sequence[nn.Linear]) -> Weight:
+    """The weights of layers of one input, one above the other."""
+    if _is_plain(linears):
+        return _join_parameters(linears, "weight")
+    return join_fp8(linears) if is_fp8(linears) else join_packed(linears)  # type: ignore[arg-type]
 
 
 def _join_parameters(linears: Sequence[nn.Linear], name: str) -> Tensor:

@@ -17,6 +17,7 @@ from tightfit.bounded_files import read_bounded, require_regular
 from tightfit.errors import UserError
 from tightfit.models.generate import prompt_tokens
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.beam import likeliest_answers
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Answer, Request
 from tightfit.serve.sampling import Sampling
@@ -151,8 +152,12 @@ def answer_file(
     target: Path,
     sampling: Sampling,
     on_finished: Callable[[int, int], None] = lambda done, total: None,
+    beams: int = 1,
 ) -> int:
-    """Answer what `source` asks and `target` has not answered yet; returns how many were answered now."""
+    """Answer what `source` asks and `target` has not answered yet; returns how many were answered now.
+
+    With several `beams` no token is drawn: an answer is the likeliest that a beam search finds.
+    """
     assert engine.tokenizer is not None
     prompts = read_prompts(source)
     done = read_finished(target).ids
@@ -165,9 +170,8 @@ def answer_file(
             finished = read_finished(target)  # as it is now that nobody else writes
             left = [request for request in requests if request.id not in finished.ids]
             on_finished(len(prompts) - len(left), len(prompts))
-            _append(
-                engine, left, target, finished, lambda made: on_finished(len(prompts) - len(left) + made, len(prompts))
-            )
+            made = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
+            _append(made, target, finished, lambda count: on_finished(len(prompts) - len(left) + count, len(prompts)))
     return len(left)
 
 
@@ -179,11 +183,13 @@ def _writing(target: Path) -> Iterator[None]:
         raise UserError(f"cannot write {target}: {error.strerror}; make room and run the same again") from error
 
 
-def _append(engine: Engine, requests: list[Request], target: Path, done: Finished, told: Callable[[int], None]) -> None:
-    """Answer `requests` into `target`, behind the whole lines it has."""
+def _append(
+    made: Iterator[tuple[Request, list[Answer]]], target: Path, done: Finished, told: Callable[[int], None]
+) -> None:
+    """Write answers into `target` as they are made, behind the whole lines it has."""
     with target.open("ab") as out:
         out.truncate(done.whole_bytes)
-        for count, (request, answers) in enumerate(finished_requests(engine, requests), 1):
+        for count, (request, answers) in enumerate(made, 1):
             out.write(json.dumps(_line(request, answers), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             out.flush()
             told(count)

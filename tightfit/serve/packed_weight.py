@@ -6,8 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tightfit.kernels.glu import glu
+from tightfit.kernels.packed_rows import by_group
+from tightfit.kernels.packing import has_strips
 from tightfit.kernels.quantized_linear import quantized_linear
 from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.spec import Activation
 
 
 class PackedWeight(NamedTuple):
@@ -24,10 +28,23 @@ class PackedWeight(NamedTuple):
         """Columns of the matrix."""
         return self.words.shape[1] * 32 // self.bits
 
-    def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    def product(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, overlap: bool = False
+    ) -> Tensor:
         """x · Wᵀ + b, and `residual` on top."""
-        made = quantized_linear(x, self.words, self.scale, self.zero, self.bits, self.group, residual=residual)
+        made = quantized_linear(
+            x, self.words, self.scale, self.zero, self.bits, self.group, residual=residual, overlap=overlap
+        )
         return made if bias is None else made + bias
+
+    def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation, *, overlap: bool = False) -> Tensor:
+        """act(g) · u where the weight is gate over up."""
+        if bias is not None:
+            gate, up = self.product(x, bias, overlap=overlap).chunk(2, dim=-1)
+            return glu(gate, up, activation)
+        return quantized_linear(
+            x, self.words, self.scale, self.zero, self.bits, self.group, activation=activation, overlap=overlap
+        )
 
 
 def can_pack(linears: Sequence[nn.Module]) -> bool:
@@ -36,6 +53,7 @@ def can_pack(linears: Sequence[nn.Module]) -> bool:
     return all(
         isinstance(linear, QuantizedLinear)
         and linear.is_packed
+        and (has_strips(linear.out_features) or len(linears) == 1)
         and linear.scheme == first.scheme
         and linear.scale.dtype == first.scale.dtype
         and (linear.zero is None) == (first.zero is None)
@@ -61,9 +79,11 @@ def join_packed(linears: Sequence[QuantizedLinear]) -> PackedWeight:
 
 def _join_buffers(linears: Sequence[QuantizedLinear], name: str) -> Tensor | None:
     parts = [getattr(linear, name) for linear in linears]
-    if parts[0] is None or len(parts) == 1:
-        return parts[0]
-    joint = torch.cat(parts)
+    if parts[0] is None:
+        return None
+    joint = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if name != "packed":
+        joint = by_group(joint)
     for linear, part in zip(linears, joint.split([len(part) for part in parts]), strict=True):
         setattr(linear, name, part)
     return joint

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.kernels.attention import AttentionImpl, attention, attention_eager
+from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.flash_attention import LARGEST_HEAD
 from tightfit.kernels.paged_attention import paged_attention
 from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
+from tightfit.kernels.sink_attention import sink_attention, sink_attention_eager
 from tightfit.kernels.triton_support import Impl, use_triton
-from tightfit.memory.formulas.serving import CacheFormat
+from tightfit.memory.formulas.serving import CacheFormat, stored_vectors
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.cache_format import CODES, as_numbers, decode, encode
 from tightfit.serve.step import Piece, Step
@@ -41,7 +43,8 @@ class PagedCache:
         form: CacheFormat = "model",
         impl: Impl = "auto",
     ) -> None:
-        shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)  # the last is for padding
+        parts, heads, width = stored_vectors(spec)
+        shape = (spec.layers, parts, blocks + 1, block_size, heads, width)  # the last block is for padding
         kept = dtype if form == "model" else CODES[form]
         self.storage = torch.zeros(shape, device=device, dtype=kept)  # zeros: what nobody wrote is masked, not NaN
         self.scales = torch.zeros(shape[:-1] if form != "model" else (0,), device=device)
@@ -71,6 +74,7 @@ class PagedCache:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of query [1, heads, N, D] of the step's tokens, whose key, value [1, kv_heads, N, D] are stored."""
         step = self.step
@@ -78,15 +82,15 @@ class PagedCache:
         key, value = self._store(layer, 0, step, key), self._store(layer, 1, step, value)
         if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD and not self.is_quantized:
             rows = query[0].transpose(0, 1)
-            stored = self.attend_stored(step, layer, rows, scale=scale, window=window, softcap=softcap)
+            stored = self.attend_stored(step, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
             return stored.transpose(0, 1)[None]
         made = []
         if step.singles:
             rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
-            single = self._singles(step, rows, layer, scale, window, softcap)
+            single = self._singles(step, rows, layer, scale, window, softcap, sinks)
             made.append(single.transpose(0, 1)[None])
         for group in step.groups:
-            made.append(self._pieces(step, group, query, key, value, layer, scale, window, softcap))
+            made.append(self._pieces(step, group, query, key, value, layer, scale, window, softcap, sinks))
         return made[0] if len(made) == 1 else torch.cat(made, dim=2)
 
     def _store(self, layer: int, part: int, step: Step, given: Tensor) -> Tensor:
@@ -109,10 +113,11 @@ class PagedCache:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The same by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
         keys, values = self.storage[layer, 0], self.storage[layer, 1]
-        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if not step.pieces:
             return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
         whole = all(_has_round_length(piece) for piece in step.pieces)
@@ -145,7 +150,7 @@ class PagedCache:
         rows = slice(piece.at, piece.at + count * piece.count)
         own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
-        made = attention(q, k, v, step.masks[group.start], impl=self.attention, **settings)
+        made = self._attention(q, k, v, step.masks[group.start], **settings)
         return made.transpose(1, 2).flatten(0, 1)
 
     def _singles(
@@ -156,6 +161,7 @@ class PagedCache:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention of one query each, [singles, heads, D], over the blocks of their tables."""
         if use_triton(self.impl, query) and self._kernels_read_codes:
@@ -169,11 +175,14 @@ class PagedCache:
                 scale=scale,
                 window=window,
                 softcap=softcap,
+                sinks=sinks,
             )
         count, heads, D = query.shape
         found = (self._gathered(layer, part, step.tables, step.longest) for part in (0, 1))
         key, value = (part.transpose(1, 2) for part in found)  # [singles, kv_heads, keys, D]
         mask = step.single_mask(window)
+        if sinks is not None:
+            return sink_attention_eager(query[:, :, None], key, value, sinks, mask, scale=scale)[:, :, 0]
         if softcap is not None:
             return attention_eager(query[:, :, None], key, value, mask, scale=scale, softcap=softcap)[:, :, 0]
         grouped = query.reshape(count, key.shape[1], -1, D)
@@ -190,6 +199,7 @@ class PagedCache:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, D]."""
         piece, count = step.pieces[group.start], len(group)
@@ -199,7 +209,7 @@ class PagedCache:
             table = step.piece_tables[group.start]
             both = (self._gathered(layer, part, table, piece.end) for part in (0, 1))
             own_key, own_value = (part.transpose(1, 2) for part in both)
-        made = attention(
+        made = self._attention(
             own_query,
             own_key,
             own_value,
@@ -207,9 +217,26 @@ class PagedCache:
             scale=scale,
             window=window,
             softcap=softcap,
-            impl=self.attention,
+            sinks=sinks,
         )
         return made.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if sinks is not None:
+            return sink_attention(query, key, value, sinks, mask, scale=scale, window=window)
+        impl = self.attention
+        return attention(query, key, value, mask, scale=scale, window=window, softcap=softcap, impl=impl)
 
     @property
     def _kernels_read_codes(self) -> bool:

@@ -2,10 +2,11 @@
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
 after it. One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope, activations
-and residuals are part of the products (kernels/decode_linear.py); packed weights have norms and activations apart.
+and residuals are part of the products (kernels/decode_linear.py); packed weights have norms apart.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,9 @@ from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.decoder import Decoder
-from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.serve.joint_weights import JointLayer, Weight, join_layers, norm_weight
-from tightfit.serve.packed_weight import PackedWeight, join_packed
+from tightfit.serve.fp8_weight import Fp8Weight
+from tightfit.serve.joint_weights import JointLayer, Weight, as_one, join_layers, norm_weight
+from tightfit.serve.packed_weight import PackedWeight
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.rope_tables import RopeTables
 from tightfit.serve.step import Step
@@ -37,7 +38,7 @@ class Program:
         self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
         self.layers = join_layers(model)
         self.offset = 1.0 if spec.norm == "rms_plus_one" else 0.0
-        self.head: Weight = join_packed([head]) if isinstance(head := model.head, QuantizedLinear) else head.weight
+        self.head = as_one([model.head])
         self.device, self.dtype = model.embed.weight.device, model.embed.weight.dtype
         self.final_norm = norm_weight(model.norm)
         self.on_gpu = use_triton("auto", model.embed.weight)
@@ -47,7 +48,14 @@ class Program:
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x · Wᵀ + b."""
-        return weight.product(x, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.product(x, bias)
+
+    def gated_product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """act(g) · u of a weight that is gate over up."""
+        if not isinstance(weight, Tensor):
+            return weight.gated_product(x, bias, self.spec.activation)
+        gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+        return glu(gate, up, self.spec.activation)
 
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
@@ -72,8 +80,8 @@ class Program:
         for layer in self.layers:
             mixed = self.product(self._attention(normed, layer, step, ropes), layer.o, layer.o_bias)
             normed, x = self.norm_of_sum(mixed, x, layer.mlp_norm)
-            gate, up = self.product(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            made = self.product(glu(gate, up, self.spec.activation), layer.down, layer.down_bias)
+            inner = self.gated_product(normed, layer.gate_up, layer.gate_up_bias)
+            made = self.product(inner, layer.down, layer.down_bias)
             if layer.index + 1 < len(self.layers):
                 normed, x = self.norm_of_sum(made, x, self.layers[layer.index + 1].attention_norm)
         if step.rows.numel() == len(x):
@@ -163,6 +171,19 @@ class Program:
             lambda: self.project(x),
         ]
 
+    def coded_products(self, rows: int) -> list[Callable[[], Tensor]]:
+        """Those of a layer for several tokens that run through kernels of ours: of packed weights."""
+        layer = self.layers[0]
+        weights = [weight for weight in (layer.qkv, layer.o, layer.down) if isinstance(weight, PackedWeight)]
+        inputs = [torch.zeros((rows, weight.inputs), device=self.device, dtype=self.dtype) for weight in weights]
+        calls: list[Callable[[], Tensor]] = [
+            partial(weight.product, x, None) for weight, x in zip(weights, inputs, strict=True)
+        ]
+        if isinstance(layer.gate_up, PackedWeight):
+            x = torch.zeros((rows, layer.gate_up.inputs), device=self.device, dtype=self.dtype)
+            calls.append(partial(self.gated_product, x, layer.gate_up, None))
+        return calls
+
     def _one_product(
         self,
         x: Tensor,
@@ -174,14 +195,21 @@ class Program:
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A product of one token with what stands before and after it, all in one kernel where the weight is plain."""
+        """A product of one token with what stands before and after it, all in one kernel but norms of packed ones."""
+        if isinstance(weight, Fp8Weight) and not weight.can_decode:
+            x = x if norm is None else self.norm(x, norm)
+            made = self.gated_product(x, weight, bias) if gated else weight.product(x, bias)
+            return made if residual is None else made + residual
         if isinstance(weight, PackedWeight):
-            made = weight.product(x if norm is None else self.norm(x, norm), bias, residual)
-            gate, up = made.chunk(2, dim=-1)
-            return glu(gate, up, self.spec.activation) if gated else made
+            x = x if norm is None else self.norm(x, norm)
+            if gated:
+                return weight.gated_product(x, bias, self.spec.activation, overlap=self.overlap)
+            return weight.product(x, bias, residual, overlap=self.overlap)
+        codes, scale = weight if isinstance(weight, Fp8Weight) else (weight, None)
         return decode_linear(
             x,
-            weight,
+            codes,
+            scale=scale,
             bias=bias,
             norm=norm,
             norm_eps=self.spec.norm_eps,

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.cross_entropy import softcapped
-from tightfit.models.decoder import ForwardContext
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.ranks import LOOPBACK, RankShare, agreed_budget
 from tightfit.serve.rope_tables import RopeTables
+from tightfit.serve.runner import make_cache, paged_context
 from tightfit.serve.step import Step
 
 TENSORS = ("tokens", "positions", "slots", "tables", "lengths", "rows")
@@ -35,7 +34,9 @@ class RankSteps:
         self.share, self.budget = share, agreed_budget(share, config)
         weight = share.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.cache = PagedCache(
+        # Layers count from the model's first, the cache from this stage's.
+        self._place = {layer: layer - share.span.first for layer in range(share.span.first, share.span.last)}
+        self.cache = make_cache(
             share.local_spec, self.budget.blocks, config.block_size, self.device, self.dtype, config.cache_format
         )
         self.ropes = RopeTables(share.model.spec, self.budget.max_length, self.device, self.dtype)
@@ -46,9 +47,8 @@ class RankSteps:
         share, spread = self.share, self.share.spread
         self.cache.step = step
         x = self._entering(step)
-        ctx = ForwardContext(
-            AttentionMask(x.shape[1], x.shape[1], self.device), self.ropes.of(step), None, self._attend
-        )
+        mask = AttentionMask(x.shape[1], x.shape[1], self.device)
+        ctx = paged_context(self.cache, mask, self.ropes.of(step), self._place)
         for layer in share.model.layers:
             x, _ = layer(x, ctx)
         if not share.span.is_last:
@@ -68,10 +68,6 @@ class RankSteps:
         x = torch.empty(shape, device=self.device, dtype=self.dtype)
         dist.recv(x, self.share.rank - self.share.spread.tensor)
         return x
-
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
-        """Layers count from the model's first, the cache from this stage's."""
-        return self.cache.attend(layer - self.share.span.first, query, key, value, **settings)
 
     def _logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] of states [R, H]: tensor ranks have rows of the vocabulary each."""

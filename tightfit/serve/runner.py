@@ -4,21 +4,60 @@ Models of the common kind run over joint weights (program.py), others through th
 are.
 """
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.cross_entropy import softcapped
+from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder, ForwardContext
+from tightfit.models.latent_attention import Expansion
+from tightfit.models.spec import ModelSpec, Rope
 from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.cpu_products import fastest_products
 from tightfit.serve.joint_weights import can_join
+from tightfit.serve.latent_cache import LatentCache
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.program import Program
 from tightfit.serve.rope_tables import RopeTables
 from tightfit.serve.step import Step
+
+ALL: Mapping[int, int] = MappingProxyType({})
+"""Every layer at its own number."""
+
+
+def make_cache(
+    spec: ModelSpec,
+    blocks: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    form: CacheFormat = "model",
+) -> PagedCache:
+    """The cache of a model of `spec`."""
+    kind = PagedCache if spec.latent is None else LatentCache
+    return kind(spec, blocks, block_size, device, dtype, form)
+
+
+def paged_context(
+    cache: PagedCache, mask: AttentionMask, ropes: dict[Rope, tuple[Tensor, Tensor]], place: Mapping[int, int] = ALL
+) -> ForwardContext:
+    """What layers share whose keys and values are in `cache`, layer i's at place[i] of it."""
+
+    def attend(layer: int, *given: Any, **settings: Any) -> Tensor:
+        return cache.attend(place.get(layer, layer), *given, **settings)
+
+    def attend_latent(layer: int, query: Tensor, vectors: Tensor, expansion: Expansion, *, scale: float) -> Tensor:
+        assert isinstance(cache, LatentCache)
+        return cache.attend_latent(place.get(layer, layer), query, vectors, expansion, scale=scale)
+
+    latent = attend_latent if isinstance(cache, LatentCache) else None
+    return ForwardContext(mask, ropes, None, attend, attend_latent=latent)
 
 
 class Runner:
@@ -70,7 +109,7 @@ class Runner:
         self.cache.step = step
         x = self.model.embed_tokens(step.tokens, step.positions)
         count = step.tokens.shape[1]
-        ctx = ForwardContext(AttentionMask(count, count, self.device), self.ropes.of(step), None, self.cache.attend)
+        ctx = paged_context(self.cache, AttentionMask(count, count, self.device), self.ropes.of(step))
         for layer in self.model.layers:
             x, _ = layer(x, ctx)
         return x[0] if step.rows.numel() == count else x[0, step.rows]

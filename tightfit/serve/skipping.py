@@ -5,16 +5,13 @@ into them differs. How often its guesses are kept depends on the model and on wh
 middle, evenly spread, as first and last layers matter most. Which tokens come out does not depend on it.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.attention_mask import AttentionMask
-from tightfit.models.decoder import ForwardContext
 from tightfit.serve.paged_cache import PagedCache
-from tightfit.serve.runner import Runner
+from tightfit.serve.runner import Runner, paged_context
 from tightfit.serve.step import Step
 
 
@@ -45,10 +42,7 @@ class SkippingRunner:
         with self.target.fast_products():
             x = model.embed_tokens(step.tokens, step.positions)
             mask = AttentionMask(count, count, self.device)
-            ctx = ForwardContext(mask, self.target.ropes.of(step), None, self._attend)
+            ctx = paged_context(self.cache, mask, self.target.ropes.of(step), self._place)
             for layer in self._place:
                 x, _ = model.layers[layer](x, ctx)
         return self.target.project(x[0, step.rows])
-
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
-        return self.cache.attend(self._place[layer], query, key, value, **settings)

@@ -49,6 +49,8 @@ def _calls(program: Program, padding_block: int) -> list[Callable[[], object]]:
         lambda: glu(gate, up, spec.activation),
     ]
     most = program.counters.numel() // spec.kv_heads
+    for rows in (n for n in (2, 16, 32, 64, 128, 256) if n <= most):  # which cut a packed weight differently
+        calls += program.coded_products(rows)
     for sequences in (n for n in (1, 2, 8, 64) if n <= most):  # which divide the keys of a sequence differently
         step = _step(program, padding_block, singles=sequences, prompt=0)
         qkv = zeros(sequences, qkv_size)

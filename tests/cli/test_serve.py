@@ -1,0 +1,59 @@
+"""`tightfit serve` and its mistakes: each is one sentence, before a model is loaded."""
+
+import errno
+import socket
+from typing import Any
+
+import pytest
+
+from tests.cli.test_verbs import Run
+from tightfit.serve import start
+from tightfit.serve.http.address import check_address
+
+pytest.importorskip("uvicorn", reason="pip install 'tightfit[serve]'")
+MISTAKES = {
+    "a cache of nothing": (["--cache-gib", "-1"], "--cache-gib is -1; give a number above 0"),
+    "a cache without end": (["--cache-gib", "inf"], "--cache-gib is inf; give"),
+    "a host cache without end": (["--host-cache-gib", "inf"], "--host-cache-gib is inf; give"),
+    "no time": (["--max-seconds", "0"], "--max-seconds is 0; give"),
+    "no body": (["--max-body-mib", "nan"], "--max-body-mib is nan; give"),
+    "more than the positions": (["--max-length", "2048"], "--max-length is 2048, but tiny-llama has 256 positions"),
+    "nobody's name": (["--host", "nonsense..name"], "--host is 'nonsense..name', which has no address; give 127.0.0.1"),
+    "somebody else's address": (["--host", "192.0.2.1"], "--host is '192.0.2.1', which is no address of this machine"),
+}
+
+
+@pytest.fixture
+def serve(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def no_model(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(start, "start_engine", no_model)
+    return lambda *words: Run(capfd, monkeypatch, "serve", "tiny-llama", *map(str, words))
+
+
+@pytest.mark.parametrize(("words", "sentence"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_one_sentence_and_exit_code_2(serve: Any, words: list[str], sentence: str) -> None:
+    made = serve(*words)
+    assert (made.code, made.out) == (2, "")
+    assert made.err.startswith(f"tightfit: {sentence}")
+    assert made.err.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(serve: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        made = serve("--port", port)
+    assert made.code == 2
+    assert made.err == (
+        f"tightfit: port {port} on 127.0.0.1 is taken by another program; give another with --port, or end that one\n"
+    )
+    check_address("127.0.0.1", port)
+
+
+def test_ports_of_the_system_need_rights(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    assert "port 80 on 127.0.0.1 needs more rights than this user has; give one above 1023" in serve("--port", 80).err

@@ -1,0 +1,48 @@
+"""Sums in 24 bits against float64: as near as float32 once rounded to bf16, and rounded as torch rounds."""
+
+import torch
+
+from tests.kernels.truth import DEVICE, error
+from tightfit.kernels.split_sum import SplitSum
+
+
+def summed(products: list[torch.Tensor]) -> SplitSum:
+    """All of them added up, in two blocks of rows each."""
+    total = SplitSum(products[0])
+    for product in products:
+        total.add(0, product[:3])
+        total.add(3, product[3:])
+        total.is_empty = False
+    return total
+
+
+def test_sums_are_as_near_as_float32_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    products = [torch.randn(7, 1000, generator=generator).to(DEVICE) for _ in range(8)]
+    truth = torch.stack(products).double().sum(0)
+    one = torch.ones(1, device=DEVICE)
+    found = summed(products).rounded(one, in_place=False)
+    wide = torch.stack(products).sum(0).bfloat16()
+    in_bf16 = products[0].bfloat16()
+    for product in products[1:]:
+        in_bf16 = (in_bf16.float() + product).bfloat16()
+    assert found.dtype == torch.bfloat16
+    assert error(found, truth) < 1.01 * error(wide, truth)
+    assert error(in_bf16, truth) > 1.5 * error(wide, truth)
+
+
+def test_one_product_is_rounded_as_torch_rounds() -> None:
+    values = torch.tensor([[1.0, -1.0, 1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 3e38, 1e-30, 0.0]], device=DEVICE)
+    values = torch.cat([values] * 7)
+    total = summed([values])
+    half = torch.full((1,), 0.5, device=DEVICE)
+    assert torch.equal(total.rounded(half, in_place=False), (values * 0.5).bfloat16())
+    made = total.rounded(half, in_place=True)
+    assert torch.equal(made, (values * 0.5).bfloat16())
+    assert made.data_ptr() == total.high.data_ptr()
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    values = torch.tensor([[float("inf"), -float("inf"), float("nan")]] * 7, device=DEVICE)
+    found = summed([values, torch.ones_like(values)]).rounded(torch.ones(1, device=DEVICE), in_place=True)
+    assert not bool(found.float().isfinite().any())
