@@ -18,6 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
+from tests.covering import above_four_ranks, covering, thorough
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.train.models import TINY, TINY_ROUTED
@@ -80,7 +81,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", covering(MIXTURES, costly=above_four_ranks))
 def test_mixtures_pass(group: Make, name: str) -> None:
     world, layout = MIXTURES[name]
     spec = DEEP if layout.pipeline > 1 else replace(DEEP, layers=2)
@@ -286,16 +287,16 @@ def test_groups_that_do_not_meet_are_found(group: Make) -> None:
 
 GRID = Layout(tensor=2, data=2, zero=3, micro_batch=4)
 SHRUNK = [
-    ("llama-3.1-405b", GRID),
-    ("qwen3-8b", GRID),
+    thorough("llama-3.1-405b", GRID),
+    thorough("qwen3-8b", GRID),
     ("gemma-2-9b", GRID),
     ("gpt2", GRID),
-    ("mixtral-8x7b", GRID),
+    thorough("mixtral-8x7b", GRID),
     ("qwen2.5-3b", Layout(tensor=4, micro_batch=4)),
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), SHRUNK, ids=[name for name, _ in SHRUNK])
+@pytest.mark.parametrize(("name", "layout"), SHRUNK)
 def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str, layout: Layout) -> None:
     large = CheckTarget(preset(name), layout, passes=2, length=4096)
     small = miniature(large)
@@ -310,13 +311,27 @@ def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str, layout: Lay
     assert group(4).run(judge, small, None, 1)[0].same
 
 
-@pytest.mark.parametrize("layout", [SHARDS, Layout(pipeline=2, micro_batch=2)], ids=["zero-3", "stages"])
-def test_attention_sinks_and_biased_experts_pass(group: Make, layout: Layout) -> None:
-    """What these ranks do of gpt-oss; other splits refuse it."""
+SINKS = {
+    "zero-3": SHARDS,
+    "stages": Layout(pipeline=2, micro_batch=2),
+    "tensor": Layout(tensor=2, micro_batch=2),
+    "tensor-whole-stream": Layout(tensor=2, sequence_parallel=False, micro_batch=2),
+    "heads": Layout(context=2, micro_batch=2),
+    "ring": Layout(context=2, ring=2, zero=1, micro_batch=2),
+    "experts": Layout(data=2, expert=2, micro_batch=2),
+    "tensor-heads": Layout(tensor=2, context=2, micro_batch=2),
+    "tensor-experts": Layout(data=2, expert=2, tensor=2, zero=1, micro_batch=2),
+}
+
+
+@pytest.mark.parametrize("name", covering(SINKS))
+def test_attention_sinks_and_biased_experts_pass(group: Make, name: str) -> None:
+    """gpt-oss over every kind of ranks: sinks by head, windows, biased experts, a clamped gate."""
+    layout = SINKS[name]
     small = miniature(CheckTarget(preset("gpt-oss-20b"), layout, passes=2, length=4096))
     assert small.spec.sinks
     assert small.spec.window_layers
-    verdict = group(2).run(judge, small, None, 1)[0]
+    verdict = group(layout.ranks).run(judge, small, None, 2)[0]
     assert verdict.same, verdict.first
 
 

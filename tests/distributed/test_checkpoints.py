@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.test_runs import alone, run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
@@ -53,7 +54,10 @@ def rewritten(group: Make, job: Job, copy: Path) -> dict[str, bytes]:
     return checkpoint_files(checkpoints_of(copy)[-1])
 
 
-@pytest.mark.parametrize(("precision", "layouts"), [("fp32", ["one", "tensor and pipeline"]), ("bf16", LAYOUTS)])
+@pytest.mark.parametrize(
+    ("precision", "layouts"),
+    [("bf16", ["one", "tensor and pipeline"]), thorough("fp32", ["one", "all"]), thorough("bf16", LAYOUTS)],
+)
 def test_pieces_of_zero_3_on_four_are_read_by_every_layout(
     group: Make, make: Callable[..., Job], precision: str, layouts: Iterable[str]
 ) -> None:
@@ -79,19 +83,24 @@ EXPERTS = {
 }
 
 
-def test_pieces_of_expert_ranks_are_read_by_every_layout(group: Make, make: Callable[..., Job]) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("readers", [["experts and tensor"], ["experts", "experts, zero 3"]])
+def test_pieces_of_expert_ranks_are_read_by_every_layout(
+    group: Make, make: Callable[..., Job], readers: list[str]
+) -> None:
     """Weights, masters and moments; and what the run says about its experts."""
     fields = {"precision": "bf16", "steps": 1, "model": ROUTED}
     written = make("pieces", EXPERTS["experts, zero 3"], **fields)
     run_on(group, written)
     expected = rewritten(group, make("pieces", **fields), make("copy by one process").output)
-    for name in ("experts", "experts, zero 3", "experts and tensor"):
+    for name in readers:
         copy = make(f"copy by {name}").output
         assert rewritten(group, make("pieces", EXPERTS[name], **fields), copy) == expected, name
     row = read_metrics(written.output / METRICS_FILE)[-2]
     assert row["expert_load_max"] >= 1 >= row["expert_load_min"] >= 0
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_other_expert_ranks(group: Make, make: Callable[..., Job]) -> None:
     fields = {"model": ROUTED}
     run_on(group, make("moving", EXPERTS["experts and tensor"], **fields), stop_after=1)
@@ -103,7 +112,7 @@ def test_a_run_goes_on_with_other_expert_ranks(group: Make, make: Callable[..., 
         assert (ours[name] - weight).norm() < 1e-3 * weight.norm(), name
 
 
-@pytest.mark.parametrize("name", ["replicas", "tensor and pipeline"])
+@pytest.mark.parametrize("name", [thorough("replicas"), "tensor and pipeline"])
 def test_what_is_written_beside_training_is_the_step_it_was_taken_at(
     group: Make, make: Callable[..., Job], name: str, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def compared(split: Split) -> Verdict:
     return compare(split.target, mesh_of(split.layout), CPU_DEVICE, steps=1)
 
 
+@pytest.mark.thorough
 def test_all_splits_at_once_on_sixteen_ranks(group: Make) -> None:
     """Pipeline × data × context × tensor, with experts over data and context ranks."""
     five = Layout(pipeline=2, data=2, context=2, ring=2, tensor=2, expert=2, zero=1, micro_batch=2)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import covering
 from tests.distributed.group import Group
 from tests.distributed.training import (
     CPU,
@@ -29,8 +31,11 @@ from tests.train.models import TINY_ROUTED
 from tightfit.collectives.shards import is_shard
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import Quantize
+from tightfit.levers.fake_quantize import SCALE_PREFIX
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.precision import LossScale
+from tightfit.train.quantized_result import quantized_parts
 from tightfit.train.step import NotFiniteError, train_step
 
 Make = Callable[[int], Group]
@@ -91,12 +96,40 @@ def assert_same(found: Trace, truth: Trace, near: float = NEAR) -> None:
         assert distance(found.last[name], weight) < near, name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering(CASES))
 def test_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
     found = group(case.data).run(run_rank, case)
     assert all(share.results == found[0].results for share in found)
     assert_same(together(found), truth(case.alone()))
+
+
+@pytest.mark.parametrize(("zero", "scales"), [(0, "learned"), (1, "learned"), (2, "minmax"), (3, "learned")])
+def test_rounded_weights_train_as_on_one_process(group: Make, zero: int, scales: str) -> None:
+    rounding = Quantize.model_validate({"bits": 4, "group": 8, "scales": scales})
+    case = Case(data=2, zero=zero, micro_batch=2, quantize=rounding, states=True)
+    found, alone = together(group(2).run(run_rank, case)), truth(case.alone())
+    assert_same(found, alone)
+    assert found.states.keys() == alone.states.keys()
+    learned = [name for name in alone.states if name.startswith(f"master/{SCALE_PREFIX}")]
+    assert bool(learned) == (scales == "learned")
+    for name in learned:
+        assert distance(found.states[name], alone.states[name]) < NEAR, name
+
+
+def test_sharded_weights_are_written_whole_as_codes(group: Make) -> None:
+    case = Case(data=2, zero=3, quantize=Quantize(bits=3, group=8))
+    wanted = stored_values(case.alone())
+    for found in group(2).run(stored_values, case):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], values) for name, values in wanted.items())
+
+
+def stored_values(case: Case) -> dict[str, Tensor]:
+    """Every tensor that a run of rounded weights would write."""
+    decoder, _, _ = build(case, None if case.layout.ranks == 1 else mesh_of(case.layout))
+    parts = quantized_parts(decoder)
+    return parts.plain | {name: coded.dequantize() for name, coded in parts.coded.items()}
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -106,8 +139,7 @@ def test_routed_layers_count_their_balance_by_tokens(group: Make, zero: int) -> 
     assert_same(together(group(2).run(run_rank, case)), truth(replace(case, data=1, zero=0)))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure-bf16"])
+@pytest.mark.parametrize(("zero", "precision"), covering(list(product(range(4), ("bf16", "fp16", "pure-bf16")))))
 def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, zero: int, precision: str) -> None:
     case = Case(data=2, zero=zero, micro_batch=2, steps=2, precision=precision, states=True)  # type: ignore[arg-type]
     exact, alone = truth(case.alone_in("fp32")), truth(replace(case, data=1, zero=0))

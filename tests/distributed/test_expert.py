@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.covering import covering
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.train.models import TINY_ROUTED
@@ -27,6 +29,8 @@ ROUTED = replace(TINY_ROUTED, experts=EIGHT)
 SHARED = replace(TINY_ROUTED, experts=replace(EIGHT, shared_size=16, dense_layers=(0,)))
 DEEP = replace(SHARED, layers=4, experts=replace(EIGHT, shared_size=16, dense_layers=(1,)))
 
+LIMITED = replace(SHARED, experts=replace(EIGHT, shared_size=16, capacity_factor=0.75, z_weight=0.1))
+"""Experts that drop tokens, and a z-loss."""
 CORRECTED = replace(preset("tiny-deepseek-v3"), vocab_size=96)
 """Latent attention, groups of experts, and a bias that moves after each step."""
 
@@ -56,6 +60,7 @@ def require_same(found: list[Verdict]) -> None:
 CASES: dict[str, tuple[Any, dict[str, Any], Levers]] = {
     **{f"two-zero-{zero}": (ROUTED, {"data": 2, "expert": 2, "zero": zero}, Levers()) for zero in (0, 2)},
     "two-shared-checkpointed": (SHARED, {"data": 2, "expert": 2}, Levers(checkpoint_every=1)),
+    "two-capacity": (LIMITED, {"data": 2, "expert": 2}, Levers(checkpoint_every=2)),
     "two-checkpointed": (ROUTED, {"data": 2, "expert": 2, "zero": 3}, Levers(checkpoint_every=1)),
     "two-products-kept": (
         SHARED,
@@ -94,19 +99,21 @@ CASES: dict[str, tuple[Any, dict[str, Any], Levers]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering(CASES))
 def test_expert_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     spec, degrees, levers = CASES[name]
     layout = Layout.model_validate({"micro_batch": 2, **degrees})
     require_same(group(layout.ranks).run(judge, CheckTarget(spec, layout, levers, passes=2)))
 
 
-@pytest.mark.parametrize("chosen", [(0, 1, 2), (6, 0, 7), (5, 5, 5)], ids=["one-rank-idle", "uneven", "one-hot"])
-@pytest.mark.parametrize("zero", [0, 3])
-def test_whatever_the_load(group: Make, chosen: tuple[int, ...], zero: int) -> None:
+LOADS = {"one rank idle": (0, 1, 2), "uneven": (6, 0, 7), "one hot": (5, 5, 5)}
+
+
+@pytest.mark.parametrize(("load", "zero"), covering(list(product(LOADS, (0, 3)))))
+def test_whatever_the_load(group: Make, load: str, zero: int) -> None:
     """A rank that gets nothing still answers, and experts that get nothing have gradients of zero."""
     layout = Layout.model_validate({"data": 2, "expert": 2, "zero": zero, "micro_batch": 2})
-    require_same(group(2).run(judge, CheckTarget(ROUTED, layout, passes=2), chosen))
+    require_same(group(2).run(judge, CheckTarget(ROUTED, layout, passes=2), LOADS[load]))
 
 
 def count_sent(target: CheckTarget) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import covering, thorough
 from tests.distributed.group import Group
 from tests.distributed.training import UNEVEN, Case, mesh_of, run_rank, together, truth
 from tests.train.models import TINY, TINY_ROUTED
@@ -54,12 +55,12 @@ def assert_same(group: Make, target: CheckTarget, least: int = 60) -> None:
     assert verdict.compared > least
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", covering(LAYOUTS))
 def test_optimizer_states_on_the_host(group: Make, name: str) -> None:
     assert_same(group, target_of(LAYOUTS[name], offload="optimizer"))
 
 
-@pytest.mark.parametrize("name", ["zero-0", "zero-3", "tensor", "stages-zero-1"])
+@pytest.mark.parametrize("name", [thorough("zero-0"), "zero-3", thorough("tensor"), "stages-zero-1"])
 def test_the_hosts_cores_update(group: Make, name: str) -> None:
     assert_same(group, target_of(LAYOUTS[name], offload="optimizer", offload_update="host"))
 
@@ -76,12 +77,12 @@ def test_a_routed_model_offloads(group: Make) -> None:
 @pytest.mark.parametrize(
     ("zero", "tensor", "precision", "levers"),
     [
-        (0, 1, "fp32", {"optimizer_states": "8bit"}),
+        thorough(0, 1, "fp32", {"optimizer_states": "8bit"}),
         (3, 1, "fp32", {"optimizer_states": "8bit"}),
         (1, 1, "bf16", {"optimizer_states": "bf16"}),
-        (0, 2, "bf16", {"optimizer_states": "bf16"}),
+        thorough(0, 2, "bf16", {"optimizer_states": "bf16"}),
         (3, 1, "fp16", {}),
-        (3, 1, "pure-bf16", {"optimizer_states": "fp32", "rounding": "stochastic"}),
+        thorough(3, 1, "pure-bf16", {"optimizer_states": "fp32", "rounding": "stochastic"}),
         (0, 2, "pure-bf16", {"optimizer_states": "fp32", "rounding": "stochastic"}),
     ],
 )
@@ -104,7 +105,9 @@ def test_every_state_format_is_updated_on_the_host_as_on_the_gpu(
         assert torch.allclose(ours.last[name].float(), weight.float(), atol=tolerance, rtol=1e-2), name
 
 
-@pytest.mark.parametrize("name", ["zero-0", "tensor-zero-3", "stages", "interleaved", "stages-zero-1"])
+@pytest.mark.parametrize(
+    "name", ["zero-0", "interleaved", *map(thorough, ("tensor-zero-3", "stages", "stages-zero-1"))]
+)
 def test_checkpoints_on_the_host(group: Make, name: str) -> None:
     layout = LAYOUTS[name]
     spec = replace(DEEP, layers=6) if layout.pipeline > 1 else TINY
@@ -129,7 +132,9 @@ IN_BACKWARD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_BACKWARD)
+@pytest.mark.parametrize(
+    "name", ["zero-1", "zero-3", "context", "tensor", *map(thorough, ("zero-2", "hybrid", "tensor-zero-3"))]
+)
 def test_updates_inside_backward(group: Make, name: str) -> None:
     """Unclipped: what clips is an estimate, which depends on the order of the gradients."""
     levers = Levers(update_in_backward=True, **IN_BACKWARD[name])
@@ -181,7 +186,9 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    "name", ["zero-2", "zero-3", "stages-zero-1", *map(thorough, ("zero-1", "tensor-zero-3", "hybrid", "context"))]
+)
 def test_shards_of_weights_on_the_host(group: Make, name: str) -> None:
     """Two micro-batches, so that a step's later gathers find older weights in the buffers."""
     spec = replace(DEEP, layers=5)
@@ -196,7 +203,7 @@ def test_uneven_shards_of_weights_and_of_experts_on_the_host(group: Make) -> Non
     assert_same(group, CheckTarget(TINY_ROUTED, routed, levers, settings=UNCLIPPED), least=40)
 
 
-@pytest.mark.parametrize("name", ["zero-0", "tensor", "stages", "interleaved", "stages-data"])
+@pytest.mark.parametrize("name", ["zero-0", "interleaved", *map(thorough, ("tensor", "stages", "stages-data"))])
 def test_weights_on_the_host(group: Make, name: str) -> None:
     layout = LAYOUTS[name]
     levers = Levers(offload="weights", checkpoint_every=1, offload_checkpoints=layout.pipeline > 1)

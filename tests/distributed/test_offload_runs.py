@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.test_checkpoints import rewritten, run_on
 from tests.train.jobs import tiny_job
@@ -31,7 +32,7 @@ def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
 
 @pytest.mark.parametrize(
     ("layout", "levers", "precision"),
-    [({"data": 2, "zero": 3}, OPTIMIZER, "bf16"), ({"tensor": 2}, WEIGHTS, "fp32")],
+    [({"data": 2, "zero": 3}, OPTIMIZER, "bf16"), thorough({"tensor": 2}, WEIGHTS, "fp32")],
 )
 def test_stopped_and_resumed_is_bit_equal(
     group: Make, make: Callable[..., Job], layout: dict[str, Any], levers: dict[str, Any], precision: str
@@ -48,19 +49,23 @@ def test_stopped_and_resumed_is_bit_equal(
     assert ours == theirs
 
 
-def test_states_move_between_hosts_and_gpus(group: Make, make: Callable[..., Job]) -> None:
+READERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"data": 4, "zero": 3}, {}),
+    ({"data": 2, "zero": 1}, OPTIMIZER),
+    ({"tensor": 2, "pipeline": 2}, WEIGHTS),
+]
+MORE_READERS: list[tuple[dict[str, Any], dict[str, Any]]] = [({"tensor": 2, "pipeline": 2}, {}), ({}, OPTIMIZER)]
+
+
+@pytest.mark.parametrize("readers", [READERS, thorough(MORE_READERS)], ids=["ranks", "more"])
+def test_states_move_between_hosts_and_gpus(
+    group: Make, make: Callable[..., Job], readers: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
     """Saved by offloading ZeRO-3 ranks; read to the same bits without offload, by one process, stages and tensor ranks,
     and by offloading ranks of other layouts."""
     fields = {"precision": "bf16", "steps": 1}
     run_on(group, make("run", {"data": 2, "zero": 3}, OPTIMIZER, **fields))
     expected = rewritten(group, make("run", **fields), make("by one").output)
-    readers: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"data": 4, "zero": 3}, {}),
-        ({"data": 2, "zero": 1}, OPTIMIZER),
-        ({"tensor": 2, "pipeline": 2}, {}),
-        ({"tensor": 2, "pipeline": 2}, WEIGHTS),
-        ({}, OPTIMIZER),
-    ]
     for number, (layout, levers) in enumerate(readers):
         job = make("run", layout, levers, **fields)
         assert rewritten(group, job, make(f"copy {number}").output) == expected, (layout, levers)

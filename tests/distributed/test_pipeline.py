@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
 from tests.distributed.group import Group
 from tests.distributed.piping import DEEP, Piped
 from tests.distributed.test_equivalence import assert_same, distance
@@ -47,6 +48,11 @@ CASES = {
     "interleaved": Piped(schedule="interleaved", stages_per_rank=2),
     "zero-bubble": Piped(schedule="zero-bubble"),
     "zero-bubble-four": Piped(pipeline=4, micro_batch=1, schedule="zero-bubble"),
+    "zb-v": Piped(schedule="zb-v", stages_per_rank=2),
+    "zb-v-four-tied": Piped(
+        spec=replace(DEEP_TIED, layers=8), pipeline=4, micro_batch=1, schedule="zb-v", stages_per_rank=2
+    ),
+    "data-zero-1-zb-v": Piped(data=2, zero=1, micro_batch=1, schedule="zb-v", stages_per_rank=2),
     "1f1b-four": Piped(pipeline=4, micro_batch=1),
     **{f"{schedule}-tied": Piped(spec=DEEP_TIED, schedule=schedule) for schedule in SCHEDULES if schedule != "1f1b"},
     "interleaved-tied": Piped(spec=DEEP_TIED, schedule="interleaved", stages_per_rank=2),
@@ -83,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering(CASES))
 def test_a_pipeline_trains_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
     found = group(case.layout.ranks).run(run_rank, case)

@@ -4,6 +4,7 @@ Stages sleep for a known time instead of computing, so that the result hardly de
 a busy one adds is waiting: of three records the one that waited least counts.
 """
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.piping import Piped
 from tests.distributed.training import CPU, build, micro_batches
@@ -71,7 +73,7 @@ def recorded(group: Make, schedule: PipelineSchedule, pieces: int = 1) -> Record
     return made
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", thorough("gpipe")])
 def test_the_measured_bubble_is_the_formulas(group: Make, schedule: PipelineSchedule, tmp_path: Path) -> None:
     made = recorded(group, schedule)
     assert len(made.tasks) == 2 * 2 * 4, "a forward and a backward of four micro-batches on two ranks"
@@ -95,8 +97,18 @@ def test_interleaved_and_zero_bubble_wait_less(group: Make) -> None:
     assert {timed.task.work for timed in split.tasks} == {"forward", "input", "weights"}
     assert interleaved.waited < 0.8 * plain
     assert split.waited < 0.8 * plain
+    assert recorded(group, "zb-v", 2).waited < 0.8 * plain
 
 
 def test_what_is_no_record_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read record of a pipeline"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("end_s", [0.0, -0.0, 1.0])
+def test_a_record_in_which_nothing_took_time_gets_a_sentence(tmp_path: Path, end_s: float) -> None:
+    slot = {"rank": 0, "work": "forward", "batch": 0, "stage": 0, "start_s": end_s, "end_s": 0.0}
+    record = {"schedule": "1f1b", "ranks": 2, "micro_batches": 2, "pieces": 1, "slots": [slot, slot]}
+    (tmp_path / "pipeline.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="is not the record of a pipeline"):
         read_record(tmp_path)

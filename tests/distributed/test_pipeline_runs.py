@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.test_runs import alone, assert_same_run, run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
@@ -39,7 +40,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["interleaved", "zero-1", thorough("1f1b"), thorough("tensor")])
 def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], name: str) -> None:
     job, one = make("many", LAYOUTS[name]), make("one")
     results = run_on(group, job)
@@ -51,7 +52,7 @@ def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], name
     assert_same_run(job.output, one.output)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_other_layouts_hold_the_same_bits(group: Make, make: Callable[..., Job], precision: str) -> None:
     """Saved by ZeRO-3 on two; loaded and written again by pipelines, and from there by one process."""
     fields = {"precision": precision, "steps": 1, "evaluation": {"max_rows": 1}}

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tests.covering import thorough
 from tests.distributed.group import Group
+from tests.programs import call_forked, run_main
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
@@ -80,7 +83,7 @@ def assert_same_run(found: Path, truth: Path, step: int = 4) -> None:
             assert our_row[key] == pytest.approx(their_row[key], rel=1e-4), (our_row, key)
 
 
-@pytest.mark.parametrize(("data", "zero"), [(2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("data", "zero"), [thorough(2, 0), (2, 1), (4, 3)])
 def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], data: int, zero: int) -> None:
     job, one = make("many", data, zero), make("one")
     results = run_on(group, job)
@@ -93,7 +96,7 @@ def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], data
     assert load_model(str(job.output)).model.spec.vocab_size == 320
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16", thorough("pure-bf16")])
 def test_stopped_and_resumed_in_the_same_layout_is_bit_equal(
     group: Make, make: Callable[..., Job], precision: str
 ) -> None:
@@ -107,7 +110,7 @@ def test_stopped_and_resumed_in_the_same_layout_is_bit_equal(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_another_number_of_ranks_holds_the_same_bits(group: Make, make: Callable[..., Job], precision: str) -> None:
     """Saved by ZeRO-3 on two; loaded and written again by one process, by four under ZeRO-2, and by two replicas."""
     fields = {"precision": precision, "steps": 1, "evaluation": {"max_rows": 1}}
@@ -134,7 +137,7 @@ def write_again(fields: Fields, copy: str) -> None:
     p.ranks.barrier()
 
 
-@pytest.mark.parametrize("data_and_zero", [(1, 0), (4, 3)])
+@pytest.mark.parametrize("data_and_zero", [thorough((1, 0)), (4, 3)])
 def test_training_goes_on_as_if_nothing_had_happened(
     group: Make, make: Callable[..., Job], data_and_zero: tuple[int, int]
 ) -> None:
@@ -193,21 +196,42 @@ def test_pretrained_weights_are_shared_out(group: Make, make: Callable[..., Job]
     assert_same_run(job.output, one.output, 2)
 
 
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, "-m", "tightfit", "train", *arguments], env=environment, capture_output=True, text=True, timeout=300
+def torchrun(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """As a program, whose processes import torch each for itself."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tightfit"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def torchs_agent(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """What torchrun is around: its agent, here in a process that has imported torch, and processes forked from that."""
+    return call_forked(folder, start_agent, *arguments)
+
+
+def start_agent(*arguments: str) -> None:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="here",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        start_method="fork",
+        max_restarts=0,
     )
+    elastic_launch(config, run_main)(*arguments)
 
 
-def test_torchrun_trains_and_one_process_goes_on(make: Callable[..., Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch", [torchs_agent, thorough(torchrun)])
+def test_torchrun_trains_and_one_process_goes_on(
+    make: Callable[..., Job], tmp_path: Path, launch: Callable[..., tuple[int, str, str]]
+) -> None:
     job = make("launched", 2, 3, evaluation={"max_rows": 2, "prompts": ["the quick"], "sample_tokens": 3})
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    done = torchrun(2, str(file), "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)  # one object: the other rank prints nothing
+    code, said, told = launch(tmp_path, "train", str(file), "--json")
+    assert code == 0, told
+    result = json.loads(said)  # one object: the other rank prints nothing
     assert (result["step"], result["rank"]) == (4, 0)
     assert result["samples"][0][0] == "the quick"
     one = make("one", evaluation={"max_rows": 2})

@@ -12,6 +12,7 @@ from tests.distributed.group import Group
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
+from tightfit.models.presets import preset
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.config import EngineConfig
@@ -27,6 +28,8 @@ SHAPES = {
     "llama": replace(TINY, layers=3, vocab_size=97),  # which no number of ranks divides
     "tied-norms": replace(TINY, family="qwen3", layers=3, tied=True, qk_norm=True),
     "routed": replace(TINY_ROUTED, layers=3, mlp_size=32),
+    "sinks": replace(preset("tiny-gpt-oss"), vocab_size=97),
+    "latent": replace(preset("tiny-deepseek-v3"), vocab_size=97),
 }
 CASES = [
     ("llama", Spread(tensor=2)),
@@ -34,6 +37,8 @@ CASES = [
     ("tied-norms", Spread(tensor=4)),  # on two key heads
     ("tied-norms", Spread(tensor=2, pipeline=2)),
     ("routed", Spread(tensor=2, pipeline=2)),
+    ("sinks", Spread(tensor=2)),
+    ("latent", Spread(pipeline=2)),
 ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.distributed.group import Group
 from tests.distributed.test_equivalence import assert_same
 from tests.distributed.training import (
@@ -83,7 +84,7 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", covering(STREAMS))
 def test_tensor_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     """And what several ranks hold stays the same to the bit, which is how their parts are put together."""
     case = STREAMS[name]

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.distributed.group import Group
 from tests.distributed.training import GEMMA, GPT2
 from tests.train.models import TINY
@@ -53,7 +54,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering(CASES, costly=lambda target: target.layout.ranks > 8))
 def test_a_mesh_of_tensor_ranks_trains_as_one_process_does(group: Make, name: str) -> None:
     """Loss, every gradient, every weight after the step; copies to the bit."""
     target = CASES[name]
@@ -64,6 +65,7 @@ def test_a_mesh_of_tensor_ranks_trains_as_one_process_does(group: Make, name: st
 FAMILIES = {spec.family: spec for spec in map(preset, preset_names()) if spec.experts is None and spec.latent is None}
 
 
+@pytest.mark.thorough
 def test_every_dense_family_is_split(group: Make) -> None:
     """In miniature, as `tightfit check` does it."""
     for family, spec in FAMILIES.items():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.test_runs import assert_same_run, run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
@@ -42,7 +43,7 @@ def run_on(group: Make, job: Job, **options: Any) -> list[dict[str, Any]]:
     return group(job.layout.ranks).run(run_fields, job.model_dump(mode="json"), options)
 
 
-@pytest.mark.parametrize("layout", [TWO, GRID], ids=["tensor", "tensor-and-shards"])
+@pytest.mark.parametrize("layout", [thorough(TWO), GRID], ids=["tensor", "tensor-and-shards"])
 def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], layout: dict[str, int]) -> None:
     job, one = make("many", layout), make("one")
     results = run_on(group, job)
@@ -52,7 +53,7 @@ def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], layo
     assert_same_run(job.output, one.output)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_other_layouts_hold_the_same_bits(group: Make, make: Callable[..., Job], precision: str) -> None:
     """Saved by two tensor ranks on two data ranks; loaded and written again by others, to the same files."""
     fields = {"precision": precision, "steps": 1, "evaluation": {"max_rows": 1}}

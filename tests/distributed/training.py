@@ -15,6 +15,7 @@ from tightfit.collectives.shards import as_dtensor, splits_of
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.quantize import NOT_QUANTIZED, Quantize
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
@@ -75,6 +76,7 @@ class Case:
     scale: float | None = None
     levers: Levers = PLAIN
     settings: Optimizer = SETTINGS
+    quantize: Quantize = NOT_QUANTIZED
     states: bool = False
     """Whether the optimizer's states are gathered at the end: two messages a weight, for those who look at them."""
 
@@ -191,7 +193,9 @@ def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module
         torch.manual_seed(5)
         init_weights(model)
 
-    module, optimizer = assemble(decoder, mesh, case.layout, case.levers, case.precision, case.settings, CPU, fill)
+    module, optimizer = assemble(
+        decoder, mesh, case.layout, case.levers, case.precision, case.settings, CPU, fill, quantize=case.quantize
+    )
     return decoder, module, optimizer
 
 

@@ -3,11 +3,11 @@
 import os
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.speed import within_turns
 from tightfit.errors import UserError
 from tightfit.jobs.fields import field_rows
 from tightfit.jobs.load import default_job, load_job, parse_job
@@ -28,6 +28,14 @@ def test_overrides_reach_nested_and_short_form_fields() -> None:
     job = parse_job(MINIMAL, "job.yaml", overrides)
     assert (job.optimizer.lr, job.model.weights, job.data.sequence_length) == (0.01, "random", 32)
     assert (job.model.source, job.data.train, job.steps, job.epochs) == ("tiny-llama", ["notes.txt"], None, 2)
+
+
+@pytest.mark.parametrize(("batch", "data", "found"), [(1, 1, 1), (4, 1, 4), (7, 1, 7), (64, 2, 8), (6, 2, 3)])
+def test_a_micro_batch_that_was_not_given_divides_the_batch(batch: int, data: int, found: int) -> None:
+    job = parse_job(MINIMAL, "job.yaml", [f"global_batch={batch}", f"layout.data={data}"])
+    assert job.layout.micro_batch == found
+    assert job.accumulation == batch // data // found
+    assert "micro_batch" not in job.layout.model_fields_set, "fitting may still choose"
 
 
 def test_data_may_be_a_list_of_paths() -> None:
@@ -63,6 +71,7 @@ MISTAKES = [
     (["epochs=1"], ["steps is 10", "epochs is 1", "exactly one"]),
     (["steps="], ["neither steps nor epochs is given"]),
     (["global_batch=10", "layout.micro_batch=4"], ["global_batch 10", "layout.micro_batch 4"]),
+    (["global_batch=3", "layout.data=2"], ["global_batch 3", "layout.data 2"]),
     (["schedule.warmup_steps=11"], ["warmup_steps", "11", "10 steps"]),
     (["precision=int3"], ["precision", "'int3'", "'bf16'"]),
     (["data.held_out=0.9"], ["held_out", "0.9"]),
@@ -140,13 +149,11 @@ COSTLY = {
 
 @pytest.mark.parametrize(("text", "words"), COSTLY.values(), ids=COSTLY)
 def test_no_text_costs_more_than_its_length(text: str, words: str) -> None:
-    began = time.process_time()
-    with pytest.raises(UserError) as caught:
+    with within_turns(250), pytest.raises(UserError) as caught:
         parse_job(text, "job.yaml")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 2_200
-    assert time.process_time() - began < 15
 
 
 def test_an_endless_file_is_refused_and_a_pipe_is_read(tmp_path: Path) -> None:

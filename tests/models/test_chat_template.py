@@ -1,13 +1,16 @@
 """Templates render as in transformers, and none takes more than a bounded time and memory, whatever it says."""
 
 import time
+from itertools import product
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.covering import thorough
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import peak_resident_bytes
+from tightfit.models import template_limits
 from tightfit.models.chat_template import ChatTemplate
 from tightfit.models.tokenizer import CHATML_TEMPLATE
 
@@ -125,13 +128,25 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
-def test_no_template_takes_more_than_its_share(template: str) -> None:
+ALL = template_limits.FUEL
+TENTH = ALL // 10
+"""Enough to see that what a template does is paid for."""
+SMALL_BYTES = 100 * 2**20
+"""What the process may need beside: compiled templates, the allocator's reserve."""
+BETWEEN_PAYMENTS_S = 60
+"""The clock is read when something is paid: work that nobody pays for would go on for hours."""
+
+
+@pytest.mark.parametrize(("fuel", "name"), [*product([TENTH], HOSTILE), *(thorough(ALL, name) for name in HOSTILE)])
+def test_no_template_takes_more_than_its_share(fuel: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of its fuel is gone long before the clock ends it, which is there for what fuel does not see."""
+    monkeypatch.setattr(template_limits, "FUEL", fuel)
     began, peak = time.thread_time(), peak_resident_bytes()
-    with pytest.raises(UserError, match="chat template"):
-        ChatTemplate(template).render(CHAT, add_generation_prompt=True)
-    assert peak_resident_bytes() - peak < 600 * 2**20
-    assert time.thread_time() - began < 12
+    with pytest.raises(UserError, match="chat template") as caught:
+        ChatTemplate(HOSTILE[name]).render(CHAT, add_generation_prompt=True)
+    assert fuel == ALL or "takes longer" not in str(caught.value)
+    assert peak_resident_bytes() - peak < 600 * 2**20 * fuel / ALL + SMALL_BYTES
+    assert time.thread_time() - began < template_limits.SECONDS + BETWEEN_PAYMENTS_S
 
 
 def test_long_conversations_are_no_hostile_ones() -> None:

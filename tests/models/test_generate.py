@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models.huggingface.reference import fill
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.generate import Sampling, continue_text, generate, probabilities
-from tightfit.models.huggingface.weights import from_hf_state
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel
 from tightfit.models.spec import ModelSpec
@@ -70,7 +70,7 @@ def test_greedy_is_what_transformers_generates() -> None:
     )
     theirs = LlamaForCausalLM(config).eval()
     ours = Decoder(SPEC)
-    ours.load_state_dict(from_hf_state(theirs.state_dict(), SPEC))
+    fill(ours, theirs.state_dict())
     expected = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert tokens(ours, GREEDY) == [expected[0, len(PROMPT) :].tolist()]
 

@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tests.speed import within_turns
 from tightfit.errors import UserError
 from tightfit.models.piece_reader import INDEX
 from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors
@@ -146,10 +146,8 @@ def test_crafted_pickles_change_nothing_and_take_no_memory(checkpoint: Path, con
     (checkpoint / FOLDER / INDEX).write_bytes(content)
     before = {name: dict(vars(kind)) for name, kind in (("path", PosixPath), ("index", Metadata))}
     tracemalloc.start()
-    began = time.process_time()
-    with pytest.raises(UserError, match="is damaged or of another model"):
+    with within_turns(80), pytest.raises(UserError, match="is damaged or of another model"):
         stored_tensors(checkpoint)
-    assert time.process_time() - began < 5
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
     assert {name: dict(vars(kind)) for name, kind in (("path", PosixPath), ("index", Metadata))} == before

@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import pytest
 import torch
 
-from tests.train.models import ragged_batch
+from tests.train.models import TINY_ROUTED, ragged_batch, tiny_model
+from tightfit.errors import UserError
+from tightfit.jobs.experts import ExpertTraining
 from tightfit.jobs.job import Optimizer
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
-from tightfit.models.routing import choose, scored
+from tightfit.models.routing import choose, scored, z_loss
 from tightfit.models.spec import Experts
 from tightfit.parallel.ranks import ALONE
 from tightfit.train.expert_load import CORRECTION_RATE, ExpertMeter, correct_choices
@@ -29,6 +32,43 @@ def test_experts_are_of_the_chosen_groups() -> None:
         wanted = sorted(allowed, key=lambda expert: -float(scores[row, expert]))[:3]
         assert chosen[row].tolist() == wanted
     assert torch.equal(weights, 2 * scores.gather(1, chosen))
+
+
+def test_the_z_loss_is_st_moes() -> None:
+    """(1/N) Σ_t (log Σ_e e^x)², and its gradient 2/N · z · softmax(x), in float64 by hand."""
+    logits = torch.randn(7, 5, requires_grad=True)
+    z_loss(logits).backward()
+    exact = logits.detach().double()
+    z = exact.exp().sum(-1).log()
+    assert logits.grad is not None
+    torch.testing.assert_close(z_loss(logits).item(), float((z**2).mean()), rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.grad.double(), 2 / 7 * z[:, None] * exact.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+def test_training_adds_the_z_loss_and_tells_what_was_dropped() -> None:
+    spec = ExpertTraining(z_loss=0.5, capacity_factor=0.5).applied(TINY_ROUTED)
+    assert spec.experts is not None
+    model, plain = tiny_model(spec), tiny_model(TINY_ROUTED)
+    batch = ragged_batch(2)
+    mlp: Any = model.layers[0].mlp
+    x = torch.randn(2, 8, spec.hidden_size)
+    logits = mlp.router(x.flatten(0, 1))
+    without: Any = plain.layers[0].mlp
+    wanted = without(x)[1] + 0.5 * z_loss(logits)
+    torch.testing.assert_close(mlp(x)[1], wanted)
+    with torch.no_grad():  # nothing is dropped where nothing is trained
+        torch.testing.assert_close(model(batch["tokens"]).logits, plain(batch["tokens"]).logits)
+    meter = ExpertMeter(model, ALONE)
+    meter.take()
+    train_step(model, MasterAdamW(model, Optimizer(lr=1e-3)), [batch], torch.device("cpu"), 1e-3, LossScale())
+    told = meter.take()
+    assert 0.5 <= told["experts_dropped"] < 1
+    assert "experts_dropped" not in ExpertMeter(plain, ALONE).take()
+
+
+def test_a_dense_model_has_no_capacity() -> None:
+    with pytest.raises(UserError, match=r"experts.capacity_factor is 1.25, but llama has no experts; drop it"):
+        ExpertTraining(capacity_factor=1.25).applied(preset("tiny-llama"))
 
 
 def test_a_bias_says_who_is_chosen_and_not_how_much() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of
+from tightfit.train.loop import RunResult
 
 SMALL_RUN: dict[str, Any] = {
     "model": {"source": "tiny-llama", "shape": {"layers": 1, "hidden_size": 32, "mlp_size": 48}},
@@ -32,6 +33,24 @@ def tiny_job(output: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
         "saving": {"sharded": False},
     }
     return Job.model_validate({**fields, **changes})
+
+
+def ended_run(folder: Path) -> RunResult:
+    """What a run of two steps told, as far as anybody asks."""
+    return RunResult(
+        run=folder,
+        checkpoint=folder,
+        step=2,
+        steps=2,
+        params=1,
+        device="CPU",
+        precision="fp32",
+        start=None,
+        end=None,
+        tokens_per_second=1.0,
+        train_seconds=1.0,
+        peak_bytes=1,
+    )
 
 
 def latest_checkpoint(run: Path) -> Path | None:

@@ -1,5 +1,6 @@
 """States and weights on the host: every bit as if they had stayed, whatever the mixture; saved, resumed, refused."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.jobs import checkpoint_files, tiny_job
+from tests.covering import covering
+from tests.train.jobs import SMALL_RUN, checkpoint_files, tiny_job
 from tests.train.models import TINY, TINY_ROUTED, assert_trained_alike, ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
@@ -19,14 +21,18 @@ from tightfit.levers import host_update, state_link
 from tightfit.levers.host_update import fused_adamw
 from tightfit.levers.offload import placements
 from tightfit.levers.policy.offload import IN_FLIGHT_BYTES
-from tightfit.models.decoder import Decoder
+from tightfit.memory.simulation import fake_world
+from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.initialisation import init_weights
+from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
-from tightfit.prove.rehearsal import rehearse
+from tightfit.parallel.mesh import make_mesh
+from tightfit.prove.rehearsal import build, rehearse
 from tightfit.train.assembly import assemble
 from tightfit.train.loop import run_job
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
-from tightfit.train.step import train_step
+from tightfit.train.step import ignore, train_step
 
 CPU = torch.device("cpu")
 EVERYTHING = 2**40
@@ -102,26 +108,28 @@ def test_what_is_put_off_goes_in_the_order_of_the_forward_pass(
     assert not link.in_flight
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "weights"])
+MIXTURES: list[tuple[str, dict[str, Any]]] = [
+    ("fp32", {}),
+    ("bf16", {}),
+    ("fp16", {}),
+    ("bf16", {"update_in_backward": True}),
+    ("fp32", {"update_in_backward": True, "offload_gradient_bytes": 2**30}),
+    ("fp32", {"update_in_backward": True, "offload_gradient_bytes": 0}),
+    ("bf16", {"optimizer_states": "8bit"}),
+    ("pure-bf16", {"rounding": "stochastic", "update_in_backward": True}),
+    ("fp32", {"offload_keep_bytes": 60_000}),
+    ("fp32", {"tiles": 3}),
+    ("fp32", {"tiles": 3, "update_in_backward": True, "offload_checkpoints": True}),
+    ("fp32", {"checkpoint_keep": "attention", "offload_checkpoints": True, "checkpoint_host_bytes": 10_000}),
+]
+
+
 @pytest.mark.parametrize(
-    ("precision", "levers"),
-    [
-        ("fp32", {}),
-        ("bf16", {}),
-        ("fp16", {}),
-        ("bf16", {"update_in_backward": True}),
-        ("fp32", {"update_in_backward": True, "offload_gradient_bytes": 2**30}),
-        ("fp32", {"update_in_backward": True, "offload_gradient_bytes": 0}),
-        ("bf16", {"optimizer_states": "8bit"}),
-        ("pure-bf16", {"rounding": "stochastic", "update_in_backward": True}),
-        ("fp32", {"offload_keep_bytes": 60_000}),
-        ("fp32", {"tiles": 3}),
-        ("fp32", {"tiles": 3, "update_in_backward": True, "offload_checkpoints": True}),
-        ("fp32", {"checkpoint_keep": "attention", "offload_checkpoints": True, "checkpoint_host_bytes": 10_000}),
-    ],
+    ("offload", "mixture"), covering(list(product(("optimizer", "weights"), MIXTURES)), pairs=True)
 )
-def test_what_left_is_what_stayed(offload: str, precision: str, levers: dict[str, Any]) -> None:
+def test_what_left_is_what_stayed(offload: str, mixture: tuple[str, dict[str, Any]]) -> None:
     """Against the same kernels over states that stay, to the bit."""
+    precision, levers = mixture
     stayed = trained(precision, **{**levers, "offload": "optimizer", "offload_keep_bytes": EVERYTHING})
     assert_same(trained(precision, **levers, offload=offload), stayed)
 
@@ -173,7 +181,7 @@ def test_a_run_resumes_where_it_stopped(
     tmp_path: Path, corpus: Path, token_cache: Path, levers: dict[str, Any]
 ) -> None:
     """Five steps are three and two, to the bit of every file; and the files are a model that others can load."""
-    changes: dict[str, Any] = {"steps": 5, "layout": {"micro_batch": 4}}
+    changes: dict[str, Any] = {"steps": 5, "layout": {"micro_batch": 4}, "model": SMALL_RUN["model"]}
     made = {"levers": {"checkpoint_every": 1, **levers}, **changes}
     whole, parts = (tiny_job(tmp_path / name, corpus, token_cache, **made) for name in ("whole", "parts"))
     straight = run_job(whole, quiet=True)
@@ -250,3 +258,24 @@ def test_the_ledger_has_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> N
 def test_refusals(levers: dict[str, Any], layout: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         assemble(tiny_model(), None, Layout(**layout), Levers(**levers), "fp32", SETTINGS, CPU, lambda decoder: None)
+
+
+def test_no_update_reads_the_buckets_that_ddp_leaves_after_the_first_step() -> None:
+    """DDP makes new buckets when the second forward pass begins; what the first step still read would exist twice."""
+    workload = Workload(spec=preset("tiny-llama"), sequence_length=8, global_batch=2, precision="fp32")
+    layout = Layout(micro_batch=1, data=2)
+    seen: list[tuple[int, set[int]]] = []
+    with fake_world(2):
+        mesh, levers = make_mesh(layout, "cpu"), Levers(offload="optimizer")
+        program = build(workload, layout, levers, CPU, Implementations(), mesh, fill=init_weights)
+        for _ in range(3):
+            program.step(ignore)
+            gradients = [parameter.grad for parameter in program.decoder.parameters() if parameter.grad is not None]
+            buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+            offloading = program.optimizer.offloading
+            assert offloading is not None
+            seen.append((len(offloading.link.in_flight), buckets))
+    assert seen[0][0] == 0
+    assert seen[1][0] > 0, "later steps leave updates to the next one's forward pass"
+    assert seen[0][1].isdisjoint(seen[1][1]), "DDP has other buckets from the second step on"
+    assert seen[1][1] == seen[2][1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.covering import thorough
 from tests.train.jobs import checkpoint_files
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
@@ -16,7 +17,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import Quantize
 from tightfit.jobs.workload import Workload
-from tightfit.levers.fake_quantize import RoundedLinear, coded_weights, layer_linears, round_weights, trained_scheme
+from tightfit.levers.fake_quantize import RoundedLinear, coded_weights, round_weights, trained_scheme, whole_linears
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
@@ -64,7 +65,7 @@ def test_what_is_computed_is_what_codes_hold(settings: dict[str, Any]) -> None:
     chosen = Quantize(group=16, **settings)
     learned = round_weights(model, chosen)
     assert bool(learned) == (chosen.scales == "learned")
-    linear, codes = layer_linears(model)["layers.0.mlp.down"], coded_weights(model)["layers.0.mlp.down.weight"]
+    linear, codes = dict(whole_linears(model))["layers.0.mlp.down"], coded_weights(model)["layers.0.mlp.down.weight"]
     x = torch.randn(3, linear.in_features)
     wanted = x @ codes.dequantize().T
     assert len(codes.codes.unique()) <= codes.scheme.levels
@@ -112,7 +113,7 @@ def plain_checkpoint(trained: Callable[..., Job]) -> Path:
     return run_job(trained("plain", **SHOWN, quantize={}), quiet=True).checkpoint
 
 
-@pytest.mark.parametrize("bits", [2, 1])
+@pytest.mark.parametrize("bits", [thorough(2), 1])
 def test_it_ends_below_rounding_afterwards(bits: int, trained: Callable[..., Job], plain_checkpoint: Path) -> None:
     """Same steps, same data: trained for few bits, the model loses less than one rounded when training is over."""
     rounded = {"bits": bits, "group": 16}
@@ -129,7 +130,14 @@ def test_it_ends_below_rounding_afterwards(bits: int, trained: Callable[..., Job
     [
         ({"quantize": {"group": 32}}, "no bits"),
         ({"quantize": {"bits": 7}}, "bits"),
-        ({"quantize": LEARNED, "layout": {"micro_batch": 1, "data": 2}}, "one rank"),
+        (
+            {
+                "quantize": LEARNED,
+                "layout": {"micro_batch": 1, "data": 2, "zero": 2},
+                "levers": {"update_in_backward": True},
+            },
+            "quantize.scales=minmax",
+        ),
         ({"quantize": LEARNED, "levers": {"tiles": 2}}, "levers.tiles=1"),
     ],
 )

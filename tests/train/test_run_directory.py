@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.jobs import snapshot
+from tests.train.jobs import ended_run, snapshot
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of
@@ -205,20 +205,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
     run_copy: Path, make_small: Callable[..., Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    result = loop.RunResult(
-        run=run_copy,
-        checkpoint=run_copy,
-        step=2,
-        steps=2,
-        params=1,
-        device="CPU",
-        precision="fp32",
-        start=None,
-        end=None,
-        tokens_per_second=1.0,
-        train_seconds=1.0,
-        peak_bytes=1,
-    )
+    result = ended_run(run_copy)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         report.print_result(result, make_small(), as_json=False)

@@ -1,6 +1,7 @@
 """Starts: what is refused leaves every file as it was, and a run goes on wherever it is."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,24 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
     assert snapshot(tmp_path) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * needed[0]))
     assert run_job(job, quiet=True).step == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"), [(0, "no permission to write"), (os.ST_RDONLY, "the disk of .* is read-only")]
+)
+def test_a_run_that_cannot_be_written_to_is_refused_first(
+    make_small: Callable[..., Job], run_copy: Path, monkeypatch: pytest.MonkeyPatch, flags: int, why: str
+) -> None:
+    """Resumed, begun anew, or beside it; as root everything is writable, so the system's answer is replaced."""
+    before = snapshot(run_copy.parent)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda *_: SimpleNamespace(f_flag=flags))
+    for start in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(UserError, match=f"cannot write output {run_copy}: {why}.*; choose a writable directory"):
+            run_job(make_small(steps=4), quiet=True, **start)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=why):
+        run_job(make_small("beside", steps=4), quiet=True)
+    assert snapshot(run_copy.parent) == before
 
 
 def test_a_refused_resume_leaves_the_run_resumable(make_small: Callable[..., Job], run_copy: Path) -> None:

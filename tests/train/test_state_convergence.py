@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import thorough
 from tests.train.jobs import tiny_job
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
@@ -56,10 +57,10 @@ def curve(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Any:
 @pytest.mark.parametrize(
     "levers",
     [
-        {"optimizer_states": "bf16"},
+        thorough({"optimizer_states": "bf16"}),
         {"optimizer_states": "8bit"},
         {"optimizer_states": "factored"},
-        {"update_in_backward": True},
+        thorough({"update_in_backward": True}),
     ],
     ids=str,
 )

@@ -130,9 +130,9 @@ def test_routed_layers_add_their_balance_loss_to_the_gradient() -> None:
     accumulate(with_balance, [batch], CPU)
     output = without(batch["tokens"], batch["labels"], documents=batch["documents"])
     assert output.loss is not None
-    assert output.balance is not None
+    assert output.auxiliary is not None
     tokens = int((batch["labels"] != -100).sum())
-    (output.loss / tokens + 0.01 * output.balance).backward()
+    (output.loss / tokens + output.auxiliary).backward()
     for name, gradient in gradients(without).items():
         assert distance(gradients(with_balance)[name], gradient) < 1e-5, name
 

@@ -15,12 +15,13 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.decoder import Decoder
 from tightfit.models.resolve import resolve_spec
-from tightfit.train import loop
+from tightfit.plan.mfu import token_flops
+from tightfit.train import loop, stopping
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
-from tightfit.train.pace import Pace, flops_per_token, peak_flops
-from tightfit.train.step import NotFiniteError
+from tightfit.train.pace import Pace, peak_flops
+from tightfit.train.step import NotFiniteError, train_step
 from tightfit.train.stopping import StopRequest
 
 
@@ -53,11 +54,38 @@ def test_who_asks_during_an_evaluation_gets_a_checkpoint_and_no_evaluation(
     assert run_job(job, resume=True, stop_after=1, quiet=True).step == 1
 
 
+def test_who_asks_twice_is_told_what_was_saved(
+    make_small: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second request comes in the middle of the third step, which is given up; the run goes on from the second."""
+    job = make_small(steps=9, saving={"every": 1}, evaluation={"max_rows": 1})
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def asked_for_twice(module: Any, optimizer: Any, *given: Any, **named: Any) -> Any:
+        if (job.output / "checkpoints" / "step-00000002").is_dir():
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        return train_step(module, optimizer, *given, **named)
+
+    monkeypatch.setattr(loop, "train_step", asked_for_twice)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_job(job)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "SIGINT: finishing the step and saving; once more stops at once" in said
+    assert f"SIGINT again: stopping at once; the last good checkpoint is {job.output}/checkpoints/step-00000002" in said
+    monkeypatch.setattr(loop, "train_step", train_step)
+    assert run_job(job, resume=True, stop_after=3, quiet=True).step == 3
+
+
 def test_a_signal_that_was_ignored_stays_ignored() -> None:
     """As under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        request = StopRequest(lambda _: None)
+        request = StopRequest(lambda _: None, str)
         with request.heard():
             signal.raise_signal(signal.SIGHUP)
         assert request.signal is None
@@ -100,8 +128,18 @@ def test_model_flops_against_the_products_of_a_step() -> None:
         logits.sum().backward()
     attention = 6 * spec.layers * spec.heads * spec.head_dim * length  # causal: half of what is counted
     norms = 6 * (2 * spec.layers + 1) * spec.hidden_size
-    expected = (flops_per_token(spec, length) + attention - norms) * length
+    expected = (token_flops(spec, length) + attention - norms) * length
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.04)
+
+
+def test_windows_see_fewer_pairs() -> None:
+    """Counted one by one: position i sees the last `window` of i + 1 positions."""
+    spec, length = resolve_spec("gemma-2-2b"), 8192
+    assert spec.window is not None
+    windowed, layers = len(spec.window_layers), spec.layers
+    seen = sum(min(i + 1, spec.window) for i in range(length)) * windowed + length**2 / 2 * (layers - windowed)
+    more = token_flops(spec, length) - token_flops(spec, 1)
+    assert more == pytest.approx(12 * spec.query_size * seen / length, rel=1e-3)
 
 
 def test_the_peak_of_known_cards() -> None:

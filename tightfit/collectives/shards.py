@@ -55,10 +55,13 @@ class Split:
 
     def placed(self, cuts: "Sequence[Split]") -> tuple[DeviceMesh, list[Any]]:
         """The mesh of `cuts`, and a placement for each of its axes."""
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import Replicate, Shard
 
         placements: list[Any] = [Shard(cut.dim) for cut in cuts if cut.dim is not None]
-        return cuts[0].mesh if len(cuts) == 1 else _without_fsdp(self), placements
+        if self.outer is None:
+            return cuts[0].mesh, placements
+        inner_copies = self.dim is None and [Replicate()]  # such as biases that tensor ranks have alike
+        return _without_fsdp(self), [*placements, *(inner_copies or [])]
 
     def bounds(self) -> tuple[int, int]:
         """Start and length of this rank's shard along `dim`."""

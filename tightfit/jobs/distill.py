@@ -6,9 +6,6 @@ from pydantic import Field, model_validator
 
 from tightfit.jobs.section import Section
 
-SELF = "model"
-"""The teacher that is the model itself, as it was before training."""
-
 
 class Distill(Section):
     teacher: str | None = None

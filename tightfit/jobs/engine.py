@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from tightfit.errors import UserError
 from tightfit.jobs.layout import SPLITS
-from tightfit.jobs.lever_table import ELSEWHERE
+from tightfit.jobs.lever_table import ELSEWHERE, NO_HOST
 
 AttentionKernel = Literal["cudnn", "flash2", "flash-triton", "unfused"]
 EngineName = Literal[
@@ -107,7 +107,6 @@ class Engine:
 
 
 DATA_ONLY = tuple((name, 1) for name in SPLITS)
-NO_HOST = (*ELSEWHERE, ("offload", "none"))
 NATIVE = Passes(stream=(10, 18), rope=3, gate=(3, 6), activation=(2, 3), logits=21)
 """One kernel per operation, residual sums apart: torch's own LayerNorm and GELU, or what torch.compile makes."""
 HF_RMS = Passes(stream=(56, 132), rope=35, gate=(5, 8), activation=(2, 3), logits=21)

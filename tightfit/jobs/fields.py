@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from tightfit.jobs.job import Job
+from tightfit.jobs.section import Section
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,14 @@ class FieldRow:
     meaning: str
 
 
-def field_rows(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[FieldRow]:
+def field_rows(section: type[Section] = Job, prefix: str = "") -> Iterator[FieldRow]:
     """Every field of the schema in file order, sections flattened."""
     for name, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             yield from field_rows(info.annotation, f"{prefix}{name}.")
             continue
-        meaning = " ".join((info.description or "").split())
         default = info.get_default(call_default_factory=True)
-        yield FieldRow(f"{prefix}{name}", _type_name(info.annotation), _default(default), meaning)
+        yield FieldRow(f"{prefix}{name}", _type_name(info.annotation), _default(default), section.meaning(name))
 
 
 def _default(value: Any) -> str:

@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from tightfit.jobs.distill import Distill
+from tightfit.jobs.experts import ExpertTraining
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import Precision as Precision
+from tightfit.jobs.precision import PrecisionName as PrecisionName
 from tightfit.jobs.quantize import Quantize
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
@@ -20,8 +23,6 @@ from tightfit.jobs.section import Section
 from tightfit.models.spec import ModelSpec
 
 EngineName = Literal["tightfit", "deepspeed"]
-PrecisionName = Literal["fp32", "bf16", "fp16", "pure-bf16"]
-Precision = Literal["auto", "fp32", "bf16", "fp16", "pure-bf16"]
 
 
 class ModelChoice(Section):
@@ -206,6 +207,8 @@ class Job(Section):
     """Seeds the weights and the order of the data."""
     optimizer: Optimizer = Optimizer()
     """AdamW."""
+    experts: ExpertTraining = ExpertTraining()
+    """How the experts of a routed model are trained."""
     schedule: Schedule = Schedule()
     """The learning rate over time."""
     engine: EngineName = "tightfit"
@@ -236,6 +239,7 @@ class Job(Section):
             raise ValueError("neither steps nor epochs is given; say how long to train with one of the two")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give exactly one of the two")
+        self._divide_batch()
         rows = self.layout.micro_batch * self.layout.data
         if self.global_batch % rows:
             raise ValueError(
@@ -251,6 +255,16 @@ class Job(Section):
         if sentence := self.refusal():
             raise ValueError(sentence)
         return self
+
+    def _divide_batch(self) -> None:
+        """A micro-batch that was not given is the largest, up to its default, that divides a data rank's rows."""
+        rows, default = self.global_batch // self.layout.data, self.layout.micro_batch
+        if "micro_batch" in self.layout.model_fields_set or rows % default == 0 or rows == 0:
+            return
+        divisor = next(size for size in range(default, 0, -1) if rows % size == 0)
+        layout = self.layout.model_copy(update={"micro_batch": divisor})
+        layout.model_fields_set.discard("micro_batch")  # fitting may still choose another
+        object.__setattr__(self, "layout", layout)
 
     def refusal(self, spec: ModelSpec | None = None) -> str | None:
         """What the engine cannot do of the layout and the levers, and of the model where its shape is known."""

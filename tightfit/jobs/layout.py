@@ -14,11 +14,16 @@ from tightfit.jobs.rules.layout import refused_layout
 from tightfit.jobs.section import Section
 
 TensorMesh = Literal["1d", "2d", "2.5d", "3d"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"]
 
 
 SPLITS = ("tensor", "pipeline", "context", "expert")
 """Degrees beside data ranks. Whoever asks what else is split goes through these, and names none."""
+
+
+def stages_of_rank(rank: int, pipeline: int, pieces: int, *, in_v: bool) -> tuple[int, ...]:
+    """The stages of a pipeline rank: every `pipeline`-th one or, in a V, one on the way down and one up."""
+    return (rank, 2 * pipeline - 1 - rank) if in_v else tuple(range(rank, pipeline * pieces, pipeline))
 
 
 class Layout(Section):
@@ -41,7 +46,7 @@ class Layout(Section):
     schedule: PipelineSchedule = "1f1b"
     """Order in which a pipeline's stages work through the micro-batches."""
     stages_per_rank: int = Field(default=1, ge=1)
-    """Pieces of the model a pipeline rank holds under the interleaved schedule."""
+    """Pieces of the model a pipeline rank holds under the schedules interleaved and zb-v (which has two)."""
     context: int = Field(default=1, ge=1)
     """Ranks that split each sequence between them."""
     ring: int = Field(default=1, ge=1)
@@ -49,7 +54,7 @@ class Layout(Section):
     expert: int = Field(default=1, ge=1)
     """Data and context ranks that split the experts of a routed model between them."""
     micro_batch: int = Field(default=8, ge=1)
-    """Rows per forward pass of one data rank; a step is global_batch / (micro_batch × data) forward passes."""
+    """Rows of a data rank per forward pass, 8 or less unless given; a step is global_batch / (micro_batch × data)."""
 
     @property
     def splits(self) -> dict[str, int]:
@@ -65,6 +70,11 @@ class Layout(Section):
     def reducing(self) -> int:
         """Ranks that sum gradients, and between which ZeRO splits (less `copies`): each has other tokens."""
         return self.data * self.context
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that split one copy of what ZeRO splits."""
+        return self.data * self.context // self.copies
 
     @property
     def exchanging(self) -> int:
@@ -92,6 +102,20 @@ class Layout(Section):
         """Parts that tensor ranks cut the rows of a micro-batch in."""
         depth, rows, _ = self.tensor_axes
         return depth * rows
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline goes backward twice, for inputs and then for weights."""
+        return self.pipeline > 1 and self.schedule in ("zero-bubble", "zb-v")
+
+    @property
+    def in_v(self) -> bool:
+        """Whether a pipeline's stages go down the ranks and up again, so that the first rank has both ends."""
+        return self.schedule == "zb-v"
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that has it."""
+        return min(stage, 2 * self.pipeline - 1 - stage) if self.in_v else stage % self.pipeline
 
     @property
     def ranks(self) -> int:

@@ -48,8 +48,9 @@ class LeverRow:
     """What a search tries, weakest first: a later one never needs more memory. None: only what is pinned."""
     strength: Callable[[Any], float] = float
     """Larger for less memory."""
-    advice: tuple[str, Any] | None = None
-    """What to call it and which value to try where a run does not fit and the search has not tried that."""
+    advice: tuple[str, tuple[Any, ...]] | None = None
+    """What to call it and which values to try, weakest first, where a run does not fit: those that the search leaves
+    out, as they save little or cost much. The values of all rows together are every lossless way to need less."""
     elsewhere: Any = None
     """Its value in engines that do not have it; None where they do."""
     beside_deepspeed: bool = False
@@ -127,7 +128,7 @@ LEVER_TABLE = (
         name="tiles",
         words=lambda levers: f"layers in {levers.tiles} tiles" if levers.tiles > 1 else "",
         values=lambda wanted: (1, 8) if wanted.long_rows else (1,),
-        advice=("layers in tiles", 8),
+        advice=("layers in tiles", (8, 64)),
         elsewhere=1,
         beside_deepspeed=True,
     ),
@@ -156,11 +157,15 @@ LEVER_TABLE = (
             "updates in backward (clipped by the norm of the step before)" if levers.update_in_backward else ""
         ),
         values=lambda wanted: (False, True) if wanted.one_rank else (False,),
+        advice=("updates in backward", (True,)),
         elsewhere=False,
     ),
+    LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
 )
 ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewhere is not None)
 """Levers that only we have, at what other engines do instead."""
+NO_HOST = (*ELSEWHERE, ("offload", "none"))
+"""The same for engines that keep no states on the host either."""
 SAID_FIRST = "checkpoint_every"
 
 

@@ -7,12 +7,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from tightfit.bounded_files import read_bounded, user_path
 from tightfit.errors import UserError
 from tightfit.jobs.bounded_yaml import read_yaml
 from tightfit.jobs.job import Job
+from tightfit.jobs.section import Section
 
 MAX_FILE_BYTES = 1_000_000
 
@@ -116,12 +117,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def _section(location: Sequence[str]) -> type[BaseModel]:
+def _section(location: Sequence[str]) -> type[Section]:
     """The schema that holds the last part of `location`."""
-    section: type[BaseModel] = Job
+    section: type[Section] = Job
     for part in location[:-1]:
         info = section.model_fields.get(part)
-        if info is None or not isinstance(info.annotation, type) or not issubclass(info.annotation, BaseModel):
+        if info is None or not isinstance(info.annotation, type) or not issubclass(info.annotation, Section):
             break
         section = info.annotation
     return section
@@ -134,6 +135,5 @@ def _nearest(location: Sequence[str]) -> str:
 
 
 def _documentation(location: Sequence[str]) -> str:
-    info = _section(location).model_fields.get(location[-1]) if location else None
-    text = " ".join((info.description or "").split()) if info else ""
+    text = _section(location).meaning(location[-1]) if location else ""
     return f"it means: {text}" if text else "see `tightfit train --fields`"

@@ -1,9 +1,38 @@
 """Section: what every part of a job file has in common."""
 
+import ast
+import inspect
+import textwrap
+from functools import cache
+from itertools import pairwise
+
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
     """Frozen, unknown fields refused, attribute docstrings are the documentation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def meaning(cls, field: str) -> str:
+        """The docstring of a field, on one line; empty where the source is not there to be read.
+
+        Pydantic would read them all whenever a section is imported, which takes longer than a plan.
+        """
+        return _docstrings(cls).get(field, "")
+
+
+@cache
+def _docstrings(section: type[Section]) -> dict[str, str]:
+    """The string below each annotated name of a class."""
+    try:
+        statements = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    except (OSError, SyntaxError):
+        return {}
+    assert isinstance(statements, ast.ClassDef)
+    found = {}
+    for field, below in pairwise(statements.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return found

@@ -6,6 +6,9 @@ from typing import Literal
 
 from tightfit.models.spec import ModelSpec
 
+SELF = "model"
+"""The teacher that is the model itself, as it was before training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:

@@ -1,15 +1,18 @@
 """Workload: the part of a job that decides memory and time, without its data and its output."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tightfit.errors import UserError
-from tightfit.jobs.distill import SELF
 from tightfit.jobs.engine import ENGINES, Engine, EngineName
-from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.quantize import WeightRounding
-from tightfit.jobs.teacher import Teacher, held_weight_bytes
+from tightfit.jobs.teacher import SELF, Teacher, held_weight_bytes
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from tightfit.jobs.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Workload:
 
     @classmethod
     def of_job(
-        cls, job: Job, spec: ModelSpec, precision: PrecisionName, teacher: ModelSpec | None = None
+        cls, job: "Job", spec: ModelSpec, precision: PrecisionName, teacher: ModelSpec | None = None
     ) -> "Workload":
         """What `job` asks for, on a device that computes in `precision`; `teacher` is the shape of its teacher."""
         return cls(
@@ -76,7 +79,7 @@ class Workload:
         return self.has_masters or self.precision == "fp32"
 
 
-def teacher_of(job: Job, spec: ModelSpec, precision: PrecisionName) -> Teacher:
+def teacher_of(job: "Job", spec: ModelSpec, precision: PrecisionName) -> Teacher:
     """The teacher of `job`, whose shape is `spec`."""
     distill = job.distill
     assert distill.teacher is not None
@@ -90,7 +93,7 @@ def teacher_of(job: Job, spec: ModelSpec, precision: PrecisionName) -> Teacher:
     )
 
 
-def with_teacher(workload: Workload, job: Job) -> Workload:
+def with_teacher(workload: Workload, job: "Job") -> Workload:
     """`workload` with the teacher of `job` and its rounded weights, where it has such; without torch, so of a directory
     or a preset's shape."""
     workload = replace(workload, rounding=job.quantize.rounding)

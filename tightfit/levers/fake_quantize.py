@@ -8,9 +8,11 @@ error and are kept as logarithms: Adam then changes all of them by the same shar
 alone: the model's files and names stay as they are, and the optimizer keeps them. One bit: S · sign(w), S the mean |w|
 (Rastegari et al. 2016) or learned. Scales are float16 as in files, so what is evaluated is what is written.
 
-Applied from outside by replacing `forward`. ŵ is there from forward until the layer's backward is done.
+Applied from outside by replacing `forward`. ŵ is there from forward until the layer's backward is done. Under ZeRO
+every rank rounds the weights it has gathered; learned scales are whole on all, and their gradients summed over all.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -105,7 +107,7 @@ def round_weights(model: Decoder, settings: Quantize) -> dict[str, nn.Parameter]
     if settings.bits is None:
         return {}
     scheme, learned = trained_scheme(settings), dict[str, nn.Parameter]()
-    for name, linear in layer_linears(model).items():
+    for name, linear in whole_linears(model):
         log_scale = None
         if settings.scales == "learned":
             scale = fit_grid(linear.weight.detach().float(), scheme, "mse").scale
@@ -115,17 +117,23 @@ def round_weights(model: Decoder, settings: Quantize) -> dict[str, nn.Parameter]
     return learned
 
 
-def layer_linears(model: Decoder) -> dict[str, nn.Linear]:
-    """The linear layers of attention and MLPs, by name."""
-    found: dict[str, nn.Linear] = {}
+def whole_linears(model: Decoder) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear layer of attention and MLPs while its weight is whole: ZeRO's ranks gather one layer at a time."""
     for index, layer in model.layers._modules.items():
+        sharded = cast(Any, layer) if hasattr(layer, "unshard") else None
+        if sharded is not None:
+            sharded.unshard()
         for own, module in cast(Layer, layer).named_modules():
             if isinstance(module, nn.Linear):
-                found[f"layers.{index}.{own}"] = module
-    return found
+                yield f"layers.{index}.{own}", module
+        if sharded is not None:
+            sharded.reshard()
 
 
 def coded_weights(model: Decoder) -> dict[str, CodedWeight]:
-    """The codes of every rounded layer's weight, by the weight's name."""
-    forwards = {name: vars(linear).get("forward") for name, linear in layer_linears(model).items()}
-    return {f"{name}.weight": found.coded() for name, found in forwards.items() if isinstance(found, RoundedLinear)}
+    """The codes of every rounded layer's weight, by the weight's name; all of ZeRO's ranks ask together."""
+    found: dict[str, CodedWeight] = {}
+    for name, linear in whole_linears(model):
+        if isinstance(forward := vars(linear).get("forward"), RoundedLinear):
+            found[f"{name}.weight"] = forward.coded()
+    return found

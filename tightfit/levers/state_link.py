@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,13 +94,22 @@ class Update:
 class _StagingBuffer:
     memory: Tensor
     free: StreamEvent = None
+    made: dict[tuple[Any, ...], dict[str, Tensor]] = field(default_factory=dict)
+    """Staged views by the shapes of a piece: nearly all pieces are alike, and a view costs the host microseconds."""
 
     def views(self, matrix: OffloadedMatrix, rows: slice) -> dict[str, tuple[Tensor, Tensor]]:
         """(staged, host) views of every kind for a piece."""
+        hosts = {kind: tensor[rows] for kind, tensor in matrix.tensors.items()}
+        shapes = tuple((kind, host.dtype, host.shape) for kind, host in hosts.items())
+        if shapes not in self.made:
+            self.made[shapes] = self._staged(hosts)
+        staged = self.made[shapes]
+        return {kind: (staged[kind], host) for kind, host in hosts.items()}
+
+    def _staged(self, hosts: dict[str, Tensor]) -> dict[str, Tensor]:
         found, offset = {}, 0
-        for kind, tensor in matrix.tensors.items():
-            host = tensor[rows]
-            found[kind] = self.memory[offset : offset + host.nbytes].view(host.dtype).view(host.shape), host
+        for kind, host in hosts.items():
+            found[kind] = self.memory[offset : offset + host.nbytes].view(host.dtype).view(host.shape)
             offset += _aligned(host.nbytes)
         return found
 

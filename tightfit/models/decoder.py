@@ -23,7 +23,7 @@ from tightfit.kernels.sink_attention import sink_attention
 from tightfit.kernels.triton_support import Impl
 from tightfit.kernels.vocab_parallel import VocabularyRows
 from tightfit.models.cache import KeyValueCache
-from tightfit.models.latent_attention import LatentAttention
+from tightfit.models.latent_attention import AttendLatent, LatentAttention
 from tightfit.models.mlp import Mlp, RoutedMlp
 from tightfit.models.norm import make_norm
 from tightfit.models.rope import tables
@@ -59,6 +59,7 @@ class Attend(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Of query [B, heads, T, D] and the new key, value [B, kv_heads, T, D]; made is [B, heads, T, D]."""
 
@@ -72,15 +73,23 @@ class ForwardContext:
     cache: KeyValueCache | None
     attend: Attend | None = None
     """Takes the place of cache and attention."""
+    attend_latent: AttendLatent | None = None
+    """The same for latent attention, where small vectors of tokens are kept instead of keys and values."""
     heads_multiple: int = 1
     """`attend` takes some of the key heads as well, if so many or a multiple of it."""
 
     def attended(self, layer: "Attention | LatentAttention", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer to what is cached and new, [B, heads, T, D]; by `attend` where that is given."""
         if self.attend is not None:
-            assert layer.sinks is None, "context ranks and serving refuse models with attention sinks"
             return self.attend(
-                layer.layer, query, key, value, scale=layer.scale, window=layer.window, softcap=layer.softcap
+                layer.layer,
+                query,
+                key,
+                value,
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
             )
         if self.cache is not None:
             key, value = self.cache.extend(layer.layer, key, value)
@@ -111,11 +120,14 @@ Objective = Callable[[Tensor, Tensor | None], LossTarget]
 
 @dataclass
 class DecoderOutput:
-    """`logits` without labels, summed `loss` with labels; `balance` is the mean load-balancing loss of MoE layers."""
+    """`logits` without labels, summed `loss` with labels.
+
+    `auxiliary` is what training adds for routed layers: the mean of their balance and z-losses, with their weights.
+    """
 
     logits: Tensor | None
     loss: Tensor | None
-    balance: Tensor | None
+    auxiliary: Tensor | None
 
 
 class Attention(nn.Module):
@@ -176,13 +188,13 @@ class Layer(nn.Module):
         self.mlp_post_norm = make_norm(spec, impl.norm) if spec.sandwich_norms else None
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """The new residual stream, and the load-balancing loss of an MoE layer."""
+        """The new residual stream, and the auxiliary loss of a routed layer."""
         attended = self.attention(self.attention_norm(x), ctx)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         normed, x = self.mlp_norm(attended, residual=x)
-        out, balance = self.mlp(normed)
-        return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out)), balance
+        out, auxiliary = self.mlp(normed)
+        return x + (out if self.mlp_post_norm is None else self.mlp_post_norm(out)), auxiliary
 
 
 class Decoder(nn.Module):
@@ -224,20 +236,20 @@ class Decoder(nn.Module):
         positions = self.token_positions(tokens, documents, cache)
         x = self.embed_tokens(tokens, positions)
         ctx = self.forward_context(x, positions, documents, cache)
-        balances: list[Tensor] = []
+        added: list[Tensor] = []
         for layer in self.layers:
-            x, balance = layer(x, ctx)
-            if balance is not None:
-                balances.append(balance)
+            x, auxiliary = layer(x, ctx)
+            if auxiliary is not None:
+                added.append(auxiliary)
         if cache is not None:
             cache.advance(tokens.shape[1])
         x = self.norm(x[:, -1:] if last_only else x)
-        balance = torch.stack(balances).mean() if balances else None
+        auxiliary = torch.stack(added).mean() if added else None
         if labels is None:
             logits = softcapped(self.head(x), self.spec.logit_softcap)
-            return DecoderOutput(logits=logits, loss=None, balance=balance)
+            return DecoderOutput(logits=logits, loss=None, auxiliary=auxiliary)
         loss = self.loss(x, labels, divisor) if target is None else target.loss(self, x, labels, divisor)
-        return DecoderOutput(logits=None, loss=loss, balance=balance)
+        return DecoderOutput(logits=None, loss=loss, auxiliary=auxiliary)
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
         """Summed cross entropy of normed hidden states [B, T, H]."""

@@ -6,11 +6,13 @@
 The rotated part of a key is one for all heads. Rope's pairs are neighbours in the stored weights (x₀ x₁, x₂ x₃, …);
 ours are halves apart, so the rotated parts of queries and keys are reordered alike, which their products do not notice.
 Attention itself is that of every other family, over heads of `head_dim`; values are narrower and padded with zeros for
-it. Limits: a key/value cache holds expanded keys and values, not c and r, as folding W_k into the queries would allow;
+it. Whoever keeps only norm(c) and rope(r) of a token (serve/latent_cache.py) is given those and the weights that keys
+and values are made with (`Expansion`). Limits: the cache of one generation (cache.py) holds expanded keys and values;
 heads are not split over tensor ranks.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,30 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-6
 """Of the norms of small vectors, whatever the model's own is."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What makes keys and values of a token's small vector [norm(c), rope(r)]."""
+
+    keys: Tensor
+    """[heads, head_dim − rope_dim, kv_rank]"""
+    values: Tensor
+    """[heads, value_dim, kv_rank]"""
+
+    def expanded(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and padded values, [B, heads, T, head_dim], of small vectors [B, T, kv_rank + rope_dim]."""
+        compressed, rotated = vectors.split([self.keys.shape[2], vectors.shape[2] - self.keys.shape[2]], dim=-1)
+        key, value = (compressed[:, None] @ weight.mT for weight in (self.keys, self.values))
+        key = torch.cat([key, rotated[:, None].expand(-1, key.shape[1], -1, -1)], dim=-1)
+        return key, F.pad(value, (0, key.shape[3] - value.shape[3]))
+
+
+class AttendLatent(Protocol):
+    """Latent attention of one layer, given by whoever keeps small vectors of tokens."""
+
+    def __call__(self, layer: int, query: Tensor, vectors: Tensor, expansion: Expansion, *, scale: float) -> Tensor:
+        """[B, heads, T, value_dim] of query [B, heads, T, head_dim] and new small vectors [B, T, …]."""
 
 
 class LatentAttention(nn.Module):
@@ -50,26 +76,39 @@ class LatentAttention(nn.Module):
         self.o = nn.Linear(spec.output_size, hidden, bias=spec.output_bias)
 
     def forward(self, x: Tensor, ctx: "ForwardContext") -> Tensor:
-        query, key, value = self._project(x, ctx)
-        attended = ctx.attended(self, query, key, value)
-        return self.o(attended[..., : self.latent.value_dim].transpose(1, 2).flatten(2))
+        query, compressed, rotated = self._project(x, ctx)
+        if ctx.attend_latent is not None:
+            vectors = torch.cat([compressed, rotated[:, 0]], dim=-1)
+            attended = ctx.attend_latent(self.layer, query, vectors, self._expansion(), scale=self.scale)
+        else:
+            key, value = self._expanded(compressed, rotated)
+            attended = ctx.attended(self, query, key, value)[..., : self.latent.value_dim]
+        return self.o(attended.transpose(1, 2).flatten(2))
 
     def _project(self, x: Tensor, ctx: "ForwardContext") -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and padded values, [B, heads, T, head_dim] each."""
+        """Queries [B, heads, T, head_dim], norm(c) [B, T, kv_rank] and the rotated part of keys [B, 1, T, rope_dim]."""
         latent, plain = self.latent, self.head_dim - self.latent.rope_dim
         query = self._queries(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         compressed, key_rope = self.kv_a(x).split([latent.kv_rank, latent.rope_dim], dim=-1)
-        expanded = self.kv_b(self.kv_a_norm(compressed.contiguous()))
-        expanded = expanded.unflatten(-1, (-1, plain + latent.value_dim)).transpose(1, 2)
-        key, value = expanded.split([plain, latent.value_dim], dim=-1)
         query, query_rope = query.split([plain, latent.rope_dim], dim=-1)
         query_rope, key_rope = _as_halves(query_rope), _as_halves(key_rope[:, None])
         if self.rope is not None:
             cos, sin = ctx.rope_tables[self.rope]
             query_rope, key_rope = rope(query_rope, key_rope, cos, sin, impl=self.impl.rope)
-        query = torch.cat([query, query_rope], dim=-1)
-        key = torch.cat([key, key_rope.expand(-1, key.shape[1], -1, -1)], dim=-1)
-        return query, key, F.pad(value, (0, self.head_dim - latent.value_dim))
+        return torch.cat([query, query_rope], dim=-1), self.kv_a_norm(compressed.contiguous()), key_rope
+
+    def _expanded(self, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and padded values, [B, heads, T, head_dim] each."""
+        latent, plain = self.latent, self.head_dim - self.latent.rope_dim
+        expanded = self.kv_b(compressed).unflatten(-1, (-1, plain + latent.value_dim)).transpose(1, 2)
+        key, value = expanded.split([plain, latent.value_dim], dim=-1)
+        key = torch.cat([key, rotated.expand(-1, key.shape[1], -1, -1)], dim=-1)
+        return key, F.pad(value, (0, self.head_dim - latent.value_dim))
+
+    def _expansion(self) -> Expansion:
+        plain = self.head_dim - self.latent.rope_dim
+        by_head = self.kv_b.weight.unflatten(0, (-1, plain + self.latent.value_dim))
+        return Expansion(keys=by_head[:, :plain], values=by_head[:, plain:])
 
     def _queries(self, x: Tensor) -> Tensor:
         if self.q is not None:

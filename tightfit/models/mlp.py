@@ -3,7 +3,10 @@
 Which experts a token goes to, and with what weights: routing.py.
 The load-balancing loss is the Switch Transformer's (Fedus et al. 2021, eq. 4), per layer: E · Σ_e f_e · P_e, where f_e
 is the share of tokens routed to expert e (summing to k) and P_e its mean router probability; it is k when balanced.
-Hugging Face averages f and P over all layers first, where one layer's imbalance can hide another's.
+Hugging Face averages f and P over all layers first, where one layer's imbalance can hide another's. Beside it stands
+the router's z-loss where training asks for one (ST-MoE). With a capacity (Switch; Lepikhin et al. 2020, GShard) an
+expert takes only its first tokens while training: first choices before second ones, and in the order of the batch. What
+is dropped adds nothing to the residual stream. Loads are those that routers ask for, before anything is dropped.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +20,7 @@ from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
 from tightfit.kernels.glu import ACTIVATIONS, glu, relu2
 from tightfit.kernels.routed_mlp import Routing, route, routed_mlp
 from tightfit.kernels.triton_support import Impl, use_triton
-from tightfit.models.routing import choose, scored
+from tightfit.models.routing import choose, scored, z_loss
 from tightfit.models.spec import Experts, ModelSpec
 
 Beside = Callable[[], Tensor] | None
@@ -62,6 +65,8 @@ class ExpertWeights(nn.Module):
         self.gate_bias: nn.Parameter | None = None
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
+        self.adds_down_bias = True
+        """Of ranks whose results are summed, one adds it; on others its gradient is zero."""
         if spec.mlp_bias:
             self.gate_bias, self.up_bias = (nn.Parameter(torch.zeros(count, width)) for _ in range(2))
             self.down_bias = nn.Parameter(torch.zeros(count, hidden_size))
@@ -77,7 +82,7 @@ class ExpertWeights(nn.Module):
         gate, up, down = (_dense(stack) for stack in (self.gate, self.up, self.down))
         biases = None
         if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
-            biases = self.gate_bias, self.up_bias, self.down_bias
+            biases = self.gate_bias, self.up_bias, self.down_bias if self.adds_down_bias else 0 * self.down_bias
         return routed_mlp(tokens, weights, routing, gate, up, down, self.activation, biases=biases, impl=self.impl)
 
 
@@ -107,29 +112,44 @@ class RoutedMlp(nn.Module):
         """Tokens that training has sent to each expert, [E], since it was last set to None,"""
         self.corrected_load: Tensor | None = None
         """and what it was when the choice of experts was last corrected (train/expert_load.py)."""
+        self.dropped: Tensor | None = None
+        """Of `load`, the tokens that experts had no room for."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)  # [N, H]
-        probabilities = scored(self.router(tokens), self.experts_spec.score)
+        logits = self.router(tokens)
+        probabilities = scored(logits, self.experts_spec.score)
         weights, chosen = choose(probabilities, self.experts_spec, self.correction)
-        routing = route(chosen, self.experts_spec.count)
+        capacity = self.experts_spec.capacity(len(tokens)) if torch.is_grad_enabled() else None
+        routing = route(chosen, self.experts_spec.count, capacity)
         beside = None if self.shared is None else partial(self._shared, tokens)
         out, shared = self.experts(tokens, weights.to(x.dtype), routing, beside)
         if shared is not None:
             out = out + shared
-        load = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
-        self._count(load)
-        return out.view_as(x), self._balance_loss(probabilities, load)
+        self._count(routing.load, capacity)
+        return out.view_as(x), self._auxiliary_loss(logits, probabilities, routing.load)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         assert self.shared is not None
         out: Tensor = self.shared(tokens)[0]
         return out if self.shared_gate is None else torch.sigmoid(self.shared_gate(tokens)) * out
 
-    def _count(self, load: Tensor) -> None:
+    def _count(self, load: Tensor, capacity: int | None) -> None:
         """Add `load` to what training has sent each expert; not again when the layer is recomputed."""
-        if torch.is_grad_enabled() and not is_recomputing():
-            self.load = load if self.load is None else self.load.to(load.device) + load
+        if not torch.is_grad_enabled() or is_recomputing():
+            return
+        self.load = load if self.load is None else self.load.to(load.device) + load
+        if capacity is not None:
+            dropped = (load - capacity).clamp(min=0)
+            self.dropped = dropped if self.dropped is None else self.dropped.to(load.device) + dropped
+
+    def _auxiliary_loss(self, logits: Tensor, probabilities: Tensor, load: Tensor) -> Tensor:
+        """What training adds to the loss for this layer: balance and z-loss, with their weights."""
+        added = self.experts_spec.balance_weight * self._balance_loss(probabilities, load)
+        return added + self.experts_spec.z_weight * self._z_loss(logits) if self.experts_spec.z_weight else added
+
+    def _z_loss(self, logits: Tensor) -> Tensor:
+        return z_loss(logits)
 
     def _balance_loss(self, probabilities: Tensor, load: Tensor) -> Tensor:
         """E · Σ_e f_e · P_e, where load[e] is the number of tokens routed to expert e."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.precision import PrecisionName
 
 COMPUTE_DTYPES: dict[PrecisionName, torch.dtype] = {
     "fp32": torch.float32,

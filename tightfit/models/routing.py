@@ -23,6 +23,11 @@ def scored(logits: Tensor, score: Score) -> Tensor:
     return F.softmax(logits, dim=-1, dtype=torch.float32)
 
 
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean over tokens of logsumexp(logits)² (Zoph et al. 2022, ST-MoE, eq. 5): keeps logits [N, E] small."""
+    return logits.float().logsumexp(-1).square().mean()
+
+
 def choose(scores: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights and numbers of every token's experts, [N, k] each."""
     if correction is None and experts.groups == 1:

@@ -5,6 +5,7 @@ is built from it, so it imports neither torch nor transformers. Whatever can be 
 have a sliding window) is a method.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -66,6 +67,27 @@ class Experts:
     """Whether the shared expert is multiplied by a gate of its own."""
     balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
+    z_weight: float = 0.0
+    """Of the router's z-loss, and"""
+    capacity_factor: float | None = None
+    """how many times its even share of tokens an expert takes, in training (jobs/experts.py); None: all that come."""
+
+    def capacity(self, tokens: int) -> int | None:
+        """Tokens that an expert takes of `tokens`, ⌈factor · k · tokens / count⌉; None where there is no limit."""
+        if self.capacity_factor is None:
+            return None
+        return max(1, math.ceil(self.capacity_factor * self.per_token * tokens / self.count))
+
+    @property
+    def computed_per_token(self) -> float:
+        """Experts that a token goes through on average, where loads are even."""
+        return self.per_token * min(1.0, self.capacity_factor or 1.0)
+
+    def rows(self, tokens: int) -> int:
+        """The most (token, expert) pairs that are computed of `tokens`."""
+        capacity = self.capacity(tokens)
+        pairs = self.per_token * tokens
+        return pairs if capacity is None else min(pairs, self.count * capacity)
 
 
 @dataclass(frozen=True, kw_only=True)

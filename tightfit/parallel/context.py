@@ -33,13 +33,16 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.rules.shapes import unshared_rows
 from tightfit.kernels.attention import AttentionMask, attention
+from tightfit.kernels.sink_attention import sink_attention
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder, ForwardContext
 from tightfit.models.mlp import RoutedMlp
 from tightfit.models.rope import tables
+from tightfit.models.routing import z_loss
 from tightfit.parallel.head_exchange import gather_rows, scatter_rows
 from tightfit.parallel.mesh import context_group
 from tightfit.parallel.ring import ring_attention
+from tightfit.parallel.ring_sinks import ring_sink_attention
 from tightfit.parallel.row_split import RowSplit
 
 APPLIED = "row_split"
@@ -69,6 +72,7 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
     for module in model.modules():
         if isinstance(module, RoutedMlp):
             vars(module)["_balance_loss"] = partial(_balance_loss, mesh.get_group("context"))
+            vars(module)["_z_loss"] = partial(_z_loss, mesh.get_group("context"))
 
 
 def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, load: Tensor) -> Tensor:
@@ -76,6 +80,11 @@ def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, load: Tensor)
     sums = all_reduce(torch.cat([load.to(probabilities.dtype), probabilities.sum(0)]), group)
     load, probability = (sums / (len(probabilities) * group.size())).chunk(2)
     return len(load) * (load * probability).sum()
+
+
+def _z_loss(group: dist.ProcessGroup, logits: Tensor) -> Tensor:
+    """The mean over the tokens of all ranks, which have equally many; gradients are of this rank's share."""
+    return all_reduce(z_loss(logits) / group.size(), group)
 
 
 @dataclass(frozen=True)
@@ -136,11 +145,13 @@ class Context:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of this rank's tokens to all of their rows, [B, heads, t, D]."""
         if self.heads_group is not None:
             query, key, value = gather_rows(query, key, value, self.heads_group)
-        attended = self._attend(mask, query, key, value, scale=scale, window=window, softcap=softcap)
+            sinks = None if sinks is None else sinks.chunk(self.heads_group.size())[self.heads_group.rank()]
+        attended = self._attend(mask, query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks)
         del query, key, value  # before more is received
         return attended if self.heads_group is None else scatter_rows(attended, self.heads_group)
 
@@ -154,10 +165,15 @@ class Context:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         if self.ring_group is not None:
             first = self._first_keys(mask, window, len(query))
+            if sinks is not None:
+                return ring_sink_attention(query, key, value, sinks, first, self.ring_group, scale=scale)
             return ring_attention(query, key, value, first, self.ring_group, scale=scale, softcap=softcap)
+        if sinks is not None:
+            return sink_attention(query, key, value, sinks, mask, scale=scale, window=window)
         impl = self.model.impl.attention
         return attention(query, key, value, mask, scale=scale, window=window, softcap=softcap, impl=impl)
 

@@ -10,8 +10,9 @@ token and one of its experts, kernels/routed_mlp.py) are sorted by expert, so th
 | experts | one grouped product over the rows of all ranks | as on one rank |
 | return | all-to-all of results, added up per token | all-to-all of the results' gradients |
 
-Dropless: loads may be uneven, an expert or a whole rank may get nothing, and one may get everything; a rank's memory
-follows what it receives. Weights travel with the rows, so that results need not be kept for their gradient. The shared
+Dropless unless there is a capacity: loads may be uneven, an expert or a whole rank may get nothing, and one may get
+everything; a rank's memory follows what it receives. A capacity is of each rank's own tokens, so an expert gets at most
+ranks times that. Weights travel with the rows, so that results need not be kept for their gradient. The shared
 expert is computed while rows travel, and its backward while their gradients do: `_Depart` starts a transfer and
 `_Arrive` waits for it, and in backward the other way round, with the shared expert's nodes between them.
 
@@ -39,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.collectives.shards import Split, is_shard, remember_splits, splits_of
 from tightfit.kernels.gather_rows import gather_rows
 from tightfit.kernels.recomputation import is_result_wanted, placeholder
-from tightfit.kernels.routed_mlp import Routing, combine, route
+from tightfit.kernels.routed_mlp import Routing, by_row, combine, route
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.decoder import Decoder
 from tightfit.models.mlp import ExpertWeights
@@ -125,8 +126,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """In place of `ExpertWeights.forward`: this rank's tokens through the experts of all ranks."""
     trip, local = plan_trip(routing, group, experts.impl)
-    by_row = torch.zeros_like(weights.flatten()).index_copy(0, routing.rows.flatten(), weights.flatten())
-    leaving = _Depart.apply(tokens, by_row, routing.tokens, routing.rows, trip)
+    if routing.drops:  # fewer rows than there is room for
+        routing = routing._replace(tokens=routing.tokens[: sum(trip.sent)])
+    leaving = _Depart.apply(tokens, by_row(weights, routing), routing.tokens, routing.rows, trip)
     other = None if beside is None else beside()
     rows, row_weights = _Arrive.apply(*leaving, trip)
     made = experts.compute(rows, row_weights[:, None], local)

@@ -58,7 +58,7 @@ def counted_elsewhere(model: Decoder) -> frozenset[str]:
 
 def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: PrecisionName) -> "Pipeline":
     """The pipeline of a decoder that `take_stages` has cut, sharded over data ranks for `zero: 1`."""
-    if layout.schedule == "zero-bubble":
+    if layout.splits_backward:
         _unfuse_qkv(model)
     pipeline = Pipeline(model, vars(model)[SPANS], mesh, layout, COMPUTE_DTYPES[precision])
     if layout.zero:
@@ -182,24 +182,36 @@ class Pipeline(nn.Module):
         """The loss of one batch, on all ranks, without gradients."""
         batch = {"tokens": tokens, "labels": labels, "documents": documents}
         loss = torch.zeros((), device=self.device)
+        sent: tuple[Tensor, ...] = ()
         for stage in self.stages:
             stage.feed([batch], [0], divisor)
-            out = stage(*self._receive(stage.span, tokens), number=0)
+            out = stage(*self._receive(stage.span, tokens, sent), number=0)
             if stage.span.is_last:
                 loss += out.float()
             else:
-                for tensor in out if isinstance(out, tuple) else (out,):
-                    dist.send(tensor.contiguous(), group=self.group, group_dst=(self.rank + 1) % self.layout.pipeline)
+                sent = self._send(stage.span, out if isinstance(out, tuple) else (out,))
         dist.all_reduce(loss, group=self.group)
         return DecoderOutput(None, loss, None)
 
-    def _receive(self, span: StageSpan, tokens: Tensor) -> list[Tensor]:
+    def _send(self, span: StageSpan, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """To the next stage, unless this rank has that too, as at the bottom of a V."""
+        next_rank = self.layout.rank_of_stage(span.index + 1)
+        if next_rank != self.rank:
+            for tensor in out:
+                dist.send(tensor.contiguous(), group=self.group, group_dst=next_rank)
+        return out
+
+    def _receive(self, span: StageSpan, tokens: Tensor, sent: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Of the stage before, or what this rank `sent` itself."""
         if span.is_first:
             return []
+        rank_before = self.layout.rank_of_stage(span.index - 1)
+        if rank_before == self.rank:
+            return sent
         found = []
         for like in stage_outputs(self.decoder.spec, self.layout, *_shape({"tokens": tokens}), self.dtype):
             found.append(torch.empty(like.shape, dtype=like.dtype, device=self.device))
-            dist.recv(found[-1], group=self.group, group_src=(self.rank - 1) % self.layout.pipeline)
+            dist.recv(found[-1], group=self.group, group_src=rank_before)
         return found
 
 

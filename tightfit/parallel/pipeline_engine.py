@@ -6,7 +6,8 @@ allocates a buffer when it is received into and frees it after its backward. It 
 underscore), checked against torch 2.11 to 2.13.
 
 Schedules, for K ranks and M micro-batches: `gpipe` (with M = 1 the naive pipeline), `1f1b` (gpipe where M < K),
-`interleaved`, and `zero-bubble` (ZB-H1: backward for inputs first, backward for weights where a rank would idle).
+`interleaved`, `zero-bubble` (ZB-H1: backward for inputs first, backward for weights where a rank would idle) and `zb-v`
+(the same with two stages a rank, placed in a V: the first rank has the first stage and the last).
 """
 
 import copy
@@ -24,6 +25,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
@@ -170,6 +172,8 @@ def make_schedule(
             return ScheduleInterleaved1F1B([*stages], **options)
         case "zero-bubble":
             return ScheduleInterleavedZeroBubble([*stages], **options)
+        case "zb-v":
+            return ScheduleZBVZeroBubble([*stages], **options)
         case "1f1b" if micro_batches >= layout.pipeline:
             return Schedule1F1B(stages[0], **options)
     return ScheduleGPipe(stages[0], **options)

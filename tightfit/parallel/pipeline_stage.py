@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tightfit.jobs.layout import Layout
+from tightfit.jobs.layout import Layout, stages_of_rank
 from tightfit.memory.formulas.cut import cut
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
@@ -44,10 +44,11 @@ class StageSpan:
 
 
 def spans_of(spec: ModelSpec, layout: Layout, rank: int, length: int) -> list[StageSpan]:
-    """The stages of pipeline rank `rank`: every `pipeline`-th one."""
+    """The stages of pipeline rank `rank`."""
     stages = layout.pipeline * layout.stages_per_rank
     bounds = cut(spec, length, stages)
-    return [StageSpan(index, stages, *bounds[index]) for index in range(rank, stages, layout.pipeline)]
+    own = stages_of_rank(rank, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
+    return [StageSpan(index, stages, *bounds[index]) for index in own]
 
 
 def drop_other_stages(model: Decoder, spans: Sequence[StageSpan]) -> None:
@@ -88,9 +89,9 @@ class Stage(nn.Module):
         self.batches, self.counted, self.divisor, self.mean = batches, counted, divisor, None
 
     def forward(
-        self, x: Tensor | None = None, balance: Tensor | None = None, *, number: int
+        self, x: Tensor | None = None, auxiliary: Tensor | None = None, *, number: int
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The residual stream (for MoE also the load-balancing losses summed so far), or on the last stage the loss.
+        """The residual stream (for MoE also the auxiliary losses summed so far), or on the last stage the loss.
 
         `number` is the micro-batch's. (Given as a keyword: on GPUs FSDP2's pre-hook fails on a call without arguments.)
         """
@@ -104,22 +105,22 @@ class Stage(nn.Module):
         for layer in self.layers:
             x, own = layer(x, ctx)
             if own is not None:
-                balance = own.view(1).clone() if balance is None else balance + own  # FSDP2 takes no views as outputs
+                own = own.view(1).clone()  # FSDP2 takes no views as outputs
+                auxiliary = own if auxiliary is None else auxiliary + own
         assert x is not None
         if not self.span.is_last:
-            return x if self.spec.experts is None else (x, x.new_zeros(1).float() if balance is None else balance)
+            return x if self.spec.experts is None else (x, x.new_zeros(1).float() if auxiliary is None else auxiliary)
         assert labels is not None
-        return self._with_balance(model.loss(model.norm(x), labels, self.divisor), balance, self.counted[number])
+        return self._with_auxiliary(model.loss(model.norm(x), labels, self.divisor), auxiliary, self.counted[number])
 
-    def _with_balance(self, loss: Tensor, balance: Tensor | None, counted: int) -> Tensor:
-        """The loss to differentiate, with the load-balancing loss; `mean`, which is reported, leaves that out."""
+    def _with_auxiliary(self, loss: Tensor, auxiliary: Tensor | None, counted: int) -> Tensor:
+        """The loss to differentiate, with that of routed layers; `mean`, which is reported, leaves it out."""
         self.mean = loss.detach() if self.mean is None else self.mean + loss.detach()
-        experts = self.spec.experts
-        if experts is None or balance is None or self.divisor is None:
+        if auxiliary is None or self.divisor is None:
             return loss
         routed = sum(self.spec.is_routed(layer) for layer in range(self.spec.layers))
         share = counted / self.divisor
-        return loss + experts.balance_weight * balance.squeeze() / routed * share
+        return loss + auxiliary.squeeze() / routed * share
 
 
 def stage_outputs(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

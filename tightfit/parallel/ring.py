@@ -31,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tightfit.kernels.flash_attention import attend_and_save, fake_attended, like_rows
+from tightfit.kernels.join_parts import add_rows, join_
 from tightfit.kernels.operators import operator
-from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward, join_
+from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward
 
 WIDE = 4
 """Bytes of a float32."""
@@ -52,7 +53,7 @@ def ring_attention(
 
     `first` int32 [B, t] is the first key of every query, by its position in the row; None: the row's first.
     """
-    return _attend(query, key, value, first, scale, softcap or 0.0, group.group_name)[0]
+    return attend_in_ring(query, key, value, first, scale, softcap or 0.0, group.group_name)[0]
 
 
 class Region(NamedTuple):
@@ -114,23 +115,57 @@ class _Ring:
         return arriving, dist.batch_isend_irecv(operations)
 
 
+class _RowSums:
+    """Rows of this rank's queries, to which every step adds: as the first made them, float32, as the last rounds them.
+
+    The first ring rank adds to its second piece alone, and the others begin with all rows (see the table above).
+    """
+
+    def __init__(self, ring: _Ring, first: Tensor) -> None:
+        self.last_step, self.step, self.start, self.offset = ring.size - 1, 0, 0, 0
+        self.sums, self.dtype = first, first.dtype
+        self.result: Tensor | None = first
+
+    def next(self, start: int) -> tuple[Tensor, Tensor]:
+        """What the rows from `start` on sum up to, and where their sum with this step's goes."""
+        self.step, self.start = self.step + 1, start
+        before = self.sums[:, :, start - self.offset :]
+        if self.step == self.last_step:
+            if self.result is None:
+                self.result = torch.empty_like(self.sums, dtype=self.dtype)
+            return before, self.result[:, :, start:]
+        if self.step == 1 and self.dtype.itemsize < WIDE:
+            self.offset, self.sums = start, torch.empty_like(before, dtype=torch.float32)
+            self.result = self.result if start else None
+        return before, self.sums[:, :, start - self.offset :]
+
+    def total(self) -> Tensor:
+        """After the last step, with rows that it did not add to."""
+        assert self.result is not None
+        if self.offset == 0 and self.result is not self.sums:
+            self.result[:, :, : self.start].copy_(self.sums[:, :, : self.start])
+        return self.result
+
+
 def _run(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, scale: float, softcap: float, group: str
 ) -> tuple[Tensor, Tensor]:
     ring, length = _Ring(group), query.shape[2]
-    out, logs = query.new_empty(0), query.new_empty(0)
+    out, logs = None, query.new_empty(0)
     for source, held in ring.pass_round(torch.stack([key, value])):
         region = region_of(ring.rank, source, length)
         part = _part(first, region, source, ring.size, length, scale, softcap)
         keys, values = held[:, :, :, : region.keys_to].unbind()
-        seeing = query[:, :, region.queries_from :]
-        more, more_logs = attend_part(seeing, keys, values, part)
-        if source == ring.rank:
-            out, logs = more.float() if more.element_size() < WIDE else more, more_logs.contiguous()
+        more, more_logs = attend_part(query[:, :, region.queries_from :], keys, values, part)
+        if out is None:
+            out, logs = _RowSums(ring, more), more_logs.contiguous()
         else:
-            join_(out[:, :, region.queries_from :], logs[:, :, region.queries_from :], more, more_logs)
-        del more, seeing, keys, values, held
-    return out.to(query.dtype), logs
+            before, into = out.next(region.queries_from)
+            join_(before, logs[:, :, region.queries_from :], more, more_logs, into)
+            del before, into
+        del more, keys, values, held
+    assert out is not None
+    return out.total(), logs
 
 
 class _KeyGradients:
@@ -138,19 +173,26 @@ class _KeyGradients:
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
-        self.own: Tensor | None = None
+        self.own: tuple[Tensor, Tensor] | None = None
         self.passing: Tensor | None = None
         self.works: list[Any] = []
 
     def add(self, d_key: Tensor, d_value: Tensor, like: Tensor, region: Region) -> None:
         """What this rank found for the keys at hand (`like` them), added to what ranks before it have."""
-        total = torch.zeros_like(like, dtype=torch.float32) if self.passing is None else self._arrived()
-        for sums, found in zip(total, (d_key, d_value), strict=True):
-            sums[:, :, : region.keys_to] += found
         if self.own is None:
-            self.own = total
+            self.own = d_key, d_value
+            return
+        if self.passing is None:
+            total = torch.empty_like(like, dtype=torch.float32)
+            total[:, :, :, region.keys_to :].zero_()
+            for sums, found in zip(total, (d_key, d_value), strict=True):
+                sums[:, :, : region.keys_to].copy_(found)
         else:
-            self.passing, self.works = self.ring.hand_on(total)
+            total = self._arrived()
+            for sums, found in zip(total, (d_key, d_value), strict=True):
+                seen = sums[:, :, : region.keys_to]
+                add_rows(seen, found, seen)
+        self.passing, self.works = self.ring.hand_on(total)
 
     def _arrived(self) -> Tensor:
         assert self.passing is not None
@@ -158,10 +200,14 @@ class _KeyGradients:
             work.wait()
         return self.passing
 
-    def total(self) -> Tensor:
-        """Of this rank's own keys and values, [2, B, kv_heads, t, D]."""
+    def total(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of this rank's own keys and values, [B, kv_heads, t, D]."""
         assert self.own is not None
-        return self.own.add_(self._arrived())
+        arrived = self._arrived()
+        total = torch.empty_like(arrived, dtype=dtype)
+        for own, others, both in zip(self.own, arrived, total, strict=True):
+            add_rows(others, own, both)
+        return total[0], total[1]
 
 
 def _run_backward(
@@ -177,20 +223,27 @@ def _run_backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring, length = _Ring(group), query.shape[2]
-    d_query, key_gradients = torch.zeros_like(like_rows(query), dtype=torch.float32), _KeyGradients(ring)
+    d_query, key_gradients = None, _KeyGradients(ring)
+    denominators: dict[int, Tensor] = {}  # by the first query, as kernels take no strides of them
     for source, held in ring.pass_round(torch.stack([key, value])):
         region = region_of(ring.rank, source, length)
         part = _part(first, region, source, ring.size, length, scale, softcap)
         keys, values = held[:, :, :, : region.keys_to].unbind()
-        seeing = slice(region.queries_from, None)
-        by_query = (x[:, :, seeing] for x in (d_out, query, out, logs))
-        given, queries, attended, denominators = by_query
-        found = attend_part_backward(given, queries, keys, values, attended, denominators, part)
-        d_query[:, :, seeing] += found[0]
+        start = region.queries_from
+        if start not in denominators:
+            denominators[start] = logs[:, :, start:].contiguous()
+        given, queries, attended = (x[:, :, start:] for x in (d_out, query, out))
+        found = attend_part_backward(given, queries, keys, values, attended, denominators[start], part)
+        if d_query is None:
+            d_query = _RowSums(ring, found[0])
+        else:
+            before, into = d_query.next(start)
+            add_rows(before, found[0], into)
+            del before, into
         key_gradients.add(found[1], found[2], held, region)
         del found, held, keys, values
-    d_key, d_value = key_gradients.total().to(key.dtype).unbind()
-    return d_query.to(query.dtype), d_key, d_value
+    assert d_query is not None
+    return d_query.total(), *key_gradients.total(key.dtype)
 
 
 def _fake_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,43 +252,44 @@ def _fake_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> tuple[Ten
 
 
 def _forward_scratch(query: Tensor, key: Tensor, *_: Any) -> int:
-    """Keys and values at hand and arriving; a part's output beside the float32 sum, one of which is the result."""
-    return 4 * key.numel() * key.element_size() + WIDE * query.numel()
+    """Keys and values at hand and arriving; beside the result a part's output and, of 16 bits, the float32 sum."""
+    narrow = query.element_size() < WIDE
+    return 4 * key.numel() * key.element_size() + query.numel() * (query.element_size() + WIDE * narrow)
 
 
 def _backward_scratch(d_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
-    """Keys and values at hand and arriving; float32 gradients of them (own, at hand, arriving) and of queries.
+    """Keys and values at hand and arriving; gradients of them (own, and float32 at hand and arriving) and of queries.
 
     And what fused attention's backward takes (memory/cuda_rules.py): dQ in float32, and dK and dV of every head.
     """
     grouped = query.shape[1] != key.shape[1]
     kernel_bytes = query.numel() * (WIDE + 2 * query.element_size() * grouped)
-    passing_bytes = 4 * key.numel() * key.element_size() + 6 * WIDE * key.numel()
+    passing_bytes = 6 * key.numel() * key.element_size() + 4 * WIDE * key.numel()
     return passing_bytes + WIDE * query.numel() + kernel_bytes
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        return attend_and_save(ctx, _attend, *given)
+        return attend_and_save(ctx, attend_in_ring, *given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, logs, first = ctx.saved_tensors
         d_out = grads[0] if grads[0] is not None else torch.zeros_like(out)  # other ranks wait for this one
-        found = _attend_backward(d_out, query, key, value, out, logs, first, *ctx.settings)
+        found = attend_backward_in_ring(d_out, query, key, value, out, logs, first, *ctx.settings)
         return *found, None, None, None, None
 
 
 SETTINGS = "Tensor? first, float scale, float softcap, str group"
-_attend_backward = operator(
+attend_backward_in_ring = operator(
     "ring_attention_backward(Tensor d_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logs, "
     f"{SETTINGS}) -> (Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
     scratch_bytes=_backward_scratch,
 )
-_attend = operator(
+attend_in_ring = operator(
     f"ring_attention(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)",
     _run,
     fake_attended,

@@ -15,8 +15,9 @@ and optimizer states (shards.py).
 The two more all-gathers bring back the blocks' gathered inputs, which are freed after forward; they overlap with the
 block after. Partial gradients, which must be summed over tensor ranks: q_norm, k_norm and the router always; under
 sequence parallelism also the other norms and the biases of o and down. `sum_partial_gradients` all-reduces them once a
-step. Biases of o and down are added once, after the sum over ranks. Each rank routes all tokens and computes its
-columns of every expert. With fewer key/value heads than ranks, the ranks that use a head compute a part of it each.
+step. Biases of o and down are added once, after the sum over ranks; those of experts' down, which are weighed by token,
+by the first rank alone. Each rank routes all tokens and computes its columns of every expert, and has the attention
+sinks of its heads. With fewer key/value heads than ranks, the ranks that use a head compute a part of it each.
 Refused: sizes that cannot be divided, and losses that need whole rows of logits. Replicated weights stay equal because
 their gradients are equal, bit for bit.
 """
@@ -50,18 +51,19 @@ from tightfit.jobs.rules.shapes import uneven_share
 from tightfit.kernels.vocab_parallel import VocabularyRows, embed_own_rows
 from tightfit.levers.tiling import EXCHANGE
 from tightfit.models.decoder import Attention, Decoder, ForwardContext
-from tightfit.models.mlp import Mlp
+from tightfit.models.mlp import Mlp, RoutedMlp
 from tightfit.parallel.mesh import TIMEOUT, tensor_axes
 
 CUTS = (
     (r"^(embed|head)\.weight$", 0),
-    (r"\.experts\.(gate|up)$", 1),
+    (r"\.attention\.sinks$", 0),
+    (r"\.experts\.(gate|up)(_bias)?$", 1),
     (r"\.experts\.down$", 2),
     (r"\.(q|k|v|gate|up)\.(weight|bias)$", 0),
     (r"\.(o|down)\.weight$", 1),
 )
 """The dimension that each parameter is split along; others are replicated."""
-ALWAYS_PARTIAL = r"\.(q_norm|k_norm|router|shared_gate)\."
+ALWAYS_PARTIAL = r"\.(q_norm|k_norm|router|shared_gate)\.|\.experts\.down_bias$"
 LARGE_GRADIENT = 2**20
 """Numbers; a message of more gains nothing from being joined with others."""
 PARTIAL_BY_TOKENS = r"norm\.|\.(o|down)\.bias$"
@@ -233,6 +235,8 @@ def _hook_layer(layer: Any, exchange: Exchange) -> None:
     if down is not None:
         _leave_out_bias(down)
     mlp.register_forward_hook(partial(_leave, exchange, down))
+    if isinstance(mlp, RoutedMlp):
+        mlp.experts.adds_down_bias = exchange.group.rank() == 0
 
 
 def _gather_kv_heads(model: Decoder, ranks: int) -> None:
@@ -271,13 +275,13 @@ def _leave_out_bias(out: nn.Linear) -> None:
 
 
 def _leave(exchange: Exchange, out: nn.Linear | None, _: nn.Module, args: Any, output: Any) -> Any:
-    """The forward hook of a block; an MLP returns (output, load-balancing loss)."""
+    """The forward hook of a block; an MLP returns (output, auxiliary loss)."""
     bias = None if out is None else out.bias
     if not isinstance(output, tuple):
         return exchange.leave(output, bias)
-    y, balance = output
-    balance = None if balance is None else divide_gradient(balance, exchange.group)
-    return exchange.leave(y, bias), balance
+    y, auxiliary = output
+    auxiliary = None if auxiliary is None else divide_gradient(auxiliary, exchange.group)
+    return exchange.leave(y, bias), auxiliary
 
 
 @torch.no_grad()

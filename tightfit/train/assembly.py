@@ -86,7 +86,10 @@ def assemble(
         if next(model.parameters()).is_meta:
             materialise(model, filled_on)
         fill(model)
-        return module, make_optimizer(model, device=device, counted_elsewhere=counted_elsewhere(model), module=module)
+        beside = round_weights(model, quantize)
+        return module, make_optimizer(
+            model, device=device, counted_elsewhere=counted_elsewhere(model), module=module, beside=beside
+        )
     if next(model.parameters()).is_meta:
         materialise(model, filled_on)
     fill(model)

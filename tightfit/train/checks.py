@@ -14,6 +14,7 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
+from tightfit.jobs.experts import AS_SAVED
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
@@ -220,11 +221,12 @@ def _spec(job: Job, checkpoint: Path | None) -> ModelSpec:
     """The model's shape with the job's changes, if it can take the job's rows."""
     source = job.model.source
     if checkpoint is not None and Path(source).is_absolute() and not Path(source).exists():
-        return resolve_spec(str(checkpoint))  # what the run began with has gone, and is not needed any more
+        # What the run began with has gone, and is not needed any more.
+        return job.experts.applied(resolve_spec(str(checkpoint)))
     spec = source_spec(source)
     if wants_weights(job) and job.model.shape:
         raise UserError(f"model.shape changes {source}, whose weights then do not fit; set model.weights=random")
-    spec = reshaped(spec, job.model.shape, source)
+    spec = job.experts.applied(reshaped(spec, job.model.shape, source))
     if job.data.sequence_length > spec.max_positions:
         raise UserError(
             f"data.sequence_length is {job.data.sequence_length}, but {source} has {spec.max_positions} "
@@ -252,7 +254,7 @@ def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSp
 
 def refuse_other_shape(checkpoint: Path, spec: ModelSpec) -> None:
     """A sentence where the job's model is not the checkpoint's."""
-    saved = resolve_spec(str(checkpoint))
+    saved, spec = resolve_spec(str(checkpoint)), AS_SAVED.applied(spec)
     if saved != spec:
         name = next(n for n in spec.__dataclass_fields__ if getattr(saved, n) != getattr(spec, n))
         ours, theirs = getattr(spec, name), getattr(saved, name)

@@ -90,7 +90,7 @@ def deepspeed_assembled(
 
 
 class Objective(nn.Module):
-    """The decoder's loss as tensors: what goes backward, with the balance of routed layers, and what is reported."""
+    """The decoder's loss as tensors: what goes backward, auxiliary losses included, and what is reported."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -98,10 +98,10 @@ class Objective(nn.Module):
 
     def forward(self, share: float | Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
         """`share` of the step's counted tokens are in this micro-batch."""
-        output, experts = self.decoder(**arguments), self.decoder.spec.experts
+        output = self.decoder(**arguments)
         objective = output.loss
-        if experts is not None and output.balance is not None:
-            objective = objective + experts.balance_weight * output.balance * share
+        if output.auxiliary is not None:
+            objective = objective + output.auxiliary * share
         return objective, output.loss.detach()
 
 

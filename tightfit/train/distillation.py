@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.errors import UserError
-from tightfit.jobs.distill import SELF, Distill
+from tightfit.jobs.distill import Distill
 from tightfit.jobs.job import Job
+from tightfit.jobs.teacher import SELF
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation
 from tightfit.models.decoder import Decoder, ForwardContext, Layer

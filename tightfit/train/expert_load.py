@@ -32,6 +32,8 @@ class LayerLoad:
     busiest: float
     quietest: float
     idle: int
+    dropped: float = 0.0
+    """Share of tokens that experts had no room for (jobs/experts.py)."""
 
 
 class ExpertMeter:
@@ -41,7 +43,7 @@ class ExpertMeter:
         self.spec, self.ranks = model.spec, ranks
         self.own = dict(routed_layers(model))
         self.total: Tensor | None = None
-        """Tokens of every expert since the run began, [layers, experts], on the host."""
+        """Tokens of every expert, asked for and dropped, since the run began, [2, layers, experts], on the host."""
 
     def take(self) -> Mapping[str, float]:
         """Numbers for metrics about the steps since the last call; nothing where the model is not routed."""
@@ -49,27 +51,32 @@ class ExpertMeter:
             return {}
         found = self._over_all_ranks()
         self.total = found if self.total is None else self.total + found
-        loads = layer_loads(found)
+        loads = layer_loads(*found)
         if not loads:
             return {}
-        return {
+        told = {
             "expert_load_max": max(load.busiest for load in loads),
             "expert_load_min": min(load.quietest for load in loads),
             "experts_idle": sum(load.idle for load in loads),
         }
+        if self.spec.experts.capacity_factor is not None:
+            told["experts_dropped"] = sum(load.dropped for load in loads) / len(loads)
+        return told
 
     def of_run(self) -> tuple[LayerLoad, ...]:
         """Every routed layer's load over the whole run."""
-        return () if self.total is None else layer_loads(self.total)
+        return () if self.total is None else layer_loads(*self.total)
 
     def _over_all_ranks(self) -> Tensor:
         assert self.spec.experts is not None
         device = self.ranks.device_type if self.ranks.processes > 1 else "cpu"
-        counts = torch.zeros(self.spec.layers, self.spec.experts.count, dtype=torch.float64, device=device)
+        counts = torch.zeros(2, self.spec.layers, self.spec.experts.count, dtype=torch.float64, device=device)
         for layer, mlp in self.own.items():
             if mlp.load is not None:
-                counts[layer] = mlp.load.to(counts)
-                mlp.load = mlp.corrected_load = None
+                counts[0, layer] = mlp.load.to(counts)
+            if mlp.dropped is not None:
+                counts[1, layer] = mlp.dropped.to(counts)
+            mlp.load = mlp.corrected_load = mlp.dropped = None
         ranks = self.ranks
         copies = ranks.processes // (ranks.world * ranks.context * ranks.stages)  # tensor ranks count the same tokens
         return (self.ranks.sum_over_all(counts) / copies).cpu()
@@ -109,10 +116,16 @@ def routed_layers(model: Decoder) -> Iterator[tuple[int, RoutedMlp]]:
             yield layer.attention.layer, layer.mlp
 
 
-def layer_loads(counts: Tensor) -> tuple[LayerLoad, ...]:
+def layer_loads(counts: Tensor, dropped: Tensor) -> tuple[LayerLoad, ...]:
     """Of tokens by layer and expert; layers without any are not routed, or have not run."""
     return tuple(
-        LayerLoad(layer, float(row.max() / row.mean()), float(row.min() / row.mean()), int((row == 0).sum()))
+        LayerLoad(
+            layer=layer,
+            busiest=float(row.max() / row.mean()),
+            quietest=float(row.min() / row.mean()),
+            idle=int((row == 0).sum()),
+            dropped=float(dropped[layer].sum() / row.sum()),
+        )
         for layer, row in enumerate(counts)
         if row.sum() > 0
     )

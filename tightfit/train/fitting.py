@@ -97,7 +97,7 @@ def job_spec(job: Job) -> ModelSpec:
     shape = {**job.model.shape}
     if job.tokenizer.source == "train":
         shape["vocab_size"] = rounded_vocabulary(job.tokenizer.vocab_size)
-    return reshaped(source_spec(job.model.source), shape, job.model.source)
+    return job.experts.applied(reshaped(source_spec(job.model.source), shape, job.model.source))
 
 
 def _pins(job: Job) -> Pins:

@@ -28,6 +28,7 @@ from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel, load_model
 from tightfit.parallel.mesh import init_distributed
 from tightfit.parallel.ranks import Ranks
+from tightfit.plan.mfu import token_flops
 from tightfit.train.checkpoints.directory import Position, checkpoint_path, gathered, save_checkpoint, what_is_safe
 from tightfit.train.checkpoints.sharded import ShardedSaver
 from tightfit.train.data.loader import evaluation_batches
@@ -36,12 +37,12 @@ from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.expert_load import ExpertMeter, LayerLoad
 from tightfit.train.metrics import METRICS_FILE, MetricsLog, SideFiles, read_metrics
 from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
-from tightfit.train.pace import Pace, flops_per_token, peak_flops
+from tightfit.train.pace import Pace, peak_flops
 from tightfit.train.pipeline_record import recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, prepare
 from tightfit.train.progress import RunProgress
-from tightfit.train.quantized_result import write_quantized
+from tightfit.train.quantized_result import quantized_parts, write_quantized
 from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, opened, recover
 from tightfit.train.schedule import lr_ratio
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
@@ -189,7 +190,8 @@ class _Run:
         """Evaluate, train to the last step, save, evaluate again, sample."""
         p = self.p
         with RunProgress(p.total_steps, self.step, self.quiet) as self.progress:
-            self.side_files, self.request = SideFiles(self.progress.say), StopRequest(self.progress.say)
+            self.side_files = SideFiles(self.progress.say)
+            self.request = StopRequest(self.progress.say, lambda: what_is_safe(self.job.output))
             with self._metrics_log() as self.metrics, self.request.heard():
                 if self.step == 0:
                     self.start = self._evaluate()
@@ -314,9 +316,12 @@ class _Run:
 
     def _write_quantized(self) -> None:
         """The compressed model that a run with rounded weights ends in."""
-        done = self.step == self.p.total_steps and self.ranks.first and self.writes
-        if self.job.quantize.bits is not None and done:
-            self.progress.say(f"compressed model: {write_quantized(self.job.output, self.p.model, self.p.tokenizer)}")
+        if self.job.quantize.bits is None or self.step < self.p.total_steps:
+            return
+        parts = quantized_parts(self.p.model)  # all ranks: ZeRO's gather
+        if self.ranks.first and self.writes:
+            written = write_quantized(self.job.output, self.p.model.spec, parts, self.p.tokenizer)
+            self.progress.say(f"compressed model: {written}")
 
     def _settle(self) -> None:
         if self.opened_run is not None:
@@ -374,7 +379,7 @@ class _Run:
             return None
         memory_bytes = torch.cuda.get_device_properties(p.device).total_memory
         peak = peak_flops(device_name(p.device), memory_bytes, p.precision)
-        spent = self.pace.tokens_per_second * flops_per_token(p.model.spec, self.job.data.sequence_length)
+        spent = self.pace.tokens_per_second * token_flops(p.model.spec, self.job.data.sequence_length)
         return None if peak is None else spent / (peak * self.ranks.processes)
 
     def _samples(self) -> list[tuple[str, str]]:

@@ -2,11 +2,7 @@
 
 The first steps compile kernels, allocate and connect; an average over all of a short run would mostly measure those.
 Warm-up is the steps before the first one that takes no more than 1.3 times the median.
-
-    model FLOPs of a token = 6 × (weights it is multiplied with) + 6 × layers × heads × head size × tokens of a row
-
-(forward and backward; attention sees half of the row on average; recomputation is not counted: Chowdhery et al. 2022,
-appendix B).
+The model's own operations are counted as plans count them (`plan.mfu`).
 """
 
 from array import array
@@ -15,7 +11,6 @@ from statistics import median
 
 from tightfit.errors import UserError
 from tightfit.hardware.local import local_machine
-from tightfit.models.spec import ModelSpec
 
 STEADY_RATIO = 1.3
 
@@ -56,13 +51,6 @@ class Pace:
         """Of the steps after the warm-up."""
         steady = self.step_s[self.warmup_steps :]
         return self.tokens_per_step * len(steady) / sum(steady) if steady else 0.0
-
-
-def flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
-    """Model FLOPs that training spends on a token of a row of `sequence_length`."""
-    tied_head = spec.vocab_size * spec.hidden_size if spec.tied else 0  # else the embedding multiplies nothing
-    multiplied = spec.params(active=True) - spec.embedding_params + tied_head
-    return 6.0 * multiplied + 6.0 * spec.layers * spec.heads * spec.head_dim * sequence_length
 
 
 def peak_flops(device_name: str, memory_bytes: int, precision: str) -> float | None:

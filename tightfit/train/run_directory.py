@@ -108,7 +108,9 @@ def _refuse_unwritable(output: Path) -> None:
     if not place.is_dir():
         raise UserError(f"cannot write output {output}: {place} is not a directory; choose a writable directory")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write output {output}: no permission to write in {place}; choose a writable directory")
+        on_read_only_disk = os.statvfs(place).f_flag & os.ST_RDONLY
+        why = f"the disk of {place} is read-only" if on_read_only_disk else f"no permission to write in {place}"
+        raise UserError(f"cannot write output {output}: {why}; choose a writable directory")
 
 
 def recover(output: Path) -> None:

@@ -77,7 +77,6 @@ def accumulate(
     total = max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1)
     if isinstance(model, Pipeline):
         return model.run([inputs(batch, device) for batch in batches], counted, total, scale, on_phase), tokens
-    experts = decoder_of(model).spec.experts
     mean = torch.zeros((), device=device)
     for number, (batch, count) in enumerate(zip(batches, counted, strict=True), 1):
         with micro_batch(model, last=number == len(batches)):
@@ -88,8 +87,8 @@ def accumulate(
             mean += loss.detach()
             if check_first:
                 _require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
-            if experts is not None and output.balance is not None:
-                loss = loss + experts.balance_weight * output.balance * (count / total)
+            if output.auxiliary is not None:
+                loss = loss + output.auxiliary * (count / total)
             on_phase("backward")
             (loss * scale).backward()
     sum_partial_gradients(decoder_of(model))
@@ -184,6 +183,7 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
     if ranks.processes == 1:
         assert optimizer.is_whole or dist.get_world_size() == 1, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
+    optimizer.sum_beside(ranks)
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
     copies = ranks_per_stage // (ranks.world * ranks.context)
     own = torch.stack([part.double() / copies, optimizer.squares(ranks_per_stage)])

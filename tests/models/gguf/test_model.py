@@ -16,7 +16,7 @@ import transformers
 
 from tests.models.gguf.conversion import convert
 from tests.models.gguf.llama_cpp import llama_cpp
-from tests.models.huggingface.reference import CASES, LENGTH, as_stored
+from tests.models.huggingface.reference import CASES, LENGTH, as_stored, fill
 from tests.models.test_tokenizer import AWKWARD, CORPUS
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
@@ -25,7 +25,6 @@ from tightfit.models.gguf.config import WRITTEN, gguf_spec
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import KINDS, GgufDtype, load_gguf, load_gguf_tokenizer, smollm2_path, write_gguf
 from tightfit.models.huggingface.config import spec_from_config
-from tightfit.models.huggingface.weights import from_hf_state
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
 
@@ -117,7 +116,7 @@ def both(name: str) -> tuple[torch.nn.Module, Decoder]:
             parameter.add_(torch.randn_like(parameter), alpha=0.15)
     spec = spec_from_config(config, name)
     ours = Decoder(spec)
-    ours.load_state_dict(from_hf_state(as_stored(theirs), spec))
+    fill(ours, as_stored(theirs))
     return theirs, ours
 
 

@@ -81,6 +81,7 @@ def test_it_predicts_what_llama_cpp_does(prompt: str, smollm2: LoadedModel, refe
     assert max(abs(found[index].item() - value) for index, value in expected.items()) < 0.5
 
 
+@pytest.mark.thorough
 def test_perplexity_is_that_of_transformers(smollm2: LoadedModel) -> None:
     model, tokenizer = smollm2.model, smollm2.tokenizer
     assert tokenizer is not None

@@ -5,18 +5,22 @@ lengths are chosen so that a sequence of `LENGTH` tokens runs into them, and eve
 included, so that nothing agrees by being zero or one.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import spec_from_config
-from tightfit.models.huggingface.weights import from_hf_state
+from tightfit.models.huggingface.weights import SINGLE_FILE, load_weights
 
 LENGTH = 24
 CORRECTION = "e_score_correction_bias"
@@ -202,12 +206,20 @@ def pair(name: str) -> Pair:
             parameter.add_(torch.randn_like(parameter), alpha=0.15)
     spec = spec_from_config(CASES[name], name)
     ours = Decoder(spec).eval()
-    ours.load_state_dict(from_hf_state(as_stored(theirs), spec))
+    fill(ours, as_stored(theirs))
     tokens = torch.randint(0, spec.vocab_size, (BATCH, LENGTH))
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
     labels[0, 3] = -100
     return Pair(theirs, ours, tokens, labels)
+
+
+def fill(ours: Decoder, theirs: Mapping[str, Tensor]) -> None:
+    """Load tensors under Hugging Face's names, from a file of them."""
+    with TemporaryDirectory() as folder:
+        stored = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in theirs.items()}
+        save_file(stored, Path(folder) / SINGLE_FILE)
+        load_weights(ours, Path(folder))
 
 
 def as_stored(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:

@@ -72,15 +72,19 @@ def test_load_balancing_loss_of_one_layer(name: str) -> None:
     with torch.no_grad():
         logits = router.router(x.flatten(0, 1))
         wanted = load_balancing_loss_func((logits,), router.experts_spec.count, router.experts_spec.per_token)
-        assert router(x)[1].item() == pytest.approx(wanted.item(), rel=1e-6)
+        weight = router.experts_spec.balance_weight
+        assert weight > 0
+        assert router(x)[1].item() == pytest.approx(weight * wanted.item(), rel=1e-6)
 
 
 def test_load_balancing_loss_of_the_model_is_the_mean_over_routed_layers_and_is_trainable() -> None:
     ours: Any = pair("qwen2_moe").ours
     output = ours(pair("qwen2_moe").tokens)
-    grads = torch.autograd.grad(output.balance, [layer.mlp.router.weight for layer in (ours.layers[0], ours.layers[2])])
+    grads = torch.autograd.grad(
+        output.auxiliary, [layer.mlp.router.weight for layer in (ours.layers[0], ours.layers[2])]
+    )
     assert all(grad.abs().sum() > 0 for grad in grads)
-    assert pair("llama").ours(pair("llama").tokens).balance is None
+    assert pair("llama").ours(pair("llama").tokens).auxiliary is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt2"])

@@ -235,8 +235,9 @@ def test_conversations_follow_their_part(tmp_path: Path) -> None:
     documents, masks = random_chats(1, 30, 10)
     store = make_store(tmp_path / "a", documents, masks)
     train, kept = split(store, 0.3, seed=2, sequence_length=16)
-    packed = [PackedChats(store, 16, part=part).rows for part in (train, kept)]
-    ours, theirs = (sorted(i for row in rows for i in row) for rows in packed)
+    packed = [PackedChats(store, 16, part=part) for part in (train, kept)]
+    ours, theirs = (sorted(i for row in rows.rows for i in row) for rows in packed)
+    assert [each.answer_tokens for each in packed] == [sum(sum(masks[i]) for i in part) for part in (ours, theirs)]
     assert sorted(ours + theirs) == list(range(30))
     assert len(theirs) == 9
 

@@ -62,7 +62,13 @@ def groups_hold_all_experts(layout: "Layout") -> str | None:
 
 @rule(LAYOUT_RULES, "stages_per_rank", "schedule", "pipeline")
 def several_stages_interleave(layout: "Layout") -> str | None:
-    if (layout.stages_per_rank > 1) != (layout.schedule == "interleaved" and layout.pipeline > 1):
+    if layout.schedule == "zb-v" and (layout.pipeline == 1 or layout.stages_per_rank != 2):
+        return (
+            f"layout.stages_per_rank is {layout.stages_per_rank} under schedule zb-v on {layout.pipeline} pipeline "
+            "ranks, of which each has two; set stages_per_rank to 2 and pipeline to at least 2, or take 1f1b"
+        )
+    several = layout.schedule in ("interleaved", "zb-v") and layout.pipeline > 1
+    if (layout.stages_per_rank > 1) != several:
         return (
             f"layout.stages_per_rank is {layout.stages_per_rank} under schedule {layout.schedule} on "
             f"{layout.pipeline} pipeline ranks; more than one is what the interleaved schedule of a pipeline has"

@@ -11,7 +11,6 @@ def rounded_weights_are_whole(run: Run) -> str | None:
         return None
     at_odds = (
         (run.layout.tensor > 1, f"layout.tensor is {run.layout.tensor}", "layout.tensor=1"),
-        (run.layout.zero > 0, f"layout.zero is {run.layout.zero}", "layout.zero=0"),
         (run.layout.pipeline > 1, f"layout.pipeline is {run.layout.pipeline}", "layout.pipeline=1"),
         (run.levers.tiles > 1, f"levers.tiles is {run.levers.tiles}", "levers.tiles=1"),
         (run.levers.matmul != "native", f"levers.matmul is {run.levers.matmul}", "levers.matmul=native"),
@@ -23,15 +22,15 @@ def rounded_weights_are_whole(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "quantize.scales", "layout", "levers.offload")
-def learned_scales_are_of_one_rank(run: Run) -> str | None:
-    """They are no parameters of the model, so nobody reduces their gradients."""
+@rule(RUN_RULES, "quantize.scales", "layout", "levers.offload", "levers.update_in_backward")
+def learned_scales_are_no_weights(run: Run) -> str | None:
+    """Their gradients are summed over ranks after backward, and offloading is for weights of the model."""
     if run.rounding is None or not run.rounding.learned:
         return None
-    if run.layout.ranks > 1:
+    if run.layout.ranks > 1 and run.levers.update_in_backward:
         return (
-            f"quantize.scales is learned, which is trained on one rank, but the layout has {run.layout.ranks}; set "
-            "quantize.scales=minmax"
+            "quantize.scales is learned and its gradients are summed over ranks after backward, but "
+            "levers.update_in_backward is set; set quantize.scales=minmax"
         )
     if run.levers.offload != "none":
         return "quantize.scales is learned, but levers.offload is for weights of the model; set quantize.scales=minmax"

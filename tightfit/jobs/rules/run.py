@@ -148,11 +148,21 @@ def pipelines_shard_optimizer_states_at_most(run: Run) -> str | None:
 
 @rule(RUN_RULES, "layout.schedule", "levers.checkpoint_every", "levers.tiles")
 def zero_bubble_keeps_activations(run: Run) -> str | None:
-    piped = run.layout.pipeline > 1 and run.layout.schedule == "zero-bubble"
-    if piped and (recomputes(run.levers) or run.levers.tiles > 1):
+    if run.layout.splits_backward and (recomputes(run.levers) or run.levers.tiles > 1):
         return (
-            "layout.schedule is zero-bubble, which goes backward twice, for inputs and for weights, and would "
-            "recompute layers both times; take 1f1b, or keep all activations"
+            f"layout.schedule is {run.layout.schedule}, which goes backward twice, for inputs and for weights, and "
+            "would recompute layers both times; take 1f1b, or keep all activations"
+        )
+    return None
+
+
+@rule(RUN_RULES, "layout.schedule", "layout.zero", "model")
+def a_shard_has_one_module(run: Run) -> str | None:
+    if run.layout.schedule == "zb-v" and run.layout.zero and run.spec is not None and run.spec.tied:
+        return (
+            f"layout.zero is {run.layout.zero} under schedule zb-v, whose first rank has both ends of the model, and "
+            f"{run.spec.family} ties their weight, which FSDP2 shards for one stage alone; set layout.zero to 0 or "
+            "take another schedule"
         )
     return None
 
@@ -251,18 +261,14 @@ def some_attention_is_whole(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "layout.tensor", "layout.context", "layout.expert", "levers.tiles", "model")
-def sinks_are_not_split(run: Run) -> str | None:
-    """Attention sinks are of all heads, and biases of all experts, on every rank that has a layer."""
-    if run.spec is None or not run.spec.sinks:
-        return None
-    degrees = {f"layout.{axis}": getattr(run.layout, axis) for axis in ("tensor", "context", "expert")}
-    for name, degree in (degrees | {"levers.tiles": run.levers.tiles}).items():
-        if degree > 1:
-            return (
-                f"{name} is {degree}, but the attention sinks and biased experts of {run.spec.family} are not split; "
-                "set it to 1 and use layout.data, layout.zero and layout.pipeline"
-            )
+@rule(RUN_RULES, "experts.capacity_factor", "layout.context")
+def capacities_are_of_whole_rows(run: Run) -> str | None:
+    limited = run.spec is not None and run.spec.experts is not None and run.spec.experts.capacity_factor is not None
+    if limited and run.layout.context > 1:
+        return (
+            f"experts.capacity_factor counts the tokens of whole rows, but layout.context is {run.layout.context}, "
+            "whose ranks have pieces of them; drop one of the two"
+        )
     return None
 
 

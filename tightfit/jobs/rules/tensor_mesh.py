@@ -87,17 +87,6 @@ def indivisible_blocks(spec: ModelSpec, kind: str, side: int) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "layout.tensor_mesh", "layout.micro_batch")
-def a_mesh_deals_out_rows(run: Run) -> str | None:
-    layout = run.layout
-    if layout.tensor_mesh == "1d" or layout.micro_batch % layout.row_parts == 0:
-        return None
-    return (
-        f"layout.micro_batch is {layout.micro_batch}, but a {layout.tensor_mesh} mesh of {layout.tensor} ranks deals "
-        f"out rows in {layout.row_parts} parts; give a multiple of that"
-    )
-
-
 @rule(RUN_RULES, "layout.tensor_mesh", "levers")
 def blocks_are_computed_whole(run: Run) -> str | None:
     kind, levers = run.layout.tensor_mesh, run.levers
@@ -118,6 +107,17 @@ def blocks_are_computed_whole(run: Run) -> str | None:
             "have; use levers.checkpoint_every"
         )
     return None
+
+
+@rule(RUN_RULES, "layout.tensor_mesh", "layout.micro_batch")
+def a_mesh_deals_out_rows(run: Run) -> str | None:
+    layout = run.layout
+    if layout.tensor_mesh == "1d" or layout.micro_batch % layout.row_parts == 0:
+        return None
+    return (
+        f"layout.micro_batch is {layout.micro_batch}, but a {layout.tensor_mesh} mesh of {layout.tensor} ranks deals "
+        f"out rows in {layout.row_parts} parts; give a multiple of that"
+    )
 
 
 @rule(RUN_RULES, "layout.tensor_mesh", "levers.optimizer_states", "model")

@@ -1,9 +1,15 @@
 """How many rows of logits the fused loss holds at a time (kernels/logit_chunks.py)."""
 
+from dataclasses import dataclass
+
 ALIGNMENT = 64
 """Rows of logits start at multiples of 128 bytes (in bf16), whatever the vocabulary: GEMMs on odd strides crawl."""
 TILE_ROWS = 256
 """Chunks are whole tiles of the GEMMs; a ragged one costs as much as a whole one."""
+WIDE = 4
+MOST_NARROW_CHUNKS = 16
+SPLIT_PRODUCT_BYTES = 32 * 2**20
+"""Of a product that is added to a sum in 24 bits (kernels/split_sum.py), a block of rows at a time."""
 PLAIN_DISTILLATION_BUFFERS = 6
 """Wide copies of a chunk of logits that kernels/linear_distillation.py holds at once without its Triton kernel."""
 
@@ -19,6 +25,31 @@ def chunk_rows(total: int, most: int) -> int:
         return max(1, min(most, total))
     chunks = -(-total // (most // TILE_ROWS * TILE_ROWS))
     return -(-total // (chunks * TILE_ROWS)) * TILE_ROWS
+
+
+@dataclass(frozen=True)
+class DistillationChunks:
+    """Rows at a time of the fused distillation loss, and bytes a number of the weight gradient's sum."""
+
+    rows: int
+    sum_bytes: int
+
+
+def distillation_chunks(
+    total: int, columns: int, width: int, element_bytes: int, chunk_bytes: int, *, narrow: bool
+) -> DistillationChunks:
+    """Chunks of `total` rows; `narrow`: student and its weight [columns, width] are bf16 and the kernels run.
+
+    Sums in 24 bits take half as much memory as float32 ones that are then cast (3 bytes, not 4 + 2), and twice the
+    traffic a chunk, so they are for few chunks: 16 of them cost about as much as a quarter of the loss itself.
+    """
+    row_bytes = distillation_row_bytes(columns, element_bytes, fused=True)
+    weight_bytes = columns * width * element_bytes
+    rows = max(1, chunk_rows(total, max(chunk_bytes, weight_bytes // 2) // row_bytes))
+    if narrow and -(-total // rows) <= MOST_NARROW_CHUNKS:
+        return DistillationChunks(rows, sum_bytes=3)
+    free_bytes = weight_bytes if element_bytes < WIDE else 0  # where the 16-bit gradient will be
+    return DistillationChunks(max(1, chunk_rows(total, (chunk_bytes + free_bytes) // row_bytes)), sum_bytes=WIDE)
 
 
 def distillation_row_bytes(columns: int, element_bytes: int, *, fused: bool) -> int:

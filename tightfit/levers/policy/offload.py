@@ -6,7 +6,10 @@ them (levers/checkpoint_store.py).
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tightfit.jobs.levers import Levers
 
 PIECE_ELEMENTS = 4 * 2**20
 """Weights whose states are updated at a time: as many rows of a matrix as have so many."""
@@ -34,6 +37,11 @@ def whole_that_fit(sizes_bytes: Iterable[float], room_bytes: float) -> int:
             break
         count += 1
     return count
+
+
+def bounds_gradients(levers: "Levers") -> bool:
+    """Whether gradients are sent as they come, and no more than so many bytes of them wait on the GPU."""
+    return levers.offload != "none" and levers.update_in_backward
 
 
 def put_off_bytes(gradient_bytes: int) -> int:

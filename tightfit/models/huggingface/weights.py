@@ -39,22 +39,6 @@ def to_hf_state(model: Decoder | Mapping[str, Tensor], spec: ModelSpec) -> dict[
     return {mapping.theirs: _assemble(mapping, state) for mapping in _tensor_maps(spec, state)}
 
 
-def from_hf_state(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Our state dict from tensors under Hugging Face's names, for `load_state_dict`."""
-    with torch.device("meta"):
-        empty = Decoder(spec).state_dict()
-    renamed = _match(state.keys(), empty, spec, "the state")
-    converted: dict[str, Tensor] = {}
-    for mapping, name in renamed:
-        _check_shape(state[name].shape, mapping, name, empty, "the state")
-        for ours, part in zip(mapping.ours, _pieces(mapping, state[name], empty), strict=True):
-            target = converted.setdefault(ours, torch.empty_like(empty[ours], device=part.device, dtype=part.dtype))
-            (target if mapping.expert is None else target[mapping.expert]).copy_(part)
-    if spec.tied:
-        converted["head.weight"] = converted["embed.weight"]
-    return converted
-
-
 def load_weights(model: Decoder, directory: Path) -> None:
     """Fill `model` from the safetensors in `directory`, cast to the model's dtype."""
     state = whole_state(model)

@@ -1,15 +1,17 @@
 """QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
-`kernels/quantized_linear.py` and `kernels/int8_linear.py` read packed codes. Schemes with rounded activations round
-them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers et al. 2022) leaves input
-channels that reach ±6 anywhere in the batch unrounded.
+`kernels/quantized_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read packed codes. Schemes with
+rounded activations round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers
+et al. 2022) leaves input channels that reach ±6 anywhere in the batch unrounded.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
+from tightfit.kernels.fp8_quantize import ALIGNED, quantize_rows
 from tightfit.kernels.int8_linear import int8_linear
 from tightfit.kernels.packing import pack_tiles, unpack_tiles
 from tightfit.kernels.quantized_linear import quantized_linear
@@ -100,6 +102,9 @@ class QuantizedLinear(nn.Module):
         scheme, per_row = self.scheme, self.scale.shape[0] == self.out_features
         if scheme.activations == "int8" and per_row:
             return int8_linear(x, self.packed, self.scale)
+        if scheme.activations == "fp8" and per_row and can_multiply_fp8(x, self.out_features):
+            rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]).contiguous())
+            return fp8_matmul(rows, self.packed, row_scale, self.scale.float(), x.dtype).view(*x.shape[:-1], -1)
         if scheme.activations == "fp8":
             return F.linear(rounded(x, "fp8"), self.dequantize(x.dtype))
         if self.is_packed:
@@ -124,6 +129,12 @@ def rounded(x: Tensor, kind: str) -> Tensor:
     scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
     codes = (wide / scale).round() if kind == "int8" else (wide / scale).to(torch.float8_e4m3fn).to(torch.float32)
     return (codes * scale).to(x.dtype)
+
+
+def can_multiply_fp8(x: Tensor, outputs: int) -> bool:
+    """Whether the GPU of `x` has a product of 8-bit floats for such a layer."""
+    aligned = x.shape[-1] % ALIGNED == 0 and outputs % ALIGNED == 0
+    return x.is_cuda and aligned and x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device) >= NEEDED
 
 
 def _narrow(zero: Tensor | None) -> Tensor | None:

@@ -84,7 +84,7 @@ class PackedChats(Dataset[Row]):
         _check_length(sequence_length)
         assert store.has_masks, "these are not conversations"
         self.store, self.sequence_length = store, sequence_length
-        candidates = (part or everything(store)).documents_of(store)
+        self.candidates = candidates = (part or everything(store)).documents_of(store)
         lengths = np.diff(store.document_starts)[candidates] - 1
         is_long = lengths > sequence_length
         self.windows = {i: fitting_window(store.mask(i), sequence_length + 1) for i in candidates[is_long].tolist()}
@@ -103,8 +103,8 @@ class PackedChats(Dataset[Row]):
 
     @property
     def answer_tokens(self) -> int:
-        """What the assistant says in all conversations of the store."""
-        return sum(int(mask.sum(dtype=np.int64)) for mask in self.store.masks)
+        """What the assistant says in all conversations of this part, those that are left out among them."""
+        return sum(int(self.store.mask(i).sum()) for i in self.candidates.tolist())
 
     def _packed(self, conversations: np.ndarray, lengths: np.ndarray, seed: int, pack: bool) -> list[list[int]]:
         if not pack:

@@ -37,6 +37,7 @@ from tightfit.kernels.gradient_norm import gradient_norm
 from tightfit.levers.fake_quantize import SCALE_PREFIX
 from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
+from tightfit.parallel.ranks import Ranks
 from tightfit.parallel.shard_groups import Shards
 from tightfit.train.engine import Engine
 from tightfit.train.optimizer.backward_update import BackwardUpdate, EarlyUpdate
@@ -100,7 +101,7 @@ class MasterAdamW:
         """
         self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         self.keep_gradient_memory, self.pipeline_ranks = keep_gradient_memory, pipeline_ranks
-        self.counted_elsewhere = counted_elsewhere
+        self.counted_elsewhere, self.has_stepped = counted_elsewhere, False
         self.beside = dict(beside or {})
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad] + list(self.beside.items())
         self._in_no_bucket = {id(p) for name, p in named if name in in_no_bucket}
@@ -197,6 +198,16 @@ class MasterAdamW:
         """The gradients as backward left them; of shards, the local ones."""
         return [local(p.grad) for bucket in self.buckets for p in bucket.parameters if p.grad is not None]
 
+    @torch.no_grad()
+    def sum_beside(self, ranks: Ranks) -> None:
+        """Sum the gradients of parameters beside the model's over all ranks, which no wrapper does, in one message."""
+        own = [p.grad for p in self.beside.values() if p.grad is not None]
+        if not own:
+            return
+        summed = ranks.sum_over_all(torch.cat([gradient.flatten() for gradient in own]))
+        for gradient, part in zip(own, summed.split([gradient.numel() for gradient in own]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds every parameter whole."""
@@ -223,6 +234,11 @@ class MasterAdamW:
             self._update(bucket, lr, gradient_factor)
         if self.offloading is not None:
             self.offloading.link.flush_deferred()
+            if self.keep_gradient_memory and not self.has_stepped:
+                # DDP makes new buckets when the second forward pass begins. Those of the first step are then freed,
+                # unless an update still reads them: both together were 1 GiB more than a 1B model's peak.
+                self.offloading.synchronize()
+        self.has_stepped = True
 
     def _update(self, bucket: Bucket, lr: float, factor: Tensor | None) -> None:
         cast = self.casts_gradients and bucket.updater.needs_gradients_in_weight_dtype
