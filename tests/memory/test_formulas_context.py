@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -37,7 +38,7 @@ WIDER = {"ring in tiles": 0.02}
 """Tiles under ZeRO-3 take one matrix's gradient more than the formula says, with and without context ranks."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering(CASES))
 def test_the_peak_is_the_simulations(name: str) -> None:
     model, layout, levers, precision, length = CASES[name]
     spec = preset(model)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
+from tightfit.jobs.experts import ExpertTraining
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -12,12 +14,15 @@ from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Phase
 from tightfit.models.presets import preset
+from tightfit.models.spec import ModelSpec
 from tightfit.prove.rehearsal import rehearse
 
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
 CHECKPOINTED = {"checkpoint_every": 1}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int]] = {
     "ddp": ("qwen3-30b-a3b", {"data": 8, "expert": 8}, {}, "pure-bf16", 1),
+    "capacity": ("qwen3-30b-a3b", {"data": 8, "expert": 8}, {}, "pure-bf16", 1),
+    "capacity-alone": ("qwen3-30b-a3b", {}, CHECKPOINTED, "pure-bf16", 1),
     "ddp-accumulated": ("qwen3-30b-a3b", {"data": 8, "expert": 4}, CHECKPOINTED, "bf16", 2),
     "zero-1-alone": ("mixtral-8x7b", {"data": 8, "expert": 8, "zero": 1}, CHECKPOINTED, "bf16", 1),
     "zero-1-accumulated": ("qwen3-30b-a3b", {"data": 8, "expert": 4, "zero": 1}, {}, "bf16", 2),
@@ -27,14 +32,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int]] = {
     "uneven-zero-1-accumulated": ("mixtral-8x7b", {"data": 6, "zero": 1}, {}, "bf16", 2),
     "uneven-zero-3": ("mixtral-8x7b", {"data": 16, "zero": 3}, CHECKPOINTED, "bf16", 1),
     "uneven-expert-ranks": ("mixtral-8x7b", {"data": 12, "expert": 2, "zero": 3}, CHECKPOINTED, "bf16", 1),
+    "sinks": ("gpt-oss-20b", {"data": 2, "expert": 2, "tensor": 2}, {}, "pure-bf16", 1),
     "tensor": ("mixtral-8x7b", {"data": 4, "expert": 2, "tensor": 2}, {}, "pure-bf16", 1),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def trained(spec: ModelSpec, name: str) -> ModelSpec:
+    """Four layers; with a capacity and a z-loss where the case says so."""
+    spec = replace(spec, layers=4)
+    return ExpertTraining(z_loss=1e-3, capacity_factor=0.7).applied(spec) if "capacity" in name else spec
+
+
+@pytest.mark.parametrize("name", covering(CASES))
 def test_the_peak_is_the_simulations(name: str) -> None:
     model, degrees, levers, precision, accumulation = CASES[name]
-    spec = replace(preset(model), layers=4)
+    spec = trained(preset(model), name)
     layout = Layout.model_validate({"micro_batch": 1, **degrees})
     workload = Workload(
         spec=spec,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import thorough
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -90,7 +91,11 @@ def rank_of(spec: ModelSpec, precision: str, **levers: object) -> RankMemory:
     return rank_memory(workload, Layout(micro_batch=ROWS), Levers.model_validate(levers), 0)
 
 
-@pytest.mark.parametrize("name", TINY)
+SLOW = ("tiny-mixtral", "tiny-olmoe", "tiny-qwen2-moe")
+"""Routed as others are, and slow in Triton's interpreter."""
+
+
+@pytest.mark.parametrize("name", [thorough(name) if name in SLOW else name for name in TINY])
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     """fp16, whose kernels the interpreter runs exactly, so that float32 and 16-bit tensors are told apart."""
     spec = preset(name)
@@ -126,7 +131,7 @@ def test_a_model_keeps_what_is_alive_after_forward(name: str, levers: dict[str, 
     spec = preset(name)
     gpu, host = alive_bytes(spec, Levers.model_validate(levers))
     rank = rank_of(spec, "fp16", **levers)
-    assert gpu == sum(rank.stage.saved) + rank.stage.outside_bytes + rank.stage.loss.kept
+    assert gpu == sum(rank.stage.saved) + rank.stage.outside_bytes + rank.loss.kept
     assert host == rank.host.checkpoints
 
 
@@ -158,4 +163,4 @@ def test_the_loss_keeps_what_autograd_keeps(name: str, loss: str, precision: str
     spec = replace(preset(name), layers=1, window_layers=())  # layers are compared one by one above
     model = decoder(spec, dtype, "triton" if loss == "fused" else "eager")
     rank = rank_of(spec, precision, loss=loss)
-    assert saved_bytes(model) == sum(rank.stage.saved) + rank.stage.outside_bytes + rank.stage.loss.kept
+    assert saved_bytes(model) == sum(rank.stage.saved) + rank.stage.outside_bytes + rank.loss.kept

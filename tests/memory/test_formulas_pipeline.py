@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -21,13 +22,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "gpipe-recomputed": ({"schedule": "gpipe"}, {"checkpoint_every": 1}, 0.02),
     "zero-bubble": ({"schedule": "zero-bubble"}, {}, 0.05),
     "interleaved": ({"schedule": "interleaved", "stages_per_rank": 2}, {}, 0.12),
+    "zb-v": ({"schedule": "zb-v", "stages_per_rank": 2}, {}, 0.05),
     "replicas": ({"data": 2}, {}, 0.02),
     "zero-1": ({"data": 2, "zero": 1}, {}, 0.05),
     "tensor": ({"tensor": 2}, {}, 0.05),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering(CASES))
 def test_a_stage_holds_what_its_simulation_does(name: str) -> None:
     fields, levers, most = CASES[name]
     layout, given = Layout.model_validate({"pipeline": 2, "micro_batch": 1, **fields}), Levers.model_validate(levers)
@@ -48,8 +50,13 @@ EARLY: dict[str, tuple[dict[str, Any], int, float]] = {
     "zero-bubble": ({"schedule": "zero-bubble"}, 2, 0.02),
     "interleaved": ({"schedule": "interleaved", "stages_per_rank": 2}, 2, 0.01),
     "fewer-than-stages": ({"pipeline": 4}, 2, 0.02),
-    "zero-1": ({"data": 2, "zero": 1}, 2, 0.04),
-    "gpipe-zero-1": ({"schedule": "gpipe", "data": 2, "zero": 1}, 2, 0.04),
+    "interleaved-of-four": (
+        {"pipeline": 4, "schedule": "interleaved", "stages_per_rank": 2, "micro_batch": 1},
+        4,
+        0.02,
+    ),
+    "zero-1": ({"data": 2, "zero": 1}, 2, 0.02),
+    "gpipe-zero-1": ({"schedule": "gpipe", "data": 2, "zero": 1}, 2, 0.02),
 }
 
 
@@ -59,7 +66,7 @@ def test_nothing_is_summed_before_the_first_backward(name: str) -> None:
     fields, micro_batches, most = EARLY[name]
     layout = Layout.model_validate({"pipeline": 2, "micro_batch": 4, **fields})
     spec = replace(preset("llama-3.1-8b"), layers=8)
-    rows = 4 * micro_batches * layout.data
+    rows = layout.micro_batch * micro_batches * layout.data
     workload = Workload(spec=spec, sequence_length=2048, global_batch=rows, precision="bf16")
     found = training_ledger(workload, layout, Levers(), Overheads(context_bytes=0, slack_share=0))
     truth = rehearse(workload, layout, Levers())

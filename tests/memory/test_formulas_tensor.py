@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import covering
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -30,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
     ("llama-3.1-8b", {"tensor": 2, "data": 4, "zero": 1}, {"checkpoint_every": 1}, "bf16", 2, 2048),
     ("llama-3.1-8b", {"tensor": 4, "data": 2, "zero": 3}, {"checkpoint_every": 1}, "bf16", 1, 32768),
     ("llama-3.1-8b", {"tensor": 4}, {"tiles": 8, "checkpoint_every": 1}, "bf16", 1, 32768),
+    ("llama-3.1-8b", {"data": 4, "zero": 3}, {"tiles": 4, "checkpoint_every": 1}, "pure-bf16", 1, 16384),
     ("llama-3.1-8b", {"tensor": 4}, {"update_in_backward": True, "checkpoint_every": 1}, "bf16", 1, 8192),
     ("llama-3.1-8b", {"tensor": 2, "data": 4, "zero": 3}, {"update_in_backward": True}, "pure-bf16", 1, 2048),
     ("llama-3.1-8b", {"data": 4, "zero": 3}, {"offload": "weights", "checkpoint_every": 1}, "bf16", 1, 4096),
@@ -40,10 +42,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
     ("llama-3.1-8b", {"tensor": 4, "tensor_mesh": "2d", "micro_batch": 4}, {"checkpoint_every": 1}, "bf16", 1, 4096),
     ("llama-3.1-8b", {"tensor": 8, "tensor_mesh": "2.5d", "tensor_depth": 2, "micro_batch": 4}, {}, "bf16", 1, 4096),
     ("gemma-2-9b", {"tensor": 8, "tensor_mesh": "3d", "micro_batch": 4}, {}, "bf16", 1, 4096),
+    ("llama-3.1-8b", {"tensor": 8, "tensor_mesh": "3d", "micro_batch": 4}, {"checkpoint_every": 1}, "bf16", 1, 32768),
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation", "length"), CASES)
+@pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation", "length"), covering(CASES))
 def test_the_peak_is_the_simulations(
     model: str, layout: dict[str, Any], levers: dict[str, Any], precision: Any, accumulation: int, length: int
 ) -> None:

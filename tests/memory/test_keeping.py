@@ -98,8 +98,6 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
             levels,
             shares_embedding=False,
             offloaded=0,
-            fused_loss=True,
-            loss_chunk_bytes=levers.loss_chunk_bytes,
         )
         peaks[levels] = max(map(sum, backward(rank)))
     assert peaks[chosen] == min(peaks.values())

@@ -3,17 +3,18 @@
 Nothing here has a GPU's word for it; benchmarks/results/memory_truth.csv has (see test_truth.py).
 """
 
-import time
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.reports.documentation import ROOT
+from tests.covering import covering
+from tests.speed import within_turns
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.errors import UserError
 from tightfit.jobs.job import PrecisionName
@@ -74,8 +75,10 @@ def parameters(spec: ModelSpec, ranks: int = 1) -> int:
     return sum(-(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) for p in model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "pure-bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+PRECISIONS: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32", "pure-bf16")
+
+
+@pytest.mark.parametrize(("layout", "precision"), covering(list(product(LAYOUTS.values(), PRECISIONS))))
 def test_states_are_exact(layout: dict[str, Any], precision: PrecisionName) -> None:
     """Between backward and the update, to the byte; beside weights there are a batch, the loss and a few counts."""
     workload, given, levers = asked(ODD, layout, {}, precision)
@@ -219,9 +222,8 @@ def _of_depth(
 def test_405b_on_1024_ranks_is_a_matter_of_seconds() -> None:
     spec = preset("llama-3.1-405b")
     workload = Workload(spec=spec, sequence_length=8192, global_batch=1024)
-    began = time.process_time()
-    ledger = rehearse(workload, Layout(data=1024, zero=3, micro_batch=1), Levers(checkpoint_every=1))
-    assert time.process_time() - began < 30
+    with within_turns(500):
+        ledger = rehearse(workload, Layout(data=1024, zero=3, micro_batch=1), Levers(checkpoint_every=1))
     P = parameters(spec, 1024)
     held = ledger.by_component("forward")
     assert (held["master weights"], held["optimizer states"]) == (4 * P, 8 * P)

@@ -24,9 +24,11 @@ def is_zero3(layout: Layout) -> bool:
     return is_data_only(layout) and layout.zero == 3
 
 
-def is_zero3_or_tensor(layout: Layout) -> bool:
-    """Two ranks: what FSDP2 copies with every micro-batch and what two tensor ranks exchange are nearly the same."""
-    return is_zero3(layout) or (layout.tensor == 2 and layout.pipeline == layout.context == 1)
+def is_nearly_the_same_for_two(layout: Layout) -> bool:
+    """Two ranks: what FSDP2 copies with every micro-batch, what two tensor ranks exchange and how long the ends of a
+    V-shaped pipeline wait (`test_two_ranks_have_three_ways`)."""
+    is_tensor = layout.tensor == 2 and layout.pipeline == layout.context == 1
+    return is_zero3(layout) or is_tensor or layout.schedule == "zb-v"
 
 
 def is_3d(layout: Layout) -> bool:
@@ -49,7 +51,7 @@ def is_zero_or_3d(layout: Layout) -> bool:
 SITUATIONS: list[tuple[str, tuple[str, str, int, int], Callable[[Layout], bool]]] = [
     ("plenty of GPUs and NVLink", ("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048), is_3d),
     ("few GPUs, NVLink", ("llama-3.1-8b", "4xA100-80GB", 8192, 32), is_zero3),
-    ("two GPUs, NVLink", ("llama-3.2-3b", "2xA100-40GB", 4096, 64), is_zero3_or_tensor),
+    ("two GPUs, NVLink", ("llama-3.2-3b", "2xA100-40GB", 4096, 64), is_nearly_the_same_for_two),
     ("few GPUs, no NVLink", ("llama-3.2-3b", "4xRTX4090", 4096, 64), is_zero3),
     ("fits one card", ("llama-3.2-1b", "8xA100-80GB", 4096, 256), is_ddp_or_zero2),
     ("fits one card, no NVLink", ("llama-3.2-1b", "8xA100-80GB:pcie", 4096, 256), is_ddp_or_zero2),
@@ -69,6 +71,14 @@ def test_advice_comes_out_of_the_costs(
     assert found.plan.fits
     assert found.plan.levers.offload == "none"
     assert wanted(found.plan.layout), found.plan.layout
+
+
+def test_two_ranks_have_three_ways() -> None:
+    ways = (("layout.data=2", "layout.zero=3"), ("layout.tensor=2",), ("layout.pipeline=2", "layout.schedule=zb-v"))
+    seconds = [planned("llama-3.2-3b", "2xA100-40GB", 4096, 64, *pins).plan.step_seconds for pins in ways]
+    assert max(seconds) < 1.05 * min(seconds)
+    staged = planned("llama-3.2-3b", "2xA100-40GB", 4096, 64, "layout.pipeline=2", "layout.schedule=1f1b").plan
+    assert staged.step_seconds > 1.1 * min(seconds)
 
 
 def test_without_nvlink_pipelines_come_before_tensor_and_zero3() -> None:

@@ -116,3 +116,10 @@ def test_lists_inside_lists_inside_lists_are_one_sentence(plan: Plan) -> None:
     data["workload"]["spec"]["rope"]["long_factor"] = nested
     with pytest.raises(UserError, match=r"^here is not a plan \(maximum recursion"):
         Plan.from_json(data, "here")
+
+
+def test_a_number_that_no_float_holds_is_one_sentence(plan: Plan) -> None:
+    data = plan.to_json()
+    data["time"]["compute"] = 10**400
+    with pytest.raises(UserError, match=r"^here is not a plan \(int too large"):
+        Plan.from_json(data, "here")

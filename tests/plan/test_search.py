@@ -1,10 +1,9 @@
 """The search against trying everything; what it prefers when things are equal; and how quick it is."""
 
-import time
-
 import pytest
 
 from tests.plan.questions import planned, question
+from tests.speed import within_turns
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -13,7 +12,7 @@ from tightfit.memory.formulas.training import peak, peaks
 from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
 from tightfit.plan.lever_choices import weaker
-from tightfit.plan.search import COMFORT, HOPELESS, Kind, kind_of, search
+from tightfit.plan.search import COMFORT, HOPELESS, TOLD, Kind, kind_of, search
 
 
 def by_trying_everything(asked: Question) -> dict[Kind, float]:
@@ -50,11 +49,9 @@ def test_finds_what_trying_everything_finds(asked: Question) -> None:
     truth = by_trying_everything(asked)
     found = {kind_of(plan.layout): plan.step_s for plan in search(asked.space).plans}
     fastest = min(truth.values())
-    assert min(found.values()) == pytest.approx(fastest)
-    for kind, step_s in truth.items():
-        if step_s < HOPELESS * fastest and kind in found:
-            assert found[kind] == pytest.approx(step_s)
-    assert {kind for kind, step_s in truth.items() if step_s < 1.5 * fastest} <= set(found)
+    told = [step_s for step_s in sorted(truth.values())[:TOLD] if step_s < HOPELESS * fastest]
+    assert sorted(found.values())[: len(told)] == pytest.approx(told)
+    assert [kind for kind, step_s in truth.items() if step_s < told[-1] and found[kind] != pytest.approx(step_s)] == []
 
 
 def test_levers_only_ever_save_memory() -> None:
@@ -153,11 +150,10 @@ def test_pinned_levers_leave_the_layouts_that_can_have_them() -> None:
 
 
 def test_large_questions_are_quick() -> None:
-    """Processor time, as the machine may be shared."""
-    for asked, limit_s in (
+    """Seconds of a processor that makes 18 million turns of a loop in one of them."""
+    for asked, seconds in (
         (question("llama-3.1-405b", "128x8xH100-80GB", 8192, 2048), 5.0),
         (question("llama-3.1-8b", "8xV100-32GB", 512, 64), 1.0),
     ):
-        began = time.process_time()
-        assert search(asked.space).plans
-        assert time.process_time() - began < limit_s
+        with within_turns(18 * seconds):
+            assert search(asked.space).plans

@@ -32,7 +32,7 @@ def compress(
         bool | None, typer.Option("--symmetric/--asymmetric", help="Without zero points; the default at 8 bits.")
     ] = None,
     sparsity: Annotated[float | None, typer.Option(help="Share of weights that pruning makes zero; 0.5.")] = None,
-    pattern: Annotated[str | None, typer.Option(help="N:M: of every M neighbouring inputs N stay, as in 2:4.")] = None,
+    pattern: Annotated[str | None, typer.Option(help="As 2:4, by which of every 4 neighbouring inputs 2 stay.")] = None,
     keep_layers: Annotated[int | None, typer.Option(min=1, help="Layers that stay (structured).")] = None,
     keep_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads that stay (structured).")] = None,
     keep_mlp: Annotated[int | None, typer.Option(min=1, help="MLP channels that stay (structured).")] = None,

@@ -6,7 +6,7 @@ import typer
 
 
 def doctor(
-    ranks: Annotated[int | None, typer.Option(min=2, help="Processes; one per GPU unless told.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, max=64, help="Processes; one per GPU unless told.")] = None,
     limit_s: Annotated[float, typer.Option("--limit", min=10, help="Seconds that it may take.")] = 290,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

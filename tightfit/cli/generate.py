@@ -19,6 +19,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    beams: Annotated[
+        int, typer.Option(help="Above 1: no drawing, but the likeliest answer a beam search finds.", min=1, max=10)
+    ] = 1,
     max_sequences: Annotated[int, typer.Option(help="Answers under way at a time.", min=1)] = 64,
     draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")] = None,
     device: Device = "auto",
@@ -51,8 +54,12 @@ def generate(
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
-        task = progress.add_task("answers")
-        made = answer_file(
-            engine, source, target, sampling, lambda done, total: progress.update(task, completed=done, total=total)
-        )
+        task = progress.add_task("answers", total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        made = answer_file(engine, source, target, sampling, show, beams)
+    if not made:
+        return typer.echo(f"{target} has all the answers already; name another --out to make them anew")
     typer.echo(f"{made} prompts answered, {engine.counts.answer_tokens} tokens, in {target}")

@@ -91,6 +91,10 @@ def main() -> NoReturn:
             raise
         print(f"tightfit: this needs {missing}, which the base install leaves out: {INSTALL_LINE}", file=sys.stderr)
         sys.exit(2)
+    except SystemExit as end:
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            print("tightfit: interrupted", file=sys.stderr)
+        raise
     except BrokenPipeError:
         sys.stderr.close()  # the reader (head, less) has gone; say nothing more
         sys.exit(141)

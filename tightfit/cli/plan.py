@@ -89,7 +89,6 @@ def plan(
         if given is not None:
             raise UserError(f"--{name} is {given}, which is about serving; add --serve or leave it out")
     from tightfit.plan.answer import answer
-    from tightfit.plan.export.files import export as write_export
     from tightfit.plan.plan import refuse_overwriting
     from tightfit.report.plan import print_answer
     from tightfit.report.waiting import waiting
@@ -117,8 +116,10 @@ def plan(
     if save is not None:
         found.plan.save(save)
         said.append(f"wrote {save}; run it with `tightfit train {save}`")
-    for wanted in export or []:
-        said += write_export(found.plan, wanted)
+    if export:
+        from tightfit.plan.export.files import export as write_export
+
+        said += [line for wanted in export for line in write_export(found.plan, wanted)]
     print_answer(found, as_json=as_json, extra=extra, said=said)
     if not found.plan.fits:
         raise typer.Exit(DOES_NOT_FIT)
@@ -171,6 +172,7 @@ def _question(
         steps = loaded.steps if steps is None and tokens is None else steps
         model, shape, taught = loaded.model.source, _shape(loaded), loaded
     spec = reshaped(resolve_spec(model), shape, model)
+    spec = spec if taught is None else taught.experts.applied(spec)
     if not job and model not in PRESETS:
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tightfit.serve.http.server import ServerOptions
     from tightfit.serve.ranks import Spread
 
+LARGEST = 10**9
+"""Of a number of GiB, MiB or seconds."""
 SERVE_EXTRA = "pip install 'tightfit[serve]'"
 
 
@@ -104,25 +106,43 @@ def _check(asked: Any) -> None:
         raise UserError(f"{' and '.join(ways)} are ways to guess ahead; choose one")
     if asked.export is not None and asked.skip:
         raise UserError(f"--skip is {asked.skip}, which vLLM does not have; use --draft or --lookup with --export")
+    _check_sizes(asked)
     for option in () if asked.export is not None else ("on", "weights", "image", "out"):
         if (given := getattr(asked, option)) is not None:
             raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
 
 
+def _check_sizes(asked: Any) -> None:
+    """Numbers that memory or time is counted in: neither nothing nor without end."""
+    from tightfit.errors import UserError
+
+    given = {name: getattr(asked, name) for name in ("cache_gib", "max_body_mib", "max_seconds")}
+    given["host_cache_gib"] = asked.host_cache_gib or None  # which may be nothing
+    for name, number in given.items():
+        if number is not None and not 0 < number < LARGEST:
+            raise UserError(f"--{name.replace('_', '-')} is {number:g}; give a number above 0 and below {LARGEST:,}")
+
+
 def _serve(asked: Any) -> None:
     from tightfit.errors import UserError
+    from tightfit.models.loading import source_spec
     from tightfit.serve.rank_start import check_ranks
     from tightfit.serve.ranks import Spread
     from tightfit.serve.start import default_model, gpu_count
 
     try:
+        from tightfit.serve.http.address import check_address
         from tightfit.serve.http.guards import ServerLimits
         from tightfit.serve.http.replicas import serve_replicas
         from tightfit.serve.http.server import ServerOptions
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}, which the base install leaves out: {SERVE_EXTRA}") from None
 
+    check_address(asked.host, asked.port)
     source, spread = asked.model or default_model(), Spread(asked.tensor or 1, asked.pipeline or 1)
+    positions = source_spec(source).max_positions
+    if (asked.max_length or 0) > positions:
+        raise UserError(f"--max-length is {asked.max_length}, but {source} has {positions} positions; lower it")
     if spread.ranks > 1:
         check_ranks(source, spread, asked.device, adapters=bool(asked.adapters), draft=asked.draft, skip=asked.skip)
     limits = ServerLimits(

@@ -25,7 +25,6 @@ from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.catalog import CATALOG, FORMS, accelerator_of_row, find_accelerator, row_of_accelerator
 from tightfit.hardware.collective_rates import PeerRates
 from tightfit.hardware.links import LINKS, NETWORKS, Link
-from tightfit.hardware.own_card import own_card
 from tightfit.hardware.sizes import parse_bytes
 
 LARGEST = 1_000_000
@@ -104,7 +103,7 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     _check_counts(text, nodes, per_node)
     form, intra, inter = _options(text, tail.split(":")[1:], per_node)
-    accelerator = own_card(Path(name)) if file else find_accelerator(name, form)
+    accelerator = _own_card(name) if file else find_accelerator(name, form)
     return Machine(
         nodes=nodes,
         per_node=per_node,
@@ -132,6 +131,12 @@ def machine_of_json(data: Mapping[str, Any]) -> Machine:
         text=data["text"],
         calibration=calibration,
     )
+
+
+def _own_card(path: str) -> Accelerator:
+    from tightfit.hardware.own_card import own_card  # reads YAML, which few plans need
+
+    return own_card(Path(path))
 
 
 def _check_counts(text: str, nodes: int, per_node: int) -> None:

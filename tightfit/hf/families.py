@@ -11,7 +11,7 @@ from torch import nn
 
 from tightfit.errors import UserError
 from tightfit.hf.head import HeadHandler
-from tightfit.hf.mlps import ExpertsHandler, GatedMlpHandler, TanhGeluHandler
+from tightfit.hf.mlps import ClampedExpertsHandler, ExpertsHandler, GatedMlpHandler, TanhGeluHandler
 from tightfit.hf.norms import LayerNormHandler, RmsNormHandler
 from tightfit.hf.replacement import Handler
 from tightfit.hf.rotary import RotaryHandler
@@ -112,10 +112,14 @@ FAMILIES = (
             "OlmoeAttention": RotaryHandler(),
         },
     ),
-    HandledFamily(  # its experts have biases and its rotary tables half the width: those stay transformers' own
+    HandledFamily(  # its rotary tables have half the width: those stay transformers' own
         "gpt-oss",
         "gpt_oss",
-        {"GptOssForCausalLM": HeadHandler(), "GptOssRMSNorm": RmsNormHandler()},
+        {
+            "GptOssForCausalLM": HeadHandler(),
+            "GptOssRMSNorm": RmsNormHandler(),
+            "GptOssExperts": ClampedExpertsHandler(),
+        },
     ),
     HandledFamily(
         "DeepSeek-V2",

@@ -16,7 +16,7 @@ from transformers import activations
 
 from tightfit.hf.replacement import Method, Replacement
 from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
-from tightfit.kernels.glu import glu
+from tightfit.kernels.glu import ALPHA, LIMIT, glu
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
 
@@ -59,6 +59,20 @@ class ExpertsHandler:
 
 
 @dataclass(frozen=True)
+class ClampedExpertsHandler:
+    """Experts of gpt-oss, whose gate and up are every other column of one projection, clamped (kernels/glu.py).
+
+    Backward keeps that projection alone, where transformers keeps five more tensors of half its size.
+    """
+
+    part: Literal["mlp"] = "mlp"
+
+    def replacements(self, module: nn.Module, impl: Impl) -> Iterator[Replacement]:
+        if (getattr(module, "alpha", None), getattr(module, "limit", None)) == (ALPHA, LIMIT):
+            yield Replacement(module, "_apply_gate", _clamped_gate(impl))
+
+
+@dataclass(frozen=True)
 class TanhGeluHandler:
     """transformers' `gelu_new`, eight elementwise passes, as torch's single one: the same formula."""
 
@@ -87,6 +101,14 @@ def _expert_gate(activation: Activation, impl: Impl) -> Method:
     def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return glu(gate, up, activation, impl=impl)
+
+    return _apply_gate
+
+
+@cache
+def _clamped_gate(impl: Impl) -> Method:
+    def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+        return glu(gate_up[..., ::2], gate_up[..., 1::2], "swiglu_clamped", impl=impl)
 
     return _apply_gate
 

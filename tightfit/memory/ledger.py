@@ -28,7 +28,7 @@ Component = Literal[
     "cuda context",
 ]
 Phase = Literal[
-    "load", "init", "first step", "forward", "loss", "backward", "optimizer", "evaluation", "save", "resume"
+    "load", "init", "first step", "forward", "loss", "backward", "optimizer", "evaluation", "save", "resume", "coding"
 ]
 Place = Literal["gpu", "host"]
 Source = Literal["formulas", "simulation", "measurement"]

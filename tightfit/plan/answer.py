@@ -14,7 +14,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import product_share
 from tightfit.jobs.engine import EngineName
-from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
@@ -24,14 +24,13 @@ from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
-from tightfit.plan.search import COMFORT, Candidate, search
+from tightfit.plan.search import COMFORT, TOLD, Candidate, search
 from tightfit.plan.space import SearchSpace
 
 DEFAULT_LENGTH = 4096
 MOST_DEFAULT_TOKENS = 2**22
 DEFAULT_STEP_S = 30.0
 DEFAULT_MFU = 0.4
-MOST_ALTERNATIVES = 5
 MEASURED_CARD = "H200"
 SAVING_TOLD_BYTES = 32 * 2**30
 """A checkpoint that takes more than this of a node's host memory is worth a note."""
@@ -107,7 +106,7 @@ def answer(question: Question) -> Answer:
     found = search(question.space)
     best = found.best or found.nearest
     plan = question.plan(fill_card(question.space, best) if found.best else best)
-    others = tuple(each for each in found.plans if each is not best)[:MOST_ALTERNATIVES]
+    others = tuple(each for each in found.plans if each is not best)[: TOLD - 1]
     needed = () if plan.fits else tuple(changes(question.space))
     return Answer(
         plan=plan, alternatives=others, changes=needed, notes=tuple(_notes(question, plan)), layouts=found.layouts

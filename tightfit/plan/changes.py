@@ -1,12 +1,15 @@
 """Changes: what would make a plan fit that does not, the smallest step of each kind, and what a step then takes.
 
-Tried are every pin let go, tiles, more host memory, narrower optimizer states, no master weights, shorter rows, more
-cards, another card. Each is looked for with the strongest levers; of the layouts that fit then, the most promising are
-searched for the plan whose time and host memory are told (all of them would take longer: there may be a faster one).
+Tried are every pin let go, every lossless lever that the search leaves out, more host memory, narrower states,
+no master weights, shorter rows, more cards, another card. Each is looked for with the strongest levers; of the layouts
+that fit then, the most promising are searched for the plan whose time and host memory are told (all of them would take
+longer: there may be a faster one).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
@@ -45,20 +48,39 @@ class Change:
 
 def changes(space: SearchSpace) -> list[Change]:
     """The smallest change of each kind after which something fits."""
-    found = (_smallest(space, what, ways) for what, ways in _kinds(space))
-    return [change for change in found if change is not None]
+    let_go = (_smallest(what, ways) for what, ways in _without_a_pin(space))
+    others = (_smallest(what, ways) for what, ways in _beside_levers(space))
+    return [change for change in (*let_go, *_lever_changes(space), *others) if change is not None]
 
 
-def _kinds(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
+def _without_a_pin(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     for section in ("levers", "layout"):
         for name in getattr(space.pins, section):
             without = replace(space, pins=space.pins.without(section, name))
             yield "let the planner choose", iter([(f"{section}.{name}", without)])
-    for row in LEVER_TABLE:
-        if row.advice is not None and row.name not in space.pins.levers:
-            what, value = row.advice
-            pinned = Pins(space.pins.layout, {**space.pins.levers, row.name: value})
-            yield what, iter([(f"-o levers.{row.name}={value}", replace(space, pins=pinned))])
+
+
+def _lever_changes(space: SearchSpace) -> list[Change | None]:
+    """Each lever that the search leaves out and that is enough; where none is, two of them together, and so on."""
+    rows = [row for row in LEVER_TABLE if row.advice is not None and row.name not in space.pins.levers]
+    for count in range(1, len(rows) + 1):
+        several = ([(row.name, *row.advice) for row in some if row.advice] for some in combinations(rows, count))
+        found = [_smallest(" and ".join(what for _, what, _ in some), _with_levers(space, some)) for some in several]
+        if any(found):
+            return found
+    return []
+
+
+def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, ...]]]) -> Ways:
+    """`space` with each of some levers at one of its values."""
+    names = [name for name, _, _ in some]
+    for values in product(*(values for _, _, values in some)):
+        chosen = dict(zip(names, values, strict=True))
+        pins = Pins(space.pins.layout, {**space.pins.levers, **chosen})
+        yield " ".join(f"-o levers.{name}={value}" for name, value in chosen.items()), replace(space, pins=pins)
+
+
+def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     if space.machine.host_bytes is not None:
         yield "more host memory", iter([("offload", replace(space, machine=_any_host(space.machine)))])
     if not space.lossy:
@@ -71,7 +93,7 @@ def _kinds(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     yield "another card", _other_cards(space)
 
 
-def _smallest(space: SearchSpace, what: str, ways: Ways) -> Change | None:
+def _smallest(what: str, ways: Ways) -> Change | None:
     """The first of `ways` after which something fits."""
     for to, changed in ways:
         if plan := fitting(changed):
@@ -102,7 +124,9 @@ def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> b
     for layout in space.leanest(family):
         allowed = space.levers_of(layout)
         levers = allowed[-1] if group is None else strongest_of_groups(allowed).get(group)
-        if levers is not None and pricing.candidate(layout, levers).fits(space.machine):
+        if levers is None or pricing.least_bytes(layout, levers) > space.machine.accelerator.memory_bytes:
+            continue
+        if pricing.candidate(layout, levers).fits(space.machine):
             return True
     return False
 

@@ -107,16 +107,19 @@ class LayoutCost:
     def __init__(self, costs: Costs, layout: Layout) -> None:
         workload, spec, tensor = costs.workload, costs.workload.spec, layout.tensor
         self.costs, self.layout = costs, layout
+        self._steps: dict[Levers, StepTime] = {}
         self.micro_batches = workload.global_batch // (layout.micro_batch * layout.data)
-        counts = layer_counts(spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank)
+        length = workload.sequence_length
+        counts = layer_counts(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
+        at_head = counts[0 if layout.in_v else -1]
         self.layers = max(counts)
         self.layer = layer = costs.layer(layout)
         self.params, self.data = costs.data(layout, self.layers)
         self.teacher_s = teacher_s(workload, costs.machine, costs.rates, layout)
 
         # The slowest pipeline rank has most layers, or the last ones and the head.
-        self.forward_s = max(self.layers * layer.forward_s, counts[-1] * layer.forward_s + layer.head_forward_s)
-        self.backward_s = max(self.layers * layer.backward_s, counts[-1] * layer.backward_s + layer.head_backward_s)
+        self.forward_s = max(self.layers * layer.forward_s, at_head * layer.forward_s + layer.head_forward_s)
+        self.backward_s = max(self.layers * layer.backward_s, at_head * layer.backward_s + layer.head_backward_s)
 
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
         self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
@@ -183,7 +186,12 @@ class LayoutCost:
         )
 
     def step(self, levers: Levers) -> StepTime:
-        """One optimizer step with `levers`."""
+        """One optimizer step with `levers`, worked out once."""
+        if levers not in self._steps:
+            self._steps[levers] = self._step(levers)
+        return self._steps[levers]
+
+    def _step(self, levers: Levers) -> StepTime:
         layout, micro, costs = self.layout, self.micro_batches, self.costs
 
         # One micro-batch: the card's own work, and what it waits for the host to launch.
@@ -239,7 +247,7 @@ class LayoutCost:
         costs, tensor = self.costs, self.layout.tensor
         engine = costs.workload.engine
         fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor, engine)
-        tiled = tiled_more_s(costs.workload, costs.rates, self.layer, tiles=levers.tiles, tensor=tensor)
+        tiled = tiled_more_s(costs.workload, costs.rates, self.layer, levers, tensor=tensor)
         plain = levers.loss == "plain" or engine.passes.logits is not None
         plain_loss_s = self.layer.elementwise.plain_loss_more_s if plain else 0.0
         forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
@@ -257,7 +265,7 @@ class LayoutCost:
         host_forward_s, host_backward_s = (
             engine_share * each for each in launch_s(levers, again, self.layers, self.costs.workload.spec)
         )
-        if self.layout.pipeline > 1 and self.layout.schedule == "zero-bubble":
+        if self.layout.splits_backward:
             host_backward_s *= 2  # autograd goes back twice, for inputs and for weights
         forward_late_s = max(0.0, host_forward_s - forward_s)
         card_backward_s = backward_s + again.seconds

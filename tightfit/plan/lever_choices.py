@@ -46,12 +46,17 @@ def weaker(levers: Levers, other: Levers) -> bool:
     return all(mine <= theirs for mine, theirs in zip(strengths(levers), strengths(other), strict=True))
 
 
+def decides_host(pinned: Mapping[str, Any]) -> bool:
+    """Whether a pin says what states are on the host."""
+    return "offload" in pinned
+
+
 def host_group(levers: Levers) -> Group:
     """What these levers keep on the host, and in which format."""
     return levers.offload, levers.offload_checkpoints, levers.optimizer_states
 
 
 def strongest_of_groups(sets: Iterable[Levers]) -> dict[Group, Levers]:
-    """The strongest set of each group, which come in ascending strength: when that does not fit, none of them does,
-    be it the card or the host that is short."""
+    """The last set of each group, which is the strongest where they come in ascending strength: when that does not
+    fit, none of them does, be it the card or the host that is short."""
     return {host_group(each): each for each in sets}

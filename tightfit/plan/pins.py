@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from tightfit.errors import UserError
-from tightfit.jobs.bounded_yaml import read_yaml
 from tightfit.jobs.engine import Engine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -54,6 +53,8 @@ def parse_pins(texts: Sequence[str]) -> Pins:
 
 
 def _value(section: str, name: str, text: str) -> Any:
+    from tightfit.jobs.bounded_yaml import read_yaml  # takes as long to import as a plan takes to find
+
     schema = SECTIONS[section]
     info = schema.model_fields.get(name)
     if info is None:
@@ -65,7 +66,5 @@ def _value(section: str, name: str, text: str) -> Any:
         return TypeAdapter(schema_of_field).validate_python(read_yaml(text, f"pin {section}.{name}={text!r}"))
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        meaning = " ".join((info.description or "").split())
-        raise UserError(
-            f"pin {section}.{name} is {text!r}, but {problem[0].lower() + problem[1:]}; it means: {meaning}"
-        ) from None
+        wrong = problem[0].lower() + problem[1:]
+        raise UserError(f"pin {section}.{name} is {text!r}, but {wrong}; it means: {schema.meaning(name)}") from None

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
@@ -190,7 +188,7 @@ class Plan:
             )
         except UserError as error:
             raise UserError(f"{where} is not a plan that can be used: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, ValidationError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             reason = str(error).split("\n", 1)[0]
             raise UserError(f"{where} is not a plan ({reason}); make one with `tightfit plan --save`") from None
 

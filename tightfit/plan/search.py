@@ -4,7 +4,8 @@ Every lever costs time and none adds memory, so a layout's time without levers i
 of them too. A family of layouts (same degrees) is out when none of its leanest members fits with every lever pulled.
 Layouts of the rest are taken by their lower bound; one that fits as it is needs no levers, for others levers are tried
 in the order of their cost, skipping those weaker than a set that failed. Layouts fall into kinds (which degrees are
-above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped.
+above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped, and once as many kinds as are told
+have one, all that are slower than these.
 
 Plans that leave 5 % of the card are looked for first, as formulas and fragmentation are not known better than that;
 then those that just fit. Where nobody said how much memory the host has, offload comes last. The winner is the simplest
@@ -12,15 +13,16 @@ of the plans within 2 % of the fastest: the model of time is not better than tha
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
-from tightfit.memory.formulas.training import peaks
+from tightfit.memory.formulas.training import least_bytes, peaks
 from tightfit.plan.cost import Costs, LayoutCost
-from tightfit.plan.lever_choices import host_group, strongest_of_groups, weaker
+from tightfit.plan.lever_choices import Group, decides_host, host_group, strongest_of_groups, weaker
 from tightfit.plan.space import SearchSpace
 from tightfit.plan.steptime import StepTime
 
@@ -28,6 +30,8 @@ COMFORT = 0.95
 SAME = 1.02
 HOPELESS = 3.0
 """Layouts this many times slower than the best are not looked at: nobody would take them."""
+TOLD = 6
+"""Kinds of layouts that are told: the fastest, and five others."""
 DEFAULT = Levers()
 Kind = tuple[int | str, ...]
 
@@ -92,13 +96,13 @@ def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
     space.check()
     pricing = Pricing(space)
     families = pricing.within_budget(list(space.families()) if only is None else only)
-    host_is_last = space.machine.host_bytes is None and "offload" not in space.pins.levers
+    host_is_last = space.machine.host_bytes is None and not decides_host(space.pins.levers)
     for host in (False, True) if host_is_last and space.levers(host=False) else (True,):
         for share in (COMFORT, 1.0):
-            found = _Search(pricing, families, share, host=host).run()
-            if found.plans:
-                return found
-    return found
+            one = _Search(pricing, families, share, host=host)
+            if plans := one.plans():
+                return Found(plans=tuple(plans), nearest=plans[0], layouts=one.layouts)
+    return Found(plans=(), nearest=one.nearest(), layouts=one.layouts)
 
 
 def measured(space: SearchSpace, cost: LayoutCost, levers: Levers) -> Candidate:
@@ -140,6 +144,7 @@ class Pricing:
         self.space, self.costs = space, Costs(space.workload, space.machine)
         self._of_layouts: dict[Layout, LayoutCost] = {}
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
+        self._least_bytes: dict[tuple[Layout, Group, bool], int] = {}
 
     def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
         """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
@@ -165,6 +170,13 @@ class Pricing:
             self._of_layouts[layout] = self.costs.of(layout)
         return self._of_layouts[layout]
 
+    def least_bytes(self, layout: Layout, levers: Levers) -> int:
+        """Of the card, without a look at activations: the same for all levers that move as many states."""
+        key = (layout, host_group(levers), levers.update_in_backward)
+        if key not in self._least_bytes:
+            self._least_bytes[key] = least_bytes(self.space.workload, layout, levers)
+        return self._least_bytes[key]
+
     def candidate(self, layout: Layout, levers: Levers) -> Candidate:
         """A layout with levers."""
         key = (layout, levers)
@@ -174,11 +186,14 @@ class Pricing:
 
 
 class _Choices:
-    """Sets of levers, the strongest of each group, and those that show whether anything fits."""
+    """Sets of levers that a layout can have, and of each group the weakest and the strongest."""
 
     def __init__(self, levers: list[Levers], *, any_host: bool) -> None:
-        self.levers, self.of_groups = levers, strongest_of_groups(levers)
-        self.strongest = levers[-1:] if any_host else list(self.of_groups.values())[::-1]
+        self.levers = levers
+        self.weakest = dict(reversed(strongest_of_groups(reversed(levers)).items()))
+        self.strongest = strongest_of_groups(levers)
+        self.telling = levers[-1:] if any_host else list(self.strongest.values())[::-1]
+        """If none of these fits, nothing does."""
 
 
 class _Search:
@@ -189,84 +204,103 @@ class _Search:
         self.choices: dict[int, _Choices] = {}
         self.pricing, self.space, self.host = pricing, pricing.space, host
         self.families = [[each for each in family if self._choices(each).levers] for family in families]
-        self.leanest: dict[int, Candidate] = {}
+        self.feasible: dict[int, bool] = {}
         self.best: dict[Kind, Candidate] = {}
-        self.too_large: dict[tuple[int | str, ...], int] = {}
+        self.too_large: dict[tuple[Any, ...], int] = {}
 
-    def run(self) -> Found:
+    @property
+    def layouts(self) -> int:
+        """How many there are to look at."""
+        return sum(len(family) for family in self.families)
+
+    def plans(self) -> list[Candidate]:
+        """The best of each kind, the recommendation first."""
         bounds = [
-            (self._bound_s(layout), number, layout) for number, family in enumerate(self.families) for layout in family
+            (bound_s, number, layout)
+            for number, family in enumerate(self.families)
+            for layout in family
+            if (bound_s := self._bound_s(layout)) is not None
         ]
         for bound_s, number, layout in sorted(bounds, key=lambda bound: bound[0]):
-            if self.best and bound_s > HOPELESS * min(each.step_s for each in self.best.values()):
+            if bound_s >= self._limit_s():
                 break
-            if self._is_beaten(layout, bound_s) or self._is_known_infeasible(number):
+            if bound_s >= self._limit_s(kind_of(layout)) or not self.feasible.get(number, True):
                 continue
             if not self._fits_as_it_is(layout) and self._is_feasible(number):
                 self._try(layout)
-        plans = _ranked(list(self.best.values()))
-        layouts = sum(len(family) for family in self.families)
-        return Found(plans=tuple(plans), nearest=plans[0] if plans else self._nearest(), layouts=layouts)
+        return _ranked(list(self.best.values()))
 
-    def _bound_s(self, layout: Layout) -> float:
-        """No levers take less."""
-        return self.pricing.cost(layout).step(self._choices(layout).levers[0]).step_s
+    def nearest(self) -> Candidate:
+        """Where nothing fits, what is short of least; of equals, the fastest."""
+        best: Candidate | None = None
+        for layout in (each for family in self.families for each in self.space.leanest(family)):
+            for levers in self._choices(layout).telling:
+                least = self.pricing.least_bytes(layout, levers) - self._room_bytes
+                if best is None or least <= self._excess(best):
+                    tried = self.pricing.candidate(layout, levers)
+                    best = min((best or tried, tried), key=lambda each: (self._excess(each), each.step_s))
+        assert best is not None
+        return best
 
-    def _is_beaten(self, layout: Layout, bound_s: float) -> bool:
-        """Whether its kind has a plan that is as fast as this layout without any levers."""
-        best = self.best.get(kind_of(layout))
-        return best is not None and bound_s >= best.step_s
+    def _bound_s(self, layout: Layout) -> float | None:
+        """No levers take less than the weakest of the first group whose strongest may fit; None where none may."""
+        choices = self._choices(layout)
+        may_fit = (group for group in choices.weakest if self._may_fit(layout, choices.strongest[group]))
+        first = next(may_fit, None)
+        return None if first is None else self._step_s(layout, choices.weakest[first])
+
+    def _limit_s(self, kind: Kind | None = None) -> float:
+        """From here on a plan is not told: its kind has one as fast, as many kinds as are told do, or it is hopeless;
+        but one that is as good as the fastest may be simpler."""
+        if not self.best:
+            return float("inf")
+        times_s = sorted(each.step_s for each in self.best.values())
+        limit_s = HOPELESS * times_s[0]
+        if len(times_s) >= TOLD:
+            limit_s = min(limit_s, max(times_s[TOLD - 1], SAME * times_s[0]))
+        return min(limit_s, self.best[kind].step_s) if kind in self.best else limit_s
 
     def _fits_as_it_is(self, layout: Layout) -> bool:
         """Keep this layout without levers, where several ranks have no lever that saves time, if it fits."""
-        candidate = self.pricing.candidate(layout, self._choices(layout).levers[0])
-        if self.space.machine.ranks == 1 or not self._fits(candidate):
+        none = self._choices(layout).levers[0]
+        if self.space.machine.ranks == 1 or not self._fits(layout, none):
             return False
-        self.best[kind_of(layout)] = candidate
+        self.best[kind_of(layout)] = self.pricing.candidate(layout, none)
         return True
 
-    def _is_known_infeasible(self, number: int) -> bool:
-        return number in self.leanest and not self._fits(self.leanest[number])
-
     def _is_feasible(self, number: int) -> bool:
-        """Whether the leanest member of a family fits with all levers pulled."""
-        if number not in self.leanest:
-            self.leanest[number] = self._leanest(self.space.leanest(self.families[number]))
-        return self._fits(self.leanest[number])
-
-    def _nearest(self) -> Candidate:
-        """Where nothing fits, every family has been looked at."""
-        return min(self.leanest.values(), key=self._excess)
-
-    def _leanest(self, layouts: list[Layout]) -> Candidate:
-        """The first that fits, else the one nearest to that."""
-        found: list[Candidate] = []
-        for layout, levers in ((one, each) for one in layouts for each in self._choices(one).strongest):
-            found.append(self.pricing.candidate(layout, levers))
-            if self._fits(found[-1]):
-                return found[-1]
-        return min(found, key=self._excess)
+        """Whether one of the leanest members of a family fits with all levers pulled."""
+        if number not in self.feasible:
+            leanest = self.space.leanest(self.families[number])
+            pairs = ((layout, each) for layout in leanest for each in self._choices(layout).telling)
+            self.feasible[number] = any(self._fits(layout, levers) for layout, levers in pairs)
+        return self.feasible[number]
 
     def _try(self, layout: Layout) -> None:
         """Keep the cheapest levers of this layout that fit, if that is better than what its kind has."""
-        kind = kind_of(layout)
-        limit_s = self.best[kind].step_s if kind in self.best else float("inf")
         if self._is_too_large(layout):
             return
+        kind, choices = kind_of(layout), self._choices(layout)
+        limit_s = self._limit_s(kind)
+        groups = {group for group in choices.weakest if self._group_may_win(layout, group, limit_s)}
+        steps = ((self._step_s(layout, each), each) for each in choices.levers if host_group(each) in groups)
         failed: list[Levers] = []
-        cost, choices = self.pricing.cost(layout), self._choices(layout)
-        steps = ((cost.step(each).step_s, each) for each in choices.levers)
         for step_s, levers in sorted(steps, key=lambda pair: pair[0]):
             if step_s >= limit_s:
                 return
-            strongest = self.pricing.candidate(layout, choices.of_groups[host_group(levers)])
-            if any(weaker(levers, other) for other in failed) or not self._fits(strongest):
+            if any(weaker(levers, other) for other in failed):
                 continue
-            candidate = self.pricing.candidate(layout, levers)
-            if self._fits(candidate):
-                self.best[kind] = candidate
+            if self._fits(layout, levers):
+                self.best[kind] = self.pricing.candidate(layout, levers)
                 return
             failed.append(levers)
+
+    def _group_may_win(self, layout: Layout, group: Group, limit_s: float) -> bool:
+        """Whether the weakest of a group is fast enough and the strongest fits."""
+        choices = self._choices(layout)
+        if self._step_s(layout, choices.weakest[group]) >= limit_s:
+            return False
+        return self._fits(layout, choices.strongest[group])
 
     def _choices(self, layout: Layout) -> _Choices:
         """What levers this layout can have."""
@@ -281,26 +315,31 @@ class _Search:
         Those with which a pipeline is not full are looked at each: they keep as many rows in flight as smaller ones.
         """
         full = self.space.fills_pipeline(layout)
-        degrees = (layout.tensor, layout.pipeline, layout.context, layout.data, layout.expert, layout.zero)
-        mesh = (layout.tensor_mesh, layout.tensor_depth)
-        siblings = (
-            *degrees,
-            *mesh,
-            layout.ring,
-            layout.schedule,
-            layout.stages_per_rank,
-            self.space.accumulates(layout),
-        )
+        alike = tuple(value for name, value in layout if name != "micro_batch")
+        siblings = (*alike, self.space.accumulates(layout))
         if full and layout.micro_batch >= self.too_large.get(siblings, layout.micro_batch + 1):
             return True
-        if any(self._fits(self.pricing.candidate(layout, each)) for each in self._choices(layout).strongest):
+        if any(self._fits(layout, each) for each in self._choices(layout).telling):
             return False
         if full:
             self.too_large[siblings] = layout.micro_batch
         return True
 
-    def _fits(self, candidate: Candidate) -> bool:
-        return candidate.fits(self.space.machine, self.share)
+    @property
+    def _room_bytes(self) -> int:
+        return int(self.share * self.space.machine.accelerator.memory_bytes)
+
+    def _step_s(self, layout: Layout, levers: Levers) -> float:
+        return self.pricing.cost(layout).step(levers).step_s
+
+    def _may_fit(self, layout: Layout, levers: Levers) -> bool:
+        """Whether the card holds what no activations are part of."""
+        return self.pricing.least_bytes(layout, levers) <= self._room_bytes
+
+    def _fits(self, layout: Layout, levers: Levers) -> bool:
+        if not self._may_fit(layout, levers):
+            return False
+        return self.pricing.candidate(layout, levers).fits(self.space.machine, self.share)
 
     def _excess(self, candidate: Candidate) -> int:
         return candidate.excess_bytes(self.space.machine, self.share)

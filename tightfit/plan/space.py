@@ -10,10 +10,11 @@ A pin brings them back.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, islice, product
 from typing import Any
 
 from tightfit.errors import UserError
@@ -35,6 +36,8 @@ from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64
+ASKED_REASONS = 64
+"""Layouts that are asked why, where none is left."""
 MOST_PIPELINED_LAYERS = 256
 """Where to cut deeper models takes minutes to work out (memory/formulas/cut.py)."""
 STAGES_PER_RANK = (2, 4)
@@ -199,7 +202,7 @@ class SearchSpace:
             several = (
                 (self.pins.layout["stages_per_rank"],) if "stages_per_rank" in self.pins.layout else STAGES_PER_RANK
             )
-            orders += [("zero-bubble", 1), ("gpipe", 1), *(("interleaved", stages) for stages in several)]
+            orders += [("zero-bubble", 1), ("zb-v", 2), ("gpipe", 1), *(("interleaved", stages) for stages in several)]
         wanted = self.pins.layout.get("schedule", None if pipeline > 1 else "1f1b")
         orders = [order for order in orders if (order[0] == wanted if wanted else order[0] != "gpipe")]
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
@@ -274,9 +277,9 @@ class SearchSpace:
                 f"({micro}); change one"
             )
         reasons = (self._reason(layout) for family in self._every_family() for layout in family)
-        if reason := next(reasons, None):
+        if told := Counter(islice(reasons, ASKED_REASONS)).most_common(1):  # what most have, another size does not mend
             pinned = f" that agrees with {self.pins}" if self.pins else ""
-            return f"{self.machine.text} has no layout{pinned}: {reason}"
+            return f"{self.machine.text} has no layout{pinned}: {told[0][0]}"
         if self.pins:
             return f"no layout of {self.machine.text} agrees with all of {self.pins}; drop one"
         return (

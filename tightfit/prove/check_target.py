@@ -75,7 +75,7 @@ def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
 
 def target_of(job: Job) -> CheckTarget:
     """What `job` trains."""
-    spec = reshaped(source_spec(job.model.source), job.model.shape, job.model.source)
+    spec = job.experts.applied(reshaped(source_spec(job.model.source), job.model.shape, job.model.source))
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
     return CheckTarget(
         spec, job.layout, job.levers, _few(job.accumulation), job.data.sequence_length, settings=settings, seed=job.seed

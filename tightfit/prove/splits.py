@@ -1,10 +1,11 @@
 """Every way of splitting that a number of ranks allows, alone and in mixtures, as targets of the equivalence check.
 
 The ways are the axes below; a mixture of k of them has two ranks on each but one, which has the rest. Each axis is
-checked alone in all its variants (ZeRO stages, schedules, with and without sequence parallelism); a mixture takes one
-variant of each: ZeRO-3, or ZeRO-1 beside a pipeline.
+checked alone in all its variants (ZeRO stages, schedules, with and without sequence parallelism, the meshes that tensor
+ranks can fill); a mixture takes one variant of each: ZeRO-3, or ZeRO-1 beside a pipeline.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -27,6 +28,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "gpipe": {"schedule": "gpipe"},
         "interleaved": {"schedule": "interleaved", "stages_per_rank": 2},
         "zero-bubble": {"schedule": "zero-bubble"},
+        "zb-v": {"schedule": "zb-v", "stages_per_rank": 2},
     },
     "ring": {"": {"zero": 3}},
     "heads": {"": {"zero": 3}},
@@ -58,7 +60,7 @@ class Split:
 
 def splits_that_fit(ranks: int) -> list[Split]:
     """Single axes in all variants, hybrid sharding, then mixtures of two, three, … axes."""
-    found = [*_alone(ranks), *_hybrid(ranks)]
+    found = [*_alone(ranks), *_hybrid(ranks), *_meshes(ranks)]
     for size in range(2, len(AXES) + 1):
         found += [split for axes in combinations(AXES, size) if (split := mixture(ranks, axes))]
     return [split for split in found if split.is_trainable]
@@ -102,3 +104,19 @@ def _hybrid(ranks: int) -> list[Split]:
         return []
     layout = _layout({"data": ranks}, zero=3, shard_inside=ranks // 2)
     return [Split(f"data {ranks} ZeRO-3 inside {ranks // 2}", layout)]
+
+
+def _meshes(ranks: int) -> Iterator[Split]:
+    """2D, 2.5D and 3D meshes of all ranks, and of half of them beside two data ranks under ZeRO-3."""
+    for data in (1, 2):
+        for kind, depth in (("2d", 1), ("2.5d", 2), ("3d", 1)):
+            tensor = ranks // data
+            side = round(tensor ** (1 / 3)) if kind == "3d" else math.isqrt(tensor // depth)
+            if side < 2 or (side**3 if kind == "3d" else depth * side**2) * data != ranks:
+                continue
+            rows = side * side if kind == "3d" else depth * side
+            fields = {"tensor_mesh": kind, "tensor_depth": depth, "micro_batch": rows, "zero": 3 if data > 1 else 0}
+            name = f"tensor {tensor} {kind}"
+            yield Split(
+                f"data {data} × {name}" if data > 1 else name, _layout({"data": data, "tensor": tensor}, **fields)
+            )

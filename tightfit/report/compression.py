@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tightfit.compress.comparison import Comparison, Interval
     from tightfit.compress.cost import CompressionCost
     from tightfit.compress.report import CompressionReport, LayerReport
+    from tightfit.memory.ledger import Ledger
 
 
 class CompressionProgress:
@@ -43,6 +44,8 @@ class CompressionProgress:
             highlight=False,
             soft_wrap=True,
         )
+        if cost.ledger is not None:
+            self.say(_fullest(cost.ledger))
 
     def say(self, text: str) -> None:
         """A line before the layers."""
@@ -63,6 +66,14 @@ class CompressionProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+
+def _fullest(ledger: "Ledger") -> str:
+    """The lines of the fullest phase, largest first."""
+    phase, rank = ledger.fullest()
+    lines = sorted(ledger.at(phase, rank), key=lambda line: -line.bytes)
+    told = ", ".join(f"{line.detail or line.component} {gib(line.bytes)}" for line in lines if line.bytes)
+    return f"most of it at {phase}: {told}"
 
 
 def print_compression(report: "CompressionReport", *, as_json: bool) -> None:

@@ -16,8 +16,6 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas import gpt
-from tightfit.memory.formulas.layer import layer_kept
-from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Component, Ledger
@@ -38,6 +36,8 @@ GROUPS: dict[str, tuple[Component, ...]] = {
 }
 COLORS = {"parameters": "#1f5fa8", "gradients": "#4c9f70", "optimizer states": "#9db8d9", "activations": "#e0a458"}
 ZERO_NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+LABEL_SHARE = 0.05
+"""Height of a bar's label as a share of the axis."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,18 @@ def _draw(
         axes,
     ):
         for at, (name, bars) in zip(axes[0], bars_by_panel.items(), strict=True):
-            _draw_bars(at, name, bars, cards)
-            top = highest if share_scale else max(one.bytes for one in bars)
-            at.set_ylim(0, 1.1 * max(top, *lines, 1) / GIB)
+            tallest = highest if share_scale else max(one.bytes for one in bars)
+            top = 1.1 * max(tallest, *lines, 1) / GIB
+            _draw_bars(at, name, bars, cards, top)
+            at.set_ylim(0, top)
         axes[0][0].set_ylabel("GiB on a GPU at the fullest moment")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         figure.suptitle(title)
 
 
-def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card]) -> None:
+def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card], highest: float) -> None:
+    """`highest` is the end of the axis."""
     labels, bottoms = [one.label for one in bars], [0.0] * len(bars)
     for group, color in COLORS.items():
         heights = [one.parts[group] / GIB for one in bars]
@@ -161,7 +163,7 @@ def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card]) 
     for at, height in enumerate(bottoms):
         label = axes.annotate(
             f"{height:,.0f}",
-            (at, height),
+            (at, _clear_of(height, [card.bytes / GIB for card in cards], highest)),
             xytext=(0, 2),
             textcoords="offset points",
             ha="center",
@@ -176,18 +178,7 @@ def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card]) 
     plain(axes)
 
 
-def classic_rows() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the classic layer's table."""
-    return ("part", "kept", "bytes"), [(row.part, row.name, _times(row)) for row in gpt.ROWS]
-
-
-def _times(row: gpt.Row) -> str:
-    return " + ".join(f"{count} {unit}" for count, unit in ((row.bsh, "bsh"), (row.bssa, "bs²a")) if count)
-
-
-def layer_rows(spec: ModelSpec, length: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of what one layer of `spec` saves for one row of `length` tokens, in 16 bits."""
-    kept = layer_kept(spec, 0, LocalShape(1, length, 2))
-    rows = [(one.kind, one.name, f"{one.bytes / 2**20:.2f}", one.why) for one in kept]
-    total = ("", "all of it", f"{sum(one.bytes for one in kept) / 2**20:.2f}", "")
-    return ("kind", "kept", "MiB", "why"), [*rows, total]
+def _clear_of(height: float, lines: Sequence[float], highest: float) -> float:
+    """Where the label of a bar stands: on the bar, or on a card's line that would pass through it."""
+    room = LABEL_SHARE * highest
+    return max([height, *(line for line in lines if height <= line < height + room)])

@@ -95,6 +95,8 @@ def record_of(data: dict[str, Any]) -> Record:
         raise ValueError("its ranks, micro-batches or pieces are no counts")
     if not all(isinstance(time, int | float) and 0 <= time < 1e9 for time in times):
         raise ValueError("its times are no seconds")
+    if any(task.end < task.start for task in tasks) or max(times) == min(times):
+        raise ValueError("its slots end before they start, or nothing took any time")
     return Record(checked([data["schedule"]])[0], data["ranks"], data["micro_batches"], data["pieces"], tasks)
 
 

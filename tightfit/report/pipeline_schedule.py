@@ -4,10 +4,12 @@ Every rank has its tasks in a fixed order (GPipe, Huang et al. 2019; 1F1B and in
 starts the next one as soon as its inputs are there; a forward takes 1, a backward 2. Zero-bubble (ZB-H1, Qi et al.
 2023) splits backward into the gradient of the input, which other ranks wait for, and of the weights, which nobody waits
 for: a rank goes on as under 1F1B where it can and fills idle time with weight gradients, holding at most as many
-micro-batches as there are ranks.
+micro-batches as there are ranks. ZB-V (Qi et al. 2024) has two stages a rank, in a V: the first rank has the first and
+the last, so that the first micro-batch turns round at the end of the ranks and all of them fill up together.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Literal, NamedTuple
 
 from tightfit.errors import UserError
@@ -15,7 +17,7 @@ from tightfit.jobs.layout import PipelineSchedule
 
 Work = Literal["forward", "backward", "input", "weights"]
 DURATIONS: dict[Work, int] = {"forward": 1, "backward": 2, "input": 1, "weights": 1}
-SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v")
 LARGEST = 64
 
 
@@ -50,10 +52,13 @@ def simulate_schedule(schedule: PipelineSchedule, ranks: int, batches: int, piec
         raise UserError(f"a picture of {ranks} ranks and {batches} micro-batches; give 1 to {LARGEST} of each")
     if schedule == "zero-bubble":
         return list(_zero_bubble(ranks, batches))
-    stages = pieces if schedule == "interleaved" else 1
+    stages = {"interleaved": pieces, "zb-v": 2}.get(schedule, 1)
     if schedule == "interleaved" and batches % ranks:
         raise UserError(f"{batches} micro-batches are not a multiple of {ranks} ranks, as interleaving needs")
-    orders = [list(_order(schedule, rank, ranks, batches, stages)) for rank in range(ranks)]
+    if schedule == "zb-v":
+        orders = [[task for task in _v_order(rank, ranks, batches) if task.batch < batches] for rank in range(ranks)]
+    else:
+        orders = [list(_order(schedule, rank, ranks, batches, stages)) for rank in range(ranks)]
     tasks = _run_orders(orders, ranks, ranks * stages)
     return [timed._replace(start=timed.start / stages, end=timed.end / stages) for timed in tasks]
 
@@ -76,6 +81,34 @@ def _order(schedule: PipelineSchedule, rank: int, ranks: int, batches: int, stag
         yield forward
         yield backward
     yield from backwards[steps - warm :]
+
+
+def _v_order(rank: int, ranks: int, batches: int) -> list[Task]:
+    """A rank fills with 2 K pieces, then each forward is followed by a whole backward; at the end inputs go first.
+
+    As torch runs it; of fewer than 2 K − 1 micro-batches, those that are missing are left out.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    batches = max(batches, 2 * ranks - 1)
+    forwards: list[tuple[Work, int]] = [("forward", up), ("forward", down)]
+    inputs: list[tuple[Work, int]] = [("input", down), ("input", up)]
+    backward_down: list[tuple[Work, int]] = [("input", down), ("weights", down)]
+    through_up: list[tuple[Work, int]] = [("forward", up), ("input", up), ("weights", up)]
+    works: list[tuple[Work, int]] = [("forward", down)] * (2 * (ranks - rank) - 1)
+    works += forwards * rank
+    works += through_up * (ranks - rank)
+    downs, ups = 2 * ranks - rank - 1, ranks
+    while ups < batches:
+        if downs < batches:
+            works.append(("forward", down))
+        works += backward_down + through_up
+        downs, ups = downs + 1, ups + 1
+    works += inputs * rank
+    works += backward_down * (ranks - rank)
+    works += [("weights", up)] * rank
+    works += [("weights", down)] * rank
+    numbers = {kind: count() for kind in set(works)}
+    return [Task(work, next(numbers[work, stage]), stage) for work, stage in works]
 
 
 def _task(work: Work, step: int, rank: int, ranks: int, stages: int) -> Task:

@@ -64,6 +64,7 @@ def _experts(result: RunResult) -> Iterator[tuple[str, str]]:
     """A line per routed layer: how unevenly its experts were used."""
     for number, load in enumerate(result.expert_load):
         idle = f", {load.idle} got none" if load.idle else ""
+        idle += f", {load.dropped:.1%} of tokens dropped" if load.dropped else ""
         told = f"layer {load.layer}: busiest {load.busiest:.2f} × the mean, quietest {load.quietest:.2f} ×{idle}"
         yield "expert load" if number == 0 else "", told
 

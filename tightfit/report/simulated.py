@@ -3,9 +3,9 @@
 from pydantic import ValidationError
 
 from tightfit.errors import UserError
-from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from tightfit.jobs.fields import FieldRow
 from tightfit.models.spec import ModelSpec
 from tightfit.printable import printable, printable_json
 from tightfit.report.escaping import escape
 
 if TYPE_CHECKING:
+    from tightfit.jobs.fields import FieldRow
     from tightfit.models.saving import Export
     from tightfit.train.evaluation import Evaluation
 
@@ -45,7 +45,7 @@ def count_name(count: float) -> str:
     return f"{count:.3g}"
 
 
-def print_fields(rows: list[FieldRow], *, as_json: bool) -> None:
+def print_fields(rows: "list[FieldRow]", *, as_json: bool) -> None:
     """Every field of a job file."""
     if as_json:
         return print_json([asdict(row) for row in rows])

@@ -160,14 +160,16 @@ def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) ->
     """One panel per timeline, on common axes, with phases and peaks labelled."""
     count = len(timelines)
     with panels(path, count, 1, width=9, height=0.8 + 2.9 * count, sharex=True, sharey=True) as (figure, axes):
+        highest = max(max(each.peak_bytes, each.peak_reserved_bytes, 1) for each in timelines.values())
         for axis, (name, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
-            _draw(axis, name, timeline)
+            _draw(axis, name, timeline, highest)
         axes[-1, 0].set_xlabel(next(iter(timelines.values())).unit)
         figure.suptitle(title)
 
 
-def _draw(axis: "Axes", name: str, full: Timeline) -> None:
-    scale, unit = (2**30, "GiB") if full.peak_reserved_bytes >= 2**30 or full.peak_bytes >= 2**30 else (2**20, "MiB")
+def _draw(axis: "Axes", name: str, full: Timeline, highest_bytes: int) -> None:
+    """`highest_bytes` is that of all panels, which share their scale."""
+    scale, unit = (2**30, "GiB") if highest_bytes >= 2**30 else (2**20, "MiB")
     line = full.thinned()
     held = [count / scale for count in line.allocated_bytes]
     axis.fill_between(line.positions, held, step="post", color=ALLOCATED_COLOR, alpha=0.35)
@@ -180,7 +182,7 @@ def _draw(axis: "Axes", name: str, full: Timeline) -> None:
     axis.axhline(full.peak_bytes / scale, color=PEAK_COLOR, linewidth=0.8, linestyle="--", label="peak allocated")
     axis.set_title(f"{name}: {told}" if name else told, fontsize=10)
     axis.set_ylabel(unit)
-    axis.set_ylim(bottom=0, top=1.22 * max(full.peak_bytes, full.peak_reserved_bytes, 1) / scale)
+    axis.set_ylim(bottom=0, top=1.22 * highest_bytes / scale)
     axis.margins(x=0)
     plain(axis)
     _name_phases(axis, full)

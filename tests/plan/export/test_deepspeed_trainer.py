@@ -14,6 +14,7 @@ from tightfit.plan.export.files import export
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install --no-build-isolation deepspeed")
 
 
+@pytest.mark.thorough
 def test_the_trainer_takes_both_files_and_trains(tmp_path: Path) -> None:
     plan = planned("tiny-llama", "T4", 16, 4, "levers.offload=optimizer", "layout.micro_batch=2", precision="fp32").plan
     export(plan, f"deepspeed={tmp_path / 'deepspeed.json'}")

@@ -89,7 +89,7 @@ def test_a_skypilot_task(two_nodes: Plan, tmp_path: Path) -> None:
     assert set(task) == {"name", "num_nodes", "resources", "file_mounts", "setup", "envs", "run"}
     assert task["num_nodes"] == 2
     assert task["resources"] == {"accelerators": "H100:8"}
-    assert task["file_mounts"] == {"/tmp/tightfit-plan.json": str(tmp_path / "plan.json")}
+    assert task["file_mounts"] == {"~/tightfit/plan.json": str(tmp_path / "plan.json")}
     read = torchrun_of(task["run"].rstrip())
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "8", "$HEAD_NODE:29500")
     assert accelerator_name(find_accelerator("A100-80GB")) == "A100-80GB"
@@ -98,5 +98,21 @@ def test_a_skypilot_task(two_nodes: Plan, tmp_path: Path) -> None:
 
 def test_a_skypilot_task_comes_with_its_plan(two_nodes: Plan, tmp_path: Path) -> None:
     export(two_nodes, f"skypilot={tmp_path / 'task.yaml'}")
-    mounted = Path(yaml.safe_load((tmp_path / "task.yaml").read_text())["file_mounts"]["/tmp/tightfit-plan.json"])
+    mounted = Path(yaml.safe_load((tmp_path / "task.yaml").read_text())["file_mounts"]["~/tightfit/plan.json"])
     assert mounted.is_file()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of what it depends on
+def test_skypilot_takes_the_task(two_nodes: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own schema, and as its own task."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # where it keeps a state of its own
+    import sky
+    from sky.utils import schemas
+
+    (tmp_path / "plan.json").write_text("{}")
+    task = yaml.safe_load(skypilot_task(two_nodes, tmp_path / "plan.json"))
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(task, schemas.get_task_schema())
+    read = sky.Task.from_yaml_config(task | {"envs": dict.fromkeys(task["envs"], "x")})
+    assert read.num_nodes == 2
+    assert [dict(each.accelerators) for each in read.resources] == [{"H100": 8}]

@@ -55,6 +55,13 @@ def test_the_formula_is_what_a_schedule_takes(schedule: str, ranks: int, micro: 
     assert played(schedule, ranks, micro) == pytest.approx(work + idle_s(schedule, ranks))
 
 
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 1), (2, 4), (4, 2), (4, 4), (4, 5), (4, 7), (4, 16), (8, 8), (8, 32)])
+def test_a_v_waits_as_its_schedule_played_through(ranks: int, micro: int) -> None:
+    """Where backward for inputs, for weights, and forward take equally long."""
+    end = max(task.end for task in simulate_schedule("zb-v", ranks, micro))
+    assert end - micro * (F + B) == pytest.approx(idle_s("zb-v", ranks, stages=2, micro=micro))
+
+
 def test_shares_of_the_papers() -> None:
     assert bubble_share(4, 1) == pytest.approx(3 / 4)  # naive: (K−1)/K
     assert bubble_share(4, 8) == pytest.approx(3 / 11)  # (K−1)/(K+M−1)

@@ -28,14 +28,17 @@ def backward(rank: RankMemory) -> list[StepMoment]:
         moments += [_after_experts(rank, sharded, visit) for visit in visits if visit.apart_weights]
         if rank.stage.root:
             moments.append(_at_last_reduction(rank, sharded))
-    return moments
+    elif sharded is not None:
+        moments.append(_at_first_sums(rank, sharded))
+    return moments + ([] if rank.second_backward is None else backward(rank.second_backward))
 
 
 def _at_loss(rank: RankMemory) -> StepMoment:
     """The fused loss's float32 sums become the output projection's gradient."""
-    stage, cost, element_bytes = rank.stage, rank.stage.loss, rank.shape.element_bytes
+    stage, cost, element_bytes = rank.stage, rank.loss, rank.shape.element_bytes
     wide_bytes = cost.wide_weight_gradient
-    narrow_bytes = element_bytes * stage.vocabulary if wide_bytes and element_bytes < WIDE else 0
+    is_cast = wide_bytes and element_bytes < WIDE and not cost.rounds_in_place
+    narrow_bytes = element_bytes * stage.vocabulary if is_cast else 0
     return StepMoment(
         *stage.saved,
         working_weights=rank.weights.at_loss(),
@@ -59,7 +62,7 @@ def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
         earlier_gradients=gradients.earlier_bytes,
         done_gradients=done_bytes,
         layer_gradients=gradients.at_work(moment, done_bytes),
-        vocabulary_gradients=gradients.head_bytes_at_last_layer if visit.is_last else gradients.head_bytes,
+        vocabulary_gradients=gradients.head(visit, moment) if gradients.limit_bytes else gradients.head_bytes,
         other_micro_batches=rank.other_micro_batches_bytes,
         outside_layers=rank.stage.tables_bytes,
         layer_saved=moment.saved_bytes,
@@ -136,6 +139,19 @@ def _embedding_sums(rank: RankMemory) -> int:
         return 0
     rows = min(tokens, rank.spec.vocab_size) + tokens // ROWS_PER_PARTIAL
     return WIDE * rows * rank.spec.hidden_size + 4 * INDEX * tokens
+
+
+def _at_first_sums(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
+    """A step's first backward ends under ZeRO-1: root's and embedding's gradients, the larger widened to be summed."""
+    stage, gradients = rank.stage, rank.gradients
+    whole, largest = stage.root + stage.embedding, max(stage.root, stage.embedding)
+    return StepMoment(
+        working_weights=weights.at_embedding(),
+        done_gradients=gradients.done(stage.layer_weights),
+        vocabulary_gradients=gradients.element_bytes * whole + weights.reduced_bytes * largest,
+        other_micro_batches=rank.other_micro_batches_bytes,
+        outside_layers=stage.tables_bytes,
+    )
 
 
 def _at_last_reduction(rank: RankMemory, weights: ShardedWeights) -> StepMoment:

@@ -8,8 +8,7 @@ formulas cut alike. The cut is exact: the least largest stage over all cuts, and
 Limits: every stage has at least one layer; interleaved pieces are cut as that many stages.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -23,6 +22,9 @@ OPERATIONS_PER_BYTE = 200
 """Of the matrix units while a byte of memory is read, on an H100 at the rates it reaches."""
 EMBEDDING_BYTES = 12
 """Per number of the hidden size: looked up and written forward; its gradient read, and added to float32 backward."""
+
+TOLERANCE = 1e-12
+"""Relative: stages whose costs differ by less cost the same."""
 
 Span = tuple[int, int]
 """Layers [first, last)."""
@@ -61,8 +63,7 @@ def embedding_operations(spec: ModelSpec) -> float:
 def balanced(layers: Sequence[float], before: float, after: float, stages: int) -> tuple[Span, ...]:
     """Consecutive spans of `layers`; `before` counts with the first one, `after` with the last."""
     costs = _StageCosts(sums=[0.0, *accumulate(layers)], before=before, after=after, stages=stages)
-    largest = _cheapest_cuts(costs, max, most=math.inf)[-1][len(layers)][0]
-    tables = _cheapest_cuts(costs, lambda squares, cost: squares + cost**2, most=largest * (1 + 1e-12))
+    tables = _most_even_cuts(costs, most=_least_largest(costs) * (1 + TOLERANCE))
     spans: list[Span] = []
     last = len(layers)
     for table in reversed(tables[1:]):
@@ -89,22 +90,46 @@ class _StageCosts:
         layers, left = len(self.sums) - 1, self.stages - 1 - stage
         return range(first + 1 if left else layers, layers - left + 1)
 
+    def within(self, stage: int, first: int, most: float) -> Iterator[tuple[int, float]]:
+        """Where it may end and what it then costs, which is at most `most`."""
+        for last in self.lasts(stage, first):
+            cost = self.of(stage, first, last)
+            if cost > most:
+                return
+            yield last, cost
 
-def _cheapest_cuts(
-    costs: _StageCosts, joined: Callable[[float, float], float], most: float
-) -> list[dict[int, tuple[float, int]]]:
-    """After each stage of at most `most`: by the layers it may end at, the least joined cost and -first of that stage.
 
-    Of equals, that is the cut whose later stages are shorter.
-    """
+def _least_largest(costs: _StageCosts) -> float:
+    """The cost of the largest stage in the cut where that is least, found by halving."""
+    low, high = 0.0, costs.before + costs.sums[-1] + costs.after
+    while high - low > TOLERANCE / 2 * high:
+        middle = (low + high) / 2
+        largest = _largest_of_full_stages(costs, middle)
+        low, high = (middle, high) if largest is None else (low, largest)
+    return high
+
+
+def _largest_of_full_stages(costs: _StageCosts, most: float) -> float | None:
+    """The largest stage where each takes all layers that it can at a cost of `most`; None where some are left."""
+    first, largest = 0, 0.0
+    for stage in range(costs.stages):
+        ends = list(costs.within(stage, first, most))
+        if not ends:
+            return None
+        first = ends[-1][0]
+        largest = max(largest, ends[-1][1])
+    return largest
+
+
+def _most_even_cuts(costs: _StageCosts, most: float) -> list[dict[int, tuple[float, int]]]:
+    """After each stage of at most `most`: by the layers it may end at, the least sum of squares and -first of that
+    stage. Of equals, that is the cut whose later stages are shorter."""
     tables: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(costs.stages):
         reached: dict[int, tuple[float, int]] = {}
-        for first, (so_far, _) in tables[-1].items():
-            for last in costs.lasts(stage, first):
-                cost = costs.of(stage, first, last)
-                if cost <= most:
-                    found = (joined(so_far, cost), -first)
-                    reached[last] = min(reached.get(last, found), found)
+        for first, (squares, _) in tables[-1].items():
+            for last, cost in costs.within(stage, first, most):
+                found = (squares + cost**2, -first)
+                reached[last] = min(reached.get(last, found), found)
         tables.append(reached)
     return tables

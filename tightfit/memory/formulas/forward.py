@@ -67,7 +67,7 @@ def _last_gathering(rank: RankMemory, weights: ShardedWeights) -> StepMoment:
 
 def loss(rank: RankMemory) -> StepMoment:
     """Beside all activations a chunk of logits, and the gradients that the fused loss makes at once."""
-    stage, cost = rank.stage, rank.stage.loss
+    stage, cost = rank.stage, rank.loss
     return StepMoment(
         *stage.saved,
         working_weights=rank.weights.at_loss(),
@@ -85,7 +85,7 @@ def loss(rank: RankMemory) -> StepMoment:
 def evaluation(rank: RankMemory) -> StepMoment:
     """The layer at work or the loss; DDP's buckets stay between steps."""
     stage, buckets = rank.stage, has_buckets(rank.layout)
-    evaluated_loss_bytes = stage.loss.evaluated if stage.stage.has_head else 0
+    evaluated_loss_bytes = rank.loss.evaluated if stage.stage.has_head else 0
     return StepMoment(
         working_weights=rank.weights.in_forward(),
         earlier_gradients=rank.shape.element_bytes * stage.weights if buckets else 0,

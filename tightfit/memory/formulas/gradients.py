@@ -11,13 +11,14 @@ While backward is at layer k (parallel/data.py, train/step.py):
   off keep their gradients into the next forward pass (levers/state_link.py).
 """
 
+import math
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, put_off_bytes, whole_that_fit
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, bounds_gradients, put_off_bytes, whole_that_fit
 from tightfit.memory.formulas.layer_moments import LayerMoment
-from tightfit.memory.formulas.stage import StageMemory
+from tightfit.memory.formulas.stage import LayerVisit, StageMemory
 from tightfit.memory.formulas.states import States
 from tightfit.memory.formulas.working_weights import WholeWeights
 
@@ -41,13 +42,20 @@ class Gradients(NamedTuple):
     """Of the step before, whose updates have not been waited for when forward begins."""
     head_bytes: int
     """The output projection's, until the embedding's joins it or FSDP2 reduces it with the root,"""
-    head_bytes_at_last_layer: int
-    """and while the last layer is at work: one that goes to the host is there until the next gradient is."""
+    head_in_flight_bytes: int
+    """and as it goes to the host: it is waited for when the next one is sent,"""
+    put_off_weights: int
+    """which the updates of the last of so many weights are not, as they are put off until backward is over."""
 
     def done(self, weights: int) -> int:
         """Of so many weights whose gradients are complete."""
         grown_bytes = round(self.bytes_per_done_weight * weights)
         return grown_bytes if self.limit_bytes is None else min(grown_bytes, self.limit_bytes)
+
+    def head(self, visit: LayerVisit, moment: LayerMoment) -> int:
+        """The output projection's, at a moment of a layer."""
+        completed = visit.done_weights + moment.made_weights - moment.new_weights
+        return self.head_in_flight_bytes if completed <= self.put_off_weights else self.head_bytes
 
     def at_work(self, moment: LayerMoment, done_bytes: int) -> int:
         """Of the layer at work, beside `done_bytes` of others."""
@@ -70,8 +78,9 @@ def make_gradients(
     summed_bytes = states.reduced_gradient_bytes if layout.zero == 1 else kept_bytes
     earlier_bytes = summed_bytes * _earlier_weights(layout, owned, stage.weights - stage.padding_weights, apart, summed)
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
-    is_limited = levers.offload != "none" and levers.update_in_backward
-    late_bytes = _late_bytes(levers, stage, states) if is_limited else 0
+    is_limited = bounds_gradients(levers)
+    put_off = _put_off_weights(levers, stage, states) if is_limited else 0
+    late_bytes = round(element_bytes * owned / max(1, stage.weights) * put_off)
     shard_bytes = kept_bytes * owned / max(1, stage.weights)
     if layout.expert > 1 and layout.zero:  # fewer ranks share experts than share the rest
         shard_bytes = kept_bytes * stage.layer_params.shard(states.ranks, layout.expert) / stage.layer_weights
@@ -94,16 +103,18 @@ def make_gradients(
         bytes_per_done_weight=grown_bytes,
         limit_bytes=late_bytes + IN_FLIGHT_BYTES if is_limited else None,
         waiting_at_end_bytes=late_bytes + max(IN_FLIGHT_BYTES, vocabulary_bytes) if is_limited else 0,
-        left_bytes=0
-        if levers.offload == "none"
-        else _left_bytes(stage, states, shard_bytes, late_bytes, is_limited=is_limited, is_sharded=layout.zero > 0),
+        left_bytes=_left_bytes(
+            stage, states, shard_bytes, late_bytes, is_limited=is_limited, is_sharded=layout.zero > 0
+        ),
         head_bytes=element_bytes * stage.vocabulary if head_waits else 0,
-        head_bytes_at_last_layer=element_bytes * stage.vocabulary if head_waits or (is_limited and makes_head) else 0,
+        head_in_flight_bytes=element_bytes * stage.vocabulary if head_waits or (is_limited and makes_head) else 0,
+        put_off_weights=put_off,
     )
 
 
-def _late_bytes(levers: Levers, stage: StageMemory, states: States) -> int:
-    """Gradients whose updates are put off until backward is over: whole matrices, from the last layer back.
+def _put_off_weights(levers: Levers, stage: StageMemory, states: States) -> int:
+    """Weights whose updates are put off until backward is over: whole matrices, from the last layer back, and the few
+    others of their layers.
 
     levers/offload.py chooses them by their bytes as they are updated; of a shard, by the shard's.
     """
@@ -111,7 +122,7 @@ def _late_bytes(levers: Levers, stage: StageMemory, states: States) -> int:
     matrices = stage.last_layer_matrices[::-1] * (stage.stage.last - stage.stage.first)
     sizes_bytes = (states.updated_bytes * share * matrix for matrix in matrices)
     count = whole_that_fit(sizes_bytes, put_off_bytes(levers.offload_gradient_bytes))
-    return round(states.element_bytes * share * sum(matrices[:count]))
+    return math.ceil(stage.layer_weights * sum(matrices[:count]) / sum(matrices))
 
 
 def _earlier_weights(layout: Layout, owned: int, whole: int, apart: int, summed: int) -> int:
@@ -130,7 +141,7 @@ def _earlier_weights(layout: Layout, owned: int, whole: int, apart: int, summed:
 
 def has_buckets(layout: Layout) -> bool:
     """Whether DDP keeps gradients in buckets between steps; parallel/pipeline.py has none."""
-    return layout.zero == 0 and layout.data * layout.context > 1 and layout.pipeline == 1
+    return layout.zero == 0 and layout.reducing > 1 and layout.pipeline == 1
 
 
 def _left_bytes(

@@ -14,7 +14,6 @@ from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
 from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
 from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, needs_last_product
-from tightfit.levers.policy.tiles import is_tiled
 from tightfit.memory.formulas.layer import level_kept
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
@@ -98,7 +97,8 @@ def _attention_flops(spec: ModelSpec, layer: int, shape: LocalShape) -> float:
     """4 operations per channel and pair of a query with a key it sees."""
     length = shape.whole_length
     seen = min(spec.window_of(layer) or length, length)
-    return 4 * shape.rows * (seen * length - seen**2 / 2) * spec.query_size / shape.tensor / shape.context
+    pairs_per_query = seen - seen**2 / (2 * length)
+    return 4 * shape.tokens * pairs_per_query * spec.query_size / shape.tensor
 
 
 def _weights_again(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
@@ -106,7 +106,7 @@ def _weights_again(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
 
     What tiles compute again at every level does not count, which is all that comes after attention.
     """
-    if is_tiled(spec, layer, shape.tiles):
+    if shape.is_tiled(spec, layer):
         return spec.hidden_size * (spec.query_size + 2 * spec.kv_size)
     attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.kv_size)
     if spec.latent is not None:

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from tightfit.jobs.engine import ENGINES
 from tightfit.levers.policy.recompute import KeepLevel
-from tightfit.levers.policy.tiles import is_tiled
 from tightfit.memory.formulas.engine_saved import engine_saved
 from tightfit.memory.formulas.layer_moments import LayerCost, attention_kind, untiled_cost
 from tightfit.memory.formulas.local_shape import LocalShape
@@ -27,7 +26,7 @@ __all__ = ["LayerCost", "attention_kind", "forward_extra", "layer_cost", "layer_
 
 def layer_kept(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[SavedTensor, ...]:
     """Everything layer `layer` keeps for backward where it is not computed again."""
-    if is_tiled(spec, layer, shape.tiles):
+    if shape.is_tiled(spec, layer):
         return tuple(tiled_saved(spec, shape))
     return (
         *attention_saved(spec, shape),
@@ -65,7 +64,7 @@ def saved_bytes(spec: ModelSpec, layer: int, shape: LocalShape, level: KeepLevel
 @lru_cache(maxsize=4096)
 def layer_cost(spec: ModelSpec, layer: int, shape: LocalShape) -> LayerCost:
     """All of layer `layer`'s bytes on one rank."""
-    if is_tiled(spec, layer, shape.tiles):
+    if shape.is_tiled(spec, layer):
         return tiled_cost(spec, layer, shape)
     attention_bytes = sum(tensor.bytes for tensor in attention_saved(spec, shape))
     mlp_bytes = sum(tensor.bytes for tensor in mlp_saved(spec, layer, shape))

@@ -4,12 +4,13 @@ Moments of backward are in its order: the MLP's, then attention's. They count gr
 how many of the layer's weights there is a gradient; what such a gradient takes is the business of gradients.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import STATISTIC
+from tightfit.memory.formulas.tensor_mesh import CubicMlp, cubic_mlp
 from tightfit.models.spec import ModelSpec
 
 AttentionKind = Literal["fused", "own"]
@@ -30,6 +31,11 @@ class LayerMoment(NamedTuple):
     """those of them whose gradient is not yet added to a sum over micro-batches,"""
     weight_copies: int = 0
     """and further copies of gradients, in weights."""
+
+    @property
+    def held_bytes(self) -> int:
+        """All but gradients of weights."""
+        return self.saved_bytes + self.gradient_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +64,33 @@ def untiled_cost(spec: ModelSpec, layer: int, shape: LocalShape, attention_bytes
     again_bytes = _copies_bytes(spec, layer, shape)
     if gathered_bytes or needs_last_product(spec, layer):
         again_bytes = extra_bytes + gathered_bytes
-    return LayerCost(
+    cost = LayerCost(
         kept=kept_bytes,
         entry=stream_bytes,
         forward_extra=extra_bytes,
         forward_working=max(_mlp_working(spec, layer, shape), attention_bytes) + gathered_bytes,
         backward=(*_beside(mlp, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
         recompute=LayerMoment("recomputed forward", kept_bytes, stream_bytes + again_bytes),
+    )
+    cube = cubic_mlp(spec, shape)
+    return cost if cube is None else _on_a_cube(spec, shape, cost, cube)
+
+
+def _on_a_cube(spec: ModelSpec, shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
+    """The same on a 3D mesh, whose products gather what they multiply."""
+    stream_bytes, inner_bytes = shape.stream_bytes(spec), shape.inner_bytes(spec.mlp_size)
+    down, up, *attention = cost.backward
+    working_bytes = 2 * stream_bytes + (3 if spec.gated else 2) * inner_bytes + cube.forward_bytes
+    return replace(
+        cost,
+        forward_extra=cube.forward_bytes,
+        forward_working=max(cost.forward_working, working_bytes),
+        backward=(
+            down._replace(gradient_bytes=stream_bytes + cube.down_backward_bytes),
+            up._replace(gradient_bytes=stream_bytes + cube.up_backward_bytes),
+            *attention,
+        ),
+        recompute=cost.recompute._replace(gradient_bytes=stream_bytes + cube.forward_bytes),
     )
 
 
@@ -96,8 +122,7 @@ def _experts_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[Lay
     """Of kernels/routed_mlp.py: the gradients of all rows beside that of their products, then of the rows' inputs."""
     experts = spec.experts
     assert experts is not None
-    copies = experts.per_token * shape.hidden_bytes(spec)
-    inner = experts.per_token * shape.inner_bytes(experts.mlp_size)
+    copies, inner = shape.copies_bytes(spec), shape.experts_inner_bytes(spec)
     matrix = shape.experts(spec) * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
     stream, travels = shape.stream_bytes(spec), shape.expert > 1
@@ -122,9 +147,7 @@ def _experts_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[Lay
 
 def _copies_bytes(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     """A routed layer gathers its tokens, once per expert, for gate and up."""
-    if not spec.is_routed(layer) or spec.experts is None:
-        return 0
-    return spec.experts.per_token * shape.hidden_bytes(spec)
+    return shape.copies_bytes(spec) if spec.is_routed(layer) else 0
 
 
 def _attention_moments(
@@ -178,21 +201,20 @@ def attention_workspace(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
 
 
 def ring_workspace(spec: ModelSpec, shape: LocalShape) -> int:
-    """What a ring's backward holds besides (parallel/ring.py): keys and values at hand and arriving, the float32
-    gradients of them (own, at hand and arriving), and the sum of dQ."""
+    """What a ring's backward holds besides (parallel/ring.py): keys and values at hand and arriving, the gradients of
+    them (own, and float32 at hand and arriving), and the float32 sum of dQ."""
     if shape.ring == 1:
         return 0
     query_bytes, key_bytes = shape.query_bytes(spec), shape.attended_key_bytes(spec)
     wide = STATISTIC // shape.element_bytes
-    return 4 * key_bytes + 6 * wide * key_bytes + wide * query_bytes
+    return 6 * key_bytes + 4 * wide * key_bytes + wide * query_bytes
 
 
 def _mlp_forward_extra(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     """In a forward pass that keeps what it must: what is alive besides, when the MLP ends."""
     hidden_bytes = shape.hidden_bytes(spec)
     if spec.is_routed(layer):
-        assert spec.experts is not None
-        inner_bytes = spec.experts.per_token * shape.inner_bytes(spec.experts.mlp_size)
+        inner_bytes = shape.experts_inner_bytes(spec)
         outputs_bytes = _copies_bytes(spec, layer, shape)  # of all rows, beside their products or the tokens' sums
         returned_bytes = outputs_bytes if shape.expert > 1 else 0
         return outputs_bytes + max(inner_bytes, hidden_bytes + returned_bytes)
@@ -204,8 +226,7 @@ def _mlp_working(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
     """In a forward pass that keeps nothing: the sum, its norm and the MLP's own, when the MLP ends."""
     stream_bytes, hidden_bytes = shape.stream_bytes(spec), shape.hidden_bytes(spec)
     if spec.is_routed(layer):
-        assert spec.experts is not None
-        inner_bytes = spec.experts.per_token * shape.inner_bytes(spec.experts.mlp_size)
+        inner_bytes = shape.experts_inner_bytes(spec)
         copies_bytes = _copies_bytes(spec, layer, shape)
         if shape.expert > 1:  # what was received and what was made of it, beside the products or what came back
             rows_bytes = 2 * copies_bytes + max(3 * inner_bytes, copies_bytes + hidden_bytes)

@@ -12,7 +12,7 @@ from tightfit.jobs.engine import EngineName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.tiles import head_groups
+from tightfit.levers.policy.tiles import head_groups, is_tiled
 from tightfit.models.spec import ModelSpec
 
 
@@ -98,6 +98,10 @@ class LocalShape:
         """Keys, or values, as attention has them."""
         return self.tokens * self.attended_kv_heads(spec) * spec.head_dim * self.element_bytes
 
+    def is_tiled(self, spec: ModelSpec, layer: int) -> bool:
+        """Whether this layer works through its tokens in pieces."""
+        return is_tiled(spec, layer, self.tiles)
+
     def head_groups(self, spec: ModelSpec) -> int:
         """In how many groups a tiled layer's attention takes its heads."""
         return head_groups(self.attended_kv_heads(spec) // self.exchanging, self.tiles)
@@ -109,6 +113,19 @@ class LocalShape:
     def experts(self, spec: ModelSpec) -> int:
         """Experts of a routed layer that this rank computes with."""
         return ceil(spec.experts.count, self.expert) if spec.experts is not None else 0
+
+    def routed_rows(self, spec: ModelSpec) -> int:
+        """The most (token, expert) pairs that this rank's tokens have in a routed layer."""
+        return spec.experts.rows(self.tokens) if spec.experts is not None else 0
+
+    def copies_bytes(self, spec: ModelSpec) -> int:
+        """A tensor of the hidden size for all those pairs."""
+        return self.routed_rows(spec) * spec.hidden_size * self.element_bytes
+
+    def experts_inner_bytes(self, spec: ModelSpec) -> int:
+        """A tensor inside the experts: their gate, or up, or product."""
+        width = self.columns(spec.experts.mlp_size) if spec.experts is not None else 0
+        return self.routed_rows(spec) * width * self.element_bytes
 
     def inputs_bytes(self, spec: ModelSpec) -> int:
         """The residual stream, normed, as the projections that share it keep it."""
@@ -146,5 +163,5 @@ def _padded_experts(spec: ModelSpec, layout: Layout) -> int:
     if spec.experts is None or not layout.zero:
         return 0
     own = ceil(spec.experts.count, layout.expert)
-    sharing = max(1, layout.reducing // layout.copies // layout.expert)
+    sharing = max(1, layout.sharing // layout.expert)
     return ceil(own, sharing) * sharing if own % sharing else 0

@@ -5,7 +5,7 @@ is kernels/linear_cross_entropy.py: one buffer of logits, the gradient of the hi
 as a float32 sum which becomes a tensor of the weight's dtype in backward. Tensor ranks split the vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
@@ -31,6 +31,21 @@ class LossCost:
     """The output projection's gradient in float32: part of `forward`, `kept` and `backward`."""
     evaluated: int
     """While the loss is computed without gradients."""
+    rounds_in_place: bool = False
+    """Whether that gradient is summed in 24 bits, 16 of which are the result (kernels/split_sum.py)."""
+
+
+def with_narrow_sums(cost: LossCost) -> LossCost:
+    """The same with the output projection's gradient summed in 24 bits instead of 32."""
+    saved_bytes = cost.wide_weight_gradient // 4
+    return replace(
+        cost,
+        forward=cost.forward - saved_bytes,
+        kept=cost.kept - saved_bytes,
+        backward=cost.backward - saved_bytes,
+        wide_weight_gradient=cost.wide_weight_gradient - saved_bytes,
+        rounds_in_place=True,
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ kept meanwhile, as is what the stage sent on:
     interleaved  2 (K − r − 1) + (v − 1) K + 1 pieces of a rank's v, at most M v   (Narayanan et al. 2021b)
     zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: weights' gradients wait as long,
                                                           on rank r those of min(M, r + 1) micro-batches)
+    zb-v         min(M, 2 K − r − 1) + min(M, r + 1) pieces of a rank's two (Qi et al. 2024): K micro-batches
 
 Not here: the buffered weight versions of PipeDream, which flushing every step does without.
 """
@@ -15,7 +16,7 @@ Not here: the buffered weight versions of PipeDream, which flushing every step d
 from functools import lru_cache
 from typing import NamedTuple
 
-from tightfit.jobs.layout import Layout
+from tightfit.jobs.layout import Layout, stages_of_rank
 from tightfit.levers.policy.recompute import recomputed_layers
 from tightfit.memory.formulas.cut import cut
 from tightfit.models.spec import ModelSpec
@@ -32,24 +33,26 @@ class PipelineStage(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def pipeline_stage(spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int) -> PipelineStage:
+def pipeline_stage(
+    spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int, *, in_v: bool = False
+) -> PipelineStage:
     """What pipeline rank `rank` holds; of several pieces, as many layers as if they were neighbours."""
-    spans = cut(spec, length, pipeline * pieces)
-    counts = [sum(last - first for first, last in spans[other::pipeline]) for other in range(rank + 1)]
+    counts = layer_counts(spec, length, pipeline, pieces, in_v=in_v)
     return PipelineStage(
         rank=rank,
         first=sum(counts[:rank]),
-        last=sum(counts),
+        last=sum(counts[: rank + 1]),
         has_embedding=rank == 0,
-        has_head=rank == pipeline - 1,
+        has_head=rank == (0 if in_v else pipeline - 1),
     )
 
 
 @lru_cache(maxsize=4096)
-def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int) -> tuple[int, ...]:
+def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool = False) -> tuple[int, ...]:
     """How many layers each pipeline rank has."""
-    stages = (pipeline_stage(spec, length, pipeline, pieces, rank) for rank in range(pipeline))
-    return tuple(stage.last - stage.first for stage in stages)
+    spans = cut(spec, length, pipeline * pieces)
+    stages = (stages_of_rank(rank, pipeline, pieces, in_v=in_v) for rank in range(pipeline))
+    return tuple(sum(spans[stage][1] - spans[stage][0] for stage in own) for own in stages)
 
 
 @lru_cache(maxsize=4096)
@@ -61,26 +64,25 @@ def telling_ranks(
     Between them, of those with equal layers (`every` and `count` say which are recomputed) and gradients from before or
     none, the first has most in flight; where backward is split, the last one has most gradients waiting for weights.
     """
-    ranks, chunks = layout.pipeline, layout.stages_per_rank
     alike: dict[tuple[int, bool], list[int]] = {}
-    for rank, example in enumerate(_first_alike(spec, length, ranks, chunks, every=every, count=count)):
+    shape = layout.pipeline, layout.stages_per_rank
+    ranks = range(layout.pipeline)
+    stages = tuple(pipeline_stage(spec, length, *shape, rank, in_v=layout.in_v) for rank in ranks)
+    for rank, example in enumerate(_first_alike(spec, stages, every=every, count=count)):
         alike.setdefault((example, forwards_come_first(layout, rank, micro_batches)), []).append(rank)
     found = {each[0] for each in alike.values()}
-    if layout.schedule == "zero-bubble":
+    if layout.splits_backward:
         found |= {each[-1] for each in alike.values()}
     return tuple(sorted(found))
 
 
 @lru_cache(maxsize=4096)
-def _first_alike(
-    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, every: int, count: int
-) -> tuple[int, ...]:
+def _first_alike(spec: ModelSpec, stages: tuple[PipelineStage, ...], *, every: int, count: int) -> tuple[int, ...]:
     """For each rank, the first one whose layers are of the same kinds in the same order; the ends are like no other."""
     recomputed = recomputed_layers(spec.layers, every=every, count=count)
     first: dict[tuple[object, ...], int] = {}
     found = []
-    for rank in range(pipeline):
-        stage = pipeline_stage(spec, length, pipeline, pieces, rank)
+    for rank, stage in enumerate(stages):
         kinds = (
             (spec.is_routed(layer), spec.window_of(layer) is not None, layer in recomputed)
             for layer in range(stage.first, stage.last)
@@ -100,6 +102,8 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
         return min(micro_batches, K - rank)
     if layout.schedule == "zero-bubble":
         return min(micro_batches, K)
+    if layout.schedule == "zb-v":
+        return min(micro_batches, 2 * K - rank - 1) + min(micro_batches, rank + 1)
     return min(micro_batches * v, 2 * (K - rank - 1) + (v - 1) * K + 1)
 
 

@@ -6,6 +6,7 @@ keep their input and one or two float32 per row; rope keeps its tables only; fla
 their product again. A test compares each layer's bytes with what autograd really keeps.
 """
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from tightfit.levers.policy.recompute import needs_last_product
@@ -36,7 +37,8 @@ class SavedBytes(NamedTuple):
     routing: int = 0
 
 
-def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
+@lru_cache(maxsize=4096)
+def attention_saved(spec: ModelSpec, shape: LocalShape) -> tuple[SavedTensor, ...]:
     """Of a layer's first half: from the residual stream to the attention's output before it is added."""
     stream_bytes, norm_bytes = shape.stream_bytes(spec), statistic_bytes(spec, shape.stream_tokens)
     saved = [
@@ -62,7 +64,7 @@ def attention_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
             SavedTensor("norms", "attention output before its norm", stream_bytes, "row_norm keeps its input"),
             SavedTensor("norms", "attention output norm statistics", norm_bytes, "row_norm keeps float32 per row"),
         ]
-    return saved
+    return tuple(saved)
 
 
 def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
@@ -103,7 +105,8 @@ def _latent_saved(spec: ModelSpec, latent: Latent, shape: LocalShape) -> list[Sa
     return saved
 
 
-def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTensor]:
+@lru_cache(maxsize=4096)
+def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[SavedTensor, ...]:
     """Of the second half: from the sum with the attention's output to the MLP's output before it is added."""
     input_bytes = shape.stream_bytes(spec) if spec.is_routed(layer) else shape.inputs_bytes(spec)
     stream_bytes, norm_bytes = shape.stream_bytes(spec), statistic_bytes(spec, shape.stream_tokens)
@@ -118,7 +121,7 @@ def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTenso
             SavedTensor("norms", "MLP output before its norm", stream_bytes, "row_norm keeps its input"),
             SavedTensor("norms", "MLP output norm statistics", norm_bytes, "row_norm keeps float32 per row"),
         ]
-    return saved
+    return tuple(saved)
 
 
 def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTensor]:
@@ -144,24 +147,28 @@ def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     experts = spec.experts
     assert experts is not None
     tokens, element_bytes, chosen = shape.tokens, shape.element_bytes, experts.per_token * shape.tokens
+    rows = shape.routed_rows(spec)
     probabilities_bytes = STATISTIC * (tokens + 1) * experts.count
     weights_bytes = chosen * element_bytes + (STATISTIC * (chosen + tokens) if experts.normalise else 0)
     travels = shape.expert > 1
-    indices_bytes = (5 if travels else 3) * INDEX * chosen + OFFSET * experts.count // shape.expert
-    inner_bytes = experts.per_token * shape.inner_bytes(experts.mlp_size)
+    indices_bytes = INDEX * (2 * chosen + (3 if travels else 1) * rows) + OFFSET * experts.count // shape.expert
+    inner_bytes = shape.experts_inner_bytes(spec)
     saved = [
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
         SavedTensor("routing", "chosen experts and rows", indices_bytes, "top-k, each row's token, each token's rows"),
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
         SavedTensor("mlp", "experts' gate and up", 2 * inner_bytes, "no copies of tokens, no products, no outputs"),
     ]
+    if experts.z_weight:
+        logits_bytes = STATISTIC * tokens * (experts.count + 1)
+        saved.append(SavedTensor("routing", "router logits", logits_bytes, "float32, and their logsumexp: the z-loss"))
     if spec.mlp_bias:
         biased_bytes = INDEX * chosen + tokens * experts.count * element_bytes
         saved.append(
             SavedTensor("routing", "weights by expert", biased_bytes, "of down biases: a [tokens, experts] product")
         )
     if travels:
-        received_bytes = experts.per_token * shape.hidden_bytes(spec)
+        received_bytes = shape.copies_bytes(spec)
         saved.append(SavedTensor("mlp", "received rows", received_bytes, "the input of this rank's experts"))
     if experts.shared_size:
         gated_bytes = shape.hidden_bytes(spec) + tokens * element_bytes
@@ -184,8 +191,8 @@ def product_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedT
     experts = spec.experts
     assert experts is not None
     scores_bytes = shape.tokens * experts.count * shape.element_bytes
-    output_bytes = hidden_bytes if needs_last_product(spec, layer) else 0
-    experts_bytes = experts.per_token * (2 * shape.inner_bytes(experts.mlp_size) + output_bytes)
+    output_bytes = shape.copies_bytes(spec) if needs_last_product(spec, layer) else 0
+    experts_bytes = 2 * shape.experts_inner_bytes(spec) + output_bytes
     saved += [
         SavedTensor("routing", "router's scores", scores_bytes, "the choice of experts is computed again"),
         SavedTensor("mlp", "experts' products", experts_bytes, "gate and up; with a shared expert the outputs too"),

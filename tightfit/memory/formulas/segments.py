@@ -3,9 +3,11 @@
 Requests are rounded to 512 bytes. Those up to 1 MiB come from segments of 2 MiB, others below 10 MiB from segments of
 20 MiB, the rest from segments of their own, rounded to 2 MiB. Of a large segment, up to 1 MiB that would be left over
 is not split off: it counts as allocated with the block before it (c10/cuda/CUDACachingAllocator.cpp; allocator.py
-replays all of it). For tensors of one size that live as long as the run this is a fixed share; for others it depends on
-the order of requests and is left to the simulation.
+replays all of it). For tensors that live as long as the run, layer after layer, this is a fixed share; for others it
+depends on the order of requests and is left to the simulation.
 """
+
+from functools import lru_cache
 
 MIN_BLOCK_BYTES = 512
 SMALL_BYTES = 2**20
@@ -13,6 +15,7 @@ SMALL_SEGMENT_BYTES = 2 * 2**20
 LARGE_SEGMENT_BYTES = 20 * 2**20
 OWN_SEGMENT_BYTES = 10 * 2**20
 SEGMENT_ROUND_BYTES = 2 * 2**20
+REPLAYED_LAYERS = 8
 
 
 def rounded(wanted_bytes: int) -> int:
@@ -29,11 +32,20 @@ def segment_bytes(size: int) -> int:
     return -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
 
 
-def unsplit_bytes(tensor_bytes: int) -> int:
-    """Counted with one tensor of many of this size: its share of what is left of a segment and not split off."""
-    if tensor_bytes <= SMALL_BYTES:
-        return 0
-    segment = segment_bytes(tensor_bytes)
-    tensors = segment // tensor_bytes
-    left_bytes = segment - tensors * tensor_bytes
-    return left_bytes // tensors if left_bytes <= SMALL_BYTES else 0
+@lru_cache(maxsize=4096)
+def unsplit_bytes(matrices: tuple[int, ...], weight_bytes: float, ranks: int) -> int:
+    """Counted with a layer's matrices beyond their bytes, each a tensor of `weight_bytes` a weight split over `ranks`:
+    the share of one of several layers that live as long as the run."""
+    sizes = [rounded(int(weight_bytes * matrix) // ranks) for matrix in matrices]
+    free: list[int] = []
+    not_split_off = 0
+    for size in [each for each in sizes if each > SMALL_BYTES] * REPLAYED_LAYERS:
+        block = min((each for each in free if each >= size), default=0)
+        if block:
+            free.remove(block)
+        left_bytes = (block or segment_bytes(size)) - size
+        if left_bytes > SMALL_BYTES:
+            free.append(left_bytes)
+        else:
+            not_split_off += left_bytes
+    return not_split_off // REPLAYED_LAYERS

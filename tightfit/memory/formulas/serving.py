@@ -3,7 +3,7 @@
 Quantized formats are those of GGUF files (ggml's blocks of 32 weights: Q8_0 holds a 16-bit scale and 32 bytes, Q4_0 a
 scale and 16, Q4_1 a scale, a minimum and 16). Matrices are quantized; norms, biases and learned positions stay float32
 there. The cache holds what every layer can still see: all tokens, or the last `window` of them. In int8 or fp8 the
-key or value of a token and head is D bytes and a scale.
+key or value of a token and head is D bytes and a scale. Of latent attention a token has one small vector a layer.
 Limits: no pages, whose last one per request is half empty on average.
 """
 
@@ -61,17 +61,28 @@ def cache_bytes(
 ) -> int:
     """Keys and values of `requests` requests of `length` tokens each."""
     seen = (min(length, spec.window_of(layer) or length) for layer in range(spec.layers))
-    return 2 * spec.kv_heads * vector_bytes(spec, element_bytes, form) * requests * sum(seen)
+    return layer_token_bytes(spec, element_bytes, form) * requests * sum(seen)
 
 
 def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2, form: CacheFormat = "model") -> int:
     """Of one token in all layers, before any window is full."""
-    return 2 * spec.kv_heads * vector_bytes(spec, element_bytes, form) * spec.layers
+    return layer_token_bytes(spec, element_bytes, form) * spec.layers
 
 
-def vector_bytes(spec: ModelSpec, element_bytes: int, form: CacheFormat) -> int:
-    """The key, or value, of one token and head."""
-    return spec.head_dim * element_bytes if form == "model" else spec.head_dim + SCALE_BYTES
+def stored_vectors(spec: ModelSpec) -> tuple[int, int, int]:
+    """What a layer's cache has of one token: kinds of vectors (keys, values), heads of each, and their width.
+
+    Of latent attention it is one vector, which keys and values of all heads are made of (serve/latent_cache.py).
+    """
+    if spec.latent is not None:
+        return 1, 1, spec.latent.kv_rank + spec.latent.rope_dim
+    return 2, spec.kv_heads, spec.head_dim
+
+
+def layer_token_bytes(spec: ModelSpec, element_bytes: int, form: CacheFormat) -> int:
+    """Of one token in one layer."""
+    kinds, heads, width = stored_vectors(spec)
+    return kinds * heads * (width * element_bytes if form == "model" else width + SCALE_BYTES)
 
 
 def serving_ledger(
@@ -98,7 +109,7 @@ def serving_ledger(
     held = [
         weights,
         (
-            About("activations", "keys and values", "two vectors a token, head and layer"),
+            About("activations", "keys and values", "two vectors a token, head and layer; one if latent"),
             cache_bytes(spec, requests, length, form=cache),
         ),
         (About("activations", "prefill", "a forward pass that keeps nothing"), work_bytes),

@@ -9,7 +9,7 @@ for the host, they stop growing in between, and every moment of every layer is v
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,13 +17,12 @@ from typing import NamedTuple
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import offloaded_count, stored_bytes
+from tightfit.levers.policy.offload import bounds_gradients, offloaded_count, stored_bytes
 from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.memory.formulas.keeping import layer_levels
 from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_bytes
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
 from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
@@ -112,7 +111,6 @@ class StageMemory:
     """The residual stream between two layers."""
     for_weights_bytes: int
     """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
-    loss: LossCost
     visits: tuple[LayerVisit, ...]
     """From the last layer to the first."""
 
@@ -120,18 +118,17 @@ class StageMemory:
 def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: LocalShape, rank: int) -> StageMemory:
     """What pipeline rank `rank` of `layout` has."""
     spec = workload.spec
-    stage = pipeline_stage(spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank, rank)
+    shape_of_pipeline = layout.pipeline, layout.stages_per_rank
+    stage = pipeline_stage(spec, workload.sequence_length, *shape_of_pipeline, rank, in_v=layout.in_v)
     levels = layer_levels(spec, levers, shape, stage.first, stage.last)
     return remembered_stage(
         spec,
         shape,
         stage,
         levels,
-        shares_embedding=spec.tied and layout.pipeline == 1,
+        shares_embedding=spec.tied and stage.has_embedding and stage.has_head,
         offloaded=_offloaded_checkpoints(spec, shape, levers, levels) if levers.offload_checkpoints else 0,
-        fused_loss=levers.loss == "fused" and workload.engine.passes.logits is None,
-        loss_chunk_bytes=levers.loss_chunk_bytes,
-        every_layer=levers.offload != "none" and levers.update_in_backward,
+        every_layer=bounds_gradients(levers),
     )
 
 
@@ -155,32 +152,28 @@ def remembered_stage(
     *,
     shares_embedding: bool,
     offloaded: int,
-    fused_loss: bool,
-    loss_chunk_bytes: int,
     every_layer: bool = False,
 ) -> StageMemory:
     """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
     layers = _StageLayers(spec, shape, stage, levels, offloaded)
-    in_layers, widest = layers.params()
+    in_layers, outside = stage_params(spec, shape, stage, shares_embedding=shares_embedding)
     vocabulary = held_vocabulary(spec, shape)
-    before = held_embedding(spec, shape) if stage.has_embedding else 0
-    after = spec.norm_params + (0 if shares_embedding else vocabulary) if stage.has_head else 0
     embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
     tables_bytes = _tables_bytes(spec, shape, stage, layers) + layers.counted_tokens_bytes()
     final_norm_bytes = shape.stream_bytes(spec) + statistic_bytes(spec, shape.stream_tokens) if stage.has_head else 0
     return StageMemory(
         stage=stage,
-        params=in_layers.plus(Params(before + after)),
-        weights=in_layers.all + before + after,
+        params=in_layers.plus(Params(outside)),
+        weights=in_layers.all + outside,
         padding_weights=sum(count * layers.padding(kind) for kind, count in layers.counts.items()),
         layer_weights=in_layers.all,
         layer_params=in_layers,
-        widest=widest,
+        widest=max(params.all for params in layers.weights.values()),
         widest_group=layers.widest_group(),
         widest_dense=layers.widest_dense(),
         vocabulary=vocabulary,
         shares_embedding=shares_embedding,
-        root=before + after - embedding,
+        root=outside - embedding,
         embedding=embedding,
         last_layer_matrices=held_matrices(spec, stage.last - 1, shape),
         offloaded=offloaded,
@@ -191,9 +184,23 @@ def remembered_stage(
         working_bytes=max(layer_cost(spec, layer, shape).forward_working for layer in layers.examples.values()),
         stream_bytes=shape.stream_bytes(spec),
         for_weights_bytes=len(levels) * _for_weights_bytes(spec, shape),
-        loss=loss_cost(spec, shape, fused=fused_loss, allowed_bytes=loss_chunk_bytes),
         visits=tuple(layers.visits(every_layer=every_layer))[::-1],
     )
+
+
+@lru_cache(maxsize=65536)
+def stage_params(
+    spec: ModelSpec, shape: LocalShape, stage: PipelineStage, *, shares_embedding: bool
+) -> tuple[Params, int]:
+    """Weights of a stage's layers, and outside them: the embedding, the final norm and the output projection."""
+    in_layers = Params()
+    example = {spec.is_routed(layer): layer for layer in range(stage.first, stage.last)}
+    for is_routed, count in Counter(spec.is_routed(layer) for layer in range(stage.first, stage.last)).items():
+        in_layers = in_layers.plus(held_layer(spec, example[is_routed], shape), count)
+    before = held_embedding(spec, shape) if stage.has_embedding else 0
+    head = 0 if shares_embedding else held_vocabulary(spec, shape)
+    after = spec.norm_params + head if stage.has_head else 0
+    return in_layers, before + after
 
 
 class _StageLayers:
@@ -208,13 +215,7 @@ class _StageLayers:
         self.examples = {kind: stage.first + self.kinds.index(kind) for kind in self.counts}
         """A layer of each kind."""
         self.weights = {kind: held_layer(spec, n, shape) for kind, n in self.examples.items()}
-
-    def params(self) -> tuple[Params, int]:
-        """Weights of all layers, and how many the one with most has."""
-        total = Params()
-        for kind, count in self.counts.items():
-            total = total.plus(self.weights[kind], count)
-        return total, max(params.all for params in self.weights.values())
+        self.saved_of_kind = {kind: saved_bytes(spec, n, shape, kind.level) for kind, n in self.examples.items()}
 
     def apart(self, kind: LayerKind) -> int:
         """Experts of a layer that are a group of their own."""
@@ -228,9 +229,12 @@ class _StageLayers:
         return round(padding_share * self.weights[kind].experts)
 
     def counted_tokens_bytes(self) -> int:
-        """Each routed layer counts the tokens of every expert (models/mlp.py), from step to step."""
+        """Each routed layer counts every expert's tokens, and dropped ones (models/mlp.py), from step to step."""
+        if self.spec.experts is None:
+            return 0
         routed = sum(count for kind, count in self.counts.items() if kind.is_routed)
-        return OFFSET * routed * self.spec.experts.count if self.spec.experts is not None else 0
+        counters = 1 if self.spec.experts.capacity_factor is None else 2
+        return OFFSET * routed * counters * self.spec.experts.count
 
     def widest_group(self) -> int:
         """Weights of a layer's largest group."""
@@ -252,48 +256,54 @@ class _StageLayers:
             return 0
         moments = layer_cost(self.spec, self.examples[kind], self.shape).backward
         attention = next(moment for moment in moments if moment.name == "attention")
-        return attention.saved_bytes + attention.gradient_bytes + attention.workspace_bytes
+        return attention.held_bytes
 
-    def saved(self, counts: Counter[LayerKind]) -> SavedBytes:
+    def saved(self, counts: Mapping[LayerKind, int]) -> SavedBytes:
         """What so many layers of each kind keep; of the first `offloaded` recomputed ones the input is not there."""
         total = SavedBytes()
         for kind, count in counts.items():
-            one = saved_bytes(self.spec, self.examples[kind], self.shape, kind.level)
-            total = SavedBytes(*(sum_ + count * size for sum_, size in zip(total, one, strict=True)))
+            one = self.saved_of_kind[kind]
+            total = SavedBytes(*[sum_ + count * size for sum_, size in zip(total, one, strict=True)])
         on_host = min(self.offloaded, _recomputed(counts)) * self.shape.stream_bytes(self.spec)
         return total._replace(residual=total.residual - on_host) if on_host else total
 
     def visits(self, *, every_layer: bool) -> Iterator[LayerVisit]:
         """Backward at the layers where it may be fullest, from the first layer to the last."""
-        count, counts = len(self.kinds), self.counts
-        firsts = {self.kinds.index(kind) for kind in counts}
-        lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in counts}
-        visited = firsts | lasts | {max(0, count - 2), min(1, count - 1)}
-        for index in range(count) if every_layer else sorted(visited):
-            kind, before = self.kinds[index], Counter(self.kinds[:index])
-            after = Counter(self.kinds[index + 1 :])
-            recomputed = kind.level != "everything"
-            visit = LayerVisit(
-                saved_before=self.saved(before),
-                own_weights=self.weights[kind].all,
-                apart_weights=self.apart(kind),
-                padding_weights=self.padding(kind),
-                kept_at_reduction=self._kept_at_reduction(kind),
-                attention_after=self._attention_after(kind),
-                done_weights=sum(n * self.weights[each].all for each, n in after.items()),
-                growing=_fullest(self.spec, self.examples[kind], self.shape, recomputed=recomputed, summed=False),
-                summing=_fullest(self.spec, self.examples[kind], self.shape, recomputed=recomputed, summed=True),
-                is_first=index == 0,
-                is_last=index == count - 1,
-                is_inner=not every_layer and index not in firsts | lasts,
-                awaits_input=self._awaits_input(kind, before),
-            )
+        count = len(self.kinds)
+        firsts = {self.kinds.index(kind) for kind in self.counts}
+        lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in self.counts}
+        ends_of_kinds = firsts | lasts
+        for index in range(count) if every_layer else sorted(ends_of_kinds | {max(0, count - 2), min(1, count - 1)}):
+            visit = self._visit(index, is_inner=not every_layer and index not in ends_of_kinds)
+            kind = self.kinds[index]
             moments: tuple[LayerMoment, ...] = (visit.growing,)
             if every_layer:
+                recomputed = kind.level != "everything"
                 moments = _moments(self.spec, self.examples[kind], self.shape, recomputed=recomputed)
             yield from (visit._replace(growing=moment) for moment in moments)
 
-    def _awaits_input(self, kind: LayerKind, before: Counter[LayerKind]) -> bool:
+    def _visit(self, index: int, *, is_inner: bool) -> LayerVisit:
+        """Backward at the layer with this number in the stage, at its fullest moment."""
+        kind, before = self.kinds[index], Counter(self.kinds[:index])
+        after_weights = sum((count - before[each]) * self.weights[each].all for each, count in self.counts.items())
+        growing, summing = _fullest(self.spec, self.examples[kind], self.shape, recomputed=kind.level != "everything")
+        return LayerVisit(
+            saved_before=self.saved(before),
+            own_weights=self.weights[kind].all,
+            apart_weights=self.apart(kind),
+            padding_weights=self.padding(kind),
+            kept_at_reduction=self._kept_at_reduction(kind),
+            attention_after=self._attention_after(kind),
+            done_weights=after_weights - self.weights[kind].all,
+            growing=growing,
+            summing=summing,
+            is_first=index == 0,
+            is_last=index == len(self.kinds) - 1,
+            is_inner=is_inner,
+            awaits_input=self._awaits_input(kind, before),
+        )
+
+    def _awaits_input(self, kind: LayerKind, before: Mapping[LayerKind, int]) -> bool:
         """A recomputed layer, this one or one after it, has called the one before, whose input is on the host."""
         recomputed_before, all_recomputed = _recomputed(before), _recomputed(self.counts)
         called = kind.level != "everything" or all_recomputed > recomputed_before
@@ -316,18 +326,15 @@ def _moments(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool
 
 
 @lru_cache(maxsize=65536)
-def _fullest(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool, summed: bool) -> LayerMoment:
-    """The moment that needs most, with gradients of all weights so far or of those not yet `summed`."""
-
-    def size(moment: LayerMoment) -> int:
-        held_bytes = moment.saved_bytes + moment.gradient_bytes + moment.workspace_bytes
-        weights = moment.new_weights if summed else moment.made_weights
-        return held_bytes + shape.element_bytes * (weights + moment.weight_copies)
-
-    return max(_moments(spec, layer, shape, recomputed=recomputed), key=size)
+def _fullest(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool) -> tuple[LayerMoment, LayerMoment]:
+    """The moment that needs most where gradients of weights come into being, and where they are added to sums."""
+    moments, element_bytes = _moments(spec, layer, shape, recomputed=recomputed), shape.element_bytes
+    growing = max(moments, key=lambda each: each.held_bytes + element_bytes * (each.made_weights + each.weight_copies))
+    summing = max(moments, key=lambda each: each.held_bytes + element_bytes * (each.new_weights + each.weight_copies))
+    return growing, summing
 
 
-def _recomputed(counts: Counter[LayerKind]) -> int:
+def _recomputed(counts: Mapping[LayerKind, int]) -> int:
     return sum(count for kind, count in counts.items() if kind.level != "everything")
 
 

@@ -2,9 +2,8 @@
 
 Mixed precision with Adam (Micikevicius et al. 2017; Rajbhandari et al. 2020): 2 weights + 2 gradients + 4 master
 weights + 4 + 4 moments = 16 bytes. ZeRO-1 splits masters and moments over data ranks, ZeRO-2 gradients too, ZeRO-3
-weights too. `paper_bytes` is that rule; `resident_states` is what parallel/data.py makes of it with FSDP2, where the
-float32 shards are the masters and 16-bit weights exist while gathered only. With masters on the host, FSDP2's shards
-and their gradients have 16 bits.
+weights too. `resident_states` is what parallel/data.py makes of it with FSDP2, where the float32 shards are the masters
+and 16-bit weights exist while gathered only. With masters on the host, FSDP2's shards and their gradients have 16 bits.
 
 Offload (levers/offload.py): matrices' moments, masters and with `weights` the layers' weights are on the host; they
 pass through a ring of staging memory on the GPU to be updated there, and layers' weights through two slots.
@@ -21,38 +20,6 @@ from tightfit.levers.policy.offload import PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_S
 from tightfit.memory.formulas.params import Params, vocabulary_params
 
 MASTER = 4
-
-
-class BytesPerWeight(NamedTuple):
-    """Bytes of each state per weight, unsharded."""
-
-    weights: int
-    gradients: int
-    masters: int
-    moments: float
-
-    @property
-    def total(self) -> float:
-        """All four."""
-        return sum(self)
-
-
-def bytes_per_weight(workload: Workload, levers: Levers) -> BytesPerWeight:
-    """What one weight costs on one GPU: 16 bytes for bf16, fp16 and fp32 with float32 moments, 8 for pure bf16."""
-    return BytesPerWeight(
-        weights=workload.weight_bytes,
-        gradients=0 if levers.update_in_backward else workload.weight_bytes,
-        masters=MASTER if workload.has_masters else 0,
-        moments=moment_bytes(levers, wide=workload.updates_wide),
-    )
-
-
-def paper_bytes(per_weight: BytesPerWeight, params: int, zero: int, ranks: int) -> float:
-    """ZeRO's own formula: states / N, then gradients / N, then weights / N."""
-    states = (per_weight.masters + per_weight.moments) / (ranks if zero >= 1 else 1)
-    gradients = per_weight.gradients / (ranks if zero >= 2 else 1)
-    weights = per_weight.weights / (ranks if zero >= 3 else 1)
-    return params * (states + gradients + weights)
 
 
 class States(NamedTuple):
@@ -80,6 +47,8 @@ class States(NamedTuple):
     """What the allocator counts with weights, masters and moments beyond their bytes: segments.py."""
     staging: int = 0
     """GPU memory that what is on the host passes through."""
+    streams_weights: bool = False
+    """Whether layers' weights are on the host."""
 
 
 def resident_states(
@@ -88,7 +57,7 @@ def resident_states(
     """Of a rank that has `params` before data ranks split them, `layer_weights` of them in layers; `widest_layer` is
     what it streams at once of one."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
-    updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.data * layout.context // layout.copies
+    updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.sharing
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
     shards_are_masters = layout.zero > 0 and has_masters and levers.offload == "none"
     states = States(
@@ -133,13 +102,14 @@ def _offloaded(
         host_masters=round(states.masters * away_share),
         host_moments=round(states.moments * away_share),
         staging=ring_bytes + narrowing_bytes,
+        streams_weights=streams_weights,
     )
 
 
 def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> int:
     """Weights whose belongings stay on the GPU, of `count`: whole vocabulary matrices (or shards), then layers."""
     spec = workload.spec
-    sharing = layout.data * layout.context // layout.copies if layout.zero else 1
+    sharing = layout.sharing if layout.zero else 1
     matrix = vocabulary_params(spec, layout.weight_ranks) // sharing
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)

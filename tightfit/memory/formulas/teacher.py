@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.teacher import Teacher
-from tightfit.levers.policy.loss_chunks import chunk_rows, distillation_row_bytes
+from tightfit.levers.policy.loss_chunks import (
+    SPLIT_PRODUCT_BYTES,
+    DistillationChunks,
+    distillation_chunks,
+    distillation_row_bytes,
+)
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
@@ -33,9 +38,25 @@ class TeacherMemory:
     at_loss: int = 0
     """From the host: its output projection."""
     chunk: int = 0
+    sums_are_narrow: bool = False
+    """Whether the output projection's gradient is summed in 24 bits (kernels/split_sum.py)."""
 
 
-def teacher_memory(teacher: Teacher | None, student: ModelSpec, shape: LocalShape, levers: Levers) -> TeacherMemory:
+def distilled_chunks(student: ModelSpec, shape: LocalShape, levers: Levers, *, is_bf16: bool) -> DistillationChunks:
+    """How the distillation loss of a micro-batch is cut."""
+    return distillation_chunks(
+        shape.tokens,
+        student.vocab_size,
+        student.hidden_size,
+        shape.element_bytes,
+        levers.loss_chunk_bytes,
+        narrow=is_bf16,
+    )
+
+
+def teacher_memory(
+    teacher: Teacher | None, student: ModelSpec, shape: LocalShape, levers: Levers, *, is_bf16: bool
+) -> TeacherMemory:
     """The teacher of a student of this shape; nothing without one."""
     if teacher is None:
         return TeacherMemory()
@@ -48,8 +69,8 @@ def teacher_memory(teacher: Teacher | None, student: ModelSpec, shape: LocalShap
     student_maps_bytes = teacher.maps * (3 * student.heads + 2) * map_bytes
     features_bytes = teacher.features * shape.hidden_bytes(student)
     row_bytes = distillation_row_bytes(student.vocab_size, shape.element_bytes, fused=True)
-    free_bytes = student.vocab_size * student.hidden_size * shape.element_bytes if shape.element_bytes < WIDE else 0
-    rows = max(1, chunk_rows(shape.tokens, (levers.loss_chunk_bytes + free_bytes) // row_bytes))
+    chunks = distilled_chunks(student, shape, levers, is_bf16=is_bf16)
+    product_bytes = SPLIT_PRODUCT_BYTES if chunks.sum_bytes < WIDE else 0
     working_bytes = layer_cost(spec, spec.layers - 1, shape).forward_working
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,
@@ -57,5 +78,6 @@ def teacher_memory(teacher: Teacher | None, student: ModelSpec, shape: LocalShap
         teaching=hidden_bytes + working_bytes + arriving_bytes + teaching_maps_bytes,
         until_loss=hidden_bytes + features_bytes + teacher.maps * map_bytes,
         at_loss=(head_bytes if on_host else 0) + student_maps_bytes,
-        chunk=min(rows, shape.tokens) * row_bytes,
+        chunk=min(chunks.rows, shape.tokens) * row_bytes + product_bytes,
+        sums_are_narrow=chunks.sum_bytes < WIDE,
     )

@@ -5,10 +5,16 @@
 Activations need nothing of their own: on a mesh a rank has `rows / parts` rows of a micro-batch, and of those a q-th of
 heads, columns and residual stream, which is what LocalShape counts with (Xu and You 2021: 1/q² of all activations; Wang
 et al. 2022: 1/(d q²); Bian et al. 2021: 1/q³). What differs: the product of a gated MLP is kept, as down's weight
-gradient is made of it by another product (saved.py), and the head's columns are gathered for the loss. Not counted: the
-float32 temporaries of norms, which are no fused kernels on a mesh; they show where long rows are recomputed and a
-layer's backward is the fullest moment (up to 16 % of that phase in rehearsals, 2 % of the peak).
+gradient is made of it by another product (saved.py), the head's columns are gathered for the loss, and products of a 3D
+mesh gather q times what a rank has of both operands and scatter q times its result (collectives/cubic.py):
+
+    S, I: stream and MLP columns of a rank    down's backward: dY q S, its input q I, the input's gradient q I and I
+    W: a gathered matrix, twice               gate and up's: their input q S, both gradients 2 q I, dX q S and S
+
+Not counted: the float32 temporaries of norms, which are no fused kernels on a mesh, but smaller than these.
 """
+
+from dataclasses import dataclass
 
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.params import (
@@ -50,6 +56,33 @@ def held_embedding(spec: ModelSpec, shape: LocalShape) -> int:
         return embedding_params(spec, shape.tensor)
     positions = embedding_params(spec) - vocabulary_params(spec)
     return held_vocabulary(spec, shape) + ceil(positions, shape.tensor)
+
+
+@dataclass(frozen=True)
+class CubicMlp:
+    """What the products of an MLP on a 3D mesh take beside what is kept."""
+
+    forward_bytes: int
+    """The down projection's input gathered, its result before and after it is scattered,"""
+    down_backward_bytes: int
+    """the same backward, with the gradient of its input,"""
+    up_backward_bytes: int
+    """and of gate and up."""
+
+
+def cubic_mlp(spec: ModelSpec, shape: LocalShape) -> CubicMlp | None:
+    """None on other meshes, whose products send blocks one by one."""
+    side = shape.tensor
+    if not shape.mesh_ranks or shape.mesh_ranks != side**3:
+        return None
+    stream_bytes, inner_bytes = shape.stream_bytes(spec), shape.inner_bytes(spec.mlp_size)
+    weight_bytes = 2 * shape.element_bytes * spec.hidden_size * spec.mlp_size // side**2  # as it comes, and in order
+    entering = 2 if spec.gated else 1
+    return CubicMlp(
+        forward_bytes=side * inner_bytes + (side + 1) * stream_bytes + weight_bytes,
+        down_backward_bytes=side * stream_bytes + (2 * side + 1) * inner_bytes + weight_bytes,
+        up_backward_bytes=(2 * side + 1) * stream_bytes + entering * (side * inner_bytes + weight_bytes),
+    )
 
 
 def gathered_head_bytes(spec: ModelSpec, shape: LocalShape) -> int:

@@ -19,22 +19,18 @@ def tiled_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
     ]
 
 
-def tile_bytes(spec: ModelSpec, shape: LocalShape) -> int:
-    """Alive of one tile of the second half, when the gradient of the MLP's product is made: see `token_bytes`."""
-    return ceil(shape.tokens, shape.tiles) * token_bytes(spec, shape.element_bytes, shape.tensor)
-
-
-def token_bytes(spec: ModelSpec, element_bytes: int, tensor: int = 1) -> int:
-    """Of one token inside a tile: the wide ones, attention's output joined, the sum, its norm and the tile's result."""
-    inner = 3 * ceil(spec.mlp_size, tensor)
-    stream = (3 + 2 * spec.sandwich_norms) * spec.hidden_size
-    return (inner + stream + ceil(spec.heads, tensor) * spec.head_dim) * element_bytes
+def tile_bytes(spec: ModelSpec, shape: LocalShape, *, inner: int, gradients: int = 0) -> int:
+    """Alive of one tile of the second half: so many tensors of the MLP's width, attention's output joined, the sum, its
+    norm and the tile's result, and `gradients` of the norm."""
+    stream = (3 + 2 * spec.sandwich_norms + gradients) * spec.hidden_size
+    width = inner * shape.columns(spec.mlp_size) + stream + shape.heads(spec) * spec.head_dim
+    return ceil(shape.tokens, shape.tiles) * width * shape.element_bytes
 
 
 def tiled_cost(spec: ModelSpec, layer: int, shape: LocalShape) -> LayerCost:
     """All of a tiled layer's bytes; the new residual stream is what the next layer or the final norm keeps."""
     kept_bytes = sum(tensor.bytes for tensor in tiled_saved(spec, shape))
-    stream_bytes, inside_bytes = shape.stream_bytes(spec), tile_bytes(spec, shape)
+    stream_bytes, inside_bytes = shape.stream_bytes(spec), tile_bytes(spec, shape, inner=3)
     return LayerCost(
         kept=kept_bytes,
         entry=stream_bytes,
@@ -48,20 +44,27 @@ def tiled_cost(spec: ModelSpec, layer: int, shape: LocalShape) -> LayerCost:
 def _second_half(spec: ModelSpec, shape: LocalShape, kept_bytes: int) -> tuple[LayerMoment, ...]:
     """From the new residual stream to attention's output."""
     weights = _second_half_weights(spec, shape)
+    mlp_weights = weights - spec.hidden_size * shape.heads(spec) * spec.head_dim
     arrived_bytes = 2 * shape.stream_bytes(spec) + shape.query_bytes(spec)  # gradients of y, x and attention's output
-    a_tile = LayerMoment(
-        "a tile of the second half",
+    product = LayerMoment(
+        "gradient of a tile's product",
         saved_bytes=kept_bytes,
-        gradient_bytes=arrived_bytes + tile_bytes(spec, shape),
+        gradient_bytes=arrived_bytes + tile_bytes(spec, shape, inner=3),
         weight_copies=_float32_sums(weights, shape),
     )
-    its_weights = a_tile._replace(
-        name="its weights' gradients",
+    gate_and_up = product._replace(
+        name="gradients of a tile's gate and up",
+        gradient_bytes=arrived_bytes + tile_bytes(spec, shape, inner=2 if spec.gated else 1, gradients=1),
+        made_weights=mlp_weights,
+        new_weights=mlp_weights,
+    )
+    all_weights = product._replace(
+        name="gradients of a tile's weights",
         gradient_bytes=arrived_bytes + _narrow_tile_bytes(spec, shape),
         made_weights=weights,
         new_weights=weights,
     )
-    return a_tile, its_weights
+    return product, gate_and_up, all_weights
 
 
 def _first_half(spec: ModelSpec, layer: int, shape: LocalShape, kept_bytes: int) -> tuple[LayerMoment, ...]:

@@ -14,10 +14,14 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.backward import backward
 from tightfit.memory.formulas.forward import evaluation, forward, loss
+from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.pipeline import telling_ranks
+from tightfit.memory.formulas.params import Params
+from tightfit.memory.formulas.pipeline import pipeline_stage, telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
+from tightfit.memory.formulas.stage import stage_params
+from tightfit.memory.formulas.states import resident_states
 from tightfit.memory.formulas.story import ROUNDING, TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
 
@@ -49,6 +53,22 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
     overheads = engine_overheads(workload, overheads)
     slack_bytes = _slack_bytes(gpu_bytes, overheads)
     return Peaks(gpu_bytes + slack_bytes + overheads.context_bytes, host_bytes, saved)
+
+
+def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> int:
+    """A lower bound of `peaks`' card that takes no look at activations: states, and gradients beside them when the
+    optimizer begins, of the first pipeline rank."""
+    stage = pipeline_stage(workload.spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank, 0)
+    shape = local_shape(workload, layout, levers)
+    shares_embedding = workload.spec.tied and layout.pipeline == 1
+    in_layers, outside = stage_params(workload.spec, shape, stage, shares_embedding=shares_embedding)
+    params = in_layers.plus(Params(outside))
+    states = resident_states(workload, layout, levers, params, layer_weights=in_layers.all, widest_layer=0)
+    gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
+    waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
+    allocated_bytes = states.weights + states.masters + states.moments + waiting_bytes
+    overheads = engine_overheads(workload, overheads)
+    return allocated_bytes + _slack_bytes(allocated_bytes, overheads) + overheads.context_bytes
 
 
 def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:

@@ -94,28 +94,31 @@ class ShardedWeights(WholeWeights):
 
     def in_forward(self) -> int:
         stage = self.stage
-        return self.element_bytes * (stage.root + stage.widest if self.zero == 3 else stage.weights)
+        return self.copies() + self.element_bytes * (stage.root + stage.widest if self.zero == 3 else stage.weights)
 
     def at_loss(self) -> int:
-        return self.element_bytes * (self.stage.root if self.zero == 3 else self.stage.weights)
+        made = 0 if self.copies_return else self.copies()
+        return made + self.element_bytes * (self.stage.root if self.zero == 3 else self.stage.weights)
 
     def first_groups(self) -> int:
         """ZeRO-3: the root and the first group after it."""
         return self.element_bytes * (self.stage.root + (self.stage.embedding or self.stage.widest))
 
     def at_layer(self, visit: LayerVisit) -> int:
+        made = self.copies(visit.done_weights)
         if self.zero == 3:
-            return self.element_bytes * (self.stage.root + visit.own_weights)
+            return made + self.element_bytes * (self.stage.root + visit.own_weights)
         let_go = 0 if self.stays_gathered else visit.done_weights
-        return self.element_bytes * (self.stage.weights - let_go)
+        return made + self.element_bytes * (self.stage.weights - let_go)
 
     def after_layer(self, visit: LayerVisit) -> int:
         """Once a layer (or its experts, where they are apart) has let go of its own."""
         own = visit.apart_weights or visit.own_weights
+        made = 0 if self.copies_return else self.copies(visit.done_weights + own)
         if self.zero == 3:
-            return self.element_bytes * (self.stage.root + visit.own_weights - own)
+            return made + self.element_bytes * (self.stage.root + visit.own_weights - own)
         let_go = 0 if self.stays_gathered and not self.sums_whole else visit.done_weights + own
-        return self.element_bytes * (self.stage.weights - let_go)
+        return made + self.element_bytes * (self.stage.weights - let_go)
 
     def at_embedding(self) -> int:
         return self.element_bytes * (self.stage.weights if self.stays_gathered else self.stage.root)
@@ -162,15 +165,15 @@ def working_weights(
     layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int, rounds: bool = False
 ) -> WholeWeights:
     """Of a rank that has `micro_batches` a step; `rounds`: products are with rounded copies of the weights."""
+    rounded_bytes = states.element_bytes if rounds else 0
+    returning = rounds and levers.checkpoint_every == 1
     if not layout.zero:
-        rounded_bytes = states.element_bytes if rounds else 0
-        return WholeWeights(
-            stage=stage,
-            copy_bytes=CODE_BYTES if levers.matmul != "native" else rounded_bytes,
-            copies_return=rounds and levers.checkpoint_every == 1,
-        )
+        copy_bytes = CODE_BYTES if levers.matmul != "native" else rounded_bytes
+        return WholeWeights(stage=stage, copy_bytes=copy_bytes, copies_return=returning)
     return ShardedWeights(
         stage=stage,
+        copy_bytes=rounded_bytes,
+        copies_return=returning,
         zero=layout.zero,
         ranks=states.ranks,
         expert_ranks=max(1, states.ranks // layout.expert),

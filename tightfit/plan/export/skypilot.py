@@ -16,7 +16,8 @@ from tightfit.printable import printable
 
 SIZED = {("A100", 80), ("V100", 32)}
 """Cards that SkyPilot names with their memory, as the name alone means a smaller one."""
-PLAN_PLACE = "/tmp/tightfit-plan.json"
+PLAN_PLACE = "~/tightfit/plan.json"
+"""On every node; SkyPilot and the shell both put the home directory in the place of ~."""
 
 
 def skypilot_task(plan: Plan, plan_file: Path) -> str:
@@ -37,7 +38,18 @@ def skypilot_task(plan: Plan, plan_file: Path) -> str:
     lines.append(torchrun_command(plan, f"{PLAN_PLACE}{overrides(plan)}"))
     task["run"] = "\n".join(lines) + "\n"
     head = f"# {printable(plan.model)} on {printable(machine.text)}, as tightfit planned it.\n"
-    return head + yaml.safe_dump(task, sort_keys=False)
+    return head + yaml.dump(task, Dumper=_WithScripts, sort_keys=False)
+
+
+class _WithScripts(yaml.SafeDumper):
+    """Writes text of several lines as lines: people read and edit these files."""
+
+
+def _as_lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_WithScripts.add_representer(str, _as_lines)
 
 
 def accelerator_name(card: Accelerator) -> str:

@@ -45,7 +45,7 @@ class DataTraffic:
 
     def step_s(self, layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float) -> float:
         """Exposed seconds of a step whose micro-batches take `forward_s` and `backward_s`."""
-        if layout.data * layout.context == 1:
+        if layout.reducing == 1:
             return 0.0
         if not self.overlaps_gradients:
             return self._alone_s(layout, micro_batches)
@@ -74,10 +74,10 @@ def data_traffic(
     group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
 ) -> DataTraffic:
     """Of a rank with `layers` layers, on a card that copies `bytes_s`."""
-    shards = layout.data * layout.context // layout.copies
+    shards = layout.sharing
     dense_group = group(layout.tensor, shards)
     expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
-    copies_group = group(layout.tensor * layout.context * max(1, layout.shard_inside), layout.copies)
+    copies_group = group(layout.ranks // layout.pipeline // layout.copies, layout.copies)
     engine, weight_bytes = workload.engine, workload.weight_bytes
     reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
     calls = layers + 1

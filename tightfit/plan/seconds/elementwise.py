@@ -81,7 +81,7 @@ def layer_elementwise(
 
 def _routed_rows(spec: ModelSpec) -> float:
     """Copies of a token that go to experts, averaged over the layers."""
-    return 0.0 if spec.experts is None else routed_share(spec) * spec.experts.per_token
+    return 0.0 if spec.experts is None else routed_share(spec) * spec.experts.computed_per_token
 
 
 def _plain_passes(passes: Passes, spec: ModelSpec) -> float:

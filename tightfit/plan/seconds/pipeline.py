@@ -6,6 +6,8 @@ K ranks, M micro-batches, F and B seconds forward and backward (recompute R belo
     interleaved     (K−1)(F+B)/v      v stages of the model per rank (Narayanan et al. 2021)
     zero-bubble     (K−1)(F+R)        weights' gradients, half of B, fill the rest (ZB-H1, Qi et al. 2023): one wait for
                     + (K−M) B/2       each micro-batch, so that with M < K some stay unfilled
+    zb-v            (K−1) F/2         as zero-bubble, with half the layers to wait for at the start (Qi et al. 2024);
+                                      with fewer micro-batches than fill the V at least (2K−1−M) F
 """
 
 from tightfit.jobs.layout import Layout
@@ -17,6 +19,8 @@ def bubble_s(layout: Layout, *, micro_batches: int, forward_s: float, backward_s
     if layout.schedule == "zero-bubble":
         unfilled_s = max(0, layout.pipeline - micro_batches) * backward_s / 2
         return others * (forward_s + recompute_s) + unfilled_s
+    if layout.schedule == "zb-v":
+        return max(others / 2, 2 * layout.pipeline - 1 - micro_batches) * (forward_s + recompute_s)
     return others * (forward_s + backward_s + recompute_s) / layout.stages_per_rank
 
 

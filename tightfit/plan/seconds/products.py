@@ -93,7 +93,7 @@ def mlp_columns(spec: ModelSpec) -> float:
     """MLP columns that one token passes through, averaged over the layers."""
     if spec.experts is None:
         return spec.mlp_size
-    active = spec.experts.per_token * spec.experts.mlp_size + spec.experts.shared_size
+    active = spec.experts.computed_per_token * spec.experts.mlp_size + spec.experts.shared_size
     return routed_share(spec) * active + (1 - routed_share(spec)) * spec.mlp_size
 
 
@@ -118,7 +118,7 @@ def grouped_share(spec: ModelSpec, tokens: float) -> float:
     """What a layer's grouped products reach of the usual rate: an expert's last tile is partly empty."""
     if spec.experts is None:
         return 1.0
-    rows_each = tokens * spec.experts.per_token / spec.experts.count
+    rows_each = tokens * spec.experts.computed_per_token / spec.experts.count
     filled = rows_each / (rows_each + GROUP_ROWS)
     return 1 / (routed_share(spec) / filled + 1 - routed_share(spec))
 

@@ -7,7 +7,7 @@ from tightfit.hardware.accelerator import Number
 from tightfit.hardware.efficiency import Efficiency, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import REFERENCES, attention_shares, generation_of, power_factor, product_share
-from tightfit.jobs.job import PrecisionName
+from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 
 UNFUSED_SCORE_PASSES = 10.0, 14.0

@@ -1,4 +1,4 @@
-"""Tiles: what a layer pays for working through its sequence in pieces, and how few of them fit (levers/tiling.py).
+"""Tiles: what a layer pays for working through its sequence in pieces (levers/tiling.py).
 
 Forward copies what tiles make into whole tensors, and joins groups of heads. Backward computes both halves again, but
 for what the last product would make, does the same copies for gradients, and adds the weights' gradients up in float32:
@@ -6,10 +6,8 @@ the first is widened, further ones are added, the sum is narrowed. Every product
 tiles, each with the fixed time of one.
 """
 
-from tightfit.errors import UserError
+from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.tiles import token_bytes
-from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.rates import Rates
 
@@ -20,8 +18,11 @@ PRODUCTS = 7
 """Of a layer; backward has two for each, and all but one again."""
 
 
-def tiled_more_s(workload: Workload, rates: Rates, layer: LayerTime, *, tiles: int, tensor: int) -> tuple[float, float]:
+def tiled_more_s(
+    workload: Workload, rates: Rates, layer: LayerTime, levers: Levers, *, tensor: int
+) -> tuple[float, float]:
     """Seconds on top of one layer's forward and backward."""
+    tiles = levers.tiles
     if tiles == 1:
         return 0.0, 0.0
     spec, products, elementwise = workload.spec, layer.products, layer.elementwise
@@ -31,19 +32,3 @@ def tiled_more_s(workload: Workload, rates: Rates, layer: LayerTime, *, tiles: i
     sums_s = products.weights_once_s * (WIDENED + ADDED * (tiles - 1) + NARROWED)
     again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.rope_s
     return pieces_s + copies_s, again_s + 3 * pieces_s + sums_s + 2 * copies_s
-
-
-def tile_count(spec: ModelSpec, rows: int, length: int, element_bytes: int, free_bytes: int, tensor: int = 1) -> int:
-    """The fewest tiles of `rows` sequences of `length` tokens of which one takes at most `free_bytes`.
-
-    A tile holds, at its fullest moment, `token_bytes` for each of its tokens (memory/formulas/tiles.py). What does not
-    shrink with tiles (q, k, v, attention's output, sums of weights' gradients) must be counted as used already.
-    """
-    step_bytes = rows * token_bytes(spec, element_bytes, tensor)
-    longest = free_bytes // step_bytes
-    if longest < 1:
-        raise UserError(
-            f"{free_bytes} bytes are free, but a tile of one token in each of {rows} rows takes {step_bytes}; "
-            "free more memory or lower layout.micro_batch"
-        )
-    return -(-length // min(longest, length))
