@@ -6,6 +6,7 @@ Forward and backward of one layer's attention over rows of T tokens, by exchange
 queries and keys. The goal is ≥ 90 % of its rate. Into results/context_attention.csv.
 
     python -m benchmarks.context_attention
+    python -m benchmarks.context_attention --length 32768 --kernels      (what a rank of the largest ring spends where)
     python -m benchmarks.context_attention --length 256 --device cpu --dry-run
 """
 
@@ -93,6 +94,22 @@ def measure(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) 
             yield row_of(length, context, ring, same_work, split_ms=split_ms, whole_ms=whole_ms)
 
 
+def kernel_table(length: int, device: torch.device, dtype: torch.dtype) -> str:
+    """Time of every kernel of forward and backward as a rank of the largest ring, averaged over ten."""
+    context, ring = LAYOUTS[-1]
+    with fake_world(context):
+        mesh = make_mesh(Layout(context=context, ring=ring), device.type)
+        attend = split_attention(length, context_group(mesh, "ring"), context_group(mesh, "heads"))
+        given = heads_of(length // context, device, dtype)
+        d_out = torch.randn_like(given[0])
+        attend(*given).backward(d_out)
+        with torch.profiler.profile() as profile:
+            for _ in range(10):
+                attend(*given).backward(d_out)
+    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return str(profile.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60))
+
+
 def row_of(
     length: int, context: int, ring: int, same_work: int, *, split_ms: float, whole_ms: float
 ) -> dict[str, object]:
@@ -121,6 +138,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     parser.add_argument("--dry-run", action="store_true", help="print only")
+    parser.add_argument(
+        "--kernels", action="store_true", help="also print where a rank of the largest ring spends time"
+    )
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -128,6 +148,8 @@ def main() -> None:
         print(measured, flush=True)
         if not chosen.dry_run:
             append_row("context_attention", measured, folder=chosen.results, commit=chosen.commit)
+    if chosen.kernels:
+        print(kernel_table(max(chosen.length or LENGTHS), device, dtype))
 
 
 if __name__ == "__main__":

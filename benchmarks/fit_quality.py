@@ -3,7 +3,7 @@
 Sensitivities are measured on calibration text, as `tightfit compress --fit` does; then mixes are rounded to nearest and
 measured on other text. Ten mixes are random; ten are chosen for budgets from 3.4 to 6.5 bits a weight. Every
 width for all layers is measured too, beside the mix that is chosen for exactly its bytes.
-Appends to benchmarks/results/fit_quality.csv and draws benchmarks/results/fit_quality.png.
+Appends to benchmarks/results/fit_quality.csv and draws fit_quality.png beside it, where matplotlib is installed.
 
     python -m benchmarks.fit_quality --calibrate wiki.train.txt --test wiki.test.txt
 """
@@ -11,6 +11,7 @@ Appends to benchmarks/results/fit_quality.csv and draws benchmarks/results/fit_q
 import argparse
 import random
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tightfit.compress.bit_choice import (
     units,
 )
 from tightfit.compress.calibration import read_calibration
-from tightfit.compress.cost import matrices
+from tightfit.compress.matrices import matrices
 from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities, reference_predictions, rounded_to
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
@@ -166,7 +167,8 @@ def main() -> None:
         rows.append(row)
         append_row("fit_quality", row, folder=chosen.results, commit=chosen.commit)
         print(row, flush=True)
-    draw(rows, chosen.results / "fit_quality.png")
+    if find_spec("matplotlib") is not None:
+        draw(rows, chosen.results / "fit_quality.png")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,16 @@ The allocator notes when Python asks for memory, which is long before the GPU ge
 GPU's, every launch waits for its kernel (CUDA_LAUNCH_BLOCKING). That costs a few per cent of the step time shown.
 
     python -m benchmarks.loss_memory --results DIR         (an 80 GB GPU or more; --model and --seq for smaller ones)
+    python -m benchmarks.loss_memory --draw                (the picture again, from the curves that were kept)
 """
 
 import argparse
 import gc
+import json
 import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
@@ -28,6 +33,8 @@ from tightfit.report.timeline import Timeline, draw_timelines, recorded
 from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
 
 SETTINGS = Optimizer(lr=1e-5)
+CURVES = "loss_memory_curves.json"
+POINTS = 800
 
 
 def record_step(spec: ModelSpec, length: int, impl: Implementations) -> tuple[Timeline, float]:
@@ -44,9 +51,11 @@ def record_step(spec: ModelSpec, length: int, impl: Implementations) -> tuple[Ti
     for _ in range(2):
         with recorded() as recorder:
             recorder.mark("forward")
+            hook = model.norm.register_forward_hook(lambda *_: recorder.mark("loss"))  # the last before the head
             output = model(tokens[:, :-1], tokens[:, 1:])
             assert output.loss is not None
             loss = output.loss / length
+            hook.remove()
             recorder.mark("backward")
             loss.backward()
             recorder.mark("optimizer")
@@ -55,7 +64,7 @@ def record_step(spec: ModelSpec, length: int, impl: Implementations) -> tuple[Ti
 
 
 def main(model: str, length: int, folder: Path, commit: str | None) -> None:
-    """Record both, draw the picture, append the rows."""
+    """Record both, append the rows, keep the curves, draw the picture."""
     spec, timelines = resolve_spec(model), {}
     for name, impl in (
         ("plain loss", Implementations(linear_cross_entropy="eager")),
@@ -74,8 +83,31 @@ def main(model: str, length: int, folder: Path, commit: str | None) -> None:
         }
         print(row, f"{milliseconds:.0f} ms, loss {loss:.4f}")
         append_row("loss_memory", {**row, "step_ms": f"{milliseconds:.0f}"}, folder=folder, commit=commit)
-    title = f"{model} shape, one step of {length:,} tokens, layers checkpointed"
-    draw_timelines(timelines, title, picture_folder(folder) / "loss_memory.png")
+    keep_curves(timelines, f"{model} shape, one step of {length:,} tokens, layers checkpointed", folder)
+    draw(folder)
+
+
+def keep_curves(timelines: Mapping[str, Timeline], title: str, folder: Path) -> None:
+    """So many points that the picture is the same, in one file that replaces the last."""
+    curves = {name: asdict(timeline.thinned(POINTS)) for name, timeline in timelines.items()}
+    for curve in curves.values():
+        curve["positions"] = [round(position, 2) for position in curve["positions"]]
+    (folder / CURVES).write_text(json.dumps({"title": title, "curves": curves}) + "\n", encoding="utf-8")
+
+
+def draw(folder: Path) -> Path:
+    """The picture of the curves that were kept."""
+    try:
+        kept = json.loads((folder / CURVES).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        sys.exit(f"{folder / CURVES} is not there: record a step first, on a GPU, without --draw")
+    timelines = {
+        name: Timeline(**{**curve, "starts": [(start, phase) for start, phase in curve["starts"]]})
+        for name, curve in kept["curves"].items()
+    }
+    picture = picture_folder(folder) / "loss_memory.png"
+    draw_timelines(timelines, kept["title"], picture)
+    return picture
 
 
 if __name__ == "__main__":
@@ -84,5 +116,9 @@ if __name__ == "__main__":
     parser.add_argument("--seq", type=int, default=32_768)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit")
+    parser.add_argument("--draw", action="store_true", help="only draw what was kept")
     chosen = parser.parse_args()
-    main(chosen.model, chosen.seq, chosen.results, chosen.commit)
+    if chosen.draw:
+        print(f"picture in {draw(chosen.results)}")
+    else:
+        main(chosen.model, chosen.seq, chosen.results, chosen.commit)

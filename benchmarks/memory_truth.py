@@ -127,8 +127,10 @@ def split_cases() -> Iterator[Case]:
     And routed models over expert ranks.
     """
 
-    def of(split: str, ranks: int, length: int = 4096, *, model: str = "llama-3.1-8b", **others: Any) -> Case:
-        return Case(model=model, sequence_length=length, micro_batch=1, ranks=ranks, split=split, **others)
+    def of(
+        split: str, ranks: int, length: int = 4096, *, model: str = "llama-3.1-8b", rows: int = 1, **others: Any
+    ) -> Case:
+        return Case(model=model, sequence_length=length, micro_batch=rows, ranks=ranks, split=split, **others)
 
     yield of("shard_inside=4", 8, zero=3, checkpoint_every=1)
     yield of("shard_inside=4", 8, zero=2, checkpoint_every=1)
@@ -144,6 +146,10 @@ def split_cases() -> Iterator[Case]:
         yield of("pipeline=4 schedule=zero-bubble", 4, 2048, accumulation=8, stage=stage)
     yield of("pipeline=4 schedule=interleaved stages_per_rank=2", 4, accumulation=8)
     yield of("pipeline=2 tensor=2", 8, zero=1, accumulation=4)
+    yield of("pipeline=4 schedule=zb-v stages_per_rank=2", 4, 2048, accumulation=8)
+    yield of("tensor=4 tensor_mesh=2d", 4, 8192, rows=2, checkpoint_every=1)
+    yield of("tensor=8 tensor_mesh=2.5d tensor_depth=2", 8, 4096, rows=4)
+    yield of("tensor=8 tensor_mesh=3d", 8, 32_768, rows=4, checkpoint_every=1, precision="pure-bf16")
     yield of("expert=8", 8, model="qwen3-30b-a3b", zero=3, checkpoint_every=1)
     yield of("expert=4", 8, model="qwen3-30b-a3b", zero=3, checkpoint_every=1, accumulation=2)
     yield of("expert=8", 8, 8192, model="qwen3-30b-a3b", zero=1, precision="pure-bf16", checkpoint_every=1)

@@ -1,4 +1,5 @@
-"""Microseconds of x · Wᵀ with packed weights by how the product is cut: the rule of kernels/quantized_linear.py.
+"""Microseconds of x · Wᵀ with packed weights by how the product is cut: the rules of kernels/packed_rows.py (up to 16
+rows) and kernels/quantized_linear.py (more).
 
 Products are replayed as a CUDA graph, each reading another weight than the one before, so that neither launches nor the
 L2 cache count. Cuts whose result is off are named, not timed. The best and the rule's own go to
@@ -15,15 +16,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.quantized_linear import Tiles, launch_few, quantized_linear_eager, tiles_for
+from tightfit.kernels.packed_rows import MOST_ROWS, RowTiles, by_group, launch_packed_rows, row_tiles_for
+from tightfit.kernels.packing import TILE_WORDS
+from tightfit.kernels.quantized_linear import Tiles, launch_some, quantized_linear_eager, tiles_for
 
 BITS, GROUP = 4, 128
 SPREAD_BYTES = 400 * 10**6
 PRODUCTS, ROUNDS = 12, 5
-SHAPES = ("28672x4096", "4096x14336", "6144x4096")
+SHAPES = ("28672x4096", "4096x14336", "6144x4096", "4096x4096")
+FIELDS = ("block_m", "block_n", "split", "parts", "stages", "warps")
 
 
 def graph_us(product: Callable[[int], Tensor]) -> float:
@@ -48,8 +53,13 @@ def graph_us(product: Callable[[int], Tensor]) -> float:
     return min(found)
 
 
-def cuts(rows: int) -> Iterator[Tiles]:
-    """Those worth trying."""
+def cuts(rows: int, tiles: int) -> Iterator[Tiles | RowTiles]:
+    """Those worth trying; a row of the weight has so many tiles."""
+    if rows <= MOST_ROWS:
+        for block_n, parts, stages in itertools.product((16, 32, 64), (4, 8, 16), (2, 3, 4)):
+            if tiles % parts == 0:
+                yield RowTiles(block_n=block_n, parts=parts, stages=stages)
+        return
     block_m = min(max(1 << (rows - 1).bit_length(), 16), 128)
     for (block_n, warps), split, stages in itertools.product(((64, 4), (128, 4), (128, 8)), (1, 2, 4, 8, 16), (3, 4)):
         yield Tiles(block_m=block_m, block_n=block_n, split=split, stages=stages, warps=warps)
@@ -64,31 +74,44 @@ def measure(outputs: int, inputs: int, rows: int) -> Iterator[dict[str, object]]
         torch.randint(-(2**31), 2**31 - 1, words_shape, device=device, dtype=torch.int64).to(torch.int32)
         for _ in range(copies)
     ]
-    scale = (torch.rand(outputs, inputs // GROUP, device=device) * 0.01 + 0.001).half()
+    scale = by_group((torch.rand(outputs, inputs // GROUP, device=device) * 0.01 + 0.001).half())
+    zero = by_group(torch.randint(0, 2**BITS, scale.shape, device=device, dtype=torch.uint8))
     x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
-    truth = quantized_linear_eager(x.double(), packed[0], scale, None, BITS, GROUP)
+    truth = quantized_linear_eager(x.double(), packed[0], scale, zero, BITS, GROUP)
 
-    def timed(tiles: Tiles) -> float | None:
+    def timed(tiles: Tiles | RowTiles) -> float | None:
         def product(number: int) -> Tensor:
-            return launch_few(x, packed[number % copies], scale, None, BITS, GROUP, tiles)
+            words = packed[number % copies]
+            if isinstance(tiles, RowTiles):
+                return launch_packed_rows(x, words, scale, zero, BITS, GROUP, tiles)
+            return launch_some(x, words, scale, zero, BITS, GROUP, tiles)
 
-        wrong = ((product(0).double() - truth).norm() / truth.norm()).item()
+        try:
+            wrong = ((product(0).double() - truth).norm() / truth.norm()).item()
+        except triton.runtime.errors.OutOfResources:
+            return None
         if wrong > 0.01:
             print("wrong by", wrong, tiles)
             return None
         return graph_us(product)
 
-    own = tiles_for(rows, outputs, inputs, BITS, device)
-    found = [(us, tiles) for tiles in cuts(rows) if (us := timed(tiles)) is not None]
-    yield {"cut": "rule", "us": timed(own), **own._asdict()}
-    best_us, best = min(found)
-    yield {"cut": "best", "us": best_us, **best._asdict()}
+    few = rows <= MOST_ROWS
+    own = row_tiles_for(outputs, inputs, BITS) if few else tiles_for(rows, outputs, inputs, BITS, device)
+    found = [(us, tiles) for tiles in cuts(rows, words_shape[1] // TILE_WORDS) if (us := timed(tiles)) is not None]
+    yield {"cut": "rule", "us": timed(own), **told(own)}
+    for place, (us, tiles) in enumerate(sorted(found, key=lambda each: each[0])[:4]):
+        yield {"cut": "best" if place == 0 else f"{place + 1}.", "us": us, **told(tiles)}
     wide = [torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) for _ in range(3)]
     yield {
         "cut": "bf16",
         "us": graph_us(lambda number: F.linear(x, wide[number % 3])),
-        **dict.fromkeys(Tiles._fields, ""),
+        **dict.fromkeys(FIELDS, ""),
     }
+
+
+def told(tiles: Tiles | RowTiles) -> dict[str, object]:
+    """The fields of a cut, those it has not left empty."""
+    return {**dict.fromkeys(FIELDS, ""), **tiles._asdict()}
 
 
 def main() -> None:
@@ -99,7 +122,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     chosen = parser.parse_args()
-    for shape, rows in itertools.product(chosen.shape or SHAPES, chosen.rows or (1, 16, 64, 256)):
+    for shape, rows in itertools.product(chosen.shape or SHAPES, chosen.rows or (1, 4, 16, 64, 256)):
         outputs, inputs = map(int, shape.split("x"))
         for row in measure(outputs, inputs, rows):
             told = {"shape": shape, "rows": rows, "bits": BITS, **row}

@@ -31,7 +31,7 @@ from tightfit.report.pipeline_schedule import SCHEDULES
 from tightfit.train.pipeline_record import record
 
 PIECES = 2
-"""Stages of a rank under the interleaved schedule."""
+"""Stages of a rank under the schedules that have several."""
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "pipeline-recorded.png"
 
 
@@ -42,7 +42,7 @@ def recorded_steps(device: torch.device, ranks: int, micro_batches: int, forward
 
 def layouts(ranks: int) -> list[Layout]:
     """The same ranks under every schedule."""
-    pieces = {"interleaved": PIECES}
+    pieces = {"interleaved": PIECES, "zb-v": PIECES}
     return [Layout(pipeline=ranks, schedule=s, stages_per_rank=pieces.get(s, 1), micro_batch=1) for s in SCHEDULES]
 
 

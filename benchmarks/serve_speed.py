@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import RESULTS, append_row
+from tightfit.kernels.fp8_quantize import quantize_rows
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.quantized.coded_weight import CodedWeight
@@ -51,6 +52,16 @@ class Load:
 
 
 TINY_LOAD = Load((8, 12), (4, 8, 8), 8, (4, 20), (2, 10), (2, 40), 1)
+
+
+def quantize_fp8(model: Decoder) -> None:
+    """8-bit floats with a scale a row for every projection of the layers; embedding and head stay."""
+    scheme = Scheme(kind="fp8", bits=8, group=0)
+    for name, linear in list(model.layers.named_modules()):
+        if isinstance(linear, torch.nn.Linear):
+            codes, scale = quantize_rows(linear.weight.detach())
+            coded = CodedWeight(scheme=scheme, codes=codes, scale=scale)
+            replace_module(model, f"layers.{name}.weight", QuantizedLinear(coded))
 
 
 def quantize(model: Decoder, bits: int) -> None:
@@ -85,9 +96,18 @@ class Bench:
         with torch.device(self.device):
             model = Decoder(resolve_spec(MODELS[self.name])).to(self.dtype)
         init_weights(model)
+        if self.arguments.fp8:
+            quantize_fp8(model)
         if self.arguments.bits:
             quantize(model, self.arguments.bits)
         return model
+
+    @property
+    def weights(self) -> str:
+        """What the layers' weights are."""
+        if self.arguments.fp8:
+            return "fp8"
+        return f"int{self.arguments.bits}" if self.arguments.bits else str(self.dtype).removeprefix("torch.")
 
     def wait(self) -> None:
         """Until the device is idle."""
@@ -129,7 +149,7 @@ class Bench:
             "value": f"{value:.4g}",
             "unit": unit,
             "seconds": f"{seconds:.5g}",
-            "dtype": f"int{self.arguments.bits}" if self.arguments.bits else str(self.dtype).removeprefix("torch."),
+            "dtype": self.weights,
             "overlap": self.config.overlap,
             "note": note,
         }
@@ -214,6 +234,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that the script runs")
     parser.add_argument("--bits", type=int, help="integer weights of so many bits in groups")
+    parser.add_argument("--fp8", action="store_true", help="weights in 8-bit floats, a scale a row")
     parser.add_argument("--no-overlap", action="store_true", help="kernels one after the other")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--budget", type=float, default=230.0, help="seconds after which no further case begins")

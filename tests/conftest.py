@@ -25,7 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 import torch
 
-from tests.interpreter import patch_language_once, read_single_elements
+from tests.interpreter import ignore_overflows, patch_language_once, read_single_elements
 from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
 from tests.slow_halves import compute_in_float32
 
@@ -37,6 +37,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     read_single_elements()
     patch_language_once()
+    ignore_overflows()
 
 
 def pytest_collection_finish() -> None:

@@ -1,14 +1,18 @@
-"""Triton's interpreter beside a NumPy that is newer than it, and in two thirds of its time.
+"""Triton's interpreter beside a NumPy that is newer than it, and in a good third of its time.
 
 Triton 3.6, which torch 2.11 asks for, takes loop bounds from arrays of one element with `int(array)`. NumPy 2.4 refuses
 that unless the array has no dimensions. Later Tritons ask for the element.
 
 A launch replaces the functions of `triton.language` by interpreted ones, and restores them at its end. Each call of one
 jitted function by another does so again, to no effect: a third of the time of our kernels.
+
+Whether an operation on integers overflows is computed for each of them, and thrown away unless kernels are debugged:
+two fifths of what is left.
 """
 
 import importlib.util
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,3 +72,14 @@ def patch_language_once() -> None:
             replaced.clear()
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patched, launched
+
+
+def ignore_overflows() -> None:
+    """Overflows of integers, where no assertion looks at them."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.interpreter_builder
+    if hasattr(builder.options, "sanitize_overflow") and not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)

@@ -22,6 +22,7 @@ OPTIONAL = {
     "peft": "pip install peft",
     "playwright": "pip install playwright",
     "schemathesis": "pip install schemathesis",
+    "sky": "pip install skypilot",
     "sqlite_vec": "pip install sqlite-vec",
     "tensorboard": "pip install 'tightfit[tensorboard]'",
     "torchao": "pip install torchao",

@@ -14,13 +14,13 @@ from tightfit.launch.forked import Forked
 @contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[Forked]:
     """`tightfit ARGUMENTS` while it runs; what it writes is in `folder`, as files `stdout` and `stderr`."""
-    with Forked(1, _run, (str(folder), _tightfit, arguments), PRELOADED) as program:
+    with Forked(1, _run, (str(folder), run_main, arguments), PRELOADED) as program:
         yield program
 
 
 def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:
     """`tightfit ARGUMENTS`: exit code, and all that was written to stdout and stderr, also by what is not Python."""
-    return call_forked(folder, _tightfit, *arguments)
+    return call_forked(folder, run_main, *arguments)
 
 
 def call_forked(folder: Path, function: Callable[..., None], *arguments: str) -> tuple[int, str, str]:
@@ -39,6 +39,7 @@ def _run(rank: int, folder: str, function: Callable[..., None], arguments: tuple
     function(*arguments)
 
 
-def _tightfit(*arguments: str) -> None:
+def run_main(*arguments: str) -> None:
+    """`tightfit ARGUMENTS` in this process."""
     sys.argv = ["tightfit", *arguments]
     runpy.run_module("tightfit", run_name="__main__")

@@ -128,6 +128,7 @@ def test_planning_needs_only_what_the_base_declares(wheel: Path, tmp_path: Path)
     assert "fits" in environment.run("tightfit", "plan", "llama-3.2-1b", "--on", "RTX4090").splitlines()[0]
 
 
+@pytest.mark.thorough
 def test_training_needs_only_what_its_extra_declares(
     wheel: Path, tmp_path: Path, corpus: Path, token_cache: Path
 ) -> None:

@@ -11,9 +11,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
+from benchmarks.reports.compression import (
+    ahead_rows,
+    cost_rows,
+    mix_rows,
+    predicted_cost_rows,
+    quality_rows,
+    quality_text,
+    served_rows,
+)
 from benchmarks.reports.context_rows import longest_row_lines, longest_rows
+from benchmarks.reports.layers import classic_rows, layer_rows
 from benchmarks.reports.levers import measured_block, predicted_rows
 from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows, sustained_rows
 from benchmarks.reports.published import engine_rows, group_rows
@@ -79,11 +90,8 @@ def job_fields() -> str:
 
 
 def train_step() -> str:
-    """The newest measurement of each case and implementation of benchmarks/train_step.py and hf_step.py."""
-    newest: dict[tuple[str, str], dict[str, str]] = {}
-    for name in ("train_step.csv", "hf_step.csv"):
-        with (RESULTS / name).open(encoding="utf-8", newline="") as file:
-            newest |= {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
+    """Every case and implementation, also on CPUs, whose machines are shared: these give the ratio alone."""
+    newest = _newest_steps()
     rows = []
     for (case, who), row in sorted(newest.items(), key=lambda item: (item[0][0], item[0][1] == "tightfit")):
         baseline = newest[case, "huggingface"]
@@ -94,6 +102,39 @@ def train_step() -> str:
         peak = f"{row['peak_gib']} GiB" if on_gpu else "–"
         rows.append((row["device"], workload, who, speed, f"{ratio:.2f}×", peak, f"`{row['commit']}`"))
     return markdown_table(("device", "workload", "implementation", "tokens/s", "speed", "peak memory", "commit"), rows)
+
+
+def speed_summary() -> str:
+    """The README's table: the same measurements on a GPU, a row for each model and a column for each implementation."""
+    columns = {
+        "huggingface": "Hugging Face",
+        "huggingface+liger": "with Liger",
+        "huggingface+tightfit": "with our kernels",
+        "tightfit": "tightfit",
+    }
+    newest = _newest_steps()
+    cases = dict.fromkeys(case for (case, _), row in newest.items() if float(row["peak_gib"]) > 0)
+    rows = []
+    for case in cases:
+        found = {who: newest[case, who] for who in columns if (case, who) in newest}
+        first = found["huggingface"]
+        workload = f"{first['model']}, {first['batch']} × {int(first['sequence_length']):,} tokens"
+        cells = [
+            f"{int(row['tokens_per_second']):,} tok/s, {float(row['peak_gib']):.0f} GiB" if row else "–"
+            for row in (found.get(who) for who in columns)
+        ]
+        rows.append((int(first["tokens_per_second"]), (workload, *cells, f"`{first['commit']}`")))
+    small_first = [row for _, row in sorted(rows, reverse=True)]
+    return markdown_table(("a step, bf16", *columns.values(), "commit"), small_first)
+
+
+def _newest_steps() -> dict[tuple[str, str], dict[str, str]]:
+    """The newest row of each case and implementation of benchmarks/train_step.py and hf_step.py."""
+    newest: dict[tuple[str, str], dict[str, str]] = {}
+    for name in ("train_step.csv", "hf_step.csv"):
+        with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+            newest |= {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
+    return newest
 
 
 def hf_step() -> str:
@@ -111,13 +152,39 @@ def hf_step() -> str:
     return markdown_table(("a training step", *columns.values(), "commit"), rows)
 
 
+def compress_quality(length: int) -> str:
+    """Quality of compressed weights in windows of `length`: what it is over, our best beside others', and all rows."""
+    path = RESULTS / "compress_quality.csv"
+    parts = [quality_text(path, length)]
+    for made in (ahead_rows(path, length), quality_rows(path, length)):
+        parts += [markdown_table(*made)] if made[1] else []
+    return "\n\n".join(parts)
+
+
+def compress_cost() -> str:
+    """Seconds and memory of compressing large models."""
+    header, rows = cost_rows(RESULTS / "compress_speed.csv")
+    return markdown_table(header, rows) if rows else "No large model has been measured yet."
+
+
 def plan_output() -> str:
-    """What the README's `tightfit plan` prints, and the command itself."""
+    """What `tightfit plan` prints, and the command itself."""
+    return "\n".join(["```", PLAN_COMMAND, "```", "", "```text", *_planned(), "```"])
+
+
+def plan_summary() -> str:
+    """The same for the README: without the lines of single components, alternatives and notes."""
+    lines = _planned()
+    bar = next(number for number, line in enumerate(lines) if "░" in line)
+    times = next(line for line in lines if line.startswith("time of a step"))
+    return "\n".join(["```", PLAN_COMMAND, "```", "", "```text", *lines[: bar + 1], times, "```"])
+
+
+def _planned() -> list[str]:
     plain = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"}
     words = [sys.executable, "-m", *shlex.split(PLAN_COMMAND)]
     printed = subprocess.run(words, env=plain, capture_output=True, text=True, check=True, encoding="utf-8").stdout
-    lines = [line.rstrip() for line in printed.splitlines()]
-    return "\n".join(["```", PLAN_COMMAND, "```", "", "```text", *lines, "```"])
+    return [line.rstrip() for line in printed.splitlines()]
 
 
 def truth_summary(results: Path) -> str:
@@ -130,17 +197,29 @@ def default_run() -> str:
     return f"```text\n{(RESULTS / 'default_run.txt').read_text(encoding='utf-8').rstrip()}\n```"
 
 
+def default_run_summary() -> str:
+    """The same without its samples."""
+    lines = (RESULTS / "default_run.txt").read_text(encoding="utf-8").splitlines()
+    first_sample = next(number for number, line in enumerate(lines) if line.startswith("╭"))
+    return "\n".join(["```text", *lines[:first_sample], "```"])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "job-fields": job_fields,
     "train-step": train_step,
     "hf-step": hf_step,
+    "speed-summary": speed_summary,
     "default-run": default_run,
+    "default-run-summary": default_run_summary,
     "step-profile": lambda: markdown_table(*profile_rows(RESULTS / "step_profile.csv")),
     "accelerators": lambda: markdown_table(*accelerator_rows()),
     "links": lambda: markdown_table(*link_rows()),
     "efficiencies": lambda: markdown_table(*efficiency_rows()),
     "plan-examples": lambda: markdown_table(*example_rows()),
     "plan-output": plan_output,
+    "plan-summary": plan_summary,
+    "classic-layer": lambda: markdown_table(*classic_rows()),
+    "one-layer": lambda: markdown_table(*layer_rows()),
     "truth-summary": lambda: truth_summary(TRUTH),
     "split-truth-summary": lambda: truth_summary(SPLITS_TRUTH),
     "split-truth": lambda: markdown_table(*truth_rows(SPLITS_TRUTH)),
@@ -163,6 +242,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-times": lambda: markdown_table(*time_rows(RESULTS)),
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
     "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
+    **{f"compress-quality-{length}": partial(compress_quality, length) for length in (512, 2048)},
+    "compress-mixes": lambda: markdown_table(*mix_rows(RESULTS / "fit_quality.csv")),
+    "compress-cost": compress_cost,
+    "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
+    "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),
     "context-rows": lambda: markdown_table(*longest_rows(RESULTS)),
     "context-row-lines": lambda: markdown_table(*longest_row_lines(RESULTS)),
 }

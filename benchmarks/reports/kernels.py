@@ -156,8 +156,9 @@ def _draw_case(panel: "Axes", title: str, case: dict[str, Row]) -> None:
     colors = [next((c for name, c in COLORS.items() if peer.startswith(name)), "#b8b8b8") for peer in case]
     panel.barh(list(case), shares, color=colors, height=0.7)
     for index, (row, share) in enumerate(zip(case.values(), shares, strict=True)):
-        panel.text(share + 1, index, f"{share:.0f} %  {float(row['ms_p50']):.3g} ms", va="center", fontsize=8)
-    panel.axvline(100, color="#888888", linewidth=0.8, linestyle=":")
+        label = panel.text(share + 1, index, f"{share:.0f} %  {float(row['ms_p50']):.3g} ms", va="center", fontsize=8)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # the line at 100 % passes behind it
+    panel.axvline(100, color="#888888", linewidth=0.8, linestyle=":", zorder=0.5)
     panel.set(xlim=(0, max(140, max(shares) + 40)), xticks=(0, 25, 50, 75, 100))
     panel.set_title(title, fontsize=9, loc="left")
     panel.invert_yaxis()

@@ -82,18 +82,24 @@ def short(name: str) -> str:
 
 def draw_levers(path: Path, out: Path, case: str = LADDER) -> None:
     """Three panels of bars: memory on the GPU, memory on the host, and time of a step against that without levers."""
+    from matplotlib.ticker import MaxNLocator
+
     found = rungs(path, case)
     with panels(out, 1, 3, width=11, height=1.9 + 0.3 * len(found), sharey=True) as (figure, axes_grid):
         gpu, host, time = axes_grid[0]
-        _bars(gpu, [rung.gpu_gib for rung in found], GPU, "GPU: GiB at the peak", "{:.1f}")
+        _bars(gpu, [rung.gpu_gib for rung in found], GPU, "GPU: GiB at the peak")
         _mark(gpu, [rung.predicted_gib for rung in found])
-        _bars(host, [rung.host_gib for rung in found], HOST, "host: GiB, pinned", "{:.1f}")
+        _bars(host, [rung.host_gib for rung in found], HOST, "host: GiB, pinned")
+        host.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         steps = [rung.step_s for rung in found]
-        _bars(time, steps, TIME, "seconds a step, × no lever", "")
+        _bars(time, steps, TIME, "seconds a step, × no lever")
         _mark(time, [rung.predicted_s for rung in found])
         for place, rung in enumerate(found):
+            _label(gpu, place, max(rung.gpu_gib, rung.predicted_gib), f"{rung.gpu_gib:.1f}")
+            if rung.host_gib:
+                _label(host, place, rung.host_gib, f"{rung.host_gib:.1f}")
             right = max(rung.step_s, rung.predicted_s)
-            time.text(right, place, f"  {rung.step_s / _plain_s(found):.2f} ×", va="center", fontsize=8)
+            _label(time, place, right, f"{rung.step_s / _plain_s(found):.2f} ×")
         gpu.set_yticks(range(len(found)), [short(rung.name) for rung in found])
         gpu.invert_yaxis()
         handles, labels = time.get_legend_handles_labels()
@@ -101,11 +107,13 @@ def draw_levers(path: Path, out: Path, case: str = LADDER) -> None:
         figure.suptitle(TITLES.get(case, case))
 
 
-def _bars(axes: "Axes", values: list[float], color: str, title: str, form: str) -> None:
+def _label(axes: "Axes", place: int, right: float, text: str) -> None:
+    """Behind the bar and behind what was predicted of it."""
+    axes.text(right, place, f"  {text}", va="center", fontsize=8)
+
+
+def _bars(axes: "Axes", values: list[float], color: str, title: str) -> None:
     axes.barh(range(len(values)), values, color=color)
-    for place, value in enumerate(values):
-        if form and value:
-            axes.text(value, place, "  " + form.format(value), va="center", fontsize=8)
     axes.set_title(title, fontsize=9)
     axes.margins(x=0.22)
     plain(axes)

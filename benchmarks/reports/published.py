@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.published import RUNS, Run, group_errors, read_runs
+from benchmarks.reports.truth import signed
 from tightfit.jobs.engine import ENGINES
 from tightfit.report.figure import panels, plain
 
@@ -30,8 +31,8 @@ def group_rows(path: Path = RUNS) -> Rows:
     rows = []
     for speed in group_errors(runs, Run.speed_error):
         held = memory.get(speed.group)
-        of_memory = (str(held.rows), f"{held.mean:.1%}", f"{held.bias:+.1%}") if held else ("", "", "")
-        rows.append((speed.group, str(speed.rows), f"{speed.mean:.1%}", f"{speed.bias:+.1%}", *of_memory))
+        of_memory = (str(held.rows), f"{held.mean:.1%}", signed(held.bias)) if held else ("", "", "")
+        rows.append((speed.group, str(speed.rows), f"{speed.mean:.1%}", signed(speed.bias), *of_memory))
     return ("runs", "speed", "mean error", "bias", "memory", "mean error", "bias"), rows
 
 
@@ -71,9 +72,10 @@ def _draw(axes: "Axes", points: Sequence[tuple[Run, float, float]], title: str) 
         axes.scatter([published], [predicted], s=22, facecolors=face, edgecolors=color, linewidths=0.9, label=label)
     values = [value for _, *pair in points for value in pair]
     ends = 0.8 * min(values), 1.25 * max(values)
-    axes.plot(ends, ends, color="#555555", linewidth=0.8)
+    axes.plot(ends, ends, color="#555555", linewidth=0.8, label="exactly as published")
     for share in (0.8, 1.2):
-        axes.plot(ends, [share * end for end in ends], color="#999999", linewidth=0.6, linestyle=":")
+        label = "20 % more or less" if share > 1 else None
+        axes.plot(ends, [share * end for end in ends], color="#777777", linewidth=0.8, linestyle=":", label=label)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title, xlabel="published", ylabel="predicted")
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     plain(axes)

@@ -94,7 +94,11 @@ def _off(row: dict[str, str], kind: Predicted) -> str:
     """How far one prediction was off, signed; a dash where there was none or nothing was measured."""
     if not (row[kind.predicted] and row[kind.measured]):
         return "–"
-    off = float(row[kind.predicted]) / float(row[kind.measured]) - 1
+    return signed(float(row[kind.predicted]) / float(row[kind.measured]) - 1)
+
+
+def signed(off: float) -> str:
+    """Per cent with a sign, but of nothing."""
     return f"{off:+.1%}" if abs(off) >= 0.0005 else "0.0%"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reports.documentation import ROOT, markdown_table, pages, refreshed
+from benchmarks.reports.documentation import ROOT, TRUTH, markdown_table, pages, refreshed
 from benchmarks.rows import RESULTS
 
 
@@ -33,6 +33,24 @@ def test_pages_know_nothing_of_where_they_were_written() -> None:
     assert (ROOT / "README.md").is_file()
 
 
+def test_the_readme_is_two_screens() -> None:
+    """Rendered lines: without markers, fences and the lines between paragraphs."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line.strip() and not line.startswith(("<!--", "```", "| ---"))]) <= 95
+    for said in ("Never measured: anything over NCCL on more than one GPU", "tightfit serve", "tightfit compress"):
+        assert any(said in line for line in lines)
+
+
+def test_the_readme_says_what_the_estimates_were_laid_beside() -> None:
+    with TRUTH.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    lengths = [int(row["sequence_length"]) for row in rows]
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"135M to 8B, {min(lengths):,} to {max(lengths):,} tokens, every lever, ZeRO 0 to 3" in page
+    assert {"smollm2-135m", "llama-3.1-8b"} <= {row["model"] for row in rows}
+    assert {row["zero"] for row in rows} == {"0", "1", "2", "3"}
+
+
 def test_one_claim_has_one_number() -> None:
     """8B at 8,192 tokens without levers is measured by two benchmarks; pages quote hf_step.csv alone."""
     from benchmarks.reports.documentation import LEVERS, hf_step, train_step
@@ -56,3 +74,13 @@ def test_the_page_on_compressing_says_what_packed_products_took() -> None:
     page = " ".join((ROOT / "docs" / "compressing.md").read_text(encoding="utf-8").split())
     assert f"takes {took['1', 'best']} µs on an H200 with the best cut where bf16 takes {took['1', 'bf16']}" in page
     assert f"64 rows {took['64', 'best']} µs" in page
+
+
+def test_the_page_on_compressing_says_how_fast_an_8b_model_answers() -> None:
+    """The newest row of one stream's decoding, for each kind of weight."""
+    with (RESULTS / "serve_speed.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["model"], row["case"]) == ("8b", "one_stream_decode")]
+    speed = {row["dtype"]: f"{float(row['value']):.0f}" for row in rows}
+    page = " ".join((ROOT / "docs" / "compressing.md").read_text(encoding="utf-8").split())
+    assert f"one stream at {speed['int4']} tokens/s in 4 bits and at {speed['fp8']} in 8-bit floats" in page
+    assert f"(`benchmarks/results/serve_speed.csv`; bf16 {speed['bfloat16']})" in page

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import fsdp_ratio
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("server")
 def test_losses_agree_and_ratios_come_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--model", "tiny-llama", "--rows", "1", "--length", "16", "--pairs", "2", "--dry-run"]

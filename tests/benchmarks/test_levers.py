@@ -65,6 +65,7 @@ def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
         rungs(tmp_path / "empty.csv")
 
 
+@pytest.mark.thorough
 def test_the_benchmark_writes_rows_anywhere(tmp_path: Path) -> None:
     """The tiny case on the CPU: three ways, one of them fitted by the planner, the same loss within float32."""
     command = [sys.executable, "-m", "benchmarks.levers", "--case", "cpu-tiny", "--results", str(tmp_path)]

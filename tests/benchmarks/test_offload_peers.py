@@ -8,6 +8,7 @@ from benchmarks import offload_peers
 from tightfit.train.deepspeed_engine import INSTALL
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("server")
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason=INSTALL)
 def test_two_ranks_with_everything_on_the_host_lose_as_deepspeed_s_do() -> None:

@@ -13,4 +13,4 @@ def test_every_schedule_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(sys, "argv", ["pipeline_bubble.py", *small])
     pipeline_bubble.main()
     told = {line.partition(":")[0]: line.rpartition("is ")[2] for line in capsys.readouterr().out.splitlines()}
-    assert told == {"gpipe": "20.0%", "1f1b": "20.0%", "interleaved": "11.1%", "zero-bubble": "20.0%"}
+    assert told == {"gpipe": "20.0%", "1f1b": "20.0%", "interleaved": "11.1%", "zero-bubble": "20.0%", "zb-v": "11.1%"}

@@ -3,9 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import yaml
 from benchmarks.reports.documentation import ROOT
 from tests.cli.test_base_install import base_install
 from tests.cli.test_verbs import Run
+from tests.speed import million_turns_s, python_s, within_turns
 from tightfit.plan.plan import Plan
 
 EIGHT = ("plan", "llama-3.1-8b", "--on", "8xV100-32GB", "--seq", "512", "--global-batch", "8")
@@ -76,7 +74,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tightfit: Any) -> Non
 
 
 def test_time_of_a_whole_job(tightfit: Any) -> None:
-    arguments = ("plan", "llama-3.1-405b", "--on", "128x8xH100-80GB", "--seq", 8192, "--batch-tokens", "16M")
+    arguments = ("plan", "llama-3.1-405b", "--on", "16x8xH100-80GB", "--seq", 8192, "--batch-tokens", "16M")
     data = tightfit(*arguments, "--tokens", "15T", "--json").json
     assert data["steps"] == -(-15 * 10**12 // (data["workload"]["global_batch"] * 8192))
     assert data["job_seconds"] == pytest.approx(data["steps"] * data["step_seconds"])
@@ -142,6 +140,23 @@ def test_a_job_file_is_planned_with_its_own_fields(tightfit: Any, tmp_path: Path
     assert fields["optimizer"]["lr"] == 1e-5
     assert fields["data"] == {"train": ["notes.txt"], "sequence_length": 2048}
     assert fields["output"] == str(Path.cwd() / "runs" / "x")
+
+
+def test_a_vocabulary_that_will_be_trained_is_the_one_that_is_counted(tightfit: Any, tmp_path: Path) -> None:
+    """On one card without levers the optimizer's two fp32 states of an embedding are 8 bytes a weight."""
+
+    def states_bytes(**fields: Any) -> int:
+        job = {"model": {"source": "llama-3.2-1b"}, "data": "x.txt", "output": "o", "steps": 3, "global_batch": 1}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump({**job, **fields}))
+        made = tightfit("plan", tmp_path / "job.yaml", "--on", "H100-80GB", "-o", "levers.offload=none", "--json")
+        lines = [line for line in made.json["ledger"] if line["component"] == "optimizer states"]
+        return max(line["bytes"] for line in lines if line["phase"] == "optimizer")
+
+    own = states_bytes()
+    trained = states_bytes(tokenizer={"source": "train", "vocab_size": 4096})
+    named = states_bytes(model={"source": "llama-3.2-1b", "shape": {"vocab_size": 4096}})
+    assert trained == named
+    assert own - trained == 8 * (128_256 - 4096) * 2048
 
 
 def test_confirm_simulates_the_plan(tightfit: Any) -> None:
@@ -223,16 +238,15 @@ def test_absurd_questions_are_answered(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     deep = {
-        "model": {"source": "llama-3.2-1b", "shape": {"layers": 10_000}},
+        "model": {"source": "llama-3.2-1b", "shape": {"layers": 3_000}},
         "data": "x.txt",
         "output": "o",
         "steps": 3,
     }
     (tmp_path / "deep.yaml").write_text(yaml.safe_dump(deep))
-    began = time.process_time()
-    made = tightfit("plan", *arguments)
+    with within_turns(180):
+        made = tightfit("plan", *arguments)
     assert made.code in (0, 4)
-    assert time.process_time() - began < 10
     assert "a step" in made.out
 
 
@@ -299,13 +313,10 @@ def test_the_pages_commands_run_as_written(tightfit: Any, tmp_path: Path, monkey
     assert (tmp_path / "exports" / "torchrun.sh").is_file()
 
 
-@pytest.mark.alone
 def test_planning_needs_no_torch_and_little_time() -> None:
-    began = time.perf_counter()
+    """About a second of a processor that makes 18 million turns of a loop in it, and thrice what libraries take."""
     made = base_install(*EIGHT, "--json")
-    took = time.perf_counter() - began
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["fits"] is True
-    bare = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import pydantic, typer, rich, yaml"], check=True)
-    assert took < 1.0 + 3 * (time.perf_counter() - bare)
+    libraries_s = python_s("-c", "import pydantic, typer, rich, yaml")
+    assert python_s("-m", "tightfit", *EIGHT, "--json") < 18 * million_turns_s() + 3 * libraries_s

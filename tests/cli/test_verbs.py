@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import signal
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,12 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.train.conftest import make_small
-from tests.train.jobs import tiny_job
+from tests.train.jobs import ended_run, tiny_job
 from tightfit.cli import main as cli
 from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, generate
 from tightfit.models.loading import load_model
 from tightfit.report.next_commands import next_commands
-from tightfit.train.loop import RunResult
 
 __all__ = ["make_small"]
 
@@ -173,20 +174,7 @@ def test_next_commands_are_true_for_the_run(run: Path, job_file: Path, tightfit:
 
 
 def test_next_commands_of_fine_tuning_name_its_chats(make_small: Callable[..., Job], tmp_path: Path) -> None:
-    result = RunResult(
-        run=tmp_path,
-        checkpoint=tmp_path,
-        step=2,
-        steps=2,
-        params=1,
-        device="CPU",
-        precision="fp32",
-        start=None,
-        end=None,
-        tokens_per_second=1.0,
-        train_seconds=1.0,
-        peak_bytes=1,
-    )
+    result = ended_run(tmp_path)
     job = make_small(objective="sft", data={"train": [str(tmp_path / "my chats.jsonl")]})
     sample, evaluate, _ = next_commands(result, job)
     assert shlex.split(sample)[3] == "--chat"
@@ -286,7 +274,34 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     assert not [path for path in left if path.suffix == ".safetensors" or path.name.startswith(".")]
 
 
+def test_ctrl_c_is_a_word_and_exit_code_130(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.models.presets.preset_names", lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        made = tightfit("models")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (made.code, made.err.splitlines()[-1]) == (130, "tightfit: interrupted")
+    assert "Traceback" not in made.err
+
+
+@pytest.mark.parametrize("verb", [command.name or command.callback.__name__ for command in cli.app.registered_commands])
+def test_help_says_what_was_written(verb: str, tightfit: Any) -> None:
+    """Words between colons are emoji to the formatter of help."""
+    made = tightfit(verb, "--help")
+    assert made.code == 0
+    strange = [letter for letter in made.out if ord(letter) > 127 and unicodedata.category(letter) == "So"]
+    assert [letter for letter in strange if letter not in "─│╭╮╰╯"] == []
+
+
 def test_usage_errors_exit_with_2(tightfit: Any) -> None:
     for arguments in (["nonsense"], ["evaluate"], ["train", "--stop-after", "0"]):
         assert tightfit(*arguments).code == 2
     assert tightfit("--version").out.strip()
+
+
+@pytest.mark.parametrize("ranks", ["1", "65"])
+def test_doctor_refuses_ranks_that_no_machine_has(tightfit: Any, ranks: str) -> None:
+    made = tightfit("doctor", "--ranks", ranks)
+    assert made.code == 2
+    assert "--ranks" in made.err

@@ -1,86 +1,48 @@
 """Running cases where they can do no harm, and seeing what they did.
 
-A child process takes cases one after another; before each it says which. Its parent waits: a child that says nothing
-for too long is killed, one that dies is noted, and another takes over behind the case. In the child, memory has a
-limit, the peak of every case is measured, and an audit hook ends what would start a program or open a connection.
-What a case may do: succeed, or raise a UserError of one readable sentence. Everything else is a finding.
+This is the child's side (`lanes` has the parent's): memory has a limit, the peak of every case is measured, and an
+audit hook ends what would start a program or open a connection. What a case may do: succeed, or raise a UserError of
+one readable sentence. Everything else is a finding.
 """
 
 import json
 import os
 import random
 import resource
-import select
 import shutil
-import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.fuzz.materials import Materials
+from tests.speed import million_turns_s
 from tightfit.errors import UserError
 
-SECONDS = 20.0
-"""Of processor time; a busy machine may take SLACK times as long."""
+MILLION_TURNS = 350
+"""Of a loop in Python: the processor time a case may take. A busy machine may take SLACK times as long."""
 SLACK = 6
 MOST_BYTES = 2 * 2**30
 EXECUTION = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "socket.connect")
+STOPPED = 75
+"""Exit code of a child that stopped at the deadline, between two cases."""
 Make = Callable[[random.Random, Materials, Path], Callable[[], object]]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A case that did something else than succeed or refuse."""
-
-    number: int
-    kind: str
-    what: str
-
-
-def run_cases(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: Materials) -> Iterator[Finding]:
-    """Run the cases of these numbers, which take the kinds in turn; findings come as they are made."""
-    waiting, names = list(numbers), list(kinds)
-    while waiting:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            _child(kinds, waiting, seed, given, write)
-        os.close(write)
-        for number, what in _watched(child, read, list(waiting)):
-            waiting.remove(number)
-            if what:
-                yield Finding(number, names[number % len(names)], what)
-
-
-def _watched(child: int, pipe: int, waiting: list[int]) -> Iterator[tuple[int, str]]:
-    """Each case the child is through with, and what is wrong with it; last the one that ended the child, if one did."""
-    rest = b""
-    while True:
-        ready, _, _ = select.select([pipe], [], [], SECONDS * SLACK)
-        block = os.read(pipe, 65536) if ready else b""
-        *lines, rest = (rest + block).split(b"\n")
-        for number, what in map(json.loads, lines):
-            waiting.remove(number)
-            yield number, what
-        if block:
-            continue
-        if not ready:
-            os.kill(child, signal.SIGKILL)
-        os.close(pipe)
-        status = os.waitpid(child, 0)[1]
-        if waiting:
-            yield waiting[0], "hangs" if not ready else f"ends the process ({os.waitstatus_to_exitcode(status)})"
-        return
-
-
-def _child(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: Materials, pipe: int) -> None:
-    """Never returns."""
+def run_in_child(
+    kinds: dict[str, Make],
+    numbers: Sequence[int],
+    *,
+    seed: int,
+    given: Materials,
+    pipe: int,
+    deadline: float,
+) -> NoReturn:
+    """Run the cases one after another and write `[number, what]` of each into the pipe; never returns."""
+    code = 0
     try:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
@@ -90,10 +52,13 @@ def _child(kinds: dict[str, Make], numbers: Sequence[int], seed: int, given: Mat
         executed: list[str] = []
         sys.addaudithook(lambda event, arguments: _audit(event, arguments, executed))
         for number in numbers:
+            if time.monotonic() > deadline:
+                code = STOPPED
+                break
             what = _case(kinds, number, seed, given, executed)
             os.write(pipe, json.dumps([number, what]).encode() + b"\n")
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def _audit(event: str, arguments: tuple[Any, ...], executed: list[str]) -> None:
@@ -112,7 +77,7 @@ def _case(kinds: dict[str, Make], number: int, seed: int, given: Materials, exec
         began = time.process_time()
         what = _outcome(lambda: kinds[kind](random.Random(f"{seed} {number}"), given, folder)())
         seconds, grown = time.process_time() - began, _memory("VmHWM") - before
-        if seconds > SECONDS:
+        if seconds > MILLION_TURNS * million_turns_s():
             what = what or f"takes {seconds:.0f} s"
         if grown > MOST_BYTES:
             what = what or f"takes {grown / 2**30:.1f} GiB"

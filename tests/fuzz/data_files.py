@@ -111,7 +111,7 @@ def compressed(chance: random.Random, given: Materials, folder: Path) -> Case:
             ("csv", _separated(chance, ",")),
         )
     )
-    suffix = chance.choice(("gz", "zst"))
+    suffix = chance.choice(("gz", "zst") if find_spec("pyarrow") else ("gz",))
     made = gzip.compress(content, 1) if suffix == "gz" else _zstandard(content)
     path = folder / f"rows.{inner}.{suffix}"
     path.write_bytes(changed_bytes(chance, made) if chance.random() < 0.4 else made * chance.choice((1, 1, 3)))
@@ -186,7 +186,7 @@ KINDS = {
     "compressed": compressed,
     "chats": chats,
     "plain text": plain_text,
-    "parquet": parquet,
+    **({"parquet": parquet} if find_spec("pyarrow") else {}),
     **({"saved dataset": saved_dataset} if find_spec("datasets") else {}),
     "token store": token_store,
 }

@@ -6,9 +6,7 @@ been lost, and in the end weights, optimizer states and metrics are those of a r
 
 import argparse
 import multiprocessing
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -40,7 +38,8 @@ def kill_and_resume(job: Job, kills: int, seed: int) -> int:
         wait_for_progress(job.output, before, process)
         time.sleep(chance.uniform(0, LONGEST_WAIT_S))
         assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
+        assert process.exitcode in (None, 0), f"kill {kill}: the run ended by itself with exit code {process.exitcode}"
+        process.kill()
         process.join()
         in_saving += any(path.name.startswith(".") for path in (job.output / "checkpoints").iterdir())
         reached = _check_what_is_left(job, reached)

@@ -4,6 +4,7 @@ import json
 import pickle
 import warnings
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Materials:
     def make_all(self) -> None:
         """So that processes forked from this one find everything made."""
         for name, made in vars(type(self)).items():
-            if isinstance(made, cached_property):
+            if isinstance(made, cached_property) and (name != "parquet" or find_spec("pyarrow")):
                 getattr(self, name)
 
     @cached_property

@@ -1,14 +1,18 @@
-"""Three hundred wrong inputs of every kind: each succeeds or is refused in a sentence, in bounded time and memory."""
+"""Wrong inputs of every kind: each succeeds or is refused in a sentence, in bounded time and memory."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz import containment
+from tests.fuzz import containment, lanes
 from tests.fuzz.__main__ import KINDS
-from tests.fuzz.containment import run_cases
+from tests.fuzz.containment import Make
+from tests.fuzz.lanes import run_cases
 from tests.fuzz.materials import Materials
+from tests.speed import million_turns_s
 from tightfit.errors import UserError
 
 CASES = 300
@@ -22,9 +26,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 
 
 def test_wrong_inputs_are_refused_in_a_sentence(given: Materials) -> None:
-    assert len(KINDS) > 30
-    found = [f"case {each.number} ({each.kind}): {each.what}" for each in run_cases(KINDS, range(CASES), 0, given)]
-    assert found == []
+    assert 30 < len(KINDS) <= CASES / 2, "each kind several times"
+    outcomes = list(run_cases(KINDS, range(CASES), 0, given))
+    assert sorted(each.number for each in outcomes) == list(range(CASES))
+    assert [f"case {each.number} ({each.kind}): {each.what}" for each in outcomes if each.what] == []
 
 
 def test_what_is_unchanged_is_accepted(given: Materials) -> None:
@@ -68,5 +73,36 @@ def test_faults_are_found(given: Materials, fault: object, words: str, monkeypat
     monkeypatch.setattr(containment, "MOST_BYTES", 2**28)
     kinds = {"fault": lambda *_: fault, "good": lambda *_: lambda: None}
     found = list(run_cases(kinds, range(4), 0, given))  # type: ignore[arg-type]
-    assert [each.number for each in found] == [0, 2]
-    assert all(words in each.what for each in found)
+    assert [each.number for each in found if each.what] == [0, 2]
+    assert all(words in each.what for each in found if each.what)
+
+
+def test_a_case_that_hangs_is_ended_and_named(given: Materials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MILLION_TURNS", 0.25 / million_turns_s())
+    found = list(run_cases({"sleep": lambda *_: lambda: time.sleep(60), "good": _good}, range(4), 0, given, jobs=2))
+    assert {each.number: each.what for each in found} == {0: "hangs", 1: "", 2: "hangs", 3: ""}
+
+
+def test_cases_are_shared_among_jobs_by_whole_rounds(given: Materials) -> None:
+    """Every case once, and each lane has every kind."""
+    shared = run_cases({"good": _good, "process": lambda *_: _say_process}, range(12), 0, given, jobs=3)
+    outcomes = sorted(shared, key=lambda each: each.number)
+    assert [each.number for each in outcomes] == list(range(12))
+    lanes_of_cases = [each.what[-40:] for each in outcomes if each.kind == "process"]
+    assert lanes_of_cases[:3] == lanes_of_cases[3:]
+    assert len(set(lanes_of_cases)) == 3
+
+
+def test_no_case_is_begun_past_the_deadline(given: Materials) -> None:
+    slow: dict[str, Make] = {"slow": lambda *_: lambda: time.sleep(0.05)}
+    done = list(run_cases(slow, range(1000), 0, given, jobs=2, deadline=time.monotonic() + 3))
+    assert 0 < len(done) < 1000, "all would sleep for 25 s"
+    assert not any(each.what for each in done)
+
+
+def _good(*_: object) -> Callable[[], None]:
+    return lambda: None
+
+
+def _say_process() -> None:
+    raise RuntimeError(f"process {os.getpid()}")

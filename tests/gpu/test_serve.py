@@ -36,6 +36,8 @@ FAMILIES = [
     "phi3",
     "phi3-longrope-long",
     "gpt2",
+    "gpt_oss",
+    "deepseek_v3",
 ]
 
 

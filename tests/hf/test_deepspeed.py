@@ -31,6 +31,7 @@ FAMILIES = ("llama", "qwen3")
 """The head apart, and the head that is the embedding."""
 
 
+@pytest.mark.thorough
 def test_zero_3(tmp_path: Path) -> None:
     with Group(WORLD, tmp_path / "meeting") as pair:
         assert pair.run(run_rank) == [list(FAMILIES)] * WORLD

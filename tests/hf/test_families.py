@@ -1,21 +1,25 @@
 """Every family computes what transformers computes: loss, each gradient, logits, step by step; and undone, exactly."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
+from tests.covering import thorough
 from tests.hf.models import FAMILIES, gradients, make_batch, make_model, make_twins
 from tightfit.hf import accelerate, undo
 
-STEPS = 20
+STEPS, MORE_STEPS = 5, 20
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_twenty_steps_are_the_unpatched_models(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "steps"), [*product(FAMILIES, [STEPS]), *(thorough(family, MORE_STEPS) for family in FAMILIES)]
+)
+def test_steps_are_the_unpatched_models(family: str, steps: int) -> None:
     twins = make_twins(family)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4) for model in twins]
-    for step in range(STEPS):
+    for step in range(steps):
         batch = make_batch(family, seed=step)
         losses = [model(**batch).loss for model in twins]
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
@@ -74,14 +78,14 @@ def test_every_norm_mlp_and_attention_is_accelerated(family: str) -> None:
     for module in ours.modules():
         kind = type(module).__name__
         latent = kind.startswith("Deepseek") and kind.endswith("Attention")  # whose rotary is of another kind
-        sinks = kind.startswith("GptOss") and not kind.endswith("RMSNorm")  # biased experts, halved rotary tables
+        sinks = kind.startswith("GptOss") and not kind.endswith(("RMSNorm", "Experts"))  # halved rotary tables
         if (
             kind.endswith(kinds) and not kind.startswith(("Siglip", "GPT2")) and not latent and not sinks
         ):  # no gate and no rotary
             assert {"forward", "_apply_gate"} & set(vars(module)), kind
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mixtral", "phi3"])
 def test_generation_gives_the_same_tokens(family: str) -> None:
     plain, ours = (model.eval() for model in make_twins(family))
     tokens = make_batch(family)["input_ids"]
@@ -91,7 +95,7 @@ def test_generation_gives_the_same_tokens(family: str) -> None:
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "paligemma"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "paligemma"])
 def test_gradient_checkpointing(family: str) -> None:
     plain, ours = make_twins(family)
     ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

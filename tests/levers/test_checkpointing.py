@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.covering import thorough
 from tests.distributed.training import GEMMA, GPT2, TIED
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
@@ -113,7 +114,8 @@ def kernels_gradients(kind: str, name: str) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("dense", "keep attention"), ("dense", "offload, keep matmuls"), ("routed", "keep matmuls")]
+    ("kind", "name"),
+    [("dense", "keep attention"), ("dense", "offload, keep matmuls"), thorough("routed", "keep matmuls")],
 )
 def test_kernels_operators_are_bit_identical(kind: str, name: str) -> None:
     """On a row of eight tokens, as the interpreter is slow."""

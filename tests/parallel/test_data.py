@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.covering import covering
 from tests.distributed.training import CPU, TIED, Case, build, micro_batches
 from tests.parallel.fake import fake_group
 from tests.train.models import TINY
@@ -63,8 +65,9 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize("micro_batches_each", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
+@pytest.mark.parametrize(
+    ("precision", "micro_batches_each"), covering(list(product(("fp32", "bf16", "pure-bf16"), (1, 2))))
+)
 def test_traffic_is_what_the_table_says(precision: str, micro_batches_each: int) -> None:
     narrow = torch.float32 if precision == "fp32" else torch.bfloat16
     reduced = torch.bfloat16 if precision == "pure-bf16" else torch.float32

@@ -1,0 +1,83 @@
+"""Of many cases, the few that `make test` runs: together they show every value that any of them has.
+
+A case is taken apart into the values of its fields: of a layout, a lever, a model's shape. Cases are then taken one
+after another, always the one that shows most of what was not shown yet, until every value has been (greedy set cover:
+Chvátal, A Greedy Heuristic for the Set-Covering Problem, 1979). With `pairs`, until every two values that stand in one
+case have stood together in a case that was taken: most faults of a combination are faults of two of its settings (Kuhn,
+Wallace, Gallo, Software Fault Interactions, 2004).
+
+The others are marked `thorough` and run by `make test-all`. Nothing is drawn: the same cases are taken every time, and
+a case that is added with a new value in it is taken by itself.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import combinations
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+Value = tuple[str, str]
+"""Where it stands in the case, and what it is."""
+
+
+def thorough(*values: Any) -> Any:
+    """Values for `parametrize` that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def covering(
+    cases: Mapping[str, Any] | Sequence[Any], pairs: bool = False, costly: Callable[[Any], bool] = lambda case: False
+) -> list[Any]:
+    """What to give to `parametrize`: names of a mapping's cases, or the cases themselves.
+
+    What is `costly` is left to `make test-all` whatever it shows.
+    """
+    named = isinstance(cases, Mapping)
+    values: list[Any] = list(cases.values()) if named else list(cases)
+    given: list[Any] = list(cases) if named else values
+    taken = set(chosen([frozenset() if costly(value) else shown(value, pairs) for value in values]))
+    return [case if at in taken else _left_out(case) for at, case in enumerate(given)]
+
+
+def _left_out(case: Any) -> Any:
+    return thorough(*case) if isinstance(case, (tuple, list)) else thorough(case)
+
+
+def chosen(shows: Sequence[frozenset[Any]]) -> list[int]:
+    """Indices, in order, of cases that show all that any of them shows."""
+    missing, taken = frozenset().union(*shows), []
+    while missing:
+        best = max(range(len(shows)), key=lambda at: (len(shows[at] & missing), -at))
+        taken.append(best)
+        missing -= shows[best]
+    return sorted(taken)
+
+
+def above_four_ranks(case: tuple[Any, ...]) -> bool:
+    """Of a case with a layout as its second field: `make test` has few groups of eight processes."""
+    return bool(case[1].ranks > 4)
+
+
+def shown(case: Any, pairs: bool = False) -> frozenset[Any]:
+    """The values of a case, or every two of them."""
+    values = sorted(_values(case, ""))
+    return frozenset(combinations(values, 2)) if pairs else frozenset(values)
+
+
+def _values(case: Any, place: str) -> Iterable[Value]:
+    for name, value in _fields(case):
+        yield from _values(value, f"{place}.{name}")
+    if not _fields(case):
+        yield place, repr(case)
+
+
+def _fields(case: Any) -> list[tuple[str, Any]]:
+    if isinstance(case, BaseModel):
+        return [(name, getattr(case, name)) for name in type(case).model_fields]
+    if is_dataclass(case) and not isinstance(case, type):
+        return [(field.name, getattr(case, field.name)) for field in fields(case)]
+    if isinstance(case, Mapping):
+        return [(str(name), value) for name, value in case.items()]
+    return [(str(at), value) for at, value in enumerate(case)] if isinstance(case, (tuple, list)) else []
