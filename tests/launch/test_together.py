@@ -32,7 +32,10 @@ def fail_on_rank_1(device: torch.device, how: str) -> None:
             raise UserError("rank 1 does not like this; give it something else")
         if how == "error":
             raise ArithmeticError("a mistake of ours")
-        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        time.sleep(0.5 if how == "known later" else 0)
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    if how == "known later":
+        raise RuntimeError("connection reset by peer")
     dist.barrier() if how != "stopped" else time.sleep(60)
 
 
@@ -46,6 +49,7 @@ def test_the_first_one_s_answer_comes_back(server: None) -> None:
         ("refusal", UserError, "^rank 1 does not like this; give it something else$"),
         ("error", RuntimeError, r"process 1 of 2 failed:\n(.|\n)*ArithmeticError: a mistake of ours"),
         ("killed", UserError, "process 1 of 2 was ended by SIGKILL, perhaps for want of memory"),
+        ("known later", UserError, "process 1 of 2 was ended by SIGKILL, perhaps for want of memory"),
         ("stopped", UserError, r"process 1 of 2 was stopped \(SIGSTOP\), so all were ended; run it again"),
     ],
 )

@@ -77,6 +77,17 @@ class Forked:
         """Exit codes other than 0, by rank; a signal's number below zero."""
         return {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode}
 
+    def failures_known_after(self, limit_s: float) -> dict[int, int]:
+        """The same, once one of them is a signal's, all have ended, or `limit_s` have passed.
+
+        What a killed process leaves behind reaches the others through their connections, and us through the server:
+        theirs may be the failures that are known first.
+        """
+        until_s = time.monotonic() + limit_s
+        while min(self.failures.values()) > 0 and (left := until_s - time.monotonic()) > 0 and self.wait(left):
+            pass
+        return self.failures
+
     def end(self, number: int = signal.SIGTERM) -> None:
         """Ask those that run to stop, and after PATIENCE_S end them."""
         for process in self.running:

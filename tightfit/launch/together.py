@@ -27,6 +27,8 @@ from tightfit.parallel.mesh import BACKENDS, TIMEOUT
 
 LOOK_S = 1.0
 """How often a process that was stopped is looked for."""
+KNOWN_S = 2.0
+"""How much later than the failures it causes the death of a process may be known."""
 ANSWER, MEETING, REFUSAL, FAILURE = "answer", "meeting", "refusal", "failure"
 
 
@@ -56,8 +58,8 @@ def run_together(
                     with suppress(ProcessLookupError):
                         os.kill(processes.pids[rank], signal.SIGKILL)
                     raise UserError(f"process {rank} of {world} was stopped (SIGSTOP), so all were ended; run it again")
-            if failures := processes.failures:
-                raise _failure(Path(folder), world, failures)
+            if processes.failures:
+                raise _failure(Path(folder), world, processes.failures_known_after(KNOWN_S))
         return pickle.loads((Path(folder) / ANSWER).read_bytes())  # our own process wrote it
 
 
