@@ -1,5 +1,8 @@
 """Coding: grids, ranges and methods against what their formulas say, computed another way."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +73,24 @@ def test_the_best_range_is_no_worse_than_the_whole(scheme: Scheme) -> None:
 
     assert error("mse") <= error("minmax") * 1.02  # scales that are coded together may round a little worse
     assert all(error(rule) < float((weight.square() * importance).sum()) for rule in RULES)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["signed", "unsigned"])
+def test_ranges_by_their_definitions(symmetric: bool) -> None:
+    """The whole range saturates nothing, the middle 99.9 % does; of an outlier, less of the range is taken."""
+    weight = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0)) + (0 if symmetric else 1)
+    scheme = Scheme(bits=8, group=0, symmetric=symmetric)
+    low, high = (torch.from_numpy(np.quantile(weight.numpy(), q, axis=1)).float() for q in (0.001, 0.999))
+    step = torch.maximum(-low, high) / 127.5 if symmetric else (high - low) / 255
+    clipped = fit_grid(weight, scheme, "percentile")
+    torch.testing.assert_close(clipped.scale[:, 0], step)
+    whole = fit_grid(weight, scheme)
+    lost = (whole.code(weight).dequantize() - weight).abs().amax(1)
+    assert (lost <= whole.scale[:, 0] * (1 if not symmetric else 0.51)).all()  # a zero point is rounded too
+    assert ((clipped.code(weight).dequantize() - weight).abs().amax(1) > 2 * clipped.scale[:, 0]).all()  # saturated
+    weight[0, 0] = 40.0
+    few = replace(scheme, bits=4, group=-1 if symmetric else 0)
+    assert fit_grid(weight, few, "kl").scale.amax() < fit_grid(weight, few).scale.amax()
 
 
 def test_asymmetric_codes_keep_zero_exact() -> None:

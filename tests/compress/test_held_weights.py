@@ -145,6 +145,19 @@ def test_plan_of_a_compressed_directory(
     assert wide["tokens_per_second"] < planned["tokens_per_second"]
 
 
+def test_plan_of_training_a_compressed_directory(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training expands the weights, so its plan is that of the original, and says why."""
+    small = rounded(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32))
+    options = ("--on", "T4", "--seq", "64", "--global-batch", "8", "--json")
+    wide, few = (Run(capfd, monkeypatch, "plan", str(folder), *options).json for folder in (tiny, small))
+    assert few["ledger"] == wide["ledger"]
+    assert few["expanded"] == "int4 g32 asym"
+    assert "expanded" not in wide
+    assert "training expands it" in Run(capfd, monkeypatch, "plan", str(small), *options[:-1]).out
+
+
 def test_damaged_files_are_a_sentence(tiny: Path, tmp_path: Path) -> None:
     small = rounded(tiny, tmp_path / "small", recipe_of("rtn", bits=8))
     shard = sorted(small.glob("*.safetensors"))[0]

@@ -121,6 +121,9 @@ def plan(
         from tightfit.plan.export.files import export as write_export
 
         said += [line for wanted in export for line in write_export(found.plan, wanted)]
+    if (small := _compressed_weights(found.plan.model, found.plan.workload.spec)) is not None:
+        extra["expanded"] = small.description
+        said.append(f"{found.plan.model} is compressed ({small.description}); training expands it and counts all of it")
     print_answer(found, as_json=as_json, extra=extra, said=said)
     if not found.plan.fits:
         raise typer.Exit(DOES_NOT_FIT)

@@ -98,6 +98,9 @@ class _Factoring(LayerRewriting):
     def settings(self) -> dict[str, Any]:
         return {"method": self.job.method, "keep": self.job.keep}
 
+    def method_name(self) -> str:
+        return self.job.method
+
     def describe(self) -> str:
         mean = sum(self.ranks.values()) / max(len(self.ranks), 1)
         whole = len(self.shapes) - len(self.ranks)

@@ -56,12 +56,14 @@ def singular_energies(weight: Tensor, hessian: Tensor | None = None) -> Tensor:
 def whitener(hessian: Tensor) -> Tensor:
     """L with L Lᵀ = H, lower triangular, float64."""
     wide = hessian.double()
-    mean = wide.diagonal().mean().clamp(min=1e-30)
+    diagonal = wide.diagonal().clone()
+    mean = diagonal.mean().clamp(min=1e-30)
     for attempt in range(8):
-        damped = wide + torch.eye(len(wide), dtype=wide.dtype, device=wide.device) * (DAMPING * 10**attempt * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        wide.diagonal().copy_(diagonal + DAMPING * 10**attempt * mean)
+        lower, failed = torch.linalg.cholesky_ex(wide)
         if not failed:
             return lower
+        del lower  # H is large
     raise ArithmeticError("the second moment of a layer's inputs is not positive even when damped")
 
 

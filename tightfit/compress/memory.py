@@ -1,55 +1,136 @@
 """The ledger of compressing: what the layer-by-layer pass holds, predicted before it begins.
 
-With T calibration tokens, hidden size h, MLP width f, one layer of P weights, and n inputs of the widest matrix:
+With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide, vocabulary V, one layer of P weights:
 
 | phase | what | bytes |
 |---|---|---|
-| load | the embedding, and the copy of it that is written | 2 · 4 V h |
+| load | an end of the model, and the copy of it that is written in 16 bits | 4 V h + 2 V h |
+| | tied ends, which are made apart and then tied | 2 · 4 V h |
+| | calibration rows, embedded | 4 T h |
 | forward | calibration rows: a layer's inputs, its wanted and its new outputs | 3 · 4 T h |
-| | the layer in float32, and its codes, a byte each | 4 P + P |
-| | a batch of B ≤ 8192 tokens inside the layer: gate, its activation, up, their product, three of h | 4 B (4 f + 3 h) |
+| | the layer in float32; codes of a byte each, with scales and zero points in float32 | 4 P + P + 4 to 8 P / group |
+| | a batch of B ≤ 8192 tokens in the MLP: gate, its activation, up, their product; the stream twice | 4 B (4 f + 2 h) |
+| | or in attention: queries, keys and values, turned, and what was mixed | 4 B (3 q + 3 k + h) |
 | coding | calibration rows without the new outputs | 2 · 4 T h |
-| | Σ x xᵀ of the widest inputs and H; GPTQ: H in rounding order, damped, inverted, factored | 2 to 6 · 4 n² |
-| | the largest matrix while its ranges are searched | 10 · 4 P_max |
+| | the layer and its codes | 4 P + P |
+| | the fullest moment of any matrix [m, n]: copies of it and of its inputs' second moment | a · 4 m n + b · 4 n² |
 
-The layer and its codes are there in both. Nothing here imports torch.
+The moments of a matrix are those of its method, each a line below with what is alive in it. The scales of AWQ and
+SmoothQuant are searched while the second moments of all sets of layers are there. Nothing here imports torch.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from tightfit.compress.matrices import matrices
-from tightfit.compress.recipe import Recipe
+from tightfit.compress.recipe import Recipe, Step
 from tightfit.memory.ledger import Ledger, Line
 from tightfit.models.spec import ModelSpec
 
 BATCH_TOKENS = 8192
 FLOAT = 4
-MOMENTS = {"gptq": 6, "sparsegpt": 6, "spqr": 5}
-"""Matrices of n² there are at once while H is inverted: SpQR does not reorder it. Other methods hold two."""
-SEARCH_COPIES = 10
 
 
-def compression_ledger(spec: ModelSpec, recipe: Recipe, rows: int, length: int) -> Ledger:
-    """Bytes at the peak of every phase of compressing with `rows` calibration rows of `length` tokens."""
+@dataclass(frozen=True)
+class CodingMoment:
+    """Something that is done to a matrix [m, n]: so many of its float32 copies are alive, and so many n × n."""
+
+    what: str
+    copies: float
+    squares: int
+    row_bytes: int = 0
+    """Of each of the m rows, whatever n is."""
+
+
+ROUNDING = CodingMoment("weights rounded: w / S, + Z, rounded, clamped", 4, 2)
+ERROR = CodingMoment("the error: made, its change, w and the product with H; Σ x xᵀ, H", 4, 2)
+INVERTED = CodingMoment("H inverted: w without dead inputs; Σ x xᵀ, H, damped, its factor, the inverse", 1, 5)
+MOMENTS: dict[str, tuple[CodingMoment, ...]] = {
+    "gptq": (
+        CodingMoment("H inverted: w, w in order; Σ x xᵀ, H, H in order, damped, its factor, the inverse", 2, 6),
+        CodingMoment("scales refitted: w, w rounded, codes twice, q − Z, two products; Σ x xᵀ, H", 5.25, 2),
+    ),
+    "gptq by groups": (
+        CodingMoment("scales refitted: w, w rounded, codes twice, both in order, two products; Σ x xᵀ, H, H", 6.25, 3),
+    ),
+    "spqr": (
+        INVERTED,
+        CodingMoment("columns rounded: w, what is left, what is kept, an update; Σ x xᵀ, H, U", 4.25, 3),
+    ),
+    "sparsegpt": (
+        INVERTED,
+        CodingMoment("128 columns pruned: w; their worth, order and errors; Σ x xᵀ, H, U", 1, 3, row_bytes=20 * 128),
+    ),
+    "svd": (CodingMoment("singular vectors in float64: w, w wide, U, V", 7, 1),),
+    "whitened": (
+        CodingMoment("H factored in float64: w; Σ x xᵀ, H, damped, its factor", 1, 6),
+        CodingMoment("singular vectors in float64: w, w wide, w L, U, V; Σ x xᵀ, H, L", 9, 4),
+    ),
+    "structured": (
+        CodingMoment("refitted: w, its change, two products; Σ x xᵀ, H, H of what stays, its factor", 4, 4),
+    ),
+}
+"""Beside rounding and the error, which every method has."""
+FACTORED = ("svd", "whitened")
+SEARCH = 5
+"""Copies of what a scale is tried on: itself scaled, w / S, + Z, rounded; the change before it, or all of a set."""
+
+
+def compression_ledger(
+    spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, rewritten: str | None = None
+) -> Ledger:
+    """Bytes at the peak of every phase of compressing with `rows` calibration rows of `length` tokens.
+
+    `rewritten` is svd, whitened or structured where layers are rewritten rather than coded by a recipe.
+    """
     stream_bytes = FLOAT * rows * length * spec.hidden_size
-    layer = max(spec.layer_params(i) for i in range(spec.layers))
-    embedding = Line(
-        component="weights", phase="load", bytes=2 * FLOAT * spec.vocab_size * spec.hidden_size, why="2 · 4 V h"
-    )
-    held = [
-        Line(component="weights", phase=phase, bytes=bytes_, detail=detail, why=why)
-        for phase in ("forward", "coding")
-        for bytes_, detail, why in ((FLOAT * layer, "one layer", "4 P"), (layer, "its codes", "P"))
+    ends_bytes = (2 * FLOAT if spec.tied else FLOAT + 2) * spec.vocab_size * spec.hidden_size
+    load = [
+        Line(component="weights", phase="load", bytes=ends_bytes, why="2 · 4 V h" if spec.tied else "4 V h + 2 V h"),
+        Line(component="inputs", phase="load", bytes=stream_bytes, why="4 T h"),
     ]
     forward = [
         Line(component="inputs", phase="forward", bytes=3 * stream_bytes, why="3 · 4 T h"),
-        Line(component="activations", phase="forward", bytes=_batch_bytes(spec, rows, length), why="4 B (4 f + 3 h)"),
+        Line(component="activations", phase="forward", bytes=_batch_bytes(spec, rows, length), why="4 B (4 f + 2 h)"),
     ]
-    return Ledger("formulas", (embedding, *held, *forward, *_coding(spec, recipe, stream_bytes)))
+    coding = [
+        Line(component="inputs", phase="coding", bytes=2 * stream_bytes, why="2 · 4 T h"),
+        *_fullest(spec, recipe, rewritten, has_rows=stream_bytes > 0),
+    ]
+    return Ledger("formulas", (*load, *_layer(spec, recipe, rewritten), *forward, *coding))
+
+
+def _layer(spec: ModelSpec, recipe: Recipe, rewritten: str | None) -> list[Line]:
+    """The layer and its codes, in forward passes and while it is coded; factors are fewer than what they stand for."""
+    layer = max(spec.layer_params(i) for i in range(spec.layers))
+    beside = (max(_code_bytes(spec, recipe)), "its codes", "P and scales")
+    if rewritten in FACTORED:
+        beside = (FLOAT * layer, "its factors", "4 P at most")
+    return [
+        Line(component="weights", phase=phase, bytes=bytes_, detail=detail, why=why)
+        for phase in ("forward", "coding")
+        for bytes_, detail, why in ((FLOAT * layer, "one layer", "4 P"), beside)
+    ]
+
+
+def _code_bytes(spec: ModelSpec, recipe: Recipe) -> list[int]:
+    """Of every layer: a byte a code, and scales and zero points in float32."""
+    coded = [0] * spec.layers
+    for name, (count, outputs, inputs) in matrices(spec).items():
+        step = recipe.coding(name)
+        scheme = None if step is None else step.scheme()
+        if scheme is not None:
+            scales = scheme.groups(inputs) * (1 if scheme.symmetric else 2)
+            coded[int(name.split(".")[1])] += count * outputs * (inputs + FLOAT * scales)
+    return coded
 
 
 def _batch_bytes(spec: ModelSpec, rows: int, length: int) -> int:
     """What a batch leaves inside a layer; batches are whole rows."""
     tokens = min(rows, max(BATCH_TOKENS // max(length, 1), 1)) * length
-    return FLOAT * tokens * (4 * _width(spec) + 3 * spec.hidden_size)
+    mlp = 4 * _width(spec) + 2 * spec.hidden_size
+    attention = 3 * spec.query_size + 3 * spec.kv_size + spec.hidden_size
+    return FLOAT * tokens * max(mlp, attention)
 
 
 def _width(spec: ModelSpec) -> int:
@@ -59,26 +140,79 @@ def _width(spec: ModelSpec) -> int:
     return max(spec.mlp_size, spec.experts.per_token * spec.experts.mlp_size)
 
 
-def _coding(spec: ModelSpec, recipe: Recipe, stream_bytes: int) -> list[Line]:
-    shapes = matrices(spec)
-    steps = [step for name in shapes for step in (recipe.coding(name), recipe.pruning(name)) if step is not None]
-    widest = max(inputs for _, _, inputs in shapes.values())
-    largest = max(outputs * inputs for _, outputs, inputs in shapes.values())
-    copies = max((MOMENTS.get(step.method, 2) for step in steps), default=0) if stream_bytes else 0
-    return [
-        Line(component="inputs", phase="coding", bytes=2 * stream_bytes, why="2 · 4 T h"),
-        Line(
-            component="workspace",
-            phase="coding",
-            bytes=copies * FLOAT * widest**2,
-            detail="second moments",
-            why=f"{copies} · 4 n²",
-        ),
-        Line(
-            component="workspace",
-            phase="coding",
-            bytes=SEARCH_COPIES * FLOAT * largest,
-            detail="one matrix",
-            why="10 · 4 P_max",
-        ),
+def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, *, has_rows: bool) -> Sequence[Line]:
+    """The moment of any matrix in which most is alive."""
+    found = [
+        _moment_lines(moment, outputs, inputs, has_rows=has_rows)
+        for name, (_, outputs, inputs) in matrices(spec).items()
+        for moment in (
+            _moments(recipe.coding(name), recipe.pruning(name)) if rewritten is None else (ERROR, *MOMENTS[rewritten])
+        )
     ]
+    if has_rows:
+        found += [lines for layer in range(spec.layers) if (lines := _search(spec, recipe, layer))]
+    return max(found, key=lambda lines: sum(line.bytes for line in lines), default=())
+
+
+def _moments(coding: Step | None, pruning: Step | None) -> list[CodingMoment]:
+    """Of a matrix that is pruned, coded, or both, which has the pruned one beside it."""
+    found = [ROUNDING, ERROR] if coding is not None or pruning is not None else []
+    if pruning is not None:
+        found += MOMENTS.get(pruning.method, ())
+    if coding is not None:
+        extra = MOMENTS.get(coding.method, ())
+        by_groups = coding.method == "gptq" and coding.act_order == "groups"
+        own = [*extra, *(MOMENTS["gptq by groups"] if by_groups else ())]
+        found += [replace(moment, copies=moment.copies + (pruning is not None)) for moment in own]
+    return found
+
+
+def _moment_lines(moment: CodingMoment, outputs: int, inputs: int, *, has_rows: bool) -> list[Line]:
+    squares = moment.squares if has_rows else 0
+    return _lines(
+        copies_bytes=int(moment.copies * FLOAT * outputs * inputs) + moment.row_bytes * outputs,
+        squares_bytes=squares * FLOAT * inputs**2,
+        why=(f"{moment.copies:g} · 4 m n ({moment.what})", f"{squares} · 4 n²"),
+    )
+
+
+def _lines(*, copies_bytes: int, squares_bytes: int, why: tuple[str, str]) -> list[Line]:
+    return [
+        Line(component="workspace", phase="coding", bytes=squares_bytes, detail="second moments", why=why[1]),
+        Line(component="workspace", phase="coding", bytes=copies_bytes, detail="one matrix", why=why[0]),
+    ]
+
+
+def _search(spec: ModelSpec, recipe: Recipe, layer: int) -> list[Line]:
+    """AWQ and SmoothQuant before anything is coded: all second moments, and a set of layers while scales are tried."""
+    sets = _scaled_sets(spec, layer)
+    methods = {names: step.method for names in sets if (step := recipe.coding(names[0])) is not None}
+    searched = [names for names, method in methods.items() if method in ("awq", "smoothquant")]
+    if not searched:
+        return []
+    shapes = matrices(spec)
+    moments = sum(shapes[names[0]][2] ** 2 for names in searched)
+    tried = []
+    for names in searched:
+        sizes = [shapes[name][1] * shapes[name][2] for name in names]
+        is_awq = methods[names] == "awq"  # one matrix after the other, and H for its errors
+        tried.append((SEARCH * (max(sizes) if is_awq else sum(sizes)), is_awq * shapes[names[0]][2] ** 2))
+    copies, hessian = max(tried, key=sum)
+    return _lines(
+        copies_bytes=FLOAT * copies,
+        squares_bytes=FLOAT * (moments + hessian),
+        why=(f"{SEARCH} · 4 m n (scales tried)", "Σ 4 n² over the sets of layers"),
+    )
+
+
+def _scaled_sets(spec: ModelSpec, layer: int) -> list[tuple[str, ...]]:
+    """Matrices of one input whose scale can go into what stands before them (linear_sets.py)."""
+    prefix = f"layers.{layer}."
+    found = [tuple(f"{prefix}attention.{name}" for name in "qkv")]
+    if spec.heads == spec.kv_heads:
+        found.append((f"{prefix}attention.o",))
+    if not spec.is_routed(layer):
+        inner = ("gate", "up") if spec.gated else ("up",)
+        found.append(tuple(f"{prefix}mlp.{name}" for name in inner))
+        found += [(f"{prefix}mlp.down",)] if spec.gated else []
+    return found

@@ -63,6 +63,9 @@ class _Narrowing(LayerRewriting):
     def settings(self) -> dict[str, Any]:
         return asdict(self.job.kept)
 
+    def method_name(self) -> str:
+        return "structured"
+
     def describe(self) -> str:
         lost = sorted(set(range(self.spec.layers)) - set(self.layers))
         told = self.job.kept.describe(self.spec)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tightfit.compress.calibration import Calibration, read_calibration
 from tightfit.compress.compression import EMBEDDING, HEAD, LAYER_SHARDS, PLAIN_DTYPE, Progress, peak_bytes
 from tightfit.compress.cost import CompressionCost, predict
+from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import run_layer
 from tightfit.compress.recipe import Recipe
@@ -78,8 +79,14 @@ class LayerRewriting(ABC):
         special = {"bos_token_id": self.tokenizer.bos_id, "eos_token_id": self.tokenizer.eos_id}
         plain = config_from_spec(self.written, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
         self.config = self.changed_config(plain)
-        at_work = predict(self.spec, Recipe(()), *self.calibration.tokens.shape)
-        self.predicted = replace(at_work, result_bytes=self.result_bytes())
+        nothing, shape = Recipe(()), self.calibration.tokens.shape
+        ledger = compression_ledger(self.spec, nothing, shape[0], shape[1], rewritten=self.method_name())
+        self.predicted = replace(
+            predict(self.spec, nothing, *shape),
+            result_bytes=self.result_bytes(),
+            memory_bytes=ledger.peak_allocated_bytes(),
+            ledger=ledger,
+        )
         announce(self.predicted)
         self.directory = WorkingDirectory(job.out, self._identity(), len(self.layers) + LAYER_SHARDS)
 
@@ -106,6 +113,10 @@ class LayerRewriting(ABC):
     @abstractmethod
     def result_bytes(self) -> int:
         """Bytes of the tensors that will be written."""
+
+    @abstractmethod
+    def method_name(self) -> str:
+        """What is done, as the ledger of compressing knows it (memory.py)."""
 
     @abstractmethod
     def describe(self) -> str:

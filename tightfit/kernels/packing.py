@@ -24,14 +24,21 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [rows, n] below 2^bits as int32 words [rows, ⌈n · bits / 32⌉]."""
-    rows, count = codes.shape
+    count = codes.shape[1]
     words = -(-count * bits // WORD)
-    chunks = F.pad(codes.to(torch.int64), (0, -count % WORD)).reshape(rows, -1, WORD)
-    word, offset = _places(bits, codes.device)
-    made = chunks.new_zeros(rows, chunks.shape[1], bits + 1)  # the last is where nothing spills to
-    made.index_add_(2, word, (chunks << offset) & 0xFFFFFFFF)
-    made.index_add_(2, word + 1, chunks >> (WORD - offset))
-    return _signed(made[:, :, :bits].reshape(rows, -1)[:, :words])
+    stream = _to_bytes(F.pad(codes.to(torch.uint8), (0, -count % WORD)), bits)
+    return stream.view(torch.int32)[:, :words].contiguous()
+
+
+def _to_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Rows of bytes: eight codes make `bits` bytes, each code in two neighbouring ones at most (in 16 bits)."""
+    rows = codes.shape[0]
+    starts = torch.arange(8, device=codes.device) * bits
+    shifted = codes.view(rows, -1, 8).to(torch.int16).bitwise_left_shift_((starts % 8).to(torch.int16))
+    made = shifted.new_zeros(rows, shifted.shape[1], bits + 1)  # the last is where nothing spills to
+    made.index_add_(2, starts // 8, shifted & 255)
+    made.index_add_(2, starts // 8 + 1, shifted.bitwise_right_shift_(8))
+    return made[:, :, :bits].to(torch.uint8).reshape(rows, -1)
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
@@ -95,17 +102,6 @@ def has_strips(rows: int) -> bool:
 def has_tiles(count: int, bits: int) -> bool:
     """Whether rows of so many codes are whole tiles."""
     return bits in (2, 4, 8) and count % (TILE_WORDS * WORD // bits) == 0
-
-
-def _places(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The word, of `bits`, in which each of 32 codes begins, and the bit."""
-    starts = torch.arange(WORD, device=device) * bits
-    return starts // WORD, starts % WORD
-
-
-def _signed(words: Tensor) -> Tensor:
-    """Words 0 … 2^32 − 1 as the int32 of the same bits."""
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def pack_awq(codes: Tensor) -> Tensor:
