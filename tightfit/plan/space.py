@@ -11,7 +11,7 @@ A pin brings them back.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, product
@@ -31,7 +31,7 @@ from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.plan.batch import divisors
-from tightfit.plan.lever_choices import TILED_LENGTH, lever_sets
+from tightfit.plan.lever_choices import TILED_LENGTH, LeverSets, lever_sets
 from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
@@ -61,10 +61,12 @@ class SearchSpace:
         """Every layout; none where the pins leave none."""
         return chain.from_iterable(self.families())
 
-    def families(self) -> Iterator[list[Layout]]:
-        """Layouts that differ in micro-batch and schedule only, smallest micro-batch first."""
+    def families(self, worth: Callable[[Layout], bool] = lambda layout: True) -> Iterator[list[Layout]]:
+        """Layouts that differ in micro-batch and schedule only, smallest micro-batch first; of those that are `worth`
+        asking the rulebook about."""
         for made in self._every_family():
-            if family := [layout for layout in made if self._reason(layout) is None]:
+            cut = (layout for layout in made if layout.pipeline * layout.stages_per_rank <= self.workload.spec.layers)
+            if family := [layout for layout in cut if worth(layout) and self._reason(layout) is None]:
                 yield family
 
     def _every_family(self) -> Iterator[Iterator[Layout]]:
@@ -221,25 +223,26 @@ class SearchSpace:
             sets = [each for each in sets if each.checkpoint_every <= 1]
         return sets
 
-    def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
+    def levers_of(self, layout: Layout, *, host: bool = True) -> LeverSets:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
-        accumulates, split = self.micro_batches(layout) > 1, layout.ranks > 1
-        degrees = (
+        alike = (
+            host,
             layout.tensor,
             layout.tensor_mesh,
             layout.pipeline > 1,
             layout.expert > 1,
             layout.schedule,
             layout.zero > 0,
+            layout.ranks > 1,
+            self.accumulates(layout),
         )
-        alike = (host, *degrees, split, accumulates)
         if alike not in self._levers:
             every = self._all_levers if host else self._all_levers_without_host
-            self._levers[alike] = [each for each in every if self.refusal(layout, each) is None]
+            self._levers[alike] = LeverSets(each for each in every if self.refusal(layout, each) is None)
         return self._levers[alike]
 
     @cached_property
-    def _levers(self) -> dict[tuple[Any, ...], list[Levers]]:
+    def _levers(self) -> dict[tuple[Any, ...], LeverSets]:
         return {}
 
     @cached_property

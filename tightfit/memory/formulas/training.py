@@ -5,6 +5,7 @@
 - evaluation: a forward that keeps nothing. save: the host holds what the file will.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -39,8 +40,15 @@ class Peaks(NamedTuple):
     """and what a rank copies there besides to write a checkpoint."""
 
 
-def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
-    """Of the fullest pipeline rank."""
+def peaks(
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+    overheads: Overheads = DEFAULT,
+    *,
+    room_bytes: float = math.inf,
+) -> Peaks:
+    """Of the fullest pipeline rank, or of the first that needs more than `room_bytes`."""
     gpu_bytes = host_bytes = saved = 0
     for number in _telling_ranks(workload, layout, levers):
         rank = rank_memory(workload, layout, levers, number, overheads)
@@ -50,6 +58,8 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
         # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
         copied = (rank.resident,) if layout.ranks == 1 else (rank.resident, rank.host)
         saved = max(saved, sum(told.weights + told.masters + told.moments for told in copied))
+        if gpu_bytes > room_bytes:
+            break
     overheads = engine_overheads(workload, overheads)
     slack_bytes = _slack_bytes(gpu_bytes, overheads)
     return Peaks(gpu_bytes + slack_bytes + overheads.context_bytes, host_bytes, saved)
