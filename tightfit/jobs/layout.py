@@ -9,8 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tightfit.jobs.rules import tensor_mesh as tensor_mesh  # enters its rules
-from tightfit.jobs.rules.layout import refused_layout
+from tightfit.jobs.rules.refusals import refused_layout
 from tightfit.jobs.section import Section
 
 TensorMesh = Literal["1d", "2d", "2.5d", "3d"]
@@ -75,6 +74,10 @@ class Layout(Section):
     def sharing(self) -> int:
         """Ranks that split one copy of what ZeRO splits."""
         return self.data * self.context // self.copies
+
+    def tokens_per_rank(self, tokens: int) -> int:
+        """Of `tokens` of a row that ranks share evenly, those of each."""
+        return tokens // self.context
 
     @property
     def exchanging(self) -> int:

@@ -6,9 +6,10 @@ time. Everything else (another format, weights rounded stochastically, an update
 is done by our own kernels, which read gradients as they are.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tightfit.jobs.levers import Levers
+if TYPE_CHECKING:
+    from tightfit.jobs.levers import Levers
 
 Format = Literal["fp32", "bf16", "8bit", "factored"]
 BLOCK_8BIT = 256
@@ -17,19 +18,19 @@ MOMENT_BYTES: dict[Format, float] = {"fp32": 8, "bf16": 4, "8bit": 2 + 2 * 4 / B
 """Both moments of one weight. A factored second moment is a number per row and column: a few thousandths, left out."""
 
 
-def state_format(levers: Levers, *, wide: bool) -> Format:
+def state_format(levers: "Levers", *, wide: bool) -> Format:
     """The format of the moments; `wide` says that what AdamW updates is float32."""
     if levers.optimizer_states != "auto":
         return levers.optimizer_states
     return "fp32" if wide else "bf16"
 
 
-def is_torch_adamw(levers: Levers, *, wide: bool) -> bool:
+def is_torch_adamw(levers: "Levers", *, wide: bool) -> bool:
     """Whether torch's own fused AdamW makes the update."""
     plain = levers.rounding == "nearest" and not levers.update_in_backward and levers.offload == "none"
     return plain and state_format(levers, wide=wide) == ("fp32" if wide else "bf16")
 
 
-def moment_bytes(levers: Levers, *, wide: bool) -> float:
+def moment_bytes(levers: "Levers", *, wide: bool) -> float:
     """Bytes of both moments per weight."""
     return MOMENT_BYTES[state_format(levers, wide=wide)]

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.checkpointing import is_checkpointed
 from tightfit.levers.checkpoint_keep import SelectiveCheckpoint
 from tightfit.levers.checkpoint_store import HostStore, KeptInput
-from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed, needs_last_product
+from tightfit.levers.policy.recompute import KeepLevel, needs_last_product
 from tightfit.memory.formulas.keeping import levels_of
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.decoder import Decoder, Layer

@@ -34,7 +34,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.rule import Run
-from tightfit.jobs.rules.run import routed_layers_are_not_tiled
+from tightfit.jobs.rules.tiles import routed_layers_are_not_tiled
 from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
 from tightfit.kernels.rope import rope
 from tightfit.levers.policy.tiles import head_groups

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.checkpointing import is_checkpointed
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed
+from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.memory.formulas.keeping import layer_levels
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.plan.seconds.layer import LayerTime
