@@ -66,6 +66,8 @@ class LeverRow:
     """Whether it has parts of layers computed again in backward."""
     plain_products: tuple[Any, ...] | None = None
     """Values at which linear layers multiply by whole weights in torch's own way, strongest last; None: all do."""
+    own_update: "Callable[[Levers], bool]" = _nothing
+    """Whether our own kernels then update the weights instead of torch's AdamW."""
 
 
 def _gib(count: int) -> str:
@@ -111,6 +113,7 @@ LEVER_TABLE = (
         strength=OFFLOADED.__getitem__,
         beside_deepspeed=True,
         plain_products=("none", "optimizer"),
+        own_update=lambda levers: levers.offload != "none",
     ),
     LeverRow(
         name="optimizer_states",
@@ -171,6 +174,7 @@ LEVER_TABLE = (
     LeverRow(
         name="rounding",
         words=lambda levers: "weights rounded stochastically" if levers.rounding == "stochastic" else "",
+        own_update=lambda levers: levers.rounding == "stochastic",
     ),
     LeverRow(
         name="update_in_backward",
@@ -180,6 +184,7 @@ LEVER_TABLE = (
         values=lambda wanted: (False, True) if wanted.one_rank else (False,),
         advice=("updates in backward", (True,)),
         elsewhere=False,
+        own_update=lambda levers: levers.update_in_backward,
     ),
     LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
 )
@@ -188,6 +193,7 @@ ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewh
 NO_HOST = (*ELSEWHERE, ("offload", "none"))
 """The same for engines that keep no states on the host either."""
 SAID_FIRST = "checkpoint_every"
+OWN_UPDATES = tuple((row.name, row.own_update) for row in LEVER_TABLE if row.own_update is not _nothing)
 
 
 def describe_levers(levers: "Levers") -> str:
@@ -210,3 +216,8 @@ def with_own_products(levers: "Levers") -> Iterator[tuple[LeverRow, Any, Any]]:
         value = getattr(levers, row.name)
         if row.plain_products is not None and value not in row.plain_products:
             yield row, value, row.plain_products[-1]
+
+
+def own_updates(levers: "Levers") -> set[str]:
+    """Levers because of which torch's AdamW does not make the update."""
+    return {name for name, is_own in OWN_UPDATES if is_own(levers)}
