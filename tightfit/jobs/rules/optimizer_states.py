@@ -1,7 +1,7 @@
 """What formats of the optimizer's states, and of its rounding, do not go with."""
 
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
-from tightfit.jobs.rules.shapes import mlp_widths
+from tightfit.jobs.rules.shapes import indivisible, mlp_widths
 from tightfit.jobs.state_format import BLOCK_8BIT
 
 
@@ -36,7 +36,7 @@ def states_share_whole_rows(run: Run) -> str | None:
             "levers.optimizer_states is factored, which needs all rows and columns of a weight, but layout.tensor is "
             f"{tensor}; take 8bit or bf16"
         )
-    if states != "8bit" or run.spec is None or run.layout.tensor_mesh != "1d":
+    if states != "8bit" or run.spec is None or run.layout.tensor_mesh != "1d" or indivisible(run.spec, tensor):
         return None
     rows = [run.spec.query_size, *(size for _, size in mlp_widths(run.spec))]
     if any(length // tensor % BLOCK_8BIT for length in rows):
