@@ -58,6 +58,11 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return mesh
 
 
+def grid_of(layout: Layout) -> dict[str, Any]:
+    """The fields of `layout` on which its groups of ranks depend: layouts that agree in them can share a mesh."""
+    return layout.model_dump(include={*AXES, "ring", "expert", "shard_inside", "tensor_mesh", "tensor_depth"})
+
+
 def _block_axes(reducing: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
     """Of tensor ranks that form a mesh: its axes, all of them, and those with FSDP2's."""
     if layout.tensor_mesh == "1d":
@@ -122,6 +127,11 @@ def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The submesh for DDP and FSDP2: `data` (and context ranks), or `replicate` and `shard`."""
     found: DeviceMesh = vars(mesh)[SUBMESHES]["sharding"]
     return found
+
+
+def row_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that have pieces of the same rows; None where rows are whole."""
+    return mesh.get_group("context") if "context" in (mesh.mesh_dim_names or ()) else None
 
 
 def context_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:

@@ -1,8 +1,8 @@
 """Ranks: this process's rank on the data axis and among all processes, and small collectives of the training loop.
 
-On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). On the context axis: sums
-over pieces of the same rows (`sum_pieces`). Over all processes of a run, of every axis: `first`,
-`sum_over_all`, `max`, `broadcast`, `barrier`.
+On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). Over ranks that have pieces
+of the same rows: `sum_pieces`. Over all processes of a run, of every axis: `first`, `sum_over_all`, `max`, `broadcast`,
+`barrier`.
 
 `ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
 by all ranks.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.parallel.mesh import long_wait_group
+from tightfit.parallel.mesh import long_wait_group, row_group
 
 Thing = TypeVar("Thing")
 
@@ -34,9 +34,9 @@ class Ranks:
     """Where tensors of collectives must be: "cuda" for NCCL."""
     process: int = 0
     processes: int = 1
-    context: int = 1
+    row_pieces: int = 1
     """Ranks that have a piece of every row each."""
-    context_group: dist.ProcessGroup | None = None
+    row_group: dist.ProcessGroup | None = None
     stages: int = 1
     """Pipeline ranks (the outermost axis), each with its own layers."""
     stage_group: dist.ProcessGroup | None = None
@@ -59,8 +59,8 @@ class Ranks:
             long_wait_group=long_wait_group(mesh),
         )
         axes = mesh.mesh_dim_names or ()
-        if "context" in axes:
-            found = replace(found, context=mesh["context"].size(), context_group=mesh.get_group("context"))
+        if (rows := row_group(mesh)) is not None:
+            found = replace(found, row_pieces=rows.size(), row_group=rows)
         if "pipeline" in axes:
             found = replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
         return found
@@ -80,10 +80,10 @@ class Ranks:
 
     def sum_pieces(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have pieces of the same rows; without, the tensor itself."""
-        if self.context == 1:
+        if self.row_pieces == 1:
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total, group=self.context_group)
+        dist.all_reduce(total, group=self.row_group)
         return total
 
     def sum_over_all(self, tensor: Tensor) -> Tensor:

@@ -57,17 +57,16 @@ def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
 def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
     """One micro-batch of `layout`."""
     spec, tensor = workload.spec, layout.tensor
-    tokens = layout.micro_batch * workload.sequence_length / layout.context
+    tokens = float(layout.tokens_per_rank(layout.micro_batch * workload.sequence_length))
     return LayerTime(
         tokens=tokens,
         products=layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
         attention=layer_attention(
             spec,
             rates,
-            rows=layout.micro_batch,
+            tokens=tokens,
             sequence_length=workload.sequence_length,
             tensor=tensor,
-            context=layout.context,
         ),
         elementwise=layer_elementwise(
             spec,

@@ -10,13 +10,20 @@ which the host is ahead of the card: counted as much.
 """
 
 from tightfit.hardware.efficiency import Efficiency
+from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.state_format import moment_bytes, state_format
+from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.offload import offloads_states
 from tightfit.plan.seconds.parameters import RankParams
 
 WIDE_BYTES = 4
+
+
+def update_launch(levers: Levers) -> Launch | None:
+    """What the host launches of a layer that is updated inside backward; None otherwise."""
+    return LAYER["update_in_backward=true"] if levers.update_in_backward else None
 
 
 def update_s(
@@ -47,7 +54,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
     """Of one weight that a rank updates, its gradient's norm included."""
     wide = workload.updates_wide
     gradient = _gradient_bytes(workload, layout)
-    if levers.offload != "none":
+    if offloads_states(levers):
         return gradient
     weight = workload.weight_bytes
     updated = WIDE_BYTES if workload.has_masters else weight
@@ -85,5 +92,5 @@ def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
 
 
 def _counts_as_torch(levers: Levers, *, wide: bool) -> bool:
-    plain = levers.rounding == "nearest" and levers.offload == "none"
-    return plain and state_format(levers, wide=wide) == ("fp32" if wide else "bf16")
+    """Whether it is torch's AdamW, or moves as much inside backward."""
+    return is_torch_adamw(levers, wide=wide, or_inside_backward=True)

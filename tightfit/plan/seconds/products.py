@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from tightfit.jobs.levers import LOSS_CHUNK_BYTES
+from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.models.spec import Latent, ModelSpec
 from tightfit.plan.seconds.rates import Rates

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.checkpointing import is_checkpointed
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed
+from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.memory.formulas.keeping import layer_levels
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.plan.seconds.layer import LayerTime
+from tightfit.plan.seconds.tiles import second_half_is_computed_again
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
         and spec.experts is None
         and layout.tensor == 1
     )
-    tiled = levers.tiles > 1
+    tiled = second_half_is_computed_again(levers)
     seconds = sum(share * _layer_s(layer, level, tiled=tiled, skips_last=tiled or plain) for level, share in shares)
     matmuls_share = sum(share for level, share in shares if level == "matmuls")
     seconds += matmuls_share * (1 - engine.kept_product_share) * layer.products.forward_s
