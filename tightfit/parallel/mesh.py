@@ -129,7 +129,7 @@ def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
     return found
 
 
-def row_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def pieces_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks that have pieces of the same rows; None where rows are whole."""
     return mesh.get_group("context") if "context" in (mesh.mesh_dim_names or ()) else None
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.parallel.mesh import long_wait_group, row_group
+from tightfit.parallel.mesh import long_wait_group, pieces_group
 
 Thing = TypeVar("Thing")
 
@@ -34,9 +34,9 @@ class Ranks:
     """Where tensors of collectives must be: "cuda" for NCCL."""
     process: int = 0
     processes: int = 1
-    row_pieces: int = 1
+    pieces: int = 1
     """Ranks that have a piece of every row each."""
-    row_group: dist.ProcessGroup | None = None
+    pieces_group: dist.ProcessGroup | None = None
     stages: int = 1
     """Pipeline ranks (the outermost axis), each with its own layers."""
     stage_group: dist.ProcessGroup | None = None
@@ -59,8 +59,8 @@ class Ranks:
             long_wait_group=long_wait_group(mesh),
         )
         axes = mesh.mesh_dim_names or ()
-        if (rows := row_group(mesh)) is not None:
-            found = replace(found, row_pieces=rows.size(), row_group=rows)
+        if (rows := pieces_group(mesh)) is not None:
+            found = replace(found, pieces=rows.size(), pieces_group=rows)
         if "pipeline" in axes:
             found = replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
         return found
@@ -80,10 +80,10 @@ class Ranks:
 
     def sum_pieces(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have pieces of the same rows; without, the tensor itself."""
-        if self.row_pieces == 1:
+        if self.pieces == 1:
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total, group=self.row_group)
+        dist.all_reduce(total, group=self.pieces_group)
         return total
 
     def sum_over_all(self, tensor: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
 def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
     """One micro-batch of `layout`."""
     spec, tensor = workload.spec, layout.tensor
-    tokens = float(layout.tokens_per_rank(layout.micro_batch * workload.sequence_length))
+    tokens = float(layout.micro_batch * layout.local_length(workload.sequence_length))
     return LayerTime(
         tokens=tokens,
         products=layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
