@@ -72,27 +72,15 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the data axis; alone, the tensor itself."""
-        if self.world == 1:
-            return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+        return _summed(tensor, self.world, self.group)
 
     def sum_pieces(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have pieces of the same rows; without, the tensor itself."""
-        if self.pieces == 1:
-            return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, group=self.pieces_group)
-        return total
+        return _summed(tensor, self.pieces, self.pieces_group)
 
     def sum_over_all(self, tensor: Tensor) -> Tensor:
         """The sum over all processes; alone, the tensor itself."""
-        if self.processes == 1:
-            return tensor
-        found = tensor.clone()
-        dist.all_reduce(found)
-        return found
+        return _summed(tensor, self.processes, None)
 
     def max(self, value: int) -> int:
         """The maximum over all processes."""
@@ -151,6 +139,15 @@ class Ranks:
         yield
         if self.first:
             self.barrier()
+
+
+def _summed(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the ranks of `group` (None: all processes); of one, the tensor itself."""
+    if ranks == 1:
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 ALONE = Ranks()
