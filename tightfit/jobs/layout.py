@@ -79,7 +79,7 @@ class Layout(Section):
 
     @property
     def reducing(self) -> int:
-        """Ranks that sum gradients, and between which ZeRO splits (less `copies`): each has other tokens."""
+        """Ranks that sum gradients, as each has other tokens; ZeRO splits between them, or inside `copies` groups."""
         return self.data * self.context
 
     @property
@@ -133,7 +133,7 @@ class Layout(Section):
         return self.schedule == "zb-v"
 
     def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that has it."""
+        """The pipeline rank that holds stage `stage`."""
         return min(stage, 2 * self.pipeline - 1 - stage) if self.in_v else stage % self.pipeline
 
     @property

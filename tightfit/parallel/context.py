@@ -106,7 +106,7 @@ class Context:
         return self.split.cut(Decoder.token_positions(self.model, tokens, documents, None))
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Of this rank's tokens of whole rows; `positions` are theirs."""
+        """Embeddings of this rank's tokens of whole rows; `positions` are of these tokens."""
         return Decoder.embed_tokens(self.model, self.split.cut(tokens), positions)
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
