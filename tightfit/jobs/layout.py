@@ -79,7 +79,7 @@ class Layout(Section):
 
     @property
     def reducing(self) -> int:
-        """Ranks that sum gradients, and between which ZeRO splits (less `copies`): each has other tokens."""
+        """Ranks that sum gradients, as each has other tokens; ZeRO splits between them, or inside `copies` groups."""
         return self.data * self.context
 
     @property
@@ -87,13 +87,13 @@ class Layout(Section):
         """Ranks that split one copy of what ZeRO splits."""
         return self.data * self.context // self.copies
 
-    def tokens_per_rank(self, tokens: int) -> int:
-        """Of `tokens` of whole rows, those of each context rank, which share rows evenly."""
-        return tokens // self.context
+    def local_length(self, length: int) -> int:
+        """Tokens that a rank has of a row of `length`, which context ranks share evenly."""
+        return length // self.context
 
-    def row_length(self, tokens: int) -> int:
-        """Tokens of a row of which each context rank has `tokens`."""
-        return tokens * self.context
+    def whole_length(self, local_length: int) -> int:
+        """Tokens of a row of which every context rank has `local_length`."""
+        return local_length * self.context
 
     @property
     def exchanging(self) -> int:
@@ -133,7 +133,7 @@ class Layout(Section):
         return self.schedule == "zb-v"
 
     def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that has it."""
+        """The pipeline rank that holds stage `stage`."""
         return min(stage, 2 * self.pipeline - 1 - stage) if self.in_v else stage % self.pipeline
 
     @property

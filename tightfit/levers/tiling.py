@@ -96,7 +96,7 @@ class TiledLayer:
 
     @property
     def exchange(self) -> Exchange | None:
-        """Of tensor ranks; None on one."""
+        """The collectives of tensor ranks around attention; None on one rank."""
         found: Exchange | None = vars(self.layer.attention).get(EXCHANGE)
         return found
 

@@ -40,7 +40,7 @@ from tightfit.models.mlp import RoutedMlp
 from tightfit.models.rope import tables
 from tightfit.models.routing import z_loss
 from tightfit.parallel.head_exchange import gather_rows, scatter_rows
-from tightfit.parallel.mesh import context_group, row_group
+from tightfit.parallel.mesh import context_group, pieces_group
 from tightfit.parallel.ring import ring_attention
 from tightfit.parallel.ring_sinks import ring_sink_attention
 from tightfit.parallel.row_split import RowSplit
@@ -53,7 +53,7 @@ BY_LONGEST_ROW = ("dynamic", "longrope")
 
 def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
     """Give `model` this rank's tokens of every row, in place and once; nothing changes where rows are whole."""
-    rows = row_group(mesh)
+    rows = pieces_group(mesh)
     if rows is None or APPLIED in vars(model):
         return
     ring, heads = context_group(mesh, "ring"), context_group(mesh, "heads")
@@ -106,7 +106,7 @@ class Context:
         return self.split.cut(Decoder.token_positions(self.model, tokens, documents, None))
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Of this rank's tokens of whole rows; `positions` are theirs."""
+        """Embeddings of this rank's tokens of whole rows; `positions` are of these tokens."""
         return Decoder.embed_tokens(self.model, self.split.cut(tokens), positions)
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:

@@ -40,9 +40,9 @@ SUBMESHES = "tightfit_sharding"
 under fake tensors, so they are made once, with the mesh."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 TIMEOUT = timedelta(minutes=10)
-"""Of collectives; a rank that dies is noticed sooner."""
+"""How long collectives wait; a rank that dies is noticed sooner."""
 LONG_TIMEOUT = timedelta(hours=6)
-"""Of barriers while one process works alone: tokenizes a corpus, or writes a checkpoint."""
+"""How long barriers wait while one process works alone: tokenizes a corpus, or writes a checkpoint."""
 LONG_WAIT_GROUP = "tightfit_patient"
 
 
@@ -64,7 +64,7 @@ def grid_of(layout: Layout) -> dict[str, Any]:
 
 
 def _block_axes(reducing: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
-    """Of tensor ranks that form a mesh: its axes, all of them, and those with FSDP2's."""
+    """Submeshes of tensor ranks on a mesh: each axis, all three together, and these with FSDP2's axes."""
     if layout.tensor_mesh == "1d":
         return {}
     degrees = dict(zip(BLOCKS, layout.tensor_axes, strict=True))
@@ -92,7 +92,7 @@ def _with_axes(mesh: DeviceMesh, changed: dict[str, dict[str, int]]) -> DeviceMe
 
 
 def _expert_submeshes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
-    """Those of experts: the expert axis, FSDP2's axes of experts, both, and all that split them without FSDP2."""
+    """Submeshes of experts: the expert axis, FSDP2's axes of experts, both, and all that split them without FSDP2."""
     if layout.expert == 1:
         return {}
     copies = {"replicate": layout.copies} if layout.copies > 1 else {}
@@ -129,7 +129,7 @@ def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
     return found
 
 
-def row_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def pieces_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks that have pieces of the same rows; None where rows are whole."""
     return mesh.get_group("context") if "context" in (mesh.mesh_dim_names or ()) else None
 

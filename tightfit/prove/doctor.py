@@ -39,9 +39,9 @@ from tightfit.prove.machine_facts import Finding, machine_findings, slow_links
 from tightfit.prove.splits import Split, splits_that_fit
 
 LIMIT_S = 290.0
-"""Of the whole examination."""
+"""The limit of the whole examination."""
 RESERVED_S = 60.0
-"""Of those, for measuring one device after the splits."""
+"""Part of it, for measuring one device after the splits."""
 NOTES = "findings"
 
 

@@ -78,7 +78,7 @@ class ExpertMeter:
                 counts[1, layer] = mlp.dropped.to(counts)
             mlp.load = mlp.corrected_load = mlp.dropped = None
         ranks = self.ranks
-        other_tokens = ranks.world * ranks.row_pieces * ranks.stages  # tensor ranks count the same
+        other_tokens = ranks.world * ranks.pieces * ranks.stages  # tensor ranks count the same
         return (ranks.sum_over_all(counts) / (ranks.processes // other_tokens)).cpu()
 
 

@@ -17,7 +17,7 @@ def tensor_ranks_share_tokens_evenly(run: Run) -> str | None:
     in_a_line = layout.tensor > 1 and layout.tensor_mesh == "1d"
     if not in_a_line or not layout.sequence_parallel or length is None:
         return None
-    return uneven_share(layout.micro_batch, layout.tokens_per_rank(length), layout.tensor)
+    return uneven_share(layout.micro_batch, layout.local_length(length), layout.tensor)
 
 
 @rule(RUN_RULES, "layout.tensor", "model")

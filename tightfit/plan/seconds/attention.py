@@ -30,7 +30,7 @@ def attention_pairs(spec: ModelSpec, sequence_length: int) -> float:
 
 
 def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_length: int, tensor: int) -> Attention:
-    """Of `tokens` queries from rows of `sequence_length`; tensor ranks split heads."""
+    """Attention of `tokens` queries to their rows of `sequence_length`; tensor ranks split heads."""
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor
@@ -61,7 +61,7 @@ def _kernels(spec: ModelSpec, rates: Rates, sequence_length: int) -> list[tuple[
 
 
 def _windowed_pairs(spec: ModelSpec, sequence_length: int) -> float:
-    """Of one row in a layer with the model's window."""
+    """Pairs of one row in a layer with the model's window."""
     window = min(spec.window or sequence_length, sequence_length)
     return window * sequence_length - window**2 / 2
 

@@ -39,7 +39,7 @@ RECOMPUTED = {
     "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
 }
 ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, update_launch, offload_launch)
-"""Of levers that add launches to every layer: a layer with that lever alone, or None where it is not pulled."""
+"""Levers that add launches to every layer: those of a layer with that lever alone, or None where it is not pulled."""
 LAYER_MATRICES = 7
 
 

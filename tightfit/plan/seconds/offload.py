@@ -38,7 +38,7 @@ def offload_launch(levers: Levers) -> Launch | None:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadTime:
-    """Of one rank's host link."""
+    """Seconds that a step waits for one rank's link to the host."""
 
     workload: Workload
     machine: Machine
@@ -119,7 +119,7 @@ class OffloadTime:
         return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
 
     def _passing_bytes(self, levers: Levers) -> float:
-        """Of one weight, each way: moments, and the master or a weight that is away as well."""
+        """Bytes per weight, each way: moments, and the master or a weight that is away as well."""
         workload = self.workload
         updated = WIDE_BYTES if workload.has_masters else workload.weight_bytes if offloads_weights(levers) else 0
         return moment_bytes(levers, wide=workload.updates_wide) + updated

@@ -46,12 +46,12 @@ def update_s(
 
 
 def sum_bytes(workload: Workload, layout: Layout) -> int:
-    """Of one weight and further micro-batch: its gradient read, and added to the sum."""
+    """Bytes moved per weight and further micro-batch: its gradient is read, and added to the sum."""
     return workload.weight_bytes + 2 * _gradient_bytes(workload, layout)
 
 
 def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
-    """Of one weight that a rank updates, its gradient's norm included."""
+    """Bytes moved per weight that a rank updates, with its gradient read for the norm."""
     wide = workload.updates_wide
     gradient = _gradient_bytes(workload, layout)
     if offloads_states(levers):
@@ -75,7 +75,7 @@ def _gradient_bytes(workload: Workload, layout: Layout) -> int:
 
 
 def _between_operations_bytes(gradient: int, updated: int) -> int:
-    """Of one weight, between the operations of levers/optimizer_states.py: what a single kernel would not move.
+    """Bytes per weight between the operations of levers/optimizer_states.py, which a single kernel would not move.
 
     The gradient is read twice more, for norms of rows and columns; it is widened (w) and multiplied by the clipping
     factor (rw); the first moment is widened (w), decayed (rw), added to (rwr) and narrowed (r); √v is made (w) and

@@ -22,7 +22,7 @@ from tightfit.plan.seconds.tiles import second_half_is_computed_again
 
 @dataclass(frozen=True)
 class Recompute:
-    """Of one micro-batch on the slowest pipeline rank."""
+    """What is computed again for one micro-batch on the slowest pipeline rank."""
 
     seconds: float
     shares: tuple[tuple[KeepLevel, float], ...]
@@ -30,7 +30,7 @@ class Recompute:
 
     @property
     def share(self) -> float:
-        """Of layers that are computed again."""
+        """The share of layers that are computed again."""
         return sum(share for _, share in self.shares)
 
 
@@ -38,7 +38,7 @@ NONE = Recompute(0.0, ())
 
 
 def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTime, layers: int) -> Recompute:
-    """Of `layers` layers."""
+    """What is computed again of `layers` layers."""
     if not is_checkpointed(levers):
         return NONE
     shares = _shares(workload, layout, levers, layers)
@@ -67,7 +67,7 @@ def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> 
 
 
 def _layer_s(layer: LayerTime, level: KeepLevel, *, tiled: bool, skips_last: bool) -> float:
-    """Of one layer that keeps `level`."""
+    """Seconds to compute a layer again that keeps `level`."""
     products, elementwise = layer.products, layer.elementwise
     passes_s = elementwise.norms_s + elementwise.rope_s + (0.0 if skips_last else elementwise.gate_s)
     if level == "matmuls":

@@ -17,10 +17,10 @@ from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.rates import Rates
 
 NARROW, WIDE = 1, 2
-"""Of a number, in widths of bf16."""
+"""Widths of a number, in those of bf16."""
 WIDENED, ADDED, NARROWED = NARROW + WIDE, NARROW + 2 * WIDE, WIDE + NARROW
 PRODUCTS = 7
-"""Of a layer; backward has two for each, and all but one again."""
+"""Matrix products of a layer; backward has two for each, and computes all but one again."""
 
 
 @dataclass(frozen=True, kw_only=True)
