@@ -10,7 +10,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.memory.formulas.training import Peaks, least_bytes, peaks
 from tightfit.plan.cost import Costs, states_key
-from tightfit.plan.lever_choices import host_group
+from tightfit.plan.lever_choices import states_on_host
 from tightfit.plan.space import SearchSpace
 from tightfit.plan.steptime import StepTime
 
@@ -64,50 +64,57 @@ class Candidate:
 
 
 class Pricing:
-    """Candidates of one workload on one machine, each worked out once."""
+    """Candidates of one workload on one machine, each worked out once, and cheaper bounds of what they need."""
 
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.costs = space, Costs(space.workload, space.machine)
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
-        self._least_bytes: dict[tuple[object, ...], int] = {}
+        self._state_bytes: dict[tuple[object, ...], int] = {}
+        self._host_bytes: dict[tuple[object, ...], int] = {}
+        self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
+        """Of a pipeline's first rank that is too full."""
 
     def candidate(self, layout: Layout, levers: Levers) -> Candidate:
         """A layout with levers."""
-        key = (layout, levers)
-        if key not in self._candidates:
-            self._candidates[key] = self._needing(layout, levers, peaks(self.space.workload, layout, levers))
-        return self._candidates[key]
+        if (layout, levers) not in self._candidates:
+            self._remember(layout, levers, peaks(self.space.workload, layout, levers))
+        return self._candidates[layout, levers]
 
     def fits(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
         """Whether `share` of the card, and the host, hold a layout with levers."""
-        key, machine = (layout, levers), self.space.machine
-        room_bytes = int(share * machine.accelerator.memory_bytes)
+        key, room_bytes = (layout, levers), self._room_bytes(share)
         if key not in self._candidates:
-            if max(self.least_bytes(layout, levers), self._least_bytes.get(key, 0)) > room_bytes:
+            if not self.may_fit(layout, levers, share) or self._rank_bytes.get(key, 0) > room_bytes:
                 return False
             needed = peaks(self.space.workload, layout, levers, room_bytes=room_bytes)
-            if needed.gpu_bytes > room_bytes:  # and other pipeline ranks may need even more
-                self._least_bytes[key] = needed.gpu_bytes
+            if needed.gpu_bytes > room_bytes:
+                self._rank_bytes[key] = needed.gpu_bytes
                 return False
-            self._candidates[key] = self._needing(layout, levers, needed)
-        return self._candidates[key].fits(machine, share)
-
-    def least_bytes(self, layout: Layout, levers: Levers) -> int:
-        """Of the card, without a look at activations: the same for all levers that move as many states."""
-        key = (states_key(layout), host_group(levers), levers.update_in_backward)
-        if key not in self._least_bytes:
-            self._least_bytes[key] = least_bytes(self.space.workload, layout, levers)
-        return self._least_bytes[key]
+            self._remember(layout, levers, needed)
+        return self._candidates[key].fits(self.space.machine, share)
 
     def may_fit(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
-        """Whether `share` of the card holds at least that."""
-        return self.least_bytes(layout, levers) <= int(share * self.space.machine.accelerator.memory_bytes)
+        """Whether card and host hold what does not depend on activations."""
+        host_bytes = self.space.machine.host_bytes
+        if host_bytes is not None and self._host_bytes.get(_states_of(layout, levers), 0) > host_bytes:
+            return False
+        return self.least_bytes(layout, levers) <= self._room_bytes(share)
 
-    def _needing(self, layout: Layout, levers: Levers, needed: Peaks) -> Candidate:
+    def least_bytes(self, layout: Layout, levers: Levers) -> int:
+        """Of the card, without a look at activations."""
+        key = _states_of(layout, levers)
+        if key not in self._state_bytes:
+            self._state_bytes[key] = least_bytes(self.space.workload, layout, levers)
+        return self._state_bytes[key]
+
+    def _room_bytes(self, share: float) -> int:
+        return int(share * self.space.machine.accelerator.memory_bytes)
+
+    def _remember(self, layout: Layout, levers: Levers, needed: Peaks) -> None:
         machine = self.space.machine
         ranks_here = min(machine.per_node, layout.ranks)
         has_host = machine.host_bytes != 0  # else all memory is the device's
-        return Candidate(
+        made = Candidate(
             layout=layout,
             levers=levers,
             costs=self.costs,
@@ -115,6 +122,9 @@ class Pricing:
             host_bytes=needed.host_bytes * ranks_here,
             saving_bytes=writers_of_node(layout, ranks_here) * needed.saved_bytes if has_host else 0,
         )
+        self._candidates[layout, levers] = made
+        if not levers.offload_checkpoints:
+            self._host_bytes[_states_of(layout, levers)] = made.host_peak_bytes
 
     def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
         """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
@@ -132,3 +142,8 @@ class Pricing:
         except UserError as error:
             return str(error)
         return None
+
+
+def _states_of(layout: Layout, levers: Levers) -> tuple[object, ...]:
+    """What weights, states and gradients depend on: the same for many micro-batches, schedules and levers."""
+    return states_key(layout), states_on_host(levers), levers.update_in_backward

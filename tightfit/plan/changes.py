@@ -18,7 +18,7 @@ from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.candidate import Candidate, Pricing
-from tightfit.plan.lever_choices import Group, LeverSets
+from tightfit.plan.lever_choices import STATES_LEVER, Group, LeverSets
 from tightfit.plan.pins import Pins
 from tightfit.plan.search import search
 from tightfit.plan.seconds.rates import NUMBERS
@@ -83,7 +83,7 @@ def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, .
 
 def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     if space.machine.host_bytes is not None:
-        yield "more host memory", iter([("offload", replace(space, machine=_any_host(space.machine)))])
+        yield "more host memory", iter([(STATES_LEVER, replace(space, machine=_any_host(space.machine)))])
     if not space.lossy:
         yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
     if space.workload.has_masters and space.machine.accelerator.rates.bf16:

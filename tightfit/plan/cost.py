@@ -137,7 +137,8 @@ class LayoutCost:
         self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
         self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
         experts = costs.group(tensor, layout.expert)
-        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=hidden_bytes)
+        routed_bytes = self.stream_bytes if workload.engine.routes_split_tokens else hidden_bytes
+        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=routed_bytes)
         self.expert_s = (1 - workload.engine.expert_hidden_share) * sent_s
         stages = costs.group(tensor * layout.reducing, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
@@ -237,7 +238,12 @@ class LayoutCost:
                 backward_s=whole_backward_s,
                 recompute_s=again.seconds + waits_s,
             ),
-            offload_s=self._offload_s(levers, again, forward_s=whole_forward_s, backward_s=hiding_s),
+            offload_s=self.offload.step_s(
+                levers,
+                checkpoint_bytes=again.share * self.layers * self.stream_bytes,  # layers' inputs
+                forward_s=whole_forward_s,
+                backward_s=hiding_s,
+            ),
             optimizer_s=max(update, self._update_launch_s(levers)),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
             teacher_s=micro * self.teacher_s,
@@ -307,13 +313,4 @@ class LayoutCost:
             layers=self.layers,
             layer_params=model.layer + model.layer_experts,
             ends=model.ends / self.layout.weight_ranks,
-        )
-
-    def _offload_s(self, levers: Levers, again: Recompute, *, forward_s: float, backward_s: float) -> float:
-        """Copies over the host link that compute does not hide; a checkpoint is a layer's input."""
-        if levers.offload == "none" and not levers.offload_checkpoints:
-            return 0.0
-        checkpoint_bytes = again.share * self.layers * self.stream_bytes
-        return self.offload.step_s(
-            levers, checkpoint_bytes=checkpoint_bytes, forward_s=forward_s, backward_s=backward_s
         )

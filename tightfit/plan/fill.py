@@ -11,6 +11,7 @@ from collections.abc import Callable
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.levers.policy.offload import offloads_states, offloads_weights
 from tightfit.plan.candidate import Candidate, Pricing
 from tightfit.plan.search import COMFORT
 from tightfit.plan.space import SearchSpace
@@ -43,7 +44,7 @@ def fill_card(space: SearchSpace, candidate: Candidate) -> Candidate:
 
 def _keep_activations(space: SearchSpace, levers: Levers) -> WithBytes | None:
     """Instead of recomputing layers, keep what the bytes allow."""
-    if not levers.checkpoint_every or levers.offload == "weights" or space.workload.spec.layers > MOST_LAYERS:
+    if not levers.checkpoint_every or offloads_weights(levers) or space.workload.spec.layers > MOST_LAYERS:
         return None
     if any(name in space.pins.levers for name in CHECKPOINTING) or levers.checkpoint_host_bytes is not None:
         return None
@@ -53,7 +54,7 @@ def _keep_activations(space: SearchSpace, levers: Levers) -> WithBytes | None:
 
 def _keep_states(space: SearchSpace, levers: Levers) -> WithBytes | None:
     """Of offloaded states, keep on the GPU what fits."""
-    if levers.offload == "none" or "offload_keep_bytes" in space.pins.levers:
+    if not offloads_states(levers) or "offload_keep_bytes" in space.pins.levers:
         return None
     return lambda size: levers.model_copy(update={"offload_keep_bytes": size})
 

@@ -8,7 +8,7 @@ that run everywhere are searched.
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from itertools import product
-from operator import le
+from operator import attrgetter, le
 from typing import Any
 
 from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
@@ -18,7 +18,9 @@ from tightfit.jobs.rules.refusals import refused_levers
 TILED_LENGTH = 16384
 """From this length on tiles save more of activations than their float32 sums of weights' gradients take."""
 SEARCHED = tuple((row, row.values) for row in LEVER_TABLE if row.values is not None)
-Group = tuple[str, bool, str]
+STATES_LEVER = "offload"
+"""The lever that says which states are on the host."""
+Group = tuple[str, str, bool]
 
 
 def lever_sets(wanted: Wanted, pinned: Mapping[str, Any]) -> list[Levers]:
@@ -49,12 +51,16 @@ def weaker(levers: Levers, other: Levers) -> bool:
 
 def decides_host(pinned: Mapping[str, Any]) -> bool:
     """Whether a pin says what states are on the host."""
-    return "offload" in pinned
+    return STATES_LEVER in pinned
+
+
+states_on_host = attrgetter(STATES_LEVER, "optimizer_states")
+"""What states levers keep on the host, and in which format."""
 
 
 def host_group(levers: Levers) -> Group:
-    """What these levers keep on the host, and in which format."""
-    return levers.offload, levers.offload_checkpoints, levers.optimizer_states
+    """All that these levers keep on the host."""
+    return *states_on_host(levers), levers.offload_checkpoints
 
 
 class LeverSets(tuple[Levers, ...]):
