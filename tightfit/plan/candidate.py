@@ -70,7 +70,6 @@ class Pricing:
         self.space, self.costs = space, Costs(space.workload, space.machine)
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
         self._state_bytes: dict[tuple[object, ...], int] = {}
-        self._host_bytes: dict[tuple[object, ...], int] = {}
         self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
         """Of a pipeline's first rank that is too full."""
 
@@ -94,15 +93,12 @@ class Pricing:
         return self._candidates[key].fits(self.space.machine, share)
 
     def may_fit(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
-        """Whether card and host hold what does not depend on activations."""
-        host_bytes = self.space.machine.host_bytes
-        if host_bytes is not None and self._host_bytes.get(_states_of(layout, levers), 0) > host_bytes:
-            return False
+        """Whether the card holds what does not depend on activations."""
         return self.least_bytes(layout, levers) <= self._room_bytes(share)
 
     def least_bytes(self, layout: Layout, levers: Levers) -> int:
-        """Of the card, without a look at activations."""
-        key = _states_of(layout, levers)
+        """Of the card, without a look at activations: the same for many micro-batches, schedules and levers."""
+        key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
         if key not in self._state_bytes:
             self._state_bytes[key] = least_bytes(self.space.workload, layout, levers)
         return self._state_bytes[key]
@@ -114,7 +110,7 @@ class Pricing:
         machine = self.space.machine
         ranks_here = min(machine.per_node, layout.ranks)
         has_host = machine.host_bytes != 0  # else all memory is the device's
-        made = Candidate(
+        self._candidates[layout, levers] = Candidate(
             layout=layout,
             levers=levers,
             costs=self.costs,
@@ -122,9 +118,6 @@ class Pricing:
             host_bytes=needed.host_bytes * ranks_here,
             saving_bytes=writers_of_node(layout, ranks_here) * needed.saved_bytes if has_host else 0,
         )
-        self._candidates[layout, levers] = made
-        if not levers.offload_checkpoints:
-            self._host_bytes[_states_of(layout, levers)] = made.host_peak_bytes
 
     def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
         """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
@@ -142,8 +135,3 @@ class Pricing:
         except UserError as error:
             return str(error)
         return None
-
-
-def _states_of(layout: Layout, levers: Levers) -> tuple[object, ...]:
-    """What weights, states and gradients depend on: the same for many micro-batches, schedules and levers."""
-    return states_key(layout), states_on_host(levers), levers.update_in_backward

@@ -18,7 +18,7 @@ from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.candidate import Candidate, Pricing
-from tightfit.plan.lever_choices import STATES_LEVER, Group, LeverSets
+from tightfit.plan.lever_choices import STATES_LEVER, Group
 from tightfit.plan.pins import Pins
 from tightfit.plan.search import search
 from tightfit.plan.seconds.rates import NUMBERS
@@ -106,12 +106,12 @@ def _smallest(what: str, ways: Ways) -> Change | None:
 def fitting(space: SearchSpace) -> Candidate | None:
     """A plan that fits; None where there is none. Levers that leave the host alone are tried first."""
     try:
-        pricing, strongest = Pricing(space), space.levers()[-1:]
-        families = list(space.families(lambda layout: any(pricing.may_fit(layout, each) for each in strongest)))
+        pricing, levers = Pricing(space), space.levers()
+        families = list(space.families(lambda layout: pricing.may_fit(layout, levers[-1]))) if levers else []
         if space.machine.host_bytes is None:  # what does not fit with the strongest levers fits with none
             families = [family for family in families if _fits_with(pricing, family, None)]
         families.sort(key=lambda family: _bound_s(pricing, family))
-        for group in LeverSets(space.levers()).groups if families else ():
+        for group in levers.groups if families else ():
             fit = (family for family in families if _fits_with(pricing, family, group))
             if chosen := list(islice(fit, MOST_SEARCHED)):
                 return search(space, chosen).best

@@ -85,7 +85,7 @@ class SearchSpace:
             return sentence
         if not self.pins.levers or self.levers_of(layout):
             return None
-        return self.refusal(layout, self._all_levers[0])
+        return self.refusal(layout, self.levers()[0])
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
         """What the rulebook says against a candidate."""
@@ -207,19 +207,21 @@ class SearchSpace:
         orders = [order for order in orders if (order[0] == wanted if wanted else order[0] != "gpipe")]
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
 
-    def levers(self, *, host: bool = True) -> list[Levers]:
+    def levers(self, *, host: bool = True) -> LeverSets:
         """Every set of levers, the simplest first and the strongest last; without `host` memory where that is asked."""
-        workload = self.workload
-        wanted = Wanted(
-            host=host,
-            lossy=self.lossy,
-            long_rows=workload.sequence_length >= TILED_LENGTH,
-            one_rank=self.machine.ranks == 1,
-        )
-        sets = lever_sets(wanted, self.pins.levers)
-        if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
-            sets = [each for each in sets if each.checkpoint_every <= 1]
-        return sets
+        if host not in self._levers:
+            workload = self.workload
+            wanted = Wanted(
+                host=host,
+                lossy=self.lossy,
+                long_rows=workload.sequence_length >= TILED_LENGTH,
+                one_rank=self.machine.ranks == 1,
+            )
+            sets = lever_sets(wanted, self.pins.levers)
+            if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
+                sets = [each for each in sets if each.checkpoint_every <= 1]
+            self._levers[host] = LeverSets(sets)
+        return self._levers[host]
 
     def levers_of(self, layout: Layout, *, host: bool = True) -> LeverSets:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
@@ -235,25 +237,17 @@ class SearchSpace:
             self.accumulates(layout),
         )
         if alike not in self._levers:
-            every = self._all_levers if host else self._all_levers_without_host
+            every = self.levers(host=host)
             self._levers[alike] = LeverSets(each for each in every if self.refusal(layout, each) is None)
         return self._levers[alike]
 
     @cached_property
-    def _levers(self) -> dict[tuple[Any, ...], LeverSets]:
+    def _levers(self) -> dict[object, LeverSets]:
         return {}
-
-    @cached_property
-    def _all_levers(self) -> list[Levers]:
-        return self.levers()
-
-    @cached_property
-    def _all_levers_without_host(self) -> list[Levers]:
-        return self.levers(host=False)
 
     def check(self) -> None:
         """A sentence where pins or the batch leave no layout or no levers at all."""
-        if not self._all_levers:
+        if not self.levers():
             alone = Levers.model_construct(**self.pins.levers)
             raise UserError(refused_levers(alone) or f"no set of levers agrees with all of {self.pins}; drop one")
         if next(self.layouts(), None) is None:
