@@ -200,7 +200,7 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             saved = _States(file)
-            own = {name: saved[name] for name in optimizer.state()} if optimizer.pipeline_ranks > 1 else saved
+            own = {name: saved[name] for name in optimizer.state_in(saved)} if optimizer.pipeline_ranks > 1 else saved
             optimizer.load_state(own, str(path))
             names = set(file.keys())
             if "rng/cpu" in names:
