@@ -216,16 +216,23 @@ class _States(Mapping[str, Tensor]):
 
     def __init__(self, file: Any) -> None:
         self.file = file
+        self.names = {
+            name.removeprefix(STATE_PREFIX): name
+            for name in file.keys()
+            if name.startswith(STATE_PREFIX)  # noqa: SIM118
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
         return self.file.get_tensor(f"{STATE_PREFIX}{name}")
 
     def __iter__(self) -> Iterator[str]:
-        names: list[str] = self.file.keys()
-        return (name.removeprefix(STATE_PREFIX) for name in names if name.startswith(STATE_PREFIX))
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.names)
 
 
 def best_checkpoint(run: Path) -> Path | None:
