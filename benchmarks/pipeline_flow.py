@@ -69,9 +69,9 @@ def main() -> None:
     """Both schedules, a row each, and their picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--forward-ms", type=float, default=120.0)
+    parser.add_argument("--forward-ms", type=float, default=250.0)
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     options = parser.parse_args()
     settings = (options.ranks, options.micro_batches, options.steps, options.forward_ms / 1e3)
