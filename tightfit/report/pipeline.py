@@ -129,8 +129,8 @@ def draw_records(records: Sequence[Record], path: Path) -> None:
             at.set_title(f"{record.schedule}: {told}", fontsize=10)
         axes[-1, 0].set_xlabel("seconds")
         figure.suptitle(
-            f"{ranks} pipeline ranks, {told_steps}{batches} micro-batches (the numbers), as recorded; formula: "
-            "(K−1)/(K−1+vM) of K ranks, M micro-batches, v stages a rank"
+            f"{ranks} pipeline ranks, {told_steps}{batches} micro-batches (the numbers), as recorded\n"
+            "formula: (K−1)/(K−1+vM) of K ranks, M micro-batches between flushes, v stages a rank"
         )
         figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
 
