@@ -44,7 +44,7 @@ class Layout(Section):
     pipeline: int = Field(default=1, ge=1)
     """Ranks that hold consecutive layers each."""
     schedule: PipelineSchedule = "1f1b"
-    """Order in which a pipeline's stages work through the micro-batches."""
+    """Order in which a pipeline's stages work through the micro-batches; 2bw has gradients of weights one step old."""
     stages_per_rank: int = Field(default=1, ge=1)
     """Pieces of the model a pipeline rank holds under the schedules interleaved and zb-v (which has two)."""
     context: int = Field(default=1, ge=1)

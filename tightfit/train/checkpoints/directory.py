@@ -216,11 +216,8 @@ class _States(Mapping[str, Tensor]):
 
     def __init__(self, file: Any) -> None:
         self.file = file
-        self.names = {
-            name.removeprefix(STATE_PREFIX): name
-            for name in file.keys()
-            if name.startswith(STATE_PREFIX)  # noqa: SIM118
-        }
+        stored: list[str] = file.keys()
+        self.names = {name.removeprefix(STATE_PREFIX) for name in stored if name.startswith(STATE_PREFIX)}
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
