@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Version = list[Tensor]
 """The values of all parameters, in their order."""
@@ -43,7 +44,7 @@ class WeightVersions:
         with torch.no_grad():
             torch._foreach_copy_(self.newest, self.older)
         self.use(self.newest)
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.parameters)):
+        with _unsafe_preserve_version_counter(tuple(self.parameters)):
             yield
 
     def named_older(self) -> Iterator[tuple[str, Tensor]]:
