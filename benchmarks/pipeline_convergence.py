@@ -27,6 +27,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.assembly import assemble, unfilled
+from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import make_loader
 from tightfit.train.precision import LossScale
 from tightfit.train.schedule import lr_ratio
@@ -43,16 +44,17 @@ STUDY = Study(
 )
 
 
-def trained(device: torch.device, schedule: PipelineSchedule, spec: ModelSpec, steps: list[list[Batch]]) -> Curve:
-    """As one of the ranks."""
+def trained(device: torch.device, schedule: PipelineSchedule, spec: ModelSpec, text: Batch) -> Curve:
+    """As one of the ranks; tensors of `text` are [steps, micro-batches, rows, tokens]."""
     layout = Layout(pipeline=RANKS, schedule=schedule, micro_batch=MICRO_BATCH)
     mesh, milliseconds, told = make_mesh(layout, device.type), list[float](), list[StepResult | None]()
     ranks = Ranks.of(mesh)
-    _, length = steps[0][0]["tokens"].shape
+    steps, micro_batches, _, length = text["tokens"].shape
     model = unfilled(spec, layout, "fp32", device)
     module, optimizer = assemble(model, mesh, layout, Levers(), "fp32", SETTINGS, device, filled, length=length)
-    for number, batches in enumerate(steps):
-        lr = SETTINGS.lr * lr_ratio(Schedule(warmup_steps=len(steps) // 4), number, len(steps))
+    for number in range(steps):
+        batches = [{name: rows[number, at] for name, rows in text.items()} for at in range(micro_batches)]
+        lr = SETTINGS.lr * lr_ratio(Schedule(warmup_steps=steps // 4), number, steps)
         began = time.perf_counter()
         if optimizer.buffered is None:
             told.append(train_step(module, optimizer, batches, device, lr, LossScale(), ranks=ranks))
@@ -63,6 +65,13 @@ def trained(device: torch.device, schedule: PipelineSchedule, spec: ModelSpec, s
         told.append(optimizer.buffered.finish(ignore, ranks))
     losses = [result.loss for result in told if result is not None]
     return Curve(losses, state_bytes=0.0, step_ms=median(milliseconds), update_ms=0.0)
+
+
+def text_of(rows: PackedText, steps: int) -> Batch:
+    """The batches of all steps, [steps, micro-batches, rows, tokens]."""
+    micro_batches = BATCH // MICRO_BATCH
+    found = list(islice(iter(make_loader(rows, micro_batch=MICRO_BATCH, seed=0)), steps * micro_batches))
+    return {name: torch.stack([each[name] for each in found]).unflatten(0, (steps, micro_batches)) for name in found[0]}
 
 
 def filled(model: Decoder) -> None:
@@ -88,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Both schedules, a row each, and their curves."""
     chosen = parsed(STUDY, arguments)
     spec = shallow(chosen.model or MODEL)
-    loader = iter(make_loader(text_rows(spec, chosen.seq), micro_batch=MICRO_BATCH, seed=0))
-    steps = [list(islice(loader, BATCH // MICRO_BATCH)) for _ in range(chosen.steps)]
+    text = text_of(text_rows(spec, chosen.seq), chosen.steps)
     common = {
         "model": chosen.model or MODEL,
         "layers": spec.layers,
@@ -100,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     curves: dict[str, Curve] = {}
     for schedule in SCHEDULES:
-        curves[schedule] = run_together(RANKS, trained, schedule, spec, steps)
+        curves[schedule] = run_together(RANKS, trained, schedule, spec, text)
         row = common | row_of(schedule, curves[schedule], curves[SCHEDULES[0]])
         print(row, flush=True)
         append_row(STUDY.name, row, folder=chosen.results, commit=chosen.commit)
