@@ -46,11 +46,13 @@ Way = Callable[[Prompts, Shapes], list[list[int]]]
 Measured = dict[str, tuple[list["Taken"], list[list[int]]]]
 FORMATS: tuple[GgufDtype, ...] = ("fp32", "fp16", "q8_0")
 PAD = 0
+CACHE_BYTES = 2**28
 
 
 def make_engine(model: Decoder) -> Engine:
     """Where no prompt is found again."""
-    return Engine(model, None, EngineConfig(prefix_cache=False, max_length=min(1024, model.spec.max_positions)))
+    length = min(1024, model.spec.max_positions)
+    return Engine(model, None, EngineConfig(prefix_cache=False, max_length=length, cache_bytes=CACHE_BYTES))
 
 
 def run_engine(engine: Engine, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
@@ -203,6 +205,7 @@ class LlamaCpp:
         params.model.path = str(path)
         params.n_ctx, params.n_parallel, params.port = 256, 1, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as ours
         params.warmup, params.verbosity, params.fit_params = False, 0, False
         self.server: Any = xllamacpp.Server(params)
 

@@ -58,7 +58,7 @@ def test_published_numbers_fit_and_trained_ones_do_not() -> None:
 @has_products
 def test_a_product_is_float32s(published: Decoder) -> None:
     """Off from float64 by no more than a sum of so many float32 terms may be."""
-    weight, x = published.layers[0].mlp.gate.weight, torch.randn(5, SHAPE.hidden_size)
+    weight, x = published.head.weight, torch.randn(5, SHAPE.hidden_size)
     half = halved(weight)
     assert isinstance(half, HalfWeight)
     true = F.linear(x.double(), weight.double())
@@ -81,6 +81,8 @@ def test_the_budget_counts_the_copy(published: Decoder) -> None:
     matrices = [module.weight for module in published.modules() if isinstance(module, torch.nn.Linear)]
     assert half.budget.weight_bytes - plain.budget.weight_bytes == half_bytes(published)
     assert half_bytes(published) == 2 * sum(weight.numel() for weight in matrices)
+    others = sum(each.nbytes for each in published.parameters()) - 4 * sum(weight.numel() for weight in matrices)
+    assert half.budget.read_bytes == half.budget.half_bytes + others - published.embed.weight.nbytes
 
 
 def test_weights_that_16_bits_do_not_hold_are_read_as_they_are(model: Decoder) -> None:

@@ -37,11 +37,18 @@ class Budget:
     free_bytes: int
     half_bytes: int = 0
     """Of the weights' bytes, those of a copy in 16 bits."""
+    embedding_bytes: int = 0
+    """Of the weights' bytes, those of which a step reads its tokens' rows only."""
 
     @property
     def standing_bytes(self) -> int:
         """What is held between steps: weights and cache."""
         return self.weight_bytes + self.cache_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """What a step reads of the weights: the copy in 16 bits instead of what it is a copy of, twice as large."""
+        return self.weight_bytes - self.embedding_bytes - 2 * self.half_bytes
 
     def describe(self, block_size: int) -> str:
         """One line for the user."""
@@ -96,6 +103,7 @@ def decide_budget(
         cache_bytes=blocks * per_block,
         free_bytes=free,
         half_bytes=copy_bytes,
+        embedding_bytes=0 if model.spec.tied else model.embed.weight.nbytes,
     )
 
 

@@ -1,11 +1,13 @@
 """HalfWeight: a float32 matrix of a CPU as 16-bit floats, where that loses nothing; inputs and sums stay float32.
 
 One token reads every weight once, so half the bytes are half the time. Published checkpoints are bfloat16 mostly, and a
-half-precision float holds such a number exactly from 2⁻¹⁷ on: what is below is off by 2⁻²⁵ at most. A matrix counts as
-unchanged if all it is off by is less than float32's own rounding of it would be. FBGEMM inside torch has the products
-(x86 only); the decoder keeps its float32 weights, so this is a copy, and the budget counts it.
+half-precision float holds such a number exactly from 2⁻¹⁷ on: what is below is off by 2⁻²⁵ at most. A matrix of K
+columns counts as unchanged if it is off by less than float32's rounding of a sum of K terms: √K · 2⁻²⁴ of its norm.
+FBGEMM inside torch has the products (x86 only). The decoder keeps its float32 weights, so this is a copy; the budget
+counts it.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +59,6 @@ def has_products(weight: Tensor) -> bool:
 
 
 def is_exact(weight: Tensor) -> bool:
-    """Whether 16 bits are off by less than float32's rounding, all elements together."""
+    """Whether 16 bits are off by less than float32's rounding of a product, all elements together."""
     off = torch.linalg.vector_norm(weight.half().float() - weight)
-    return bool(off <= ROUNDING * torch.linalg.vector_norm(weight))
+    return bool(off <= ROUNDING * math.sqrt(weight.shape[1]) * torch.linalg.vector_norm(weight))

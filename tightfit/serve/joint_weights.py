@@ -62,9 +62,9 @@ def half_bytes(model: Decoder) -> int:
     if not has_products(model.embed.weight) or not can_join(model):
         return 0
     groups = [*(group for layer in model.layers for group in _projections(layer)), (model.head,)]
-    weights = [[linear.weight for linear in group] for group in groups if _is_plain(group)]
-    exact = all(is_exact(weight) for group in weights for weight in group)  # type: ignore[arg-type]
-    return sum(copy_bytes(*group) for group in weights) if exact else 0  # type: ignore[arg-type]
+    weights: list[list[Any]] = [[linear.weight for linear in group] for group in groups if _is_plain(group)]
+    exact = all(is_exact(weight) for group in weights for weight in group)
+    return sum(copy_bytes(*group) for group in weights) if exact else 0
 
 
 def can_be_one(linears: Sequence[nn.Module]) -> bool:
