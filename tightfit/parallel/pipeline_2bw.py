@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.errors import UserError
 from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.rules.run import too_few_micro_batches
+from tightfit.jobs.rules.pipeline import too_few_micro_batches
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
 from tightfit.models.number_formats import COMPUTE_DTYPES

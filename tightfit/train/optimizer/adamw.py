@@ -39,7 +39,6 @@ from tightfit.levers.fake_quantize import SCALE_PREFIX
 from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shard_groups import Shards
 from tightfit.train.engine import Engine
 from tightfit.train.optimizer.backward_update import BackwardUpdate, EarlyUpdate
 from tightfit.train.optimizer.offloading import Offloading
@@ -117,10 +116,8 @@ class MasterAdamW:
         """An engine (DeepSpeed) that makes whole steps; it owns the parameters, and there are no buckets here."""
         self.buffered: BufferedSteps | None = None
         """Of a pipeline that is not flushed between steps, what makes them."""
-        self.offloading = None
-        if levers.offload != "none":
-            shards = Shards(module if self.is_sharded else None)
-            self.offloading = Offloading(named, levers, device or named[0][1].device, compute_dtype, shards)
+        sharded = module if self.is_sharded else None
+        self.offloading = Offloading.asked_for(named, levers, device or named[0][1].device, compute_dtype, sharded)
         self.buckets = [
             self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
             for decayed in (True, False)
