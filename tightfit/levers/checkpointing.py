@@ -21,7 +21,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.levers.checkpoint_keep import SelectiveCheckpoint
 from tightfit.levers.checkpoint_store import HostStore, KeptInput
 from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed, needs_last_product
-from tightfit.memory.formulas.keeping import levels_of
+from tightfit.memory.formulas.keeping import layer_levels
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.decoder import Decoder, Layer
 
@@ -69,6 +69,7 @@ class Checkpointing:
         layout = self.layout
         split = layout.sequence_parallel and layout.tensor > 1
         shape = LocalShape(
+            self.spec,
             rows=rows,
             length=length * (layout.tensor if split else 1),
             element_bytes=element_bytes,
@@ -79,7 +80,7 @@ class Checkpointing:
             expert=layout.expert,
             tiles=self.levers.tiles,
         )
-        levels = levels_of(self.spec, self.levers, shape, self.layer_numbers)
+        levels = layer_levels(shape, self.levers, self.layer_numbers)
         recomputed = [level != "everything" for level in levels]
         before = tuple(sum(recomputed[:index]) for index in range(len(levels)))
         return KeptLevels(levels, before, tuple(before[i] > before[self.span_starts[i]] for i in range(len(levels))))

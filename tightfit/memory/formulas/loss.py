@@ -11,7 +11,6 @@ from functools import lru_cache
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.tensor_mesh import gathered_head_bytes
-from tightfit.models.spec import ModelSpec
 
 WIDE, INDEX = 4, 8
 STATISTICS = 4
@@ -49,31 +48,31 @@ def with_narrow_sums(cost: LossCost) -> LossCost:
 
 
 @lru_cache(maxsize=4096)
-def loss_cost(spec: ModelSpec, shape: LocalShape, *, fused: bool, allowed_bytes: int) -> LossCost:
+def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int) -> LossCost:
     """Of one micro-batch on a rank that computes the loss; the final norm is not part of it."""
-    return _fused(spec, shape, allowed_bytes) if fused else _plain(spec, shape)
+    return _fused(shape, allowed_bytes) if fused else _plain(shape)
 
 
-def _fused(spec: ModelSpec, shape: LocalShape, allowed_bytes: int) -> LossCost:
-    hidden_bytes = shape.hidden_bytes(spec)
+def _fused(shape: LocalShape, allowed_bytes: int) -> LossCost:
+    spec, hidden_bytes = shape.spec, shape.hidden_bytes
     row_bytes = shape.tokens * ((STATISTICS + 1) * WIDE + 2 * INDEX)  # statistics and gradient; labels as they are read
-    chunk_bytes = logits_chunk_bytes(spec, shape, allowed_bytes, training=True)
+    chunk_bytes = logits_chunk_bytes(shape, allowed_bytes, training=True)
     wide_bytes = WIDE * shape.columns(spec.vocab_size) * spec.hidden_size
-    gathered_bytes = gathered_head_bytes(spec, shape)
+    gathered_bytes = gathered_head_bytes(shape)
     return LossCost(
         logits=chunk_bytes,
         forward=chunk_bytes + 2 * hidden_bytes + row_bytes + wide_bytes + gathered_bytes,
         kept=hidden_bytes + wide_bytes + gathered_bytes,
         backward=hidden_bytes + wide_bytes + gathered_bytes,
         wide_weight_gradient=wide_bytes,
-        evaluated=gathered_bytes + hidden_bytes + logits_chunk_bytes(spec, shape, allowed_bytes, training=False),
+        evaluated=gathered_bytes + hidden_bytes + logits_chunk_bytes(shape, allowed_bytes, training=False),
     )
 
 
-def _plain(spec: ModelSpec, shape: LocalShape) -> LossCost:
+def _plain(shape: LocalShape) -> LossCost:
     """Log-softmax is kept, and the capped logits' tanh; backward holds two gradients beside them."""
-    count, hidden_bytes = shape.tokens * shape.columns(spec.vocab_size), shape.hidden_bytes(spec)
-    kept_bytes = count * WIDE * (2 if spec.logit_softcap else 1)
+    count, hidden_bytes = shape.tokens * shape.columns(shape.spec.vocab_size), shape.hidden_bytes
+    kept_bytes = count * WIDE * (2 if shape.spec.logit_softcap else 1)
     logits_bytes = count * (shape.element_bytes + WIDE) + kept_bytes
     return LossCost(
         logits=logits_bytes,
@@ -85,9 +84,9 @@ def _plain(spec: ModelSpec, shape: LocalShape) -> LossCost:
     )
 
 
-def logits_chunk_bytes(spec: ModelSpec, shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
+def logits_chunk_bytes(shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
     """The fused loss's buffer: what is allowed and, while training, what fits where the weight's gradient will be."""
-    columns, element_bytes = shape.columns(spec.vocab_size), shape.element_bytes
-    free_bytes = columns * spec.hidden_size * element_bytes if training and element_bytes < WIDE else 0
+    columns, element_bytes = shape.columns(shape.spec.vocab_size), shape.element_bytes
+    free_bytes = columns * shape.spec.hidden_size * element_bytes if training and element_bytes < WIDE else 0
     row_bytes = padded(columns) * element_bytes
     return min(chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes), shape.tokens) * row_bytes

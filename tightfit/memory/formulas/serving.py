@@ -101,8 +101,8 @@ def serving_ledger(
 
     `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use.
     """
-    prompt = LocalShape(rows=1, length=min(prefill_tokens, length), element_bytes=2)
-    work_bytes = layer_cost(spec, spec.layers - 1, prompt).forward_working
+    prompt = LocalShape(spec, rows=1, length=min(prefill_tokens, length), element_bytes=2)
+    work_bytes = layer_cost(prompt, spec.layers - 1).forward_working
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
     if stored_bytes is not None:
         weights = About("weights", "compressed", "codes, scales and what stays plain, as stored"), stored_bytes

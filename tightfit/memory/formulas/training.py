@@ -1,7 +1,7 @@
 """Training: the fullest moment of every phase of a step, on every pipeline rank.
 
 - init: what lives as long as the run. States exist from the start (train/optimizer.py), so no first step differs.
-- forward, loss, backward, optimizer: told in the files of these names.
+- forward, loss, backward, optimizer: told in step.py.
 - evaluation: a forward that keeps nothing. save: the host holds what the file will.
 """
 
@@ -12,16 +12,14 @@ from typing import NamedTuple
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.backward import backward
-from tightfit.memory.formulas.forward import evaluation, forward, loss
 from tightfit.memory.formulas.local_shape import local_shape
-from tightfit.memory.formulas.optimizer import optimizer
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.pipeline import pipeline_stage, telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
 from tightfit.memory.formulas.stage import stage_params
 from tightfit.memory.formulas.states import resident_states
+from tightfit.memory.formulas.step import backward, evaluation, forward, loss, optimizer
 from tightfit.memory.formulas.story import ROUNDING, TEACHER, StepMoment, fullest, lines
 from tightfit.memory.ledger import Ledger, Line, Phase
 
@@ -42,7 +40,7 @@ class Peaks(NamedTuple):
 def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
     """Of the fullest pipeline rank."""
     gpu_bytes = host_bytes = saved = 0
-    for number in _telling_ranks(workload, layout, levers):
+    for number in telling_ranks(workload, layout, levers):
         rank = rank_memory(workload, layout, levers, number, overheads)
         fullest_bytes = max(map(sum, _step(rank)))
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
@@ -58,15 +56,13 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
 def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> int:
     """A lower bound of `peaks`' card that takes no look at activations: states, and gradients beside them when the
     optimizer begins, of the first pipeline rank."""
-    stage = pipeline_stage(workload.spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank, 0)
-    shape = local_shape(workload, layout, levers)
-    shares_embedding = workload.spec.tied and layout.pipeline == 1
-    in_layers, outside = stage_params(workload.spec, shape, stage, shares_embedding=shares_embedding)
+    stage = pipeline_stage(workload.spec, workload.sequence_length, layout, 0)
+    in_layers, outside = stage_params(local_shape(workload, layout, levers), stage)
     params = in_layers.plus(Params(outside))
     states = resident_states(workload, layout, levers, params, layer_weights=in_layers.all, widest_layer=0)
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
-    allocated_bytes = states.weights + states.masters + states.moments + waiting_bytes
+    allocated_bytes = states.resident.weights + states.resident.masters + states.resident.moments + waiting_bytes
     overheads = engine_overheads(workload, overheads)
     return allocated_bytes + _slack_bytes(allocated_bytes, overheads) + overheads.context_bytes
 
@@ -78,18 +74,9 @@ def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overhead
 
 def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, int]:
     """Bytes that one rank keeps on the host: states (with weights), and checkpoints."""
-    ranks = _telling_ranks(workload, layout, levers)
+    ranks = telling_ranks(workload, layout, levers)
     held = max((rank_memory(workload, layout, levers, number).host for number in ranks), key=sum)
     return sum(held) - held.checkpoints, held.checkpoints
-
-
-def _telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
-    """Pipeline ranks of which one is the fullest."""
-    if layout.pipeline == 1:
-        return (0,)
-    micro_batches = max(1, workload.global_batch // (layout.micro_batch * layout.data))
-    every, count = levers.checkpoint_every, levers.num_checkpoints
-    return telling_ranks(workload.spec, workload.sequence_length, layout, micro_batches, every=every, count=count)
 
 
 def training_ledger(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
