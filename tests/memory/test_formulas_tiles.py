@@ -31,7 +31,7 @@ CASES: list[tuple[str, int, dict[str, Any], str]] = [
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     spec, tiles = preset(name), 4
     model = decoder(spec, torch.float16)
-    tiling.tile_layers(model, tiles)
+    tiling.tile_layers(model, Levers(tiles=tiles))
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
     ctx = model.forward_context(x, torch.arange(LENGTH)[None], None, None)
     with Saved(model).watching() as saved:

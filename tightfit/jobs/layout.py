@@ -5,12 +5,12 @@ the job (the trainer obeys it), of a plan (the search fills it in) and of the me
 """
 
 import math
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tightfit.jobs.rules import tensor_mesh as tensor_mesh  # enters its rules
-from tightfit.jobs.rules.layout import refused_layout
+from tightfit.jobs.rules.refusals import refused_layout
 from tightfit.jobs.section import Section
 
 TensorMesh = Literal["1d", "2d", "2.5d", "3d"]
@@ -56,6 +56,17 @@ class Layout(Section):
     micro_batch: int = Field(default=8, ge=1)
     """Rows of a data rank per forward pass, 8 or less unless given; a step is global_batch / (micro_batch × data)."""
 
+    @classmethod
+    def of_axes(cls, ranks: Mapping[str, int], **fields: Any) -> Self:
+        """A layout with so many ranks along each axis that can be split alone.
+
+        Context ranks are `ring` × `heads`, and `expert` ranks are data ranks beside those of `data`.
+        """
+        ring, expert = ranks.get("ring", 1), ranks.get("expert", 1)
+        degrees = {name: ranks[name] for name in ("tensor", "pipeline") if name in ranks}
+        data, context = ranks.get("data", 1) * expert, ring * ranks.get("heads", 1)
+        return cls.model_validate({"data": data, "context": context, "ring": ring, "expert": expert} | degrees | fields)
+
     @property
     def splits(self) -> dict[str, int]:
         """Degrees above one, beside data ranks."""
@@ -68,13 +79,21 @@ class Layout(Section):
 
     @property
     def reducing(self) -> int:
-        """Ranks that sum gradients, and between which ZeRO splits (less `copies`): each has other tokens."""
+        """Ranks that sum gradients, as each has other tokens; ZeRO splits between them, or inside `copies` groups."""
         return self.data * self.context
 
     @property
     def sharing(self) -> int:
         """Ranks that split one copy of what ZeRO splits."""
         return self.data * self.context // self.copies
+
+    def local_length(self, length: int) -> int:
+        """Tokens that a rank has of a row of `length`, which context ranks share evenly."""
+        return length // self.context
+
+    def whole_length(self, local_length: int) -> int:
+        """Tokens of a row of which every context rank has `local_length`."""
+        return local_length * self.context
 
     @property
     def exchanging(self) -> int:
@@ -114,7 +133,7 @@ class Layout(Section):
         return self.schedule == "zb-v"
 
     def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that has it."""
+        """The pipeline rank that holds stage `stage`."""
         return min(stage, 2 * self.pipeline - 1 - stage) if self.in_v else stage % self.pipeline
 
     @property

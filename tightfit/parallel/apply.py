@@ -22,6 +22,7 @@ from tightfit.jobs.rules.rule import Run
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.fp8 import use_fp8
 from tightfit.levers.loss import choose_loss
+from tightfit.levers.policy.offload import offloads_weights
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.context import context_parallel
@@ -45,7 +46,7 @@ def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers)
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
     if mesh is not None and layout.expert > 1 and expert_sharding(model) is None:
         split_experts(model, mesh)
-    if mesh is not None and layout.context > 1:
+    if mesh is not None:
         context_parallel(model, mesh, layout)
 
 
@@ -62,8 +63,8 @@ def apply(
     `inside_checkpoints` wraps the layers' forward before checkpointing does, so that recomputation runs it again.
     """
     choose_loss(model, levers)
-    use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and levers.offload != "weights")
-    tile_layers(model, levers.tiles)
+    use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and not offloads_weights(levers))
+    tile_layers(model, levers)
     if inside_checkpoints is not None:
         inside_checkpoints(model)
     checkpoint_layers(model, levers, layout)

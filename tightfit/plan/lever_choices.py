@@ -12,7 +12,7 @@ from typing import Any
 
 from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.levers import refused_levers
+from tightfit.jobs.rules.refusals import refused_levers
 
 TILED_LENGTH = 16384
 """From this length on tiles save more of activations than their float32 sums of weights' gradients take."""

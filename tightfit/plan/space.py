@@ -22,9 +22,7 @@ from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.lever_table import Wanted
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.layout import refused_layout
-from tightfit.jobs.rules.levers import refused_levers
-from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout, refused_levers
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh

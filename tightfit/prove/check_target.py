@@ -96,7 +96,7 @@ def miniature(target: CheckTarget) -> CheckTarget:
     rows = min(max(ROWS, target.layout.row_parts), target.layout.micro_batch)
     layout = target.layout.model_copy(update={"micro_batch": rows})
     passes = max(target.passes, min(MOST_MICRO_BATCHES, layout.pipeline))
-    length = LENGTH * layout.context
+    length = layout.whole_length(LENGTH)
     return replace(target, spec=_small(target.spec, layout, length), layout=layout, passes=passes, length=length)
 
 

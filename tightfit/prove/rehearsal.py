@@ -19,6 +19,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import NOT_QUANTIZED
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.offload import offloads_states
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
@@ -131,7 +132,7 @@ def trace_training_step(
         claim_tensors(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
         return program.step
 
-    carries_over = levers.offload != "none" and not has_buckets(layout)  # DDP's gradients stay in its buckets
+    carries_over = offloads_states(levers) and not has_buckets(layout)  # DDP's gradients stay in its buckets
     return trace_step(make, layout, overheads, carries_over=carries_over, stage=stage)
 
 
@@ -187,7 +188,7 @@ def build(
     """A training step on random tokens, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, levers, device, impl, tracer)
     if tracer is not None:
-        if layout.zero or levers.offload != "none":
+        if layout.zero or offloads_states(levers):
             with tracer.pause():  # in training this model is on the meta device, or on the host
                 if mesh is not None and layout.pipeline > 1:
                     take_stages(decoder, mesh, layout, workload.sequence_length)
@@ -222,7 +223,7 @@ def _unfilled(
     One to be sharded is built on the meta device; with fake tensors, while the tracer is paused. One to be offloaded is
     built on the host.
     """
-    faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
+    faking, offloaded = isinstance(torch.empty(0), FakeTensor), offloads_states(levers)
     shared = layout.zero > 0 or layout.tensor * layout.pipeline > 1
     if offloaded and not faking and not shared:
         dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]

@@ -185,7 +185,7 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
         return part, global_norm(optimizer.gradients)
     optimizer.sum_beside(ranks)
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
-    copies = ranks_per_stage // (ranks.world * ranks.context)
+    copies = ranks_per_stage // (ranks.world * ranks.pieces)
     own = torch.stack([part.double() / copies, optimizer.squares(ranks_per_stage)])
     mean, squares = ranks.sum_over_all(own).unbind()
     return mean.float(), squares.sqrt().float()

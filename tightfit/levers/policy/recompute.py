@@ -14,16 +14,10 @@ from collections.abc import Iterable
 from typing import Literal
 
 from tightfit.errors import UserError
-from tightfit.jobs.levers import Levers
 from tightfit.models.spec import ModelSpec
 
 KeepLevel = Literal["nothing", "attention", "matmuls", "everything"]
 KEEP_LEVELS: tuple[KeepLevel, ...] = ("nothing", "attention", "matmuls", "everything")
-
-
-def is_checkpointed(levers: Levers) -> bool:
-    """Whether any layer may be computed again."""
-    return bool(levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None)
 
 
 def needs_last_product(spec: ModelSpec, layer: int) -> bool:

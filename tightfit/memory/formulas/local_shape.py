@@ -194,6 +194,25 @@ def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShap
     )
 
 
+def shape_of_input(
+    spec: ModelSpec, layout: Layout, levers: Levers, rows: int, length: int, element_bytes: int
+) -> LocalShape:
+    """The shape on a rank of `layout` whose layers take [rows, length, hidden], its part of the sequence."""
+    split = layout.sequence_parallel and layout.tensor > 1
+    return LocalShape(
+        spec,
+        rows=rows,
+        length=length * (layout.tensor if split else 1),
+        element_bytes=element_bytes,
+        tensor=layout.tensor,
+        sequence_parallel=split,
+        context=layout.context,
+        ring=layout.ring,
+        expert=layout.expert,
+        tiles=levers.tiles,
+    )
+
+
 def _padded_experts(spec: ModelSpec, layout: Layout) -> int:
     """FSDP2 splits a stack of experts into whole ones: 8 over 6 ranks are 2 each, and 12 where they are gathered."""
     if spec.experts is None or not layout.zero:

@@ -38,7 +38,6 @@ from tightfit.levers.fake_quantize import SCALE_PREFIX
 from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.ranks import Ranks
-from tightfit.parallel.shard_groups import Shards
 from tightfit.train.engine import Engine
 from tightfit.train.optimizer.backward_update import BackwardUpdate, EarlyUpdate
 from tightfit.train.optimizer.offloading import Offloading
@@ -109,10 +108,8 @@ class MasterAdamW:
         self.splits = splits_of(model)
         self.engine: Engine | None = None
         """An engine (DeepSpeed) that makes whole steps; it owns the parameters, and there are no buckets here."""
-        self.offloading = None
-        if levers.offload != "none":
-            shards = Shards(module if self.is_sharded else None)
-            self.offloading = Offloading(named, levers, device or named[0][1].device, compute_dtype, shards)
+        sharded = module if self.is_sharded else None
+        self.offloading = Offloading.asked_for(named, levers, device or named[0][1].device, compute_dtype, sharded)
         self.buckets = [
             self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
             for decayed in (True, False)
