@@ -22,7 +22,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import logits_chunk_bytes, loss_cost
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
-from tightfit.memory.formulas.pipeline import pieces_in_flight, pipeline_stage
+from tightfit.memory.formulas.pipeline import pieces_in_flight, pipeline_stages
 from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, serving_ledger, weight_bytes
 from tightfit.memory.formulas.training import least_bytes, peak, training_ledger
 from tightfit.models.presets import preset, preset_names
@@ -285,10 +285,10 @@ def test_pipelines_hold_what_their_schedules_say() -> None:
     interleaved = Layout(pipeline=4, schedule="interleaved", stages_per_rank=2)
     assert [pieces_in_flight(interleaved, rank, 16) for rank in range(4)] == [11, 9, 7, 5]
     small = replace(preset("llama-3.1-8b"), layers=30, vocab_size=64)
-    spans = [pipeline_stage(small, 4096, Layout(pipeline=4), rank)[1:3] for rank in range(4)]
+    spans = [stage[1:3] for stage in pipeline_stages(small, 4096, Layout(pipeline=4))]
     assert spans == [(0, 7), (7, 15), (15, 23), (23, 30)], "the embedding counts too"
     two_each = Layout(pipeline=2, schedule="interleaved", stages_per_rank=2)
-    pieces = [pipeline_stage(small, 4096, two_each, rank)[1:3] for rank in range(2)]
+    pieces = [stage[1:3] for stage in pipeline_stages(small, 4096, two_each)]
     assert pieces == [(0, 15), (15, 30)]
 
 

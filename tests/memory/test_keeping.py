@@ -13,7 +13,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.recompute import KEEP_LEVELS
 from tightfit.memory.formulas.keeping import layer_levels, level_options
 from tightfit.memory.formulas.layer import layer_kept, level_kept
-from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.local_shape import LocalShape, local_shape, shape_of_input
 from tightfit.memory.formulas.rank import rank_memory
 from tightfit.memory.formulas.stage import remembered_stage
 from tightfit.memory.formulas.step import backward
@@ -97,3 +97,13 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
         peaks[levels] = max(map(sum, backward(rank)))
     assert peaks[chosen] == min(peaks.values())
     assert peaks[chosen] < peaks[chosen[::-1]]
+
+
+@pytest.mark.parametrize("levers", [{}, {"tiles": 2}, {"matmul": "fp8-tensor"}], ids=["plain", "tiles", "fp8"])
+@pytest.mark.parametrize("layout", [{}, {"data": 4, "zero": 3, "expert": 2}, {"tensor": 2}, {"context": 4, "ring": 2}])
+def test_a_run_chooses_by_the_shape_that_was_planned(layout: dict[str, Any], levers: dict[str, Any]) -> None:
+    """A layer's input tells what the plan has known: else a budget is spent on other layers than were counted."""
+    workload = Workload(spec=QWEN, sequence_length=512, global_batch=16)
+    given, levers_ = Layout.model_validate({"micro_batch": 2, **layout}), Levers.model_validate(levers)
+    length = 512 // given.context // given.tensor  # sequence parallelism splits a layer's input
+    assert shape_of_input(QWEN, given, levers_, 2, length, 2) == local_shape(workload, given, levers_)

@@ -176,40 +176,43 @@ _remembered = lru_cache(maxsize=4096)(LocalShape)
 
 def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
     """The shape on every rank of `layout`."""
-    return _remembered(
-        workload.spec,
-        rows=ceil(layout.micro_batch, layout.row_parts),
-        length=ceil(workload.sequence_length, layout.context),
-        element_bytes=workload.weight_bytes,
-        tensor=layout.tensor_axes[2],
-        mesh_ranks=0 if layout.tensor_mesh == "1d" else layout.weight_ranks,
-        sequence_parallel=layout.tensor_mesh != "1d" or (layout.sequence_parallel and layout.tensor > 1),
-        context=layout.context,
-        ring=layout.ring,
-        expert=layout.expert,
-        padded_experts=_padded_experts(workload.spec, layout),
-        tiles=levers.tiles,
-        codes_inputs=levers.matmul == "fp8-tensor",
-        engine_name=workload.engine_name,
-    )
+    rows, length = ceil(layout.micro_batch, layout.row_parts), ceil(workload.sequence_length, layout.context)
+    return _split_shape(workload.spec, layout, levers, rows, length, workload.weight_bytes, workload.engine_name)
 
 
 def shape_of_input(
     spec: ModelSpec, layout: Layout, levers: Levers, rows: int, length: int, element_bytes: int
 ) -> LocalShape:
     """The shape on a rank of `layout` whose layers take [rows, length, hidden], its part of the sequence."""
-    split = layout.sequence_parallel and layout.tensor > 1
-    return LocalShape(
+    splits_sequence = layout.tensor_mesh == "1d" and layout.sequence_parallel
+    return _split_shape(spec, layout, levers, rows, length * (layout.tensor if splits_sequence else 1), element_bytes)
+
+
+def _split_shape(
+    spec: ModelSpec,
+    layout: Layout,
+    levers: Levers,
+    rows: int,
+    length: int,
+    element_bytes: int,
+    engine_name: EngineName = "tightfit",
+) -> LocalShape:
+    """Of rows × length tokens that a rank of `layout` computes with."""
+    return _remembered(
         spec,
-        rows=rows,
-        length=length * (layout.tensor if split else 1),
-        element_bytes=element_bytes,
-        tensor=layout.tensor,
-        sequence_parallel=split,
+        rows,
+        length,
+        element_bytes,
+        tensor=layout.tensor_axes[2],
+        mesh_ranks=0 if layout.tensor_mesh == "1d" else layout.weight_ranks,
+        sequence_parallel=layout.tensor_mesh != "1d" or (layout.sequence_parallel and layout.tensor > 1),
         context=layout.context,
         ring=layout.ring,
         expert=layout.expert,
+        padded_experts=_padded_experts(spec, layout),
         tiles=levers.tiles,
+        codes_inputs=levers.matmul == "fp8-tensor",
+        engine_name=engine_name,
     )
 
 

@@ -14,6 +14,7 @@ Not here: the buffered weight versions of PipeDream, which flushing every step d
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout, stages_of_rank
@@ -38,17 +39,22 @@ class PipelineStage(NamedTuple):
         return spec.tied and self.has_embedding and self.has_head
 
 
-def pipeline_stage(spec: ModelSpec, length: int, layout: Layout, rank: int) -> PipelineStage:
-    """What pipeline rank `rank` holds; of several pieces, as many layers as if they were neighbours."""
+def pipeline_stages(spec: ModelSpec, length: int, layout: Layout) -> tuple[PipelineStage, ...]:
+    """What each pipeline rank holds; of several pieces, as many layers as if they were neighbours."""
     if layout.pipeline == 1:
-        return PipelineStage(rank=0, first=0, last=spec.layers, has_embedding=True, has_head=True)
-    counts = layer_counts(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
-    return PipelineStage(
-        rank=rank,
-        first=sum(counts[:rank]),
-        last=sum(counts[: rank + 1]),
-        has_embedding=rank == 0,
-        has_head=rank == (0 if layout.in_v else layout.pipeline - 1),
+        return (PipelineStage(rank=0, first=0, last=spec.layers, has_embedding=True, has_head=True),)
+    return _pipeline_stages(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
+
+
+@lru_cache(maxsize=4096)
+def _pipeline_stages(
+    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool
+) -> tuple[PipelineStage, ...]:
+    counts = layer_counts(spec, length, pipeline, pieces, in_v=in_v)
+    lasts, head_rank = tuple(accumulate(counts)), 0 if in_v else pipeline - 1
+    return tuple(
+        PipelineStage(rank, first=last - count, last=last, has_embedding=rank == 0, has_head=rank == head_rank)
+        for rank, (count, last) in enumerate(zip(counts, lasts, strict=True))
     )
 
 
@@ -78,7 +84,7 @@ def _telling_ranks(
     Between them, of those with equal layers (`every` and `count` say which are recomputed) and gradients from before or
     none, the first has most in flight; where backward is split, the last one has most gradients waiting for weights.
     """
-    stages = tuple(pipeline_stage(spec, length, layout, rank) for rank in range(layout.pipeline))
+    stages = pipeline_stages(spec, length, layout)
     alike: dict[tuple[int, bool], list[int]] = {}
     for rank, example in enumerate(_first_alike(spec, stages, every=every, count=count)):
         alike.setdefault((example, forwards_come_first(layout, rank, micro_batches)), []).append(rank)

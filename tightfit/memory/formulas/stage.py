@@ -24,7 +24,7 @@ from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_byte
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
-from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
+from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stages
 from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
 
 
@@ -124,7 +124,7 @@ class StageMemory:
 
 def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: LocalShape, rank: int) -> StageMemory:
     """What pipeline rank `rank` of `layout` has."""
-    stage = pipeline_stage(workload.spec, workload.sequence_length, layout, rank)
+    stage = pipeline_stages(workload.spec, workload.sequence_length, layout)[rank]
     levels = layer_levels(shape, levers, range(stage.first, stage.last))
     offloaded = 0
     if levers.offload_checkpoints:

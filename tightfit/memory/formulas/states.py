@@ -51,13 +51,13 @@ def resident_states(
     """Of a rank that has `params` before data ranks split them, `layer_weights` of them in layers; `widest_layer` is
     what it streams at once of one."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
-    updated_bytes = MASTER if has_masters else element_bytes
-    owned = params.shard(layout.sharing, layout.expert) if layout.zero else params.all
+    updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.sharing
+    owned = params.shard(ranks, layout.expert) if layout.zero else params.all
     shards_are_masters = layout.zero > 0 and has_masters and levers.offload == "none"
     whole_gradient_bytes = max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
     states = States(
         owned=owned,
-        ranks=layout.sharing,
+        ranks=ranks,
         element_bytes=element_bytes,
         updated_bytes=updated_bytes,
         kept_gradient_bytes=updated_bytes if shards_are_masters else whole_gradient_bytes,

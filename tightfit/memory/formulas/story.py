@@ -71,6 +71,11 @@ class Resident(NamedTuple):
     teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
     scales: Annotated[int, About("optimizer states", "learned scales", "16 bytes a scale: quantize.scales")] = 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Weights, masters and moments: what a checkpoint has."""
+        return self.weights + self.masters + self.moments
+
 
 class OnHost(NamedTuple):
     """What one rank has on the host."""
@@ -80,6 +85,11 @@ class OnHost(NamedTuple):
     moments: Annotated[int, About("optimizer states", "offloaded", OFFLOADED)] = 0
     checkpoints: Annotated[int, About("activations", "offloaded checkpoints", "levers.offload_checkpoints")] = 0
     teacher: Annotated[int, About("weights", TEACHER, "distill.place")] = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, masters and moments: what a checkpoint has."""
+        return self.weights + self.masters + self.moments
 
 
 def fullest(moments: Iterable[StepMoment]) -> StepMoment:

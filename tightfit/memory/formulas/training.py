@@ -15,7 +15,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.params import Params
-from tightfit.memory.formulas.pipeline import pipeline_stage, telling_ranks
+from tightfit.memory.formulas.pipeline import pipeline_stages, telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
 from tightfit.memory.formulas.stage import stage_params
 from tightfit.memory.formulas.states import resident_states
@@ -46,25 +46,21 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
         # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
-        copied = (rank.resident,) if layout.ranks == 1 else (rank.resident, rank.host)
-        saved = max(saved, sum(told.weights + told.masters + told.moments for told in copied))
-    overheads = engine_overheads(workload, overheads)
-    slack_bytes = _slack_bytes(gpu_bytes, overheads)
-    return Peaks(gpu_bytes + slack_bytes + overheads.context_bytes, host_bytes, saved)
+        saved = max(saved, rank.resident.state_bytes + (rank.host.state_bytes if layout.ranks > 1 else 0))
+    return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved)
 
 
 def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> int:
     """A lower bound of `peaks`' card that takes no look at activations: states, and gradients beside them when the
     optimizer begins, of the first pipeline rank."""
-    stage = pipeline_stage(workload.spec, workload.sequence_length, layout, 0)
+    stage = pipeline_stages(workload.spec, workload.sequence_length, layout)[0]
     in_layers, outside = stage_params(local_shape(workload, layout, levers), stage)
     params = in_layers.plus(Params(outside))
     states = resident_states(workload, layout, levers, params, layer_weights=in_layers.all, widest_layer=0)
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
-    allocated_bytes = states.resident.weights + states.resident.masters + states.resident.moments + waiting_bytes
-    overheads = engine_overheads(workload, overheads)
-    return allocated_bytes + _slack_bytes(allocated_bytes, overheads) + overheads.context_bytes
+    allocated_bytes = states.resident.state_bytes + waiting_bytes
+    return engine_overheads(workload, overheads).with_these(allocated_bytes)
 
 
 def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:
@@ -88,7 +84,7 @@ def training_ledger(workload: Workload, layout: Layout, levers: Levers, overhead
         for phase, moment in _phases(rank):
             allocated = [*lines(rank.resident, phase, number), *lines(moment, phase, number)]
             found += allocated
-            found += _not_allocated(phase, number, sum(line.bytes for line in allocated), overheads)
+            found += overheads.lines(phase, sum(line.bytes for line in allocated), number)
             found += lines(rank.host, phase, number, "host")
         found += _written(rank, number)
     return Ledger("formulas", tuple(found))
@@ -121,16 +117,6 @@ def _written(rank: RankMemory, number: int) -> Iterator[Line]:
                 yield replace(line, detail="to be written", why="copied before it is written")
 
 
-def _not_allocated(phase: Phase, rank: int, allocated_bytes: int, overheads: Overheads) -> Iterator[Line]:
-    slack_bytes = _slack_bytes(allocated_bytes, overheads)
-    if slack_bytes:
-        why = "a flat share of what is allocated: see overheads.py"
-        yield Line(component="allocator slack", phase=phase, bytes=slack_bytes, why=why, rank=rank)
-    if overheads.context_bytes:
-        why = "driver and kernels: see overheads.py"
-        yield Line(component="cuda context", phase=phase, bytes=overheads.context_bytes, why=why, rank=rank)
-
-
 def engine_overheads(workload: Workload, overheads: Overheads) -> Overheads:
     """What the job's engine has besides tensors; ours as given."""
     if workload.engine_name == "tightfit":
@@ -138,7 +124,3 @@ def engine_overheads(workload: Workload, overheads: Overheads) -> Overheads:
     memory = workload.engine.memory
     more_bytes = int(memory.fixed_gib * 2**30)
     return replace(overheads, slack_share=memory.slack_share, context_bytes=overheads.context_bytes + more_bytes)
-
-
-def _slack_bytes(allocated_bytes: int, overheads: Overheads) -> int:
-    return int(allocated_bytes * overheads.slack_share)
