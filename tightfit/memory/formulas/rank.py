@@ -63,14 +63,7 @@ def rank_memory(
     """Everything about pipeline rank `rank`, in its first backward and, where that may be fuller, in its second."""
     shape, micro_batches = local_shape(workload, layout, levers), layout_micro_batches(workload, layout)
     stage = stage_memory(workload, layout, levers, shape, rank)
-    states = resident_states(
-        workload,
-        layout,
-        levers,
-        stage.params,
-        layer_weights=stage.layer_weights,
-        widest_layer=_streamed_at_once(layout, stage),
-    )
+    states = _rank_states(workload, layout, levers, stage)
     loss, teacher = _loss_and_teacher(workload, levers, shape)
     in_flight = _in_flight(layout, stage, loss, micro_batches)
     weights = working_weights(layout, levers, stage, states, micro_batches, rounds=workload.rounding is not None)
@@ -83,7 +76,6 @@ def rank_memory(
         loss=loss,
         states=states,
         resident=states.resident._replace(
-            unsplit=_unsplit_bytes(workload, layout, levers, stage, states),
             inputs=2 * INDEX * shape.tokens,
             cublas=overheads.workspace_bytes,
             teacher=teacher.gpu_weights,
@@ -99,16 +91,38 @@ def rank_memory(
         arriving_bytes=one_checkpoint_bytes,
         teacher=teacher,
     )
-    gone_bytes = in_flight.gone_bytes
-    if gone_bytes is not None and gone_bytes < states.reduced_gradient_bytes * stage.weights:
-        memory.second_backward = replace(
-            memory,
-            gradients=make_gradients(
-                layout, levers, stage, states, sums_whole=weights.sums_whole, summed=micro_batches
-            ),
-            other_micro_batches_bytes=max(0, in_flight.other_bytes - gone_bytes),
-        )
+    if in_flight.gone_bytes is not None:
+        memory.second_backward = _second_backward(memory, in_flight.gone_bytes, micro_batches)
     return memory
+
+
+def _second_backward(first: RankMemory, gone_bytes: int, micro_batches: int) -> RankMemory | None:
+    """With gradients of the first and without activations that are gone; None where these are more."""
+    stage, states = first.stage, first.states
+    if gone_bytes >= states.reduced_gradient_bytes * stage.weights:
+        return None
+    sums_whole = first.weights.sums_whole
+    return replace(
+        first,
+        gradients=make_gradients(
+            first.layout, first.levers, stage, states, sums_whole=sums_whole, summed=micro_batches
+        ),
+        other_micro_batches_bytes=max(0, first.other_micro_batches_bytes - gone_bytes),
+    )
+
+
+def _rank_states(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory) -> States:
+    """What lives as long as the run, with what the allocator adds."""
+    states = resident_states(
+        workload,
+        layout,
+        levers,
+        stage.params,
+        layer_weights=stage.layer_weights,
+        widest_layer=_streamed_at_once(layout, stage),
+    )
+    unsplit = _unsplit_bytes(workload, layout, levers, stage, states)
+    return states._replace(resident=states.resident._replace(unsplit=unsplit)) if unsplit else states
 
 
 def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> tuple[LossCost, TeacherMemory]:
@@ -191,5 +205,5 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
 def _ending_of_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> int:
     """When forwards are over: K + r pieces, of which 2 r + 1 wait for weights."""
     rank, ranks = stage.stage.rank, layout.pipeline
-    left, waiting = min(2 * micro_batches, ranks + rank), min(2 * micro_batches, 2 * rank + 1)
-    return (max(0, left - 2) * each_bytes + waiting * stage.for_weights_bytes) // 2
+    pieces, waiting = min(2 * micro_batches, ranks + rank), min(2 * micro_batches, 2 * rank + 1)
+    return (max(0, pieces - 2) * each_bytes + waiting * stage.for_weights_bytes) // 2

@@ -33,11 +33,9 @@ class LayerKind:
     """Layers that are alike, which share one of these."""
 
     is_recomputed: bool
-    params: Params
     weights: int
-    """All of `params`,"""
     apart_weights: int
-    """of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
+    """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
     padding_weights: int
     """and of experts, those that FSDP2 pads a stack with, which have no gradient (local_shape.py)."""
     saved: SavedBytes
@@ -210,7 +208,6 @@ def _layer_kind(shape: LocalShape, layer: int, level: KeepLevel) -> LayerKind:
     moments = cost.backward if level == "everything" else (cost.recompute, *cost.backward)
     return LayerKind(
         is_recomputed=level != "everything",
-        params=params,
         weights=params.all,
         apart_weights=apart,
         padding_weights=round(padding_share * params.experts),

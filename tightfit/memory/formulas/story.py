@@ -71,11 +71,6 @@ class Resident(NamedTuple):
     teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
     scales: Annotated[int, About("optimizer states", "learned scales", "16 bytes a scale: quantize.scales")] = 0
 
-    @property
-    def state_bytes(self) -> int:
-        """Weights, masters and moments: what a checkpoint has."""
-        return self.weights + self.masters + self.moments
-
 
 class OnHost(NamedTuple):
     """What one rank has on the host."""
@@ -86,10 +81,10 @@ class OnHost(NamedTuple):
     checkpoints: Annotated[int, About("activations", "offloaded checkpoints", "levers.offload_checkpoints")] = 0
     teacher: Annotated[int, About("weights", TEACHER, "distill.place")] = 0
 
-    @property
-    def state_bytes(self) -> int:
-        """Weights, masters and moments: what a checkpoint has."""
-        return self.weights + self.masters + self.moments
+
+def state_bytes(holder: Resident | OnHost) -> int:
+    """Weights, masters and moments: what a checkpoint has."""
+    return holder.weights + holder.masters + holder.moments
 
 
 def fullest(moments: Iterable[StepMoment]) -> StepMoment:
@@ -97,14 +92,14 @@ def fullest(moments: Iterable[StepMoment]) -> StepMoment:
     return max(moments, key=sum)
 
 
-def lines(told: NamedTuple, phase: Phase, rank: int, place: Place = "gpu") -> Iterator[Line]:
+def lines(parts: NamedTuple, phase: Phase, rank: int, place: Place = "gpu") -> Iterator[Line]:
     """A line of the ledger for everything that is there."""
-    for size, (component, detail, why) in zip(told, _about(type(told)), strict=True):
+    for size, (component, detail, why) in zip(parts, _about(type(parts)), strict=True):
         if size:
             yield Line(component=component, phase=phase, bytes=size, place=place, detail=detail, why=why, rank=rank)
 
 
 @cache
-def _about(told: type[Any]) -> tuple[About, ...]:
-    hints = get_type_hints(told, include_extras=True)
-    return tuple(hints[name].__metadata__[0] for name in told._fields)
+def _about(parts: type[Any]) -> tuple[About, ...]:
+    hints = get_type_hints(parts, include_extras=True)
+    return tuple(hints[name].__metadata__[0] for name in parts._fields)

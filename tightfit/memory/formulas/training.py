@@ -20,7 +20,7 @@ from tightfit.memory.formulas.rank import RankMemory, rank_memory
 from tightfit.memory.formulas.stage import stage_params
 from tightfit.memory.formulas.states import resident_states
 from tightfit.memory.formulas.step import backward, evaluation, forward, loss, optimizer
-from tightfit.memory.formulas.story import ROUNDING, TEACHER, StepMoment, fullest, lines
+from tightfit.memory.formulas.story import ROUNDING, TEACHER, StepMoment, fullest, lines, state_bytes
 from tightfit.memory.ledger import Ledger, Line, Phase
 
 SAVED = ("weights", "master weights", "optimizer states")
@@ -46,7 +46,7 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
         # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
-        saved = max(saved, rank.resident.state_bytes + (rank.host.state_bytes if layout.ranks > 1 else 0))
+        saved = max(saved, state_bytes(rank.resident) + (state_bytes(rank.host) if layout.ranks > 1 else 0))
     return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved)
 
 
@@ -59,7 +59,7 @@ def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: O
     states = resident_states(workload, layout, levers, params, layer_weights=in_layers.all, widest_layer=0)
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
-    allocated_bytes = states.resident.state_bytes + waiting_bytes
+    allocated_bytes = state_bytes(states.resident) + waiting_bytes
     return engine_overheads(workload, overheads).with_these(allocated_bytes)
 
 
@@ -71,8 +71,8 @@ def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overhead
 def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, int]:
     """Bytes that one rank keeps on the host: states (with weights), and checkpoints."""
     ranks = telling_ranks(workload, layout, levers)
-    held = max((rank_memory(workload, layout, levers, number).host for number in ranks), key=sum)
-    return sum(held) - held.checkpoints, held.checkpoints
+    host = max((rank_memory(workload, layout, levers, number).host for number in ranks), key=sum)
+    return sum(host) - host.checkpoints, host.checkpoints
 
 
 def training_ledger(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
@@ -111,8 +111,8 @@ def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:
     """A copy of all that is saved, on the GPU or on the host: of one rank the file that safetensors puts together in
     memory, of several what each stages while training goes on (train/checkpoints)."""
-    for told in (rank.resident, rank.host):
-        for line in lines(told, "save", number, "host"):
+    for holder in (rank.resident, rank.host):
+        for line in lines(holder, "save", number, "host"):
             if line.component in SAVED and line.detail not in (TEACHER, ROUNDING):
                 yield replace(line, detail="to be written", why="copied before it is written")
 
