@@ -140,7 +140,7 @@ def _experts_extra(shape: LocalShape) -> int:
 
 
 def _experts_working(shape: LocalShape) -> int:
-    """As `_mlp_working`, of every row."""
+    """As `_mlp_working`, of every row: its input, gate and up beside their product or the tokens' sums."""
     rows_bytes, inner_bytes = shape.routed_bytes, shape.experts_inner_bytes
     if shape.expert > 1:  # what was received and what was made of it, beside the products or what came back
         return 2 * shape.stream_bytes + 2 * rows_bytes + max(3 * inner_bytes, rows_bytes + shape.hidden_bytes)
@@ -197,7 +197,8 @@ def _attention_backward(
     qkv_bytes = shape.query_bytes + 2 * shape.attended_key_bytes
     projections = LayerMoment(
         "gradient of the projections' input",
-        saved_bytes=2 * stream_bytes,
+        saved_bytes=2 * stream_bytes,  # the norm's input and output
+        # of the stream, of q, k and v, and of their input: through one of them, and summed over those before
         gradient_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
         complete_weights=mlp_weights + output_weights + qkv_weights,
         new_weights=qkv_weights,

@@ -9,7 +9,7 @@ from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
-from tightfit.memory.formulas.loss import LossCost, loss_cost, with_narrow_sums
+from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import forwards_come_first, layout_micro_batches, pieces_in_flight
 from tightfit.memory.formulas.saved import INDEX
@@ -126,11 +126,11 @@ def _rank_states(workload: Workload, layout: Layout, levers: Levers, stage: Stag
 
 
 def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> tuple[LossCost, TeacherMemory]:
-    fused = levers.loss == "fused" and workload.engine.passes.logits is None
-    cost = loss_cost(shape, fused=fused, allowed_bytes=levers.loss_chunk_bytes)
     is_bf16 = shape.element_bytes == 2 and workload.precision != "fp16"
     teacher = teacher_memory(workload.teacher, shape, levers, bf16=is_bf16)
-    return (with_narrow_sums(cost) if teacher.sums_are_narrow else cost), teacher
+    fused = levers.loss == "fused" and workload.engine.passes.logits is None
+    chunk_bytes = levers.loss_chunk_bytes
+    return loss_cost(shape, fused=fused, allowed_bytes=chunk_bytes, sum_bytes=teacher.sum_bytes), teacher
 
 
 def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:

@@ -32,8 +32,8 @@ class TeacherMemory:
     at_loss: int = 0
     """From the host: its output projection."""
     chunk: int = 0
-    sums_are_narrow: bool = False
-    """Whether the output projection's gradient is summed in 24 bits (kernels/split_sum.py)."""
+    sum_bytes: int = WIDE
+    """In which the output projection's gradient is summed: 4, or 3 (kernels/split_sum.py)."""
 
 
 def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: Levers, *, bf16: bool) -> TeacherMemory:
@@ -51,7 +51,7 @@ def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: L
     row_bytes = distillation_row_bytes(student.vocab_size, element_bytes, fused=True)
     sizes = shape.tokens, student.vocab_size, student.hidden_size, element_bytes
     chunks = distillation_chunks(*sizes, levers.loss_chunk_bytes, narrow=bf16)
-    sums_are_narrow = chunks.sum_bytes < WIDE
+    product_bytes = SPLIT_PRODUCT_BYTES if chunks.sum_bytes < WIDE else 0
     working_bytes = layer_cost(shape, spec.layers - 1).forward_working
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,
@@ -59,6 +59,6 @@ def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: L
         teaching=shape.hidden_bytes + working_bytes + arriving_bytes + teaching_maps_bytes,
         until_loss=shape.hidden_bytes + features_bytes + teacher.maps * map_bytes,
         at_loss=head_bytes + student_maps_bytes,
-        chunk=min(chunks.rows, shape.tokens) * row_bytes + (SPLIT_PRODUCT_BYTES if sums_are_narrow else 0),
-        sums_are_narrow=sums_are_narrow,
+        chunk=min(chunks.rows, shape.tokens) * row_bytes + product_bytes,
+        sum_bytes=chunks.sum_bytes,
     )
