@@ -115,7 +115,7 @@ def _half_copy_bytes(model: Decoder, config: EngineConfig, free: int) -> int:
 
 def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
     """The largest step: one layer's working set over its tokens, and the logits of all sequences in float32."""
-    working = layer_cost(spec, spec.layers - 1, LocalShape(1, config.step_tokens, element_bytes)).forward_working
+    working = layer_cost(LocalShape(spec, 1, config.step_tokens, element_bytes), spec.layers - 1).forward_working
     rows = config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
     return working + 3 * WIDE * rows * spec.vocab_size
 
