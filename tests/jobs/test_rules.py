@@ -51,6 +51,15 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "factored_states_need_whole_weights": ({"data": 2, "zero": 1}, {"optimizer_states": "factored"}, {}),
     "offloaded_weights_are_not_remembered_by_autograd": ({}, {"offload": "weights"}, {}),
     "an_update_in_backward_needs_the_steps_gradient": ({}, {"update_in_backward": True}, {"accumulation": 2}),
+    "two_versions_are_of_two_steps": ({"pipeline": 4, "schedule": "2bw"}, {}, {"accumulation": 3}),
+    "two_versions_are_whole": (PIPED | {"schedule": "2bw", "data": 2, "zero": 1}, {}, {}),
+    "two_versions_are_weights_on_the_gpu": (PIPED | {"schedule": "2bw"}, {"offload": "optimizer"}, {}),
+    "two_versions_skip_no_step": (PIPED | {"schedule": "2bw"}, {}, {"precision": "fp16"}),
+    "two_versions_are_not_of_corrections": (
+        PIPED | {"schedule": "2bw"},
+        {},
+        {"spec": preset("tiny-deepseek-v3")},
+    ),
     "tensor_ranks_divide_the_model": ({"tensor": 3}, {}, {}),
     "a_mesh_splits_dense_layers": (SQUARE, {}, {"spec": preset("tiny-mixtral")}),
     "a_mesh_deals_out_rows": (SQUARE | {"micro_batch": 3}, {}, {}),
@@ -176,6 +185,34 @@ def test_a_job_asks_the_rulebook() -> None:
     ):
         with pytest.raises(ValidationError, match="which "):
             Job.model_validate(job | {"layout": layout | {"micro_batch": 1}, "levers": levers})
+
+
+@pytest.mark.parametrize(
+    ("levers", "fix"),
+    [
+        ({"tiles": 2}, "levers.tiles=1"),
+        ({"matmul": "fp8-row"}, "levers.matmul=native"),
+        ({"offload": "weights", "checkpoint_every": 1}, "levers.offload=optimizer"),
+        ({"offload": "optimizer"}, None),
+    ],
+)
+def test_levers_with_products_of_their_own_do_not_go_with_rounded_weights(
+    levers: dict[str, Any], fix: str | None
+) -> None:
+    rounding = WeightRounding(bits=3, group=64, learned=False)
+    sentence = refused_by_trainer(Run(layout=Layout(), levers=Levers(**levers), spec=SPEC, rounding=rounding))
+    assert sentence is None if fix is None else sentence is not None and sentence.endswith(f"; set {fix}")
+
+
+@pytest.mark.parametrize(
+    "levers", [{"tiles": 2}, {"checkpoint_every": 2}, {"num_checkpoints": 1}, {"checkpoint_budget_bytes": 10**12}]
+)
+def test_whatever_computes_layers_again_keeps_no_features_and_goes_backward_once(levers: dict[str, Any]) -> None:
+    run = Run(layout=Layout(), levers=Levers(**levers), spec=SPEC)
+    assert refused_by_trainer(run) is None
+    assert "compares hidden states" in (refused_by_trainer(replace(run, compares_features=True)) or "")
+    pipeline = Layout(pipeline=2, schedule="zero-bubble")
+    assert "goes backward twice" in (refused_by_trainer(replace(run, layout=pipeline)) or "")
 
 
 def test_fp8_needs_what_its_kernels_pad_to() -> None:
