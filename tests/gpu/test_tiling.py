@@ -29,7 +29,7 @@ def gradients(spec: ModelSpec, dtype: torch.dtype, length: int, tiles: int, ever
     model = Decoder(spec).to(GPU)
     init_weights(model)
     model = model.to(torch.bfloat16).to(dtype)  # the same weights in both
-    tile_layers(model, tiles)
+    tile_layers(model, Levers(tiles=tiles))
     checkpoint_layers(model, Levers(checkpoint_every=every))
     tokens = torch.randint(0, spec.vocab_size, (1, length + 1), device=GPU)
     output = model(tokens[:, :-1], tokens[:, 1:].contiguous(), divisor=float(length))

@@ -11,12 +11,9 @@ from tightfit.jobs.job import Job
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import WeightRounding
-from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
-from tightfit.jobs.rules.layout import LAYOUT_RULES
-from tightfit.jobs.rules.levers import LEVER_RULES
+from tightfit.jobs.rules.fp8 import FP8_MULTIPLE
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
-from tightfit.jobs.rules.rule import Run
-from tightfit.jobs.rules.run import FP8_MULTIPLE, RUN_RULES
+from tightfit.jobs.rules.rule import DEEPSPEED_RULES, LAYOUT_RULES, LEVER_RULES, RUN_RULES, Run
 from tightfit.models.presets import preset
 
 SPEC = preset("llama-3.2-1b")
@@ -25,7 +22,6 @@ BROKEN_LEVERS: dict[str, dict[str, Any]] = {
     "layers_are_chosen_once": {"checkpoint_every": 1, "num_checkpoints": 2},
     "a_budget_chooses_by_itself": {"checkpoint_budget_bytes": 1, "checkpoint_every": 1},
     "keeping_needs_recomputed_layers": {"checkpoint_keep": "attention"},
-    "tiles_do_not_hold_products": {"checkpoint_keep": "matmuls", "checkpoint_every": 1, "tiles": 2},
     "offloaded_checkpoints_need_checkpoints": {"offload_checkpoints": True},
     "a_budget_offloads_all_inputs": {
         "checkpoint_budget_bytes": 1,
@@ -33,16 +29,19 @@ BROKEN_LEVERS: dict[str, dict[str, Any]] = {
         "offload_checkpoints": True,
     },
     "host_settings_need_offloaded_checkpoints": {"checkpoint_format": "fp8", "checkpoint_every": 1},
+    "tiles_do_not_hold_products": {"checkpoint_keep": "matmuls", "checkpoint_every": 1, "tiles": 2},
 }
 BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor_ranks_fill_their_mesh": {"tensor": 8, "tensor_mesh": "2d"},
+    "a_ring_is_of_context_ranks": {"ring": 2, "context": 3},
+    "meshes_deal_out_whole_rows": {"tensor": 4, "tensor_mesh": "2d", "context": 2},
     "zero_needs_ranks": {"zero": 1},
     "groups_divide_data_ranks": {"shard_inside": 3, "data": 4, "zero": 1},
-    "a_ring_is_of_context_ranks": {"ring": 2, "context": 3},
     "expert_ranks_are_data_ranks": {"expert": 2},
     "groups_hold_all_experts": {"data": 4, "zero": 1, "shard_inside": 2, "expert": 4},
+    "experts_take_whole_hidden_states": {"tensor": 4, "tensor_mesh": "2d", "data": 2, "expert": 2},
     "several_stages_interleave": {"stages_per_rank": 2},
-    "tensor_ranks_fill_their_mesh": {"tensor": 8, "tensor_mesh": "2d"},
-    "meshes_of_tensor_ranks_hold_whole_rows_and_layers": {"tensor": 4, "tensor_mesh": "2d", "pipeline": 2},
+    "stages_send_whole_rows": {"tensor": 4, "tensor_mesh": "2d", "pipeline": 2},
 }
 PIPED = {"pipeline": 2}
 SQUARE = {"tensor": 4, "tensor_mesh": "2d", "micro_batch": 2}
@@ -52,10 +51,21 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "factored_states_need_whole_weights": ({"data": 2, "zero": 1}, {"optimizer_states": "factored"}, {}),
     "offloaded_weights_are_not_remembered_by_autograd": ({}, {"offload": "weights"}, {}),
     "an_update_in_backward_needs_the_steps_gradient": ({}, {"update_in_backward": True}, {"accumulation": 2}),
+    "two_versions_are_of_two_steps": ({"pipeline": 4, "schedule": "2bw"}, {}, {"accumulation": 3}),
+    "two_versions_are_whole": (PIPED | {"schedule": "2bw", "data": 2, "zero": 1}, {}, {}),
+    "two_versions_are_weights_on_the_gpu": (PIPED | {"schedule": "2bw"}, {"offload": "optimizer"}, {}),
+    "two_versions_skip_no_step": (PIPED | {"schedule": "2bw"}, {}, {"precision": "fp16"}),
+    "two_versions_are_not_of_corrections": (
+        PIPED | {"schedule": "2bw"},
+        {},
+        {"spec": preset("tiny-deepseek-v3")},
+    ),
     "tensor_ranks_divide_the_model": ({"tensor": 3}, {}, {}),
     "a_mesh_splits_dense_layers": (SQUARE, {}, {"spec": preset("tiny-mixtral")}),
     "a_mesh_deals_out_rows": (SQUARE | {"micro_batch": 3}, {}, {}),
-    "blocks_are_computed_whole": (SQUARE, {"checkpoint_every": 1, "checkpoint_keep": "matmuls"}, {}),
+    "a_mesh_keeps_attention_or_nothing": (SQUARE, {"checkpoint_every": 1, "checkpoint_keep": "matmuls"}, {}),
+    "a_mesh_sends_all_tokens_at_once": (SQUARE, {"tiles": 2}, {}),
+    "a_mesh_sums_gradients_once_a_step": (SQUARE, {"update_in_backward": True}, {}),
     "blocks_keep_whole_blocks_of_states": (SQUARE, {"optimizer_states": "8bit"}, {"spec": preset("tiny-llama")}),
     "capacities_are_of_whole_rows": (
         {"context": 2},
@@ -81,14 +91,21 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "states_share_whole_rows": ({"tensor": 2}, {"optimizer_states": "factored"}, {}),
     "tensor_ranks_share_tokens_evenly": ({"tensor": 2, "micro_batch": 1}, {}, {"sequence_length": 511}),
     "fp8_needs_aligned_sizes": ({}, {"matmul": "fp8-row"}, {"spec": replace(SPEC, mlp_size=8193)}),
-    "some_attention_is_whole": ({"tensor": 2}, {}, {"spec": preset("tiny-deepseek-v3")}),
+    "tensor_ranks_split_heads": ({"tensor": 2}, {}, {"spec": preset("tiny-deepseek-v3")}),
+    "tiles_attend_in_groups_of_heads": ({}, {"tiles": 2}, {"spec": preset("tiny-deepseek-v3")}),
+    "latent_attention_has_no_fp8": ({}, {"matmul": "fp8-row"}, {"spec": preset("tiny-deepseek-v3")}),
     "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
     "a_student_is_whole": ({"tensor": 2}, {}, {"distills": True}),
     "distillation_is_fused": ({}, {"loss": "plain"}, {"distills": True}),
     "features_are_kept": ({}, {"checkpoint_every": 1}, {"distills": True, "compares_features": True}),
     "maps_are_of_whole_rows": ({"context": 2}, {}, {"distills": True, "compares_attention": True}),
     "rounded_weights_are_whole": ({"tensor": 2}, {}, {"rounding": ROUNDING}),
-    "learned_scales_are_no_weights": ({}, {"offload": "optimizer"}, {"rounding": ROUNDING}),
+    "learned_scales_stay_on_the_gpu": ({}, {"offload": "optimizer"}, {"rounding": ROUNDING}),
+    "learned_scales_are_summed_after_backward": (
+        {"data": 2, "zero": 1},
+        {"update_in_backward": True},
+        {"rounding": ROUNDING},
+    ),
     "rows_are_whole_groups": ({}, {}, {"rounding": ROUNDING, "spec": replace(SPEC, mlp_size=8193)}),
 }
 BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -168,6 +185,34 @@ def test_a_job_asks_the_rulebook() -> None:
     ):
         with pytest.raises(ValidationError, match="which "):
             Job.model_validate(job | {"layout": layout | {"micro_batch": 1}, "levers": levers})
+
+
+@pytest.mark.parametrize(
+    ("levers", "fix"),
+    [
+        ({"tiles": 2}, "levers.tiles=1"),
+        ({"matmul": "fp8-row"}, "levers.matmul=native"),
+        ({"offload": "weights", "checkpoint_every": 1}, "levers.offload=optimizer"),
+        ({"offload": "optimizer"}, None),
+    ],
+)
+def test_levers_with_products_of_their_own_do_not_go_with_rounded_weights(
+    levers: dict[str, Any], fix: str | None
+) -> None:
+    rounding = WeightRounding(bits=3, group=64, learned=False)
+    sentence = refused_by_trainer(Run(layout=Layout(), levers=Levers(**levers), spec=SPEC, rounding=rounding))
+    assert sentence is None if fix is None else sentence is not None and sentence.endswith(f"; set {fix}")
+
+
+@pytest.mark.parametrize(
+    "levers", [{"tiles": 2}, {"checkpoint_every": 2}, {"num_checkpoints": 1}, {"checkpoint_budget_bytes": 10**12}]
+)
+def test_whatever_computes_layers_again_keeps_no_features_and_goes_backward_once(levers: dict[str, Any]) -> None:
+    run = Run(layout=Layout(), levers=Levers(**levers), spec=SPEC)
+    assert refused_by_trainer(run) is None
+    assert "compares hidden states" in (refused_by_trainer(replace(run, compares_features=True)) or "")
+    pipeline = Layout(pipeline=2, schedule="zero-bubble")
+    assert "goes backward twice" in (refused_by_trainer(replace(run, layout=pipeline)) or "")
 
 
 def test_fp8_needs_what_its_kernels_pad_to() -> None:

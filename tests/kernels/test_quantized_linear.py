@@ -16,6 +16,9 @@ from tightfit.models.spec import Activation
 
 SHAPES = [(1, 256, 48), (5, 512, 33), (2, 1024, 10), (17, 256, 16), (257, 256, 16)]
 """Rows, inputs, outputs: read packed, and the last expanded first."""
+ADDED = 1024 * 2.0**-24
+"""How much float32 rounds a sum of float16 codes by: 1024 is added to each, and taken off the sum again. It shows where
+eager's weights are exact, as those of 2 bits are: all that eager rounds then is the result."""
 
 
 def weights(inputs: int, outputs: int, bits: int, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -39,7 +42,7 @@ def test_against_expanding(bits: int, grouping: tuple[int, bool], dtype: torch.d
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
         truth = quantized_linear_eager(x.double(), *given, bits, group)
         eager = quantized_linear_eager(x, *given, bits, group)
-        assert_no_worse([quantized_linear(x, *given, bits, group, impl="triton")], [eager], [truth])
+        assert_no_worse([quantized_linear(x, *given, bits, group, impl="triton")], [eager], [truth], rounding=ADDED)
 
 
 @pytest.mark.parametrize("rows", [1, 9, 20, 257])

@@ -32,8 +32,9 @@ def test_no_worse_than_one_more_column(dtype: torch.dtype, window: int | None, d
     # In 16 bits the output is rounded twice: by the kernel, and when it is multiplied by its share. Found in float16 on
     # one CPU: at most 1.06 for all but the gradient of the sinks, six numbers, with 1.32.
     allowed = 1.1 if dtype == torch.float32 else 1.6
+    rounding = ROWS * TOKENS * 2.0**-24  # a sink's gradient is a sum over all tokens, in any order
     for made, plain, exact in zip(found, reference, truth, strict=True):
-        assert error(made, exact) <= allowed * error(plain, exact) + 1e-6
+        assert error(made, exact) <= allowed * error(plain, exact) + rounding
 
 
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_all() -> None:

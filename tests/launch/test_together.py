@@ -27,6 +27,7 @@ def ranks_seen(device: torch.device, offset: int) -> list[int]:
 
 def fail_on_rank_1(device: torch.device, how: str) -> None:
     """The others wait for it."""
+    dist.barrier()  # else the first to arrive may be gone before all have met
     if dist.get_rank() == 1:
         if how == "refusal":
             raise UserError("rank 1 does not like this; give it something else")

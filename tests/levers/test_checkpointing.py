@@ -76,7 +76,7 @@ def plain(spec: ModelSpec, tiles: int = 1) -> Gradients:
     """Loss and gradients without any lever, or with tiles alone."""
     model = tiny_model(spec)
     if tiles > 1:
-        tile_layers(model, tiles)
+        tile_layers(model, Levers(tiles=tiles))
     return gradients(model)
 
 
@@ -128,7 +128,7 @@ def test_kernels_operators_are_bit_identical(kind: str, name: str) -> None:
 def test_tiled_layers_are_bit_identical(kind: str, name: str) -> None:
     levers = Levers.model_validate(LEVERS[name] | {"tiles": 3})
     model = tiny_model(SPECS[kind])
-    tile_layers(model, levers.tiles)
+    tile_layers(model, levers)
     checkpoint_layers(model, levers)
     assert_same(gradients(model), plain(SPECS[kind], levers.tiles))
 

@@ -28,7 +28,7 @@ WIDE: Any = replace(TINY, head_dim=16, mlp_size=96)
 def made(spec: ModelSpec, matmul: Any, tiles: int = 1) -> Decoder:
     model = tiny_model(spec)
     use_fp8(model, matmul, keep_codes=True)
-    tile_layers(model, tiles)
+    tile_layers(model, Levers(tiles=tiles))
     return model
 
 

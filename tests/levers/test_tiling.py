@@ -40,7 +40,7 @@ def made(spec: ModelSpec, tiles: int, every: int = 0, glu: Impl = "auto") -> Dec
     torch.manual_seed(0)
     model = Decoder(spec, Implementations(glu=glu))
     init_weights(model)
-    tile_layers(model, tiles)
+    tile_layers(model, Levers(tiles=tiles))
     checkpoint_layers(model, Levers(checkpoint_every=every))
     return model
 
@@ -171,4 +171,4 @@ def test_tiles_and_groups() -> None:
 
 def test_routed_models_are_refused() -> None:
     with pytest.raises(UserError, match=r"levers\.tiles is 2, but all MLPs of mixtral are routed"):
-        tile_layers(tiny_model(TINY_ROUTED), 2)
+        tile_layers(tiny_model(TINY_ROUTED), Levers(tiles=2))

@@ -31,13 +31,14 @@ CASES: list[tuple[str, int, dict[str, Any], str]] = [
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     spec, tiles = preset(name), 4
     model = decoder(spec, torch.float16)
-    tiling.tile_layers(model, tiles)
+    tiling.tile_layers(model, Levers(tiles=tiles))
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
     ctx = model.forward_context(x, torch.arange(LENGTH)[None], None, None)
     with Saved(model).watching() as saved:
         made, _ = model.layers[0](x * 1.0, ctx)
     assert made.shape == x.shape
-    assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, 0, LocalShape(ROWS, LENGTH, 2, tiles=tiles)))
+    shape = LocalShape(spec, ROWS, LENGTH, 2, tiles=tiles)
+    assert saved.bytes == sum(kept.bytes for kept in layer_kept(shape, 0))
 
 
 @pytest.mark.parametrize(("model", "length", "levers", "precision"), CASES)

@@ -11,7 +11,8 @@ from tests.parallel.fake import fake_group
 from tests.train.models import ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import LOSS_CHUNK_BYTES, Levers
+from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
+from tightfit.jobs.levers import Levers
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES
 from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.mesh import make_mesh

@@ -9,8 +9,9 @@ import pytest
 
 from tests.plan.questions import question
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import LOSS_CHUNK_BYTES, Levers
-from tightfit.jobs.rules.levers import refused_levers
+from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refused_levers
 from tightfit.memory.formulas.training import peaks
 from tightfit.plan.answer import Question, answer
 

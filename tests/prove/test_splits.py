@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.fake import fake_group
+from tightfit.parallel.mesh import SUBMESHES, grid_of, make_mesh
 from tightfit.prove.splits import AXES, splits_that_fit
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
@@ -29,3 +31,14 @@ def test_the_page_lists_what_is_tested_on_four_ranks() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     for split in splits_that_fit(4):
         assert f"`{split.name}`" in text, split.name
+
+
+def test_splits_that_share_a_mesh_have_the_same_groups() -> None:
+    """A diagnosis makes one mesh for each grid: tensor ranks in a line are no square, with as many ranks."""
+    groups: dict[str, dict[str, list[int]]] = {}
+    with fake_group(4):
+        for split in splits_that_fit(4):
+            mesh = make_mesh(split.layout, "cpu")
+            own = {name: part.mesh.flatten().tolist() for name, part in vars(mesh)[SUBMESHES].items()}
+            assert groups.setdefault(str(grid_of(split.layout)), own) == own, split.name
+    assert len(groups) > 10

@@ -154,7 +154,6 @@ def _question(
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
-    from tightfit.jobs.paths import absolute, with_absolute_paths
     from tightfit.jobs.workload import with_teacher
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
@@ -166,6 +165,7 @@ def _question(
     taught: Any = None
     if model.endswith(JOB_FILES):
         from tightfit.jobs.load import load_job
+        from tightfit.jobs.paths import with_absolute_paths
 
         loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
         job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
@@ -178,6 +178,8 @@ def _question(
     spec = reshaped(resolve_spec(model), shape, model)
     spec = spec if taught is None else taught.experts.applied(spec)
     if not job and model not in PRESETS:
+        from tightfit.jobs.paths import absolute  # with the schema of a whole job, which a preset needs not
+
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
     workload = make_workload(

@@ -40,17 +40,17 @@ class Passes:
     rope: float = 2
     gate: tuple[float, float] = (3, 6)
     activation: tuple[float, float] = (2, 4)
-    """Of an MLP without a gate."""
+    """The activation of an MLP without a gate."""
     logits: float | None = None
     """Over 16-bit logits beside the products; None where the `loss` lever says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """What it keeps that we do not."""
+    """Bytes that an engine keeps and tightfit does not."""
 
     gradient_bytes: int = 0
-    """Of a whole float32 buffer of gradients, per weight of a rank; 0 where gradients are as ours."""
+    """A whole float32 buffer of gradients, per weight of a rank; 0 where gradients are as ours."""
     norm_copies: float = 0.0
     """Copies of the hidden states per layer that unfused norms and sums keep."""
     rope_copies: float = 0.0
@@ -82,20 +82,22 @@ class Engine:
     skips_last_product: bool = True
     """Whether a recomputed layer leaves out the product that nobody needs again."""
     kept_product_share: float = 1.0
-    """Of a layer's products, those that `checkpoint_keep: matmuls` keeps."""
+    """The share of a layer's products that `checkpoint_keep: matmuls` keeps."""
     tensor_hidden_share: float = 0.0
-    """Of tensor ranks' traffic, what runs beside the products."""
+    """The share of tensor ranks' traffic that runs beside the products."""
     reduces_wide: bool = True
     """Whether data ranks add up float32 gradients."""
     overlaps_gradients: bool = True
     bucket_bytes: int | None = None
-    """Of one collective of data ranks; None: a layer at a time."""
+    """What one collective of data ranks sends; None: a layer at a time."""
     fuses_accumulation: bool = False
     """Whether products add a micro-batch's gradients to the sum themselves."""
     overlaps_sends: bool = False
     """Whether a pipeline's sends run beside compute."""
     expert_hidden_share: float = 0.0
-    """Of tokens' ways to experts and back, what runs beside compute."""
+    """The share of sending tokens to experts and back that runs beside compute."""
+    routes_split_tokens: bool = False
+    """Whether a tensor rank sends experts its part of the sequence, not all tokens for its columns of each expert."""
     code_share: float = 1.0
     """Time to make fp8 codes, as a share of ours."""
     memory: EngineMemory = EngineMemory()
@@ -173,6 +175,7 @@ ENGINES: dict[EngineName, Engine] = {
             fuses_accumulation=True,
             overlaps_sends=True,
             expert_hidden_share=0.25,
+            routes_split_tokens=True,
             code_share=0.4,
             fixed_levers=NO_HOST,
             memory=EngineMemory(gradient_bytes=4, slack_share=0.06, fixed_gib=2.0),

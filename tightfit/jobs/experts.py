@@ -19,7 +19,7 @@ class ExpertTraining(Section):
     """An expert takes so many times its even share of a micro-batch's tokens; others are dropped. Without, no limit."""
 
     def applied(self, spec: ModelSpec) -> ModelSpec:
-        """`spec` with these, as it is trained."""
+        """`spec` with these settings."""
         if spec.experts is not None:
             experts = replace(spec.experts, z_weight=self.z_loss, capacity_factor=self.capacity_factor)
             return replace(spec, experts=experts)

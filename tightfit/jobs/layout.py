@@ -5,16 +5,16 @@ the job (the trainer obeys it), of a plan (the search fills it in) and of the me
 """
 
 import math
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tightfit.jobs.rules import tensor_mesh as tensor_mesh  # enters its rules
-from tightfit.jobs.rules.layout import refused_layout
+from tightfit.jobs.rules.refusals import refused_layout
 from tightfit.jobs.section import Section
 
 TensorMesh = Literal["1d", "2d", "2.5d", "3d"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "2bw"]
 
 
 SPLITS = ("tensor", "pipeline", "context", "expert")
@@ -44,7 +44,7 @@ class Layout(Section):
     pipeline: int = Field(default=1, ge=1)
     """Ranks that hold consecutive layers each."""
     schedule: PipelineSchedule = "1f1b"
-    """Order in which a pipeline's stages work through the micro-batches."""
+    """Order in which a pipeline's stages work through the micro-batches; 2bw has gradients of weights one step old."""
     stages_per_rank: int = Field(default=1, ge=1)
     """Pieces of the model a pipeline rank holds under the schedules interleaved and zb-v (which has two)."""
     context: int = Field(default=1, ge=1)
@@ -55,6 +55,17 @@ class Layout(Section):
     """Data and context ranks that split the experts of a routed model between them."""
     micro_batch: int = Field(default=8, ge=1)
     """Rows of a data rank per forward pass, 8 or less unless given; a step is global_batch / (micro_batch × data)."""
+
+    @classmethod
+    def of_axes(cls, ranks: Mapping[str, int], **fields: Any) -> Self:
+        """A layout with so many ranks along each axis that can be split alone.
+
+        Context ranks are `ring` × `heads`, and `expert` ranks are data ranks beside those of `data`.
+        """
+        degrees = dict(ranks)
+        degrees["context"] = degrees.get("ring", 1) * degrees.pop("heads", 1)
+        degrees["data"] = degrees.get("data", 1) * degrees.get("expert", 1)
+        return cls.model_validate(degrees | fields)
 
     @property
     def splits(self) -> dict[str, int]:
@@ -68,13 +79,21 @@ class Layout(Section):
 
     @property
     def reducing(self) -> int:
-        """Ranks that sum gradients, and between which ZeRO splits (less `copies`): each has other tokens."""
+        """Ranks that sum gradients, as each has other tokens; ZeRO splits between them, or inside `copies` groups."""
         return self.data * self.context
 
     @property
     def sharing(self) -> int:
         """Ranks that split one copy of what ZeRO splits."""
         return self.data * self.context // self.copies
+
+    def local_length(self, length: int) -> int:
+        """Tokens that a rank has of a row of `length`, which context ranks share evenly."""
+        return length // self.context
+
+    def whole_length(self, local_length: int) -> int:
+        """Tokens of a row of which every context rank has `local_length`."""
+        return local_length * self.context
 
     @property
     def exchanging(self) -> int:
@@ -109,12 +128,17 @@ class Layout(Section):
         return self.pipeline > 1 and self.schedule in ("zero-bubble", "zb-v")
 
     @property
+    def has_two_versions(self) -> bool:
+        """Whether a pipeline is not flushed between steps, for which it keeps two versions of the weights."""
+        return self.pipeline > 1 and self.schedule == "2bw"
+
+    @property
     def in_v(self) -> bool:
         """Whether a pipeline's stages go down the ranks and up again, so that the first rank has both ends."""
         return self.schedule == "zb-v"
 
     def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that has it."""
+        """The pipeline rank that holds stage `stage`."""
         return min(stage, 2 * self.pipeline - 1 - stage) if self.in_v else stage % self.pipeline
 
     @property

@@ -2,15 +2,18 @@
 
 Search, advice, descriptions, engines and exports go through these rows and name no lever. A row says what a search
 tries of it, which of two values needs less memory, how it reads in a sentence, what to advise to someone whose run does
-not fit, and who has it besides us. Bytes are in memory/formulas, seconds in plan/seconds.
+not fit, who has it besides us, and what it does to layers that rules about other settings ask for. Bytes are in
+memory/formulas, seconds in plan/seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tightfit.jobs.levers import LOSS_CHUNK_BYTES, Levers
+if TYPE_CHECKING:
+    from tightfit.jobs.levers import Levers
 
+LOSS_CHUNK_BYTES = 256 * 2**20
 OFFLOADED = {"none": 0, "optimizer": 1, "weights": 2}
 NARROWED = {"fp32": -1, "auto": 0, "bf16": 1, "8bit": 2, "factored": 3}
 STATES = {
@@ -33,8 +36,12 @@ class Wanted:
     """Which may take a step's batch in one backward pass, and update weights in it."""
 
 
-def _silent(levers: Levers) -> str:
+def _silent(levers: "Levers") -> str:
     return ""
+
+
+def _nothing(levers: "Levers") -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +49,7 @@ class LeverRow:
     """One lever."""
 
     name: str
-    words: Callable[[Levers], str] = _silent
+    words: "Callable[[Levers], str]" = _silent
     """How it reads where it is pulled; empty where it is not, or where another row says it."""
     values: Callable[[Wanted], tuple[Any, ...]] | None = None
     """What a search tries, weakest first: a later one never needs more memory. None: only what is pinned."""
@@ -55,13 +62,19 @@ class LeverRow:
     """Its value in engines that do not have it; None where they do."""
     beside_deepspeed: bool = False
     """Whether it is there with `engine: deepspeed`, inside a layer or its loss, or as DeepSpeed's own."""
+    computes_again: "Callable[[Levers], bool]" = _nothing
+    """Whether it has parts of layers computed again in backward."""
+    plain_products: tuple[Any, ...] | None = None
+    """Values at which linear layers multiply by whole weights in torch's own way, strongest last; None: all do."""
+    own_update: "Callable[[Levers], bool]" = _nothing
+    """Whether our own kernels then update the weights instead of torch's AdamW."""
 
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _checkpointing(levers: Levers) -> str:
+def _checkpointing(levers: "Levers") -> str:
     """`checkpoint one layer in 2, keeping attention, kept on the host`."""
     if levers.checkpoint_budget_bytes is not None:
         said = f"recompute what {_gib(levers.checkpoint_budget_bytes)} of activations do not hold"
@@ -77,7 +90,7 @@ def _checkpointing(levers: Levers) -> str:
     return f"{said}{kept}{f', kept on the host{lossy}' if levers.offload_checkpoints else ''}"
 
 
-def _offload(levers: Levers) -> str:
+def _offload(levers: "Levers") -> str:
     if levers.offload == "none":
         return ""
     here = f" but for {_gib(levers.offload_keep_bytes)}" if levers.offload_keep_bytes else ""
@@ -85,7 +98,7 @@ def _offload(levers: Levers) -> str:
     return f"{which} on the host{here}"
 
 
-def _loss(levers: Levers) -> str:
+def _loss(levers: "Levers") -> str:
     if levers.loss == "plain":
         return "plain loss"
     changed = levers.loss_chunk_bytes != LOSS_CHUNK_BYTES
@@ -99,6 +112,8 @@ LEVER_TABLE = (
         values=lambda wanted: ("none", "optimizer", "weights") if wanted.host else ("none",),
         strength=OFFLOADED.__getitem__,
         beside_deepspeed=True,
+        plain_products=("none", "optimizer"),
+        own_update=lambda levers: levers.offload != "none",
     ),
     LeverRow(
         name="optimizer_states",
@@ -112,17 +127,24 @@ LEVER_TABLE = (
         values=lambda wanted: (0, 4, 2, 1),
         strength=lambda every: 1 / every if every else 0,
         beside_deepspeed=True,
+        computes_again=lambda levers: levers.checkpoint_every > 0,
     ),
-    LeverRow(name="num_checkpoints", beside_deepspeed=True),
+    LeverRow(name="num_checkpoints", beside_deepspeed=True, computes_again=lambda levers: levers.num_checkpoints > 0),
     LeverRow(name="checkpoint_keep", beside_deepspeed=True),
-    LeverRow(name="checkpoint_budget_bytes", beside_deepspeed=True),
+    LeverRow(
+        name="checkpoint_budget_bytes",
+        beside_deepspeed=True,
+        computes_again=lambda levers: levers.checkpoint_budget_bytes is not None,
+    ),
     LeverRow(
         name="offload_checkpoints",
         values=lambda wanted: (False, True) if wanted.host else (False,),
         elsewhere=False,
     ),
     LeverRow(
-        name="matmul", words=lambda levers: "" if levers.matmul == "native" else f"{levers.matmul} matmuls (lossy)"
+        name="matmul",
+        words=lambda levers: "" if levers.matmul == "native" else f"{levers.matmul} matmuls (lossy)",
+        plain_products=("native",),
     ),
     LeverRow(
         name="tiles",
@@ -131,6 +153,8 @@ LEVER_TABLE = (
         advice=("layers in tiles", (8, 64)),
         elsewhere=1,
         beside_deepspeed=True,
+        computes_again=lambda levers: levers.tiles > 1,
+        plain_products=(1,),
     ),
     LeverRow(
         name="loss_chunk_bytes",
@@ -150,6 +174,7 @@ LEVER_TABLE = (
     LeverRow(
         name="rounding",
         words=lambda levers: "weights rounded stochastically" if levers.rounding == "stochastic" else "",
+        own_update=lambda levers: levers.rounding == "stochastic",
     ),
     LeverRow(
         name="update_in_backward",
@@ -159,6 +184,7 @@ LEVER_TABLE = (
         values=lambda wanted: (False, True) if wanted.one_rank else (False,),
         advice=("updates in backward", (True,)),
         elsewhere=False,
+        own_update=lambda levers: levers.update_in_backward,
     ),
     LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
 )
@@ -167,9 +193,31 @@ ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewh
 NO_HOST = (*ELSEWHERE, ("offload", "none"))
 """The same for engines that keep no states on the host either."""
 SAID_FIRST = "checkpoint_every"
+OWN_UPDATES = tuple((row.name, row.own_update) for row in LEVER_TABLE if row.own_update is not _nothing)
 
 
-def describe_levers(levers: Levers) -> str:
+def describe_levers(levers: "Levers") -> str:
     """`checkpoint every layer, optimizer on the host`."""
     rows = sorted(LEVER_TABLE, key=lambda row: row.name != SAID_FIRST)
     return ", ".join(said for row in rows if (said := row.words(levers))) or "none needed"
+
+
+def computes_again(levers: "Levers") -> bool:
+    """Whether any part of a layer may be computed again in backward."""
+    return any(row.computes_again(levers) for row in LEVER_TABLE)
+
+
+def with_own_products(levers: "Levers") -> Iterator[tuple[LeverRow, Any, Any]]:
+    """Levers because of which linear layers do not multiply by whole weights in torch's own way.
+
+    With each its value, and the strongest one that would leave these products alone.
+    """
+    for row in LEVER_TABLE:
+        value = getattr(levers, row.name)
+        if row.plain_products is not None and value not in row.plain_products:
+            yield row, value, row.plain_products[-1]
+
+
+def own_updates(levers: "Levers") -> set[str]:
+    """Levers because of which torch's AdamW does not make the update."""
+    return {name for name, is_own in OWN_UPDATES if is_own(levers)}

@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tightfit.jobs.rules.levers import refused_levers
+from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
+from tightfit.jobs.rules.refusals import refused_levers
 from tightfit.jobs.section import Section
 
 Offload = Literal["none", "optimizer", "weights"]
 StateFormat = Literal["auto", "fp32", "bf16", "8bit", "factored"]
-LOSS_CHUNK_BYTES = 256 * 2**20
 
 
 class Levers(Section):

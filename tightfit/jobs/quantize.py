@@ -14,7 +14,7 @@ from tightfit.jobs.section import Section
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 SCALE_STATE_BYTES = 16
-"""Of a learned scale: itself, its gradient and two moments, in float32."""
+"""A learned scale, its gradient and two moments, in float32."""
 
 
 class Quantize(Section):

@@ -11,6 +11,6 @@ def shard_holders(layout: Layout) -> int:
 
 
 def writers_of_node(layout: Layout, ranks_here: int) -> int:
-    """Of the ranks of one node, at most how many write a part each."""
+    """The most ranks of one node that write a part of a checkpoint each."""
     writers = layout.ranks // layout.data * shard_holders(layout)
     return min(ranks_here, writers)

@@ -6,10 +6,14 @@ time. Everything else (another format, weights rounded stochastically, an update
 is done by our own kernels, which read gradients as they are.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tightfit.jobs.levers import Levers
+from tightfit.jobs.lever_table import own_updates
 
+if TYPE_CHECKING:
+    from tightfit.jobs.levers import Levers
+
+INSIDE_BACKWARD = {"update_in_backward"}
 Format = Literal["fp32", "bf16", "8bit", "factored"]
 BLOCK_8BIT = 256
 """Numbers of an 8-bit moment that share a float32 scale; a test compares it with the kernel's."""
@@ -17,19 +21,20 @@ MOMENT_BYTES: dict[Format, float] = {"fp32": 8, "bf16": 4, "8bit": 2 + 2 * 4 / B
 """Both moments of one weight. A factored second moment is a number per row and column: a few thousandths, left out."""
 
 
-def state_format(levers: Levers, *, wide: bool) -> Format:
+def state_format(levers: "Levers", *, wide: bool) -> Format:
     """The format of the moments; `wide` says that what AdamW updates is float32."""
     if levers.optimizer_states != "auto":
         return levers.optimizer_states
     return "fp32" if wide else "bf16"
 
 
-def is_torch_adamw(levers: Levers, *, wide: bool) -> bool:
-    """Whether torch's own fused AdamW makes the update."""
-    plain = levers.rounding == "nearest" and not levers.update_in_backward and levers.offload == "none"
-    return plain and state_format(levers, wide=wide) == ("fp32" if wide else "bf16")
+def is_torch_adamw(levers: "Levers", *, wide: bool, or_inside_backward: bool = False) -> bool:
+    """Whether torch's own fused AdamW makes the update, or would but for being made inside backward."""
+    if state_format(levers, wide=wide) != ("fp32" if wide else "bf16"):
+        return False
+    return own_updates(levers) <= (INSIDE_BACKWARD if or_inside_backward else set())
 
 
-def moment_bytes(levers: Levers, *, wide: bool) -> float:
+def moment_bytes(levers: "Levers", *, wide: bool) -> float:
     """Bytes of both moments per weight."""
     return MOMENT_BYTES[state_format(levers, wide=wide)]

@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def engine(self) -> Engine:
-        """Whose code runs it."""
+        """The engine that runs it."""
         return ENGINES[self.engine_name]
 
     @property

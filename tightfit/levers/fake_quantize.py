@@ -29,7 +29,7 @@ from tightfit.models.quantized.rounding import SMALLEST_SCALE, StoredScales, rou
 from tightfit.models.quantized.scheme import Scheme
 
 SCALE_PREFIX = "quantizer."
-"""Of the names of learned scales, which no model has."""
+"""How names of learned scales begin; no parameter of a model is called so."""
 
 
 def trained_scheme(settings: Quantize) -> Scheme:

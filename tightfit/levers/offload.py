@@ -9,12 +9,15 @@ stay; they are a ten-thousandth of a model.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.offload import put_off_bytes, whole_that_fit
+from tightfit.levers.policy.offload import offloads_states, offloads_weights, put_off_bytes, whole_that_fit
 
 LAYERS = "layers."
+HOST = torch.device("cpu")
+"""Where a model to be offloaded gets its values: its float32 weights never are on the GPU together."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,20 @@ class Placement:
 ON_GPU = Placement()
 
 
+def filled_on(levers: Levers, device: torch.device) -> torch.device:
+    """Where a model for `device` gets its values."""
+    return HOST if offloads_states(levers) else device
+
+
 def placements(named: Sequence[tuple[str, Tensor]], levers: Levers, state_bytes: float) -> dict[str, Placement]:
     """The placement of every parameter, or of this rank's shard of it; `state_bytes` is bytes per weight of moments
     and master. A shard without rows stays where it is."""
     found = {name: ON_GPU for name, _ in named}
-    if levers.offload == "none":
+    if not offloads_states(levers):
         return found
     with_rows = ((name, each) for name, each in named if each.ndim >= 2 and each.numel())
     matrices = sorted(with_rows, key=_is_in_layers)
-    streams_weights = levers.offload == "weights"
+    streams_weights = offloads_weights(levers)
     sizes = [each.numel() * (state_bytes + (each.itemsize if streams_weights else 0)) for _, each in matrices]
     for name, _ in matrices[whole_that_fit(sizes, levers.offload_keep_bytes) :]:
         with_weight = streams_weights and name.startswith(LAYERS)

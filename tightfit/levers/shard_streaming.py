@@ -29,7 +29,7 @@ class GatheredGroup(Protocol):
     """Parameters that are all-gathered together."""
 
     def padded_elements(self, parameter: nn.Parameter) -> int:
-        """Of a shard as it is gathered: all ranks' have as many."""
+        """Elements of a shard as it is all-gathered, padded to the longest of all ranks."""
 
     def bind(self, parameter: nn.Parameter, memory: Tensor) -> None:
         """Gather a parameter from `memory` from now on."""

@@ -32,7 +32,7 @@ class _TiledCall:
     """The function, and the modules whose weights it uses."""
 
     function: TileFunction
-    tiles: int
+    tile_count: int
     modules: Sequence[nn.Module]
     result_matters: bool
     """Whether gradients depend on the result of the function's last operation."""
@@ -79,7 +79,7 @@ def _run_tiles(call: _TiledCall, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]
     """The outputs of all tiles, each copied into the whole."""
     length = inputs[0].shape[1]
     outputs: tuple[Tensor, ...] = ()
-    for tile in tile_slices(length, call.tiles):
+    for tile in tile_slices(length, call.tile_count):
         results = call.function(tile, *(x[:, tile] for x in inputs))
         outputs = outputs or tuple(y.new_empty(y.shape[0], length, *y.shape[2:]) for y in results)
         for whole, y in zip(outputs, results, strict=True):
@@ -115,7 +115,7 @@ class _InTiles(torch.autograd.Function):
         weights, needed = call.weights(), ctx.needs_input_grad[1 : len(inputs) + 1]
         d_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)]
         d_weights: list[Tensor | None] = [None] * len(weights)
-        for tile in tile_slices(inputs[0].shape[1], call.tiles):
+        for tile in tile_slices(inputs[0].shape[1], call.tile_count):
             leaves = [x[:, tile].detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
             found = _tile_gradients(call, tile, leaves, weights, [g[:, tile] for g in gradients])
             _write(d_inputs, tile, found)

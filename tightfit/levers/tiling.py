@@ -34,7 +34,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.rule import Run
-from tightfit.jobs.rules.run import routed_layers_are_not_tiled
+from tightfit.jobs.rules.tiles import routed_layers_are_not_tiled
 from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
 from tightfit.kernels.rope import rope
 from tightfit.levers.policy.tiles import head_groups
@@ -56,14 +56,14 @@ class Exchange(Protocol):
         """After its output projection, whose bias is added here."""
 
 
-def tile_layers(model: Decoder, tiles: int) -> None:
-    """Make every dense layer run in `tiles` tiles of the sequence; 1 changes nothing."""
-    if tiles == 1:
+def tile_layers(model: Decoder, levers: Levers) -> None:
+    """Make every dense layer run in tiles of the sequence where `levers` ask for more than one."""
+    if levers.tiles == 1:
         return
-    if sentence := routed_layers_are_not_tiled(Run(layout=Layout(), levers=Levers(tiles=tiles), spec=model.spec)):
+    if sentence := routed_layers_are_not_tiled(Run(layout=Layout(), levers=levers, spec=model.spec)):
         raise UserError(sentence)
     for layer in (each for each in model.layers if isinstance(each.mlp, Mlp)):
-        layer.forward = TiledLayer(cast(Layer, layer), tiles, layer.forward)
+        layer.forward = TiledLayer(cast(Layer, layer), levers.tiles, layer.forward)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class TiledLayer:
 
     @property
     def exchange(self) -> Exchange | None:
-        """Of tensor ranks; None on one."""
+        """The collectives of tensor ranks around attention; None on one rank."""
         found: Exchange | None = vars(self.layer.attention).get(EXCHANGE)
         return found
 

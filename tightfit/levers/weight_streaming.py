@@ -44,7 +44,7 @@ class LayerBuffer:
     """Updates that the loaded weights include."""
     loaded: StreamEvent = None
     gathered: StreamEvent = None
-    """Of shards: when all ranks have them."""
+    """When all ranks have gathered them, where they are shards."""
 
 
 class WeightStream:
@@ -81,7 +81,7 @@ class WeightStream:
             offset += _aligned(size)
 
     def _elements(self, each: StreamedParameter) -> int:
-        """Of its place in a buffer."""
+        """Elements that the parameter takes in a buffer."""
         return each.parameter.numel()
 
     def _bind(self, each: StreamedParameter, part: Tensor) -> None:

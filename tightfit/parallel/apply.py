@@ -22,6 +22,7 @@ from tightfit.jobs.rules.rule import Run
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.fp8 import use_fp8
 from tightfit.levers.loss import choose_loss
+from tightfit.levers.policy.offload import offloads_weights
 from tightfit.levers.tiling import tile_layers
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.context import context_parallel
@@ -29,6 +30,7 @@ from tightfit.parallel.data import replicate, shard
 from tightfit.parallel.expert import expert_sharding, split_experts
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
+from tightfit.parallel.pipeline_2bw import two_version_pipeline
 from tightfit.parallel.tensor import tensor_parallel
 from tightfit.parallel.tensor_mesh import mesh_parallel
 
@@ -45,7 +47,7 @@ def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers)
         tensor_parallel(model, mesh, sequence_parallel=layout.sequence_parallel)
     if mesh is not None and layout.expert > 1 and expert_sharding(model) is None:
         split_experts(model, mesh)
-    if mesh is not None and layout.context > 1:
+    if mesh is not None:
         context_parallel(model, mesh, layout)
 
 
@@ -62,13 +64,14 @@ def apply(
     `inside_checkpoints` wraps the layers' forward before checkpointing does, so that recomputation runs it again.
     """
     choose_loss(model, levers)
-    use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and levers.offload != "weights")
-    tile_layers(model, levers.tiles)
+    use_fp8(model, levers.matmul, keep_codes=layout.zero == 0 and not offloads_weights(levers))
+    tile_layers(model, levers)
     if inside_checkpoints is not None:
         inside_checkpoints(model)
     checkpoint_layers(model, levers, layout)
     if mesh is not None and layout.pipeline > 1:
-        return pipelined(model, mesh, layout, precision)
+        make = two_version_pipeline if layout.has_two_versions else pipelined
+        return make(model, mesh, layout, precision)
     if mesh is None or layout.reducing == 1:
         return model
     if layout.zero == 0:

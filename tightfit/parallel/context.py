@@ -40,7 +40,7 @@ from tightfit.models.mlp import RoutedMlp
 from tightfit.models.rope import tables
 from tightfit.models.routing import z_loss
 from tightfit.parallel.head_exchange import gather_rows, scatter_rows
-from tightfit.parallel.mesh import context_group
+from tightfit.parallel.mesh import context_group, pieces_group
 from tightfit.parallel.ring import ring_attention
 from tightfit.parallel.ring_sinks import ring_sink_attention
 from tightfit.parallel.row_split import RowSplit
@@ -52,8 +52,9 @@ BY_LONGEST_ROW = ("dynamic", "longrope")
 
 
 def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
-    """Give `model` this rank's tokens of every row, in place and once."""
-    if APPLIED in vars(model):
+    """Give `model` this rank's tokens of every row, in place and once; nothing changes where rows are whole."""
+    rows = pieces_group(mesh)
+    if rows is None or APPLIED in vars(model):
         return
     ring, heads = context_group(mesh, "ring"), context_group(mesh, "heads")
     split = RowSplit(
@@ -71,8 +72,8 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
     own["loss"] = context.loss
     for module in model.modules():
         if isinstance(module, RoutedMlp):
-            vars(module)["_balance_loss"] = partial(_balance_loss, mesh.get_group("context"))
-            vars(module)["_z_loss"] = partial(_z_loss, mesh.get_group("context"))
+            vars(module)["_balance_loss"] = partial(_balance_loss, rows)
+            vars(module)["_z_loss"] = partial(_z_loss, rows)
 
 
 def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, load: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class Context:
         return self.split.cut(Decoder.token_positions(self.model, tokens, documents, None))
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Of this rank's tokens of whole rows; `positions` are theirs."""
+        """Embeddings of this rank's tokens of whole rows; `positions` are of these tokens."""
         return Decoder.embed_tokens(self.model, self.split.cut(tokens), positions)
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:

@@ -72,7 +72,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, ExpertWeights]]:
 
 
 def _split(axes: ExpertAxes, tensor: Split | None, count: int) -> Split:
-    """Of one parameter of stacked experts, which tensor parallelism may have split already."""
+    """How one parameter of stacked experts is split, which tensor parallelism may have split already."""
     if tensor is None:
         return Split(mesh=axes.expert, grid=axes.grid, dim=0, size=count)
     outer = Split(mesh=axes.expert, grid=axes.cuts, dim=0, size=count)
@@ -145,9 +145,9 @@ class Trip:
     received: list[int]
     """Rows from each rank."""
     impl: Impl = "auto"
-    """Of adding up a token's rows."""
+    """The implementation that adds up a token's rows."""
     pending: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
-    """Of each transfer its work, and the tensors it reads and writes."""
+    """Each transfer's work, and the tensors it reads and writes."""
 
     def start(self, x: Tensor, *, back: bool = False) -> Tensor:
         """Begin to send rows x to where they go, or with `back` to where they came from; `wait` before reading."""

@@ -26,7 +26,7 @@ class Shard:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     region: tuple[tuple[int, int], ...]
     """Start and length along each dimension."""

@@ -40,9 +40,9 @@ SUBMESHES = "tightfit_sharding"
 under fake tensors, so they are made once, with the mesh."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 TIMEOUT = timedelta(minutes=10)
-"""Of collectives; a rank that dies is noticed sooner."""
+"""How long collectives wait; a rank that dies is noticed sooner."""
 LONG_TIMEOUT = timedelta(hours=6)
-"""Of barriers while one process works alone: tokenizes a corpus, or writes a checkpoint."""
+"""How long barriers wait while one process works alone: tokenizes a corpus, or writes a checkpoint."""
 LONG_WAIT_GROUP = "tightfit_patient"
 
 
@@ -58,8 +58,13 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return mesh
 
 
+def grid_of(layout: Layout) -> dict[str, Any]:
+    """The fields of `layout` on which its groups of ranks depend: layouts that agree in them can share a mesh."""
+    return layout.model_dump(include={*AXES, "ring", "expert", "shard_inside", "tensor_mesh", "tensor_depth"})
+
+
 def _block_axes(reducing: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
-    """Of tensor ranks that form a mesh: its axes, all of them, and those with FSDP2's."""
+    """Submeshes of tensor ranks on a mesh: each axis, all three together, and these with FSDP2's axes."""
     if layout.tensor_mesh == "1d":
         return {}
     degrees = dict(zip(BLOCKS, layout.tensor_axes, strict=True))
@@ -87,7 +92,7 @@ def _with_axes(mesh: DeviceMesh, changed: dict[str, dict[str, int]]) -> DeviceMe
 
 
 def _expert_submeshes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
-    """Those of experts: the expert axis, FSDP2's axes of experts, both, and all that split them without FSDP2."""
+    """Submeshes of experts: the expert axis, FSDP2's axes of experts, both, and all that split them without FSDP2."""
     if layout.expert == 1:
         return {}
     copies = {"replicate": layout.copies} if layout.copies > 1 else {}
@@ -122,6 +127,11 @@ def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The submesh for DDP and FSDP2: `data` (and context ranks), or `replicate` and `shard`."""
     found: DeviceMesh = vars(mesh)[SUBMESHES]["sharding"]
     return found
+
+
+def pieces_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that have pieces of the same rows; None where rows are whole."""
+    return mesh.get_group("context") if "context" in (mesh.mesh_dim_names or ()) else None
 
 
 def context_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:

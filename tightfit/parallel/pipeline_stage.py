@@ -125,7 +125,7 @@ class Stage(nn.Module):
 
 def stage_outputs(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What a stage sends on for one micro-batch of whole rows, as meta tensors: the tokens that this rank has."""
-    split, length = layout.tensor > 1 and layout.sequence_parallel, length // layout.context
+    split, length = layout.tensor > 1 and layout.sequence_parallel, layout.local_length(length)
     tokens = (1, tokens_per_rank(rows, length, layout.tensor)) if split else (rows, length)
     stream = torch.empty(*tokens, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
     if spec.experts is None:

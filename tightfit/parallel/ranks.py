@@ -1,8 +1,8 @@
 """Ranks: this process's rank on the data axis and among all processes, and small collectives of the training loop.
 
-On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). On the context axis: sums
-over pieces of the same rows (`sum_pieces`). Over all processes of a run, of every axis: `first`,
-`sum_over_all`, `max`, `broadcast`, `barrier`.
+On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). Over ranks that have pieces
+of the same rows: `sum_pieces`. Over all processes of a run, of every axis: `first`, `sum_over_all`, `max`, `broadcast`,
+`barrier`.
 
 `ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
 by all ranks.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.parallel.mesh import long_wait_group
+from tightfit.parallel.mesh import long_wait_group, pieces_group
 
 Thing = TypeVar("Thing")
 
@@ -34,9 +34,9 @@ class Ranks:
     """Where tensors of collectives must be: "cuda" for NCCL."""
     process: int = 0
     processes: int = 1
-    context: int = 1
+    pieces: int = 1
     """Ranks that have a piece of every row each."""
-    context_group: dist.ProcessGroup | None = None
+    pieces_group: dist.ProcessGroup | None = None
     stages: int = 1
     """Pipeline ranks (the outermost axis), each with its own layers."""
     stage_group: dist.ProcessGroup | None = None
@@ -59,8 +59,8 @@ class Ranks:
             long_wait_group=long_wait_group(mesh),
         )
         axes = mesh.mesh_dim_names or ()
-        if "context" in axes:
-            found = replace(found, context=mesh["context"].size(), context_group=mesh.get_group("context"))
+        if (rows := pieces_group(mesh)) is not None:
+            found = replace(found, pieces=rows.size(), pieces_group=rows)
         if "pipeline" in axes:
             found = replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
         return found
@@ -72,27 +72,15 @@ class Ranks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the data axis; alone, the tensor itself."""
-        if self.world == 1:
-            return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+        return _summed(tensor, self.world, self.group)
 
     def sum_pieces(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have pieces of the same rows; without, the tensor itself."""
-        if self.context == 1:
-            return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, group=self.context_group)
-        return total
+        return _summed(tensor, self.pieces, self.pieces_group)
 
     def sum_over_all(self, tensor: Tensor) -> Tensor:
         """The sum over all processes; alone, the tensor itself."""
-        if self.processes == 1:
-            return tensor
-        found = tensor.clone()
-        dist.all_reduce(found)
-        return found
+        return _summed(tensor, self.processes, None)
 
     def max(self, value: int) -> int:
         """The maximum over all processes."""
@@ -151,6 +139,34 @@ class Ranks:
         yield
         if self.first:
             self.barrier()
+
+
+def _summed(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the ranks of `group` (None: all processes); of one, the tensor itself."""
+    if ranks == 1:
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class LateMax:
+    """`Ranks.max` of what was given one call before: nobody waits for ranks that come later."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.device_type = ranks.device_type
+        self._given: tuple[Tensor, dist.Work] | None = None
+
+    def __call__(self, value: int) -> int:
+        """0 at first."""
+        before, given = self._given, torch.tensor(value, device=self.device_type)
+        work = dist.all_reduce(given, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._given = given, work
+        if before is None:
+            return 0
+        before[1].wait()
+        return int(before[0])
 
 
 ALONE = Ranks()

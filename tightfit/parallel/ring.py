@@ -65,7 +65,7 @@ class Region(NamedTuple):
 
 
 def region_of(rank: int, source: int, length: int) -> Region:
-    """Of queries on ring rank `rank` and keys from `source`, where each has `length` tokens of a row."""
+    """What attends between queries on ring rank `rank` and keys from `source`, each with `length` tokens of a row."""
     if source == rank:
         return Region(0, length, causal=True)
     if source < rank:
@@ -201,7 +201,7 @@ class _KeyGradients:
         return self.passing
 
     def total(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of this rank's own keys and values, [B, kv_heads, t, D]."""
+        """Gradients of this rank's own keys and values, [B, kv_heads, t, D]."""
         assert self.own is not None
         arrived = self._arrived()
         total = torch.empty_like(arrived, dtype=dtype)

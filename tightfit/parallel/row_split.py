@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """Of a context rank: its place in the ring and, inside it, among those that exchange heads."""
+    """A context rank: its place in the ring and, inside it, among the ranks that exchange heads."""
 
     ring: int = 1
     ring_rank: int = 0

@@ -42,7 +42,7 @@ class ShardGroup:
         self._torch_parameter(parameter)._sharded_param_data = torch.empty(0, dtype=dtype, device=device)
 
     def padded_elements(self, parameter: Tensor) -> int:
-        """Of a shard as it is gathered: all ranks' have as many."""
+        """Elements of a shard as it is all-gathered, padded to the longest of all ranks."""
         return int(self._torch_parameter(parameter).padded_sharded_param_size.numel())
 
     def bind(self, parameter: Tensor, memory: Tensor) -> None:

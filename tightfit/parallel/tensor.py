@@ -151,7 +151,7 @@ class SequenceExchange(Exchange):
     shard: Tensor | None = None
     gathered: Tensor | None = None
     latest: FreedInput | None = None
-    """That of the last block of this forward pass."""
+    """The last block's of this forward pass."""
 
     def start(self) -> None:
         """Called before the first layer of a forward pass."""

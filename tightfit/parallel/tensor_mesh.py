@@ -233,7 +233,7 @@ class MeshDecoder:
         return x.unflatten(0, (self.blocks.parts, -1))
 
     def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
-        """Those of all rows."""
+        """Positions in all rows."""
         if cache is not None:
             raise UserError("a model split over a mesh of tensor ranks cannot generate; load the checkpoint on one")
         return Decoder.token_positions(self.model, tokens, documents, None)

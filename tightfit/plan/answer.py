@@ -18,13 +18,14 @@ from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
+from tightfit.plan.candidate import Candidate
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
 from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
-from tightfit.plan.search import COMFORT, TOLD, Candidate, search
+from tightfit.plan.search import COMFORT, TOLD, search
 from tightfit.plan.space import SearchSpace
 
 DEFAULT_LENGTH = 4096
@@ -133,7 +134,8 @@ def make_workload(
         rows = rows_of_tokens(tokens, length, machine.ranks)
     if precision is None:
         rates = machine.accelerator.rates
-        precision = "fp32" if machine.accelerator.form == "cpu" else "bf16" if rates.bf16 else "fp16"
+        narrowest: PrecisionName = "bf16" if rates.bf16 else "fp16" if rates.fp16 else "fp32"
+        precision = "fp32" if machine.accelerator.form == "cpu" else narrowest
     if length > spec.max_positions:
         spec = replace(spec, max_positions=length)
     workload = Workload(

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.rules.layout import refused_layout
-from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout
 from tightfit.jobs.rules.rule import Run
 from tightfit.memory.formulas.training import peak
 from tightfit.plan.cost import Costs

@@ -5,7 +5,7 @@ stream cannot be faster than bandwidth divided by their bytes. Prompts are bound
 the measured shares of the card's rates, not predictions of an engine. More cards serve a copy each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from tightfit.errors import UserError
@@ -97,20 +97,17 @@ class Serving:
         found = []
         smaller = SMALLER[SMALLER.index(self.form) + 1 :] if self.form in SMALLER else SMALLER
         smaller = smaller if self.compressed is None else ()
-        if form := next((each for each in smaller if self._with(form=each).fits), None):
+        if form := next((each for each in smaller if replace(self, form=each).fits), None):
             found.append(f"smaller weights: --quantize {form}")
-        if self.cache == "model" and self._with(cache="fp8").fits:
+        if self.cache == "model" and replace(self, cache="fp8").fits:
             found.append("smaller keys and values: --cache-format fp8")
         lengths = (self.length >> shift for shift in range(1, 16) if self.length >> shift >= 64)
-        if length := next((each for each in lengths if self._with(length=each).fits), None):
+        if length := next((each for each in lengths if replace(self, length=each).fits), None):
             found.append(f"shorter requests: --context {length}")
         need = self.gpu_peak_bytes
         if card := next((c for c in sorted(CATALOG, key=lambda c: c.memory_bytes) if c.memory_bytes >= need), None):
             found.append(f"another card: {card.name}")
         return found
-
-    def _with(self, **fields: Any) -> "Serving":
-        return Serving(**{name: getattr(self, name) for name in self.__dataclass_fields__} | fields)
 
     def to_json(self) -> dict[str, Any]:
         """One object."""

@@ -75,7 +75,7 @@ def _products(device: torch.device, name: str, say: Say) -> float:
 
 
 def _product_ms(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Of one square product, once the library has woken up."""
+    """Milliseconds of one square product, once the library is loaded and warm."""
     x = torch.randn(size, size, device=device).to(dtype)
     do = partial(torch.mm, x, x)
     looped_ms(do, 2, device)

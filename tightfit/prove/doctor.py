@@ -31,7 +31,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.calibration import CPU, Calibration, read_calibrations, write_calibration
 from tightfit.hardware.collective_rates import CollectiveRates
 from tightfit.launch.together import run_together
-from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.mesh import grid_of, make_mesh
 from tightfit.prove.calibrate import calibrate
 from tightfit.prove.collectives import measure_collectives, pair_gb_s, wrong_collectives
 from tightfit.prove.equivalence import compare
@@ -39,9 +39,9 @@ from tightfit.prove.machine_facts import Finding, machine_findings, slow_links
 from tightfit.prove.splits import Split, splits_that_fit
 
 LIMIT_S = 290.0
-"""Of the whole examination."""
+"""The limit of the whole examination."""
 RESERVED_S = 60.0
-"""Of those, for measuring one device after the splits."""
+"""Part of it, for measuring one device after the splits."""
 NOTES = "findings"
 
 
@@ -185,11 +185,10 @@ def _check_splits(device: torch.device, plan: Examination, notes: Notebook) -> N
 
 def _mesh(split: Split, known: dict[str, DeviceMesh], kind: str) -> DeviceMesh:
     """Made once for layouts with the same groups, as every group of NCCL's takes memory and a second."""
-    grid = split.layout.model_dump(include={"data", "pipeline", "context", "ring", "tensor", "expert", "shard_inside"})
-    name = json.dumps(grid)
-    if name not in known:
-        known[name] = make_mesh(split.layout, kind)
-    return known[name]
+    grid = json.dumps(grid_of(split.layout))
+    if grid not in known:
+        known[grid] = make_mesh(split.layout, kind)
+    return known[grid]
 
 
 def _what_happened(error: str, folder: Path, world: int) -> str:

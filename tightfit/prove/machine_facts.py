@@ -17,9 +17,9 @@ from tightfit.hardware.topology import Topology, read_topology
 LEAST_FREE = 0.9
 """Share of a card's memory below which somebody else uses it."""
 LEAST_SHARED_BYTES = 2**30
-"""Of /dev/shm, through which NCCL's processes talk where cards cannot reach each other."""
+"""The least size of /dev/shm, through which NCCL's processes talk where cards cannot reach each other."""
 LEAST_RATE = 0.5
-"""Of what a link is expected to reach, or of what other pairs do."""
+"""The least share of what a link is expected to reach, or of what other pairs do."""
 DISABLING = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 
 

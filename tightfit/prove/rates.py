@@ -57,7 +57,7 @@ def products(device: torch.device, dtype: torch.dtype, rows: int, taken: int, ma
 
 
 def sustained_tflop_s(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
-    """Of square products that follow one another for so long that clocks settle: the last half counts."""
+    """The rate of square products that follow one another for so long that clocks settle: the last half counts."""
     x = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(x)
     do = partial(torch.mm, x, x, out=out)
@@ -112,7 +112,7 @@ class LinkBuffers:
 
     @property
     def gb(self) -> float:
-        """Of one copy."""
+        """Gigabytes of one copy."""
         return self.host[0].nbytes / 1e9
 
     def travel(self, *, into: bool = False, out: bool = False, beside: Callable[[], object] | None = None) -> None:
@@ -130,7 +130,7 @@ class LinkBuffers:
             beside()
 
     def ms(self, *, into: bool = False, out: bool = False, beside: Callable[[], object] | None = None) -> float:
-        """Of one such journey among four."""
+        """Milliseconds of one such transfer among four."""
         return looped_ms(partial(self.travel, into=into, out=out, beside=beside), 4, self.device)
 
     def host_adam_ms(self) -> float:
@@ -142,7 +142,7 @@ class LinkBuffers:
 
 
 def narrow_spec(layers: int, size: int) -> ModelSpec:
-    """Of the usual family: grouped heads, a gated MLP, and few numbers of everything."""
+    """A small model of the usual family: grouped heads and a gated MLP."""
     return replace(
         preset("llama-3.2-1b"),
         layers=layers,
@@ -156,7 +156,7 @@ def narrow_spec(layers: int, size: int) -> ModelSpec:
 
 
 def layer_launch_ms(device: torch.device, size: int = 256) -> float:
-    """Of a layer's forward, backward and update: steps of models so narrow that the device waits for the host."""
+    """Milliseconds to launch a layer's forward, backward and update, by models so narrow that the device waits."""
     taken = [_step_ms(device, narrow_spec(layers, size)) for layers in (FEW_LAYERS, MORE_LAYERS)]
     return max(0.0, (taken[1] - taken[0]) / (MORE_LAYERS - FEW_LAYERS))
 

@@ -19,6 +19,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import NOT_QUANTIZED
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.offload import offloads_states
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
@@ -62,6 +63,13 @@ class Program:
         return train_step(
             self.module, self.optimizer, self.batches, self.device, LR, self.scale, on_phase, ranks=self.ranks
         )
+
+    def step_in_flow(self, on_phase: OnPhase = ignore) -> None:
+        """The same where a pipeline is not flushed between steps: some of it is left to the next one."""
+        if self.optimizer.buffered is None:
+            self.step(on_phase)
+        else:
+            self.optimizer.buffered.take(self.batches, self.device, LR, on_phase, self.ranks)
 
 
 Step = Callable[[OnPhase], object]
@@ -129,9 +137,10 @@ def trace_training_step(
     def make(mesh: DeviceMesh | None, tracer: Tracer) -> Step:
         program = build(workload, layout, levers, CPU, _gpu_kernels(workload), mesh, tracer)
         claim_tensors(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
-        return program.step
+        return program.step_in_flow
 
-    carries_over = levers.offload != "none" and not has_buckets(layout)  # DDP's gradients stay in its buckets
+    carries_over = offloads_states(levers) and not has_buckets(layout)  # DDP's gradients stay in its buckets
+    carries_over = carries_over or layout.has_two_versions
     return trace_step(make, layout, overheads, carries_over=carries_over, stage=stage)
 
 
@@ -187,7 +196,7 @@ def build(
     """A training step on random tokens, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, levers, device, impl, tracer)
     if tracer is not None:
-        if layout.zero or levers.offload != "none":
+        if layout.zero or offloads_states(levers):
             with tracer.pause():  # in training this model is on the meta device, or on the host
                 if mesh is not None and layout.pipeline > 1:
                     take_stages(decoder, mesh, layout, workload.sequence_length)
@@ -222,7 +231,7 @@ def _unfilled(
     One to be sharded is built on the meta device; with fake tensors, while the tracer is paused. One to be offloaded is
     built on the host.
     """
-    faking, offloaded = isinstance(torch.empty(0), FakeTensor), levers.offload != "none"
+    faking, offloaded = isinstance(torch.empty(0), FakeTensor), offloads_states(levers)
     shared = layout.zero > 0 or layout.tensor * layout.pipeline > 1
     if offloaded and not faking and not shared:
         dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
@@ -246,6 +255,8 @@ def claim_tensors(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period
     """
     tracer.name_modules(model)
     tracer.claim(model.parameters(), "weights")
+    if optimizer.buffered is not None:
+        tracer.claim(optimizer.buffered.model.versions.older, "weights")
     tracer.claim_gradients(model.parameters())
     for bucket in optimizer.buckets:
         if optimizer.has_masters:

@@ -19,6 +19,7 @@ from tightfit.prove.check_target import CheckTarget, miniature
 
 AXES = ("data", "pipeline", "ring", "heads", "tensor", "expert")
 """`ring` and `heads` are the two ways of context parallelism."""
+FEW_ROWS = {"micro_batch": 2}
 DENSE, ROUTED = "qwen3-8b", "qwen3-30b-a3b"
 """What miniatures are made of: grouped heads and norms of queries and keys; the same with experts."""
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -29,6 +30,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "interleaved": {"schedule": "interleaved", "stages_per_rank": 2},
         "zero-bubble": {"schedule": "zero-bubble"},
         "zb-v": {"schedule": "zb-v", "stages_per_rank": 2},
+        "2bw": {"schedule": "2bw"},
     },
     "ring": {"": {"zero": 3}},
     "heads": {"": {"zero": 3}},
@@ -74,35 +76,23 @@ def mixture(ranks: int, axes: tuple[str, ...]) -> Split | None:
     degrees = dict.fromkeys(axes, 2) | {axes[0]: ranks // rest}
     shared = bool(set(axes) & {"data", "ring", "heads", "expert"})
     zero = (1 if "pipeline" in axes else 3) if shared else 0
-    return Split(" × ".join(f"{axis} {degree}" for axis, degree in degrees.items()), _layout(degrees, zero=zero))
-
-
-def _layout(degrees: dict[str, int], **variant: Any) -> Layout:
-    """The layout of `degrees`: context ranks are ring × heads, and expert ranks are data ranks."""
-    ring, expert = degrees.get("ring", 1), degrees.get("expert", 1)
-    fields: dict[str, Any] = {
-        "data": degrees.get("data", 1) * expert,
-        "pipeline": degrees.get("pipeline", 1),
-        "context": ring * degrees.get("heads", 1),
-        "ring": ring,
-        "tensor": degrees.get("tensor", 1),
-        "expert": expert,
-        "micro_batch": 2,
-    }
-    return Layout.model_validate(fields | variant)
+    return Split(
+        " × ".join(f"{axis} {degree}" for axis, degree in degrees.items()),
+        Layout.of_axes(degrees, **FEW_ROWS, zero=zero),
+    )
 
 
 def _alone(ranks: int) -> Iterator[Split]:
     for axis, variants in VARIANTS.items():
         for name, fields in variants.items():
-            yield Split(f"{axis} {ranks} {name}".strip(), _layout({axis: ranks}, **fields))
+            yield Split(f"{axis} {ranks} {name}".strip(), Layout.of_axes({axis: ranks}, **FEW_ROWS | fields))
 
 
 def _hybrid(ranks: int) -> list[Split]:
     """ZeRO-3 inside halves of the data ranks."""
     if ranks < 4 or ranks % 2:
         return []
-    layout = _layout({"data": ranks}, zero=3, shard_inside=ranks // 2)
+    layout = Layout.of_axes({"data": ranks}, **FEW_ROWS, zero=3, shard_inside=ranks // 2)
     return [Split(f"data {ranks} ZeRO-3 inside {ranks // 2}", layout)]
 
 
@@ -118,5 +108,6 @@ def _meshes(ranks: int) -> Iterator[Split]:
             fields = {"tensor_mesh": kind, "tensor_depth": depth, "micro_batch": rows, "zero": 3 if data > 1 else 0}
             name = f"tensor {tensor} {kind}"
             yield Split(
-                f"data {data} × {name}" if data > 1 else name, _layout({"data": data, "tensor": tensor}, **fields)
+                f"data {data} × {name}" if data > 1 else name,
+                Layout.of_axes({"data": data, "tensor": tensor}, **fields),
             )

@@ -9,6 +9,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tightfit.plan.export.host_states import host_states
 from tightfit.plan.plan import Plan
 
 
@@ -46,12 +47,12 @@ def _deepspeed(plan: Plan) -> Estimate:
         from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
     except ImportError:
         return _absent("DeepSpeed", "pip install --no-build-isolation deepspeed")
-    machine, offload = plan.machine, plan.levers.offload
-    places = {"num_gpus_per_node": machine.per_node, "num_nodes": machine.nodes, "cpu_offload": offload != "none"}
+    machine, on_host = plan.machine, host_states(plan.levers)
+    places = {"num_gpus_per_node": machine.per_node, "num_nodes": machine.nodes, "cpu_offload": on_host.optimizer}
     params = plan.workload.spec.params()
-    if plan.layout.zero == 3 or offload == "weights":
+    if plan.layout.zero == 3 or on_host.weights:
         host, gpu, _ = estimate_zero3_model_states_mem_needs(
-            params, largest_module_params(plan), cpu_offload_params=offload == "weights", **places
+            params, largest_module_params(plan), cpu_offload_params=on_host.weights, **places
         )
         return Estimate("DeepSpeed", gpu, host, "ZeRO-3: model states and one layer")
     host, gpu = estimate_zero2_model_states_mem_needs(params, **places)

@@ -19,6 +19,7 @@ from tightfit.jobs.quantize import NOT_QUANTIZED, Quantize
 from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
 from tightfit.levers.fake_quantize import round_weights
+from tightfit.levers.offload import filled_on
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
@@ -26,11 +27,11 @@ from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.data import materialise
 from tightfit.parallel.expert import expert_parameters
 from tightfit.parallel.pipeline import counted_elsewhere, take_stages
+from tightfit.parallel.pipeline_2bw import TwoVersionPipeline
+from tightfit.train.buffered_steps import BufferedSteps
 from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 
-HOST = torch.device("cpu")
-"""Where a model to be offloaded is filled: its float32 weights never are on the GPU together."""
 Fill = Callable[[Decoder], None]
 """Loads or initialises the weights of a decoder, or a rank's shards of them."""
 
@@ -45,7 +46,7 @@ def unfilled(
     if layout.zero == 0 and layout.tensor * layout.pipeline > 1:
         return blank_decoder(spec, "meta", torch.float32)
     if layout.zero == 0:
-        return blank_decoder(spec, device if levers.offload == "none" else "cpu", torch.float32)
+        return blank_decoder(spec, filled_on(levers, device), torch.float32)
     return blank_decoder(spec, "meta", torch.float32 if keeps_master_weights(precision) else COMPUTE_DTYPES[precision])
 
 
@@ -80,18 +81,17 @@ def assemble(
     if mesh is not None and layout.pipeline > 1:
         take_stages(model, mesh, layout, length or model.spec.max_positions)
     cut(model, mesh, layout, levers)
-    filled_on = device if levers.offload == "none" else HOST
     if layout.zero:
         module = apply(model, mesh, layout, levers, precision)
         if next(model.parameters()).is_meta:
-            materialise(model, filled_on)
+            materialise(model, filled_on(levers, device))
         fill(model)
         beside = round_weights(model, quantize)
         return module, make_optimizer(
             model, device=device, counted_elsewhere=counted_elsewhere(model), module=module, beside=beside
         )
     if next(model.parameters()).is_meta:
-        materialise(model, filled_on)
+        materialise(model, filled_on(levers, device))
     fill(model)
     if not masters and next(model.parameters()).dtype != dtype:
         model = model.to(dtype)
@@ -103,4 +103,7 @@ def assemble(
         counted_elsewhere=counted_elsewhere(model),
         in_no_bucket=frozenset(expert_parameters(model)),
     )
-    return apply(model, mesh, layout, levers, precision, optimizer.stream_weights), optimizer
+    module = apply(model, mesh, layout, levers, precision, optimizer.stream_weights)
+    if isinstance(module, TwoVersionPipeline):
+        optimizer.buffered = BufferedSteps(module, optimizer)
+    return module, optimizer

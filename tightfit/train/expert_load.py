@@ -78,8 +78,8 @@ class ExpertMeter:
                 counts[1, layer] = mlp.dropped.to(counts)
             mlp.load = mlp.corrected_load = mlp.dropped = None
         ranks = self.ranks
-        copies = ranks.processes // (ranks.world * ranks.context * ranks.stages)  # tensor ranks count the same tokens
-        return (self.ranks.sum_over_all(counts) / copies).cpu()
+        other_tokens = ranks.world * ranks.pieces * ranks.stages  # tensor ranks count the same
+        return (ranks.sum_over_all(counts) / (ranks.processes // other_tokens)).cpu()
 
 
 @torch.no_grad()

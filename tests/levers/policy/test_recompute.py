@@ -6,7 +6,8 @@ import pytest
 
 from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.recompute import fixed_levels, is_checkpointed, recomputed_layers
+from tightfit.jobs.rules.checkpointing import is_checkpointed
+from tightfit.levers.policy.recompute import fixed_levels, recomputed_layers
 
 
 def test_counts_are_spread_evenly() -> None:

@@ -1,15 +1,18 @@
 """What DeepSpeed does of a job: data ranks under ZeRO-1, 2 and 3 with AdamW in float32, on the host if asked."""
 
-from tightfit.jobs.layout import Layout
-from tightfit.jobs.lever_table import LEVER_TABLE
-from tightfit.jobs.rules.rule import Rule, Run, rule
+from typing import TYPE_CHECKING
 
-DEEPSPEED_RULES: list[Rule[Run]] = []
+from tightfit.jobs.lever_table import LEVER_TABLE
+from tightfit.jobs.rules.rule import DEEPSPEED_RULES, Run, rule
+
+if TYPE_CHECKING:
+    from tightfit.jobs.layout import Layout
+
 BESIDE_DEEPSPEED = tuple(row.name for row in LEVER_TABLE if row.beside_deepspeed)
 """Levers that change what happens inside a layer or its loss, or that DeepSpeed has itself."""
 
 
-def other_axis(layout: Layout) -> tuple[str, int] | None:
+def other_axis(layout: "Layout") -> tuple[str, int] | None:
     """The first degree beside data ranks that `layout` has."""
     inside = ("shard_inside", layout.shard_inside) if layout.shard_inside else None
     return next(iter(layout.splits.items()), inside)
@@ -33,16 +36,6 @@ def deepspeed_has_no_teacher(run: Run) -> str | None:
 def deepspeed_rounds_nothing(run: Run) -> str | None:
     if run.rounding is not None:
         return "quantize.bits is trained for by tightfit's own engine, but engine is deepspeed; set it to tightfit"
-    return None
-
-
-@rule(DEEPSPEED_RULES, "layout.zero", "levers.offload")
-def deepspeed_has_something_to_do(run: Run) -> str | None:
-    if not run.layout.zero and run.levers.offload == "none":
-        return (
-            "layout.zero is 0 and levers.offload is none, which leaves engine deepspeed nothing to do; set layout.zero "
-            "to 1, 2 or 3, or engine to tightfit"
-        )
     return None
 
 

@@ -1,7 +1,7 @@
 """What does not go with a teacher."""
 
-from tightfit.jobs.rules.rule import Run, rule
-from tightfit.jobs.rules.run import RUN_RULES
+from tightfit.jobs.lever_table import computes_again
+from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
 
 @rule(RUN_RULES, "distill.teacher", "layout")
@@ -17,30 +17,11 @@ def a_student_is_whole(run: Run) -> str | None:
     )
 
 
-@rule(RUN_RULES, "distill.teacher", "levers.loss")
-def distillation_is_fused(run: Run) -> str | None:
-    if run.distills and run.levers.loss == "plain":
-        return "levers.loss is plain, but distill.teacher has a fused loss of its own; set levers.loss=fused"
-    return None
-
-
-@rule(RUN_RULES, "distill.features", "levers.checkpoint_every")
+@rule(RUN_RULES, "distill.features", "levers")
 def features_are_kept(run: Run) -> str | None:
-    levers = run.levers
-    recomputed = levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None
-    if run.compares_features and (recomputed or levers.tiles > 1):
+    if run.compares_features and computes_again(run.levers):
         return (
             "distill.features compares hidden states of layers, but levers recompute or tile layers; keep all "
             "activations or set distill.features=0"
-        )
-    return None
-
-
-@rule(RUN_RULES, "distill.attention", "layout.context")
-def maps_are_of_whole_rows(run: Run) -> str | None:
-    if run.compares_attention and run.layout.context > 1:
-        return (
-            f"distill.attention compares maps of whole rows, but layout.context is {run.layout.context}; set it to 1 "
-            "or distill.attention to 0"
         )
     return None

@@ -1,39 +1,22 @@
 """What does not go with training for rounded weights."""
 
-from tightfit.jobs.rules.rule import Run, rule
-from tightfit.jobs.rules.run import RUN_RULES
+from tightfit.jobs.lever_table import with_own_products
+from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
+
+CUT_WEIGHTS = ("tensor", "pipeline")
+"""Splits whose ranks have parts of a linear layer, or only some of the layers."""
 
 
-@rule(RUN_RULES, "quantize.bits", "layout", "levers.tiles", "levers.matmul", "levers.offload")
+@rule(RUN_RULES, "quantize.bits", "layout", "levers")
 def rounded_weights_are_whole(run: Run) -> str | None:
-    """Groups are of whole rows, and tiles, fp8 and streamed weights have forward functions of their own."""
+    """Groups are of whole rows, and some levers have products or weights of their own (jobs/lever_table.py)."""
     if run.rounding is None:
         return None
-    at_odds = (
-        (run.layout.tensor > 1, f"layout.tensor is {run.layout.tensor}", "layout.tensor=1"),
-        (run.layout.pipeline > 1, f"layout.pipeline is {run.layout.pipeline}", "layout.pipeline=1"),
-        (run.levers.tiles > 1, f"levers.tiles is {run.levers.tiles}", "levers.tiles=1"),
-        (run.levers.matmul != "native", f"levers.matmul is {run.levers.matmul}", "levers.matmul=native"),
-        (run.levers.offload == "weights", "levers.offload is weights", "levers.offload=optimizer"),
-    )
-    for met, what, fix in at_odds:
-        if met:
-            return f"quantize.bits rounds whole weights of linear layers in forward, but {what}; set {fix}"
-    return None
-
-
-@rule(RUN_RULES, "quantize.scales", "layout", "levers.offload", "levers.update_in_backward")
-def learned_scales_are_no_weights(run: Run) -> str | None:
-    """Their gradients are summed over ranks after backward, and offloading is for weights of the model."""
-    if run.rounding is None or not run.rounding.learned:
-        return None
-    if run.layout.ranks > 1 and run.levers.update_in_backward:
-        return (
-            "quantize.scales is learned and its gradients are summed over ranks after backward, but "
-            "levers.update_in_backward is set; set quantize.scales=minmax"
-        )
-    if run.levers.offload != "none":
-        return "quantize.scales is learned, but levers.offload is for weights of the model; set quantize.scales=minmax"
+    splits = (("layout", name, degree, 1) for name, degree in run.layout.splits.items() if name in CUT_WEIGHTS)
+    levers = (("levers", row.name, value, plain) for row, value, plain in with_own_products(run.levers))
+    for section, name, value, fix in (*splits, *levers):
+        what = f"{section}.{name} is {value}"
+        return f"quantize.bits rounds whole weights of linear layers in forward, but {what}; set {section}.{name}={fix}"
     return None
 
 

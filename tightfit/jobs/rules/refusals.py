@@ -1,20 +1,35 @@
-"""Who refuses a run, tightfit (to plan or to train it) or DeepSpeed: the sentence of the first rule it breaks."""
+"""Who refuses what: levers and layouts by themselves, and a run that tightfit or DeepSpeed does not do.
+
+Each says the sentence of the first rule that is broken, or None.
+"""
+
+from typing import TYPE_CHECKING
 
 from tightfit.errors import UserError
-from tightfit.jobs.rules import distillation as distillation  # enters its rules into RUN_RULES
-from tightfit.jobs.rules import quantize as quantize
-from tightfit.jobs.rules.deepspeed import DEEPSPEED_RULES
-from tightfit.jobs.rules.rule import Run, first_refusal
-from tightfit.jobs.rules.run import RUN_RULES
+from tightfit.jobs.rules.rule import DEEPSPEED_RULES, LAYOUT_RULES, LEVER_RULES, RUN_RULES, Run, first_refusal
+
+if TYPE_CHECKING:
+    from tightfit.jobs.layout import Layout
+    from tightfit.jobs.levers import Levers
+
+
+def refused_levers(levers: "Levers") -> str | None:
+    """In what levers contradict each other, whatever the model and the machine."""
+    return first_refusal(LEVER_RULES, levers)
+
+
+def refused_layout(layout: "Layout") -> str | None:
+    """In what degrees of a layout contradict each other."""
+    return first_refusal(LAYOUT_RULES, layout)
 
 
 def refused_by_trainer(run: Run) -> str | None:
-    """Why `tightfit train` does not run `run`, and `tightfit plan` does not plan it; None where they do."""
+    """Why `tightfit train` does not run `run`, and `tightfit plan` does not plan it."""
     return first_refusal(RUN_RULES, run)
 
 
 def refused_by_deepspeed(run: Run) -> str | None:
-    """Why DeepSpeed does not run `run`; None where it does."""
+    """Why DeepSpeed does not run `run`."""
     return first_refusal(DEEPSPEED_RULES, run)
 
 

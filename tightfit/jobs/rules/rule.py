@@ -1,4 +1,4 @@
-"""Rule and Run: one thing that does not go with another, and what it is asked about."""
+"""Rule and Run: one thing that does not go with another, and what it is asked about; the four lists of rules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +41,12 @@ class Rule(Generic[Subject]):
     name: str
     concerns: tuple[str, ...]
     sentence: Sentence[Subject]
+
+
+LEVER_RULES: "list[Rule[Levers]]" = []
+LAYOUT_RULES: "list[Rule[Layout]]" = []
+RUN_RULES: list[Rule[Run]] = []
+DEEPSPEED_RULES: list[Rule[Run]] = []
 
 
 def rule(book: list[Rule[Subject]], *concerns: str) -> Callable[[Sentence[Subject]], Sentence[Subject]]:

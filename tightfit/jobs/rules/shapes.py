@@ -63,3 +63,13 @@ def uneven_share(rows: int, length: int, tensor: int) -> str | None:
         f"{rows} rows of {length} tokens cannot be split evenly over {tensor} tensor ranks; "
         "change data.sequence_length or set layout.sequence_parallel=false"
     )
+
+
+def whole_attention(spec: ModelSpec, setting: str, parts: int) -> str | None:
+    """About attention that cannot be taken apart by heads, where `setting` asks for `parts` groups of them.
+
+    Latent attention has vectors that all heads share; norms over all heads together need all of them.
+    """
+    if parts == 1 or (spec.latent is None and not spec.qk_norm_joint):
+        return None
+    return f"{setting} is {parts}, but attention of {spec.family} is not taken apart by heads; set it to 1"

@@ -2,10 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tightfit.jobs.rules.layout import LAYOUT_RULES
-from tightfit.jobs.rules.rule import Run, rule
-from tightfit.jobs.rules.run import RUN_RULES
-from tightfit.jobs.state_format import BLOCK_8BIT
+from tightfit.jobs.rules.rule import LAYOUT_RULES, RUN_RULES, Run, rule
 from tightfit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -33,20 +30,12 @@ def tensor_ranks_fill_their_mesh(layout: "Layout") -> str | None:
     return None
 
 
-@rule(LAYOUT_RULES, "tensor_mesh", "pipeline", "context", "expert")
-def meshes_of_tensor_ranks_hold_whole_rows_and_layers(layout: "Layout") -> str | None:
-    if layout.tensor_mesh == "1d":
+def beside_a_mesh(layout: "Layout", split: str, reason: str) -> str | None:
+    """About ranks of `split`, which for this reason do not go with a mesh of tensor ranks."""
+    degree, kind = getattr(layout, split), layout.tensor_mesh
+    if kind == "1d" or degree == 1:
         return None
-    reasons = {
-        "pipeline": "whose stages send each other rows that all tensor ranks have",
-        "context": "which cuts the rows that a mesh deals out whole",
-        "expert": "whose tokens are sent with their whole hidden states",
-    }
-    for name, reason in reasons.items():
-        if (degree := getattr(layout, name)) > 1:
-            mesh = f"layout.tensor_mesh={layout.tensor_mesh}"
-            return f"layout.{name} is {degree}, {reason}, beside {mesh}; set it to 1 or tensor_mesh to 1d"
-    return None
+    return f"layout.{split} is {degree}, {reason}, beside layout.tensor_mesh={kind}; set it to 1 or tensor_mesh to 1d"
 
 
 @rule(RUN_RULES, "layout.tensor_mesh", "model")
@@ -87,28 +76,6 @@ def indivisible_blocks(spec: ModelSpec, kind: str, side: int) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "layout.tensor_mesh", "levers")
-def blocks_are_computed_whole(run: Run) -> str | None:
-    kind, levers = run.layout.tensor_mesh, run.levers
-    if kind == "1d":
-        return None
-    if levers.tiles > 1:
-        return f"levers.tiles is {levers.tiles}, but a {kind} mesh sends blocks of all tokens at once; set it to 1"
-    if levers.update_in_backward:
-        return (
-            f"levers.update_in_backward needs gradients that are whole when a layer is done, but a {kind} mesh sums "
-            "those of norms and copies once a step; set it to false"
-        )
-    if levers.checkpoint_keep == "matmuls":
-        return f"levers.checkpoint_keep is matmuls, but products of a {kind} mesh are sums of several; set attention"
-    if levers.checkpoint_budget_bytes is not None:
-        return (
-            f"levers.checkpoint_budget_bytes chooses by the sizes of whole rows, which ranks of a {kind} mesh do not "
-            "have; use levers.checkpoint_every"
-        )
-    return None
-
-
 @rule(RUN_RULES, "layout.tensor_mesh", "layout.micro_batch")
 def a_mesh_deals_out_rows(run: Run) -> str | None:
     layout = run.layout
@@ -118,18 +85,3 @@ def a_mesh_deals_out_rows(run: Run) -> str | None:
         f"layout.micro_batch is {layout.micro_batch}, but a {layout.tensor_mesh} mesh of {layout.tensor} ranks deals "
         f"out rows in {layout.row_parts} parts; give a multiple of that"
     )
-
-
-@rule(RUN_RULES, "layout.tensor_mesh", "levers.optimizer_states", "model")
-def blocks_keep_whole_blocks_of_states(run: Run) -> str | None:
-    kind, spec = run.layout.tensor_mesh, run.spec
-    if kind == "1d" or spec is None or run.levers.optimizer_states != "8bit":
-        return None
-    side = run.layout.tensor_axes[1]
-    parts = side * side if kind == "3d" else side
-    if any(size // parts % BLOCK_8BIT for size in (spec.hidden_size, spec.query_size, spec.mlp_size)):
-        return (
-            f"levers.optimizer_states is 8bit, whose blocks of {BLOCK_8BIT} do not divide rows cut in {parts} by a "
-            f"{kind} mesh; take bf16"
-        )
-    return None

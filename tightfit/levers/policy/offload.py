@@ -23,6 +23,16 @@ SCALE_BYTES = 4
 """A float32 per row of a checkpoint in fp8."""
 
 
+def offloads_states(levers: "Levers") -> bool:
+    """Whether optimizer states, with masters where there are any, are in host memory."""
+    return levers.offload != "none"
+
+
+def offloads_weights(levers: "Levers") -> bool:
+    """Whether layers' weights are there as well, and come to the GPU one layer after another."""
+    return levers.offload == "weights"
+
+
 def whole_that_fit(sizes_bytes: Iterable[float], room_bytes: float) -> int:
     """How many of these, taken in order, fit whole: nothing is taken after the first that does not.
 
@@ -41,7 +51,7 @@ def whole_that_fit(sizes_bytes: Iterable[float], room_bytes: float) -> int:
 
 def bounds_gradients(levers: "Levers") -> bool:
     """Whether gradients are sent as they come, and no more than so many bytes of them wait on the GPU."""
-    return levers.offload != "none" and levers.update_in_backward
+    return offloads_states(levers) and levers.update_in_backward
 
 
 def put_off_bytes(gradient_bytes: int) -> int:

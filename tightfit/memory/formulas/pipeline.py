@@ -8,15 +8,17 @@ kept meanwhile, as is what the stage sent on:
     interleaved  2 (K − r − 1) + (v − 1) K + 1 pieces of a rank's v, at most M v   (Narayanan et al. 2021b)
     zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: weights' gradients wait as long,
                                                           on rank r those of min(M, r + 1) micro-batches)
+    2bw          K − r on rank r, from one step into the next (Narayanan et al. 2021b, PipeDream-2BW)
     zb-v         min(M, 2 K − r − 1) + min(M, r + 1) pieces of a rank's two (Qi et al. 2024): K micro-batches
-
-Not here: the buffered weight versions of PipeDream, which flushing every step does without.
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout, stages_of_rank
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.recompute import recomputed_layers
 from tightfit.memory.formulas.cut import cut
 from tightfit.models.spec import ModelSpec
@@ -31,19 +33,27 @@ class PipelineStage(NamedTuple):
     has_embedding: bool
     has_head: bool
 
+    def shares_embedding(self, spec: ModelSpec) -> bool:
+        """Whether its embedding is its output projection."""
+        return spec.tied and self.has_embedding and self.has_head
+
+
+def pipeline_stages(spec: ModelSpec, length: int, layout: Layout) -> tuple[PipelineStage, ...]:
+    """What each pipeline rank holds; of several pieces, as many layers as if they were neighbours."""
+    if layout.pipeline == 1:
+        return (PipelineStage(rank=0, first=0, last=spec.layers, has_embedding=True, has_head=True),)
+    return _pipeline_stages(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
+
 
 @lru_cache(maxsize=4096)
-def pipeline_stage(
-    spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int, *, in_v: bool = False
-) -> PipelineStage:
-    """What pipeline rank `rank` holds; of several pieces, as many layers as if they were neighbours."""
+def _pipeline_stages(
+    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool
+) -> tuple[PipelineStage, ...]:
     counts = layer_counts(spec, length, pipeline, pieces, in_v=in_v)
-    return PipelineStage(
-        rank=rank,
-        first=sum(counts[:rank]),
-        last=sum(counts[: rank + 1]),
-        has_embedding=rank == 0,
-        has_head=rank == (0 if in_v else pipeline - 1),
+    lasts, head_rank = tuple(accumulate(counts)), 0 if in_v else pipeline - 1
+    return tuple(
+        PipelineStage(rank, first=last - count, last=last, has_embedding=rank == 0, has_head=rank == head_rank)
+        for rank, (count, last) in enumerate(zip(counts, lasts, strict=True))
     )
 
 
@@ -55,25 +65,30 @@ def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in
     return tuple(sum(spans[stage][1] - spans[stage][0] for stage in own) for own in stages)
 
 
+def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
+    """Pipeline ranks of which one is the fullest."""
+    if layout.pipeline == 1:
+        return (0,)
+    every, count = levers.checkpoint_every, levers.num_checkpoints
+    spec, micro_batches = workload.spec, layout_micro_batches(workload, layout)
+    return _telling_ranks(spec, workload.sequence_length, layout, micro_batches, every=every, count=count)
+
+
 @lru_cache(maxsize=4096)
-def telling_ranks(
+def _telling_ranks(
     spec: ModelSpec, length: int, layout: Layout, micro_batches: int, *, every: int, count: int
 ) -> tuple[int, ...]:
-    """Ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
+    """The first has most in flight and the embedding, the last the head.
 
     Between them, of those with equal layers (`every` and `count` say which are recomputed) and gradients from before or
     none, the first has most in flight; where backward is split, the last one has most gradients waiting for weights.
     """
+    stages = pipeline_stages(spec, length, layout)
     alike: dict[tuple[int, bool], list[int]] = {}
-    shape = layout.pipeline, layout.stages_per_rank
-    ranks = range(layout.pipeline)
-    stages = tuple(pipeline_stage(spec, length, *shape, rank, in_v=layout.in_v) for rank in ranks)
     for rank, example in enumerate(_first_alike(spec, stages, every=every, count=count)):
         alike.setdefault((example, forwards_come_first(layout, rank, micro_batches)), []).append(rank)
-    found = {each[0] for each in alike.values()}
-    if layout.splits_backward:
-        found |= {each[-1] for each in alike.values()}
-    return tuple(sorted(found))
+    lasts = {ranks[-1] for ranks in alike.values()} if layout.splits_backward else set[int]()
+    return tuple(sorted(lasts | {ranks[0] for ranks in alike.values()}))
 
 
 @lru_cache(maxsize=4096)
@@ -91,6 +106,11 @@ def _first_alike(spec: ModelSpec, stages: tuple[PipelineStage, ...], *, every: i
     return tuple(found)
 
 
+def layout_micro_batches(workload: Workload, layout: Layout) -> int:
+    """Micro-batches of a step on each data rank."""
+    return max(1, workload.global_batch // (layout.micro_batch * layout.data))
+
+
 def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
     """Pieces of the model (a rank's layers / stages_per_rank) whose activations rank `rank` keeps at the fullest."""
     K, v = layout.pipeline, layout.stages_per_rank
@@ -98,7 +118,7 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
         return 1
     if layout.schedule == "gpipe" or (layout.schedule == "1f1b" and micro_batches < K):  # as pipeline_engine.py
         return micro_batches
-    if layout.schedule == "1f1b":
+    if layout.schedule in ("1f1b", "2bw"):
         return min(micro_batches, K - rank)
     if layout.schedule == "zero-bubble":
         return min(micro_batches, K)
@@ -108,5 +128,10 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
 
 
 def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
-    """Whether rank `rank` is fullest before its first backward for weights has ended, when there are no gradients."""
+    """Whether rank `rank` is fullest before its first backward for weights has ended, when there are no gradients.
+
+    Without a flush between steps there always are some.
+    """
+    if layout.has_two_versions:
+        return False
     return pieces_in_flight(layout, rank, micro_batches) >= micro_batches * layout.stages_per_rank

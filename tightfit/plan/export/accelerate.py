@@ -8,6 +8,7 @@ from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.plan.export.deepspeed import data_only
+from tightfit.plan.export.host_states import host_states
 from tightfit.plan.plan import Plan
 
 MIXED = {"bf16": "bf16", "fp16": "fp16", "pure-bf16": "no", "fp32": "no"}
@@ -35,9 +36,10 @@ def accelerate_config(plan: Plan) -> dict[str, Any]:
 
 
 def _kind(plan: Plan) -> str:
-    if plan.layout.zero or plan.levers.offload == "weights":
+    on_host = host_states(plan.levers)
+    if plan.layout.zero or on_host.weights:
         return "FSDP"
-    if plan.levers.offload == "optimizer":
+    if on_host.optimizer:
         raise UserError(
             "FSDP2 offloads weights and optimizer together, but the plan has levers.offload=optimizer without ZeRO; "
             "plan with -o levers.offload=weights"
@@ -51,7 +53,7 @@ def _fsdp(plan: Plan) -> dict[str, Any]:
         "fsdp_reshard_after_forward": plan.layout.zero == 3,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_activation_checkpointing": plan.levers.checkpoint_every > 0,
-        "fsdp_offload_params": plan.levers.offload != "none",
+        "fsdp_offload_params": host_states(plan.levers).optimizer,
         "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }

@@ -18,6 +18,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.plan.batch import batch_of
+from tightfit.plan.export.host_states import HostStates, host_states
 from tightfit.plan.plan import Plan
 
 CLIP_NORM = 1.0
@@ -48,7 +49,7 @@ def settings(workload: Workload, layout: Layout, levers: Levers, optimizer: Mapp
         "gradient_clipping": optimizer.get("clip_norm", CLIP_NORM),
         **_precision(workload),
         "optimizer": {"type": "AdamW", "params": _adamw(optimizer)},
-        "zero_optimization": _zero(layout, levers.offload),
+        "zero_optimization": _zero(layout, host_states(levers)),
     }
 
 
@@ -90,14 +91,13 @@ def _precision(workload: Workload) -> dict[str, Any]:
     return {}
 
 
-def _zero(layout: Layout, offload: str) -> dict[str, Any]:
-    """Offload needs a stage that splits what is offloaded, on one GPU too."""
-    stage = max(layout.zero, {"none": 0, "optimizer": 2, "weights": 3}[offload])
+def _zero(layout: Layout, on_host: HostStates) -> dict[str, Any]:
+    stage = max(layout.zero, on_host.least_zero)
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     host = {"device": "cpu", "pin_memory": True}
-    if offload != "none":
+    if on_host.optimizer:
         zero["offload_optimizer"] = host
-    if offload == "weights":
+    if on_host.weights:
         zero["offload_param"] = host
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True

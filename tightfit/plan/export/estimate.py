@@ -32,7 +32,7 @@ class EngineEstimate:
 
 
 def engine_estimate(plan: Plan, engine_name: EngineName) -> EngineEstimate:
-    """Of `plan` run by another engine: levers that it lacks are left out."""
+    """The estimate of `plan` run by another engine: levers that it lacks are left out."""
     workload = replace(plan.workload, engine_name=engine_name)
     lacking = dict(workload.engine.fixed_levers)
     levers = Levers.model_validate({**plan.levers.model_dump(), **lacking})

@@ -15,7 +15,7 @@ from tightfit.plan.deployment import PREFILL_TOKENS, SHARE, Deployment
 
 MARK = "Written by tightfit from its plan"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1024)
-"""Of adapters, as vLLM takes them."""
+"""Ranks of adapters that vLLM takes."""
 NO_ADAPTERS: Mapping[str, str] = {}
 
 

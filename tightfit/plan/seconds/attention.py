@@ -29,17 +29,14 @@ def attention_pairs(spec: ModelSpec, sequence_length: int) -> float:
     return windowed_share * windowed + (1 - windowed_share) * full
 
 
-def layer_attention(
-    spec: ModelSpec, rates: Rates, *, rows: int, sequence_length: int, tensor: int, context: int
-) -> Attention:
-    """Of `rows` rows; tensor ranks split heads, context ranks queries."""
-    tokens = rows * sequence_length / context
+def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_length: int, tensor: int) -> Attention:
+    """Attention of `tokens` queries to their rows of `sequence_length`; tensor ranks split heads."""
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor
     forward_s = backward_s = 0.0
     for share, row_pairs, kernel in _kernels(spec, rates, sequence_length):
-        pairs = rows * row_pairs / context
+        pairs = tokens / sequence_length * row_pairs
         forward_flops = pair_flops * (pairs + tokens * kernel.forward_token_keys / 2)
         backward_flops = BACKWARD_WORK * pair_flops * (pairs + tokens * kernel.backward_token_keys / 2)
         forward_s += share * forward_flops / kernel.forward_flop_s
@@ -64,7 +61,7 @@ def _kernels(spec: ModelSpec, rates: Rates, sequence_length: int) -> list[tuple[
 
 
 def _windowed_pairs(spec: ModelSpec, sequence_length: int) -> float:
-    """Of one row in a layer with the model's window."""
+    """Pairs of one row in a layer with the model's window."""
     window = min(spec.window or sequence_length, sequence_length)
     return window * sequence_length - window**2 / 2
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from tightfit.plan.seconds.overlap import with_contention_s
 
 MERGE_BYTES = 2 * 4 + 2
-"""Of a number that is merged: the sum read and written in float32, and the addend in 16 bits."""
+"""Bytes per number that is merged: the sum read and written in float32, and the addend in 16 bits."""
 MERGED_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadExchange:
-    """Of one layer and micro-batch, one way."""
+    """The exchange of heads in one layer for one micro-batch, one way."""
 
     sent_s: float
     """The all-to-alls of queries, keys and values, and of outputs."""
@@ -39,7 +39,7 @@ class HeadExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Of one layer and micro-batch."""
+    """The ring in one layer for one micro-batch."""
 
     ranks: int
     send_s: float
@@ -48,7 +48,7 @@ class Ring:
     """Their gradients, to the next rank."""
     query_numbers: float
     key_numbers: float
-    """Of keys and values together."""
+    """Numbers of keys and values together."""
     bytes_s: float
 
     def forward_s(self, attention_s: float) -> float:

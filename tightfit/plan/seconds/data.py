@@ -62,7 +62,7 @@ class DataTraffic:
         return micro_batches * each_s + self.between_copies_s
 
     def _alone_s(self, layout: Layout, micro_batches: int) -> float:
-        """Of an engine that reduces after backward and gathers before forward."""
+        """Seconds of an engine that reduces after backward and gathers before forward."""
         if layout.zero == 0:
             return self.all_reduce_s
         reductions = 1 if layout.zero == 1 else micro_batches
@@ -73,7 +73,7 @@ class DataTraffic:
 def data_traffic(
     group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
 ) -> DataTraffic:
-    """Of a rank with `layers` layers, on a card that copies `bytes_s`."""
+    """Traffic of a rank with `layers` layers, on a card that copies `bytes_s`."""
     shards = layout.sharing
     dense_group = group(layout.tensor, shards)
     expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))

@@ -18,7 +18,7 @@ from tightfit.plan.seconds.products import mlp_columns, routed_share
 from tightfit.plan.seconds.rates import Rates
 
 NORM_PASSES = 2, 3
-"""Of one more norm after a block, forward and backward."""
+"""Passes of one more norm after a block, forward and backward."""
 CAP_PASSES = 12.0
 ROUTED_PASSES = 3, 7
 """Over experts' rows: gathered (2) and added up (1); in backward gradients and tokens gathered (4), two input gradients
@@ -41,7 +41,7 @@ class Elementwise:
 
     @property
     def forward_s(self) -> float:
-        """Of a layer."""
+        """Seconds of a layer."""
         return self.norms_s + self.rope_s + self.gate_s
 
 
@@ -55,7 +55,7 @@ def layer_elementwise(
     sequence_parallel: bool,
     number_bytes: int,
 ) -> Elementwise:
-    """Of `tokens` tokens; tensor ranks split norms where they split the stream, and all else."""
+    """Elementwise work on `tokens` tokens; tensor ranks split norms where they split the stream, and all else."""
     passes = layer_passes(engine, spec)
     norms = 2 if spec.sandwich_norms else 1
     norm_width = spec.hidden_size * (passes.stream[0] + 2 * (norms - 1) * NORM_PASSES[0])
@@ -90,5 +90,5 @@ def _plain_passes(passes: Passes, spec: ModelSpec) -> float:
 
 
 def layer_passes(engine: Engine, spec: ModelSpec) -> Passes:
-    """Those of `engine` over a layer of this family."""
+    """Passes of `engine` over a layer of this family."""
     return engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes

@@ -12,6 +12,7 @@ With a scale per row the weights' gradients stay products in bf16. One more pass
 """
 
 from tightfit.hardware.efficiency import Efficiency
+from tightfit.hardware.launches import LAYER, Launch
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.engine import OURS, Engine
 from tightfit.jobs.levers import Levers
@@ -20,6 +21,11 @@ from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.products import mlp_columns
 
 SUM_BYTES = 6
+
+
+def fp8_launch(levers: Levers) -> Launch | None:
+    """What the host launches of a layer with such products alone; None without."""
+    return None if levers.matmul == "native" else LAYER[f"matmul={levers.matmul}"]
 
 
 def fp8_more_s(

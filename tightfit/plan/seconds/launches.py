@@ -1,12 +1,12 @@
 """Launches: what the host needs to launch a micro-batch's kernels and the update's (hardware/launches.py).
 
 Levers are taken to add up: what checkpointing adds to a layer's launches is paid by layers that are computed again,
-what fp8 adds by all. Tiles' share is linear in their number, with what they add beside checkpointing measured apart.
+what others add (`ADDED`) by all. Layers in tiles are a layer of their own (tiles.py).
 Layers of other families launch more: norms of queries and keys and after blocks are counted, and inside backward an
 update for each tensor. Routed layers launch as many as others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from tightfit.hardware.calibration import Calibration
@@ -26,7 +26,11 @@ from tightfit.hardware.launches import (
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.fp8 import fp8_launch
+from tightfit.plan.seconds.offload import offload_launch
+from tightfit.plan.seconds.optimizer import update_launch
 from tightfit.plan.seconds.recompute import Recompute
+from tightfit.plan.seconds.tiles import TiledLaunches, tiled_launches
 
 PLAIN = LAYER[""]
 RECOMPUTED = {
@@ -34,6 +38,8 @@ RECOMPUTED = {
     "attention": LAYER["checkpoint_every=1 checkpoint_keep=attention"],
     "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
 }
+ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, update_launch, offload_launch)
+"""Levers that add launches to every layer: those of a layer with that lever alone, or None where it is not pulled."""
 LAYER_MATRICES = 7
 
 
@@ -44,15 +50,16 @@ def host_share(calibration: Calibration | None) -> float:
 
 def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec) -> tuple[float, float]:
     """Host seconds of forward and backward of one micro-batch through `layers` layers."""
-    forward_ms, backward_ms = PLAIN if levers.tiles == 1 else _tiled(levers.tiles)
-    norms = 2 * (spec.qk_norm + spec.sandwich_norms) * (1 if levers.tiles == 1 else levers.tiles)
+    tiled = tiled_launches(levers)
+    forward_ms, backward_ms = PLAIN if tiled is None else tiled.layer
+    norms = 2 * (spec.qk_norm + spec.sandwich_norms) * (1 if tiled is None else tiled.pieces)
     biases = _biases(spec)
     more_forward_ms = norms * NORM.forward_ms + biases * BIAS.forward_ms
     forward_ms += more_forward_ms
     backward_ms += norms * NORM.backward_ms + biases * BIAS.backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
         backward_ms += max(0, layer_tensors(spec) - USUAL_TENSORS) * TENSOR_UPDATE_MS
-    for share, more, base in _additions(levers, recompute):
+    for share, more, base in _additions(levers, recompute, tiled):
         forward_ms += share * (more.forward_ms - base.forward_ms)
         backward_ms += share * (more.backward_ms - base.backward_ms)
     return 1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms)
@@ -70,26 +77,16 @@ def _biases(spec: ModelSpec) -> int:
     return 3 * spec.qkv_bias + spec.output_bias + (3 if spec.gated else 2) * spec.mlp_bias
 
 
-def _additions(levers: Levers, recompute: Recompute) -> Iterator[tuple[float, Launch, Launch]]:
+def _additions(
+    levers: Levers, recompute: Recompute, tiled: TiledLaunches | None
+) -> Iterator[tuple[float, Launch, Launch]]:
     """Share of layers that pay what one measurement has beyond another."""
     for level, share in recompute.shares:
-        if levers.tiles > 1:
-            yield share, LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"]
-        else:
-            yield share, RECOMPUTED[level], PLAIN
-    if levers.matmul != "native":
-        yield 1.0, LAYER[f"matmul={levers.matmul}"], PLAIN
-    if levers.update_in_backward:
-        yield 1.0, LAYER["update_in_backward=true"], PLAIN
-    if levers.offload != "none":
-        yield 1.0, LAYER["offload=optimizer"], PLAIN
-
-
-@lru_cache
-def _tiled(tiles: int) -> Launch:
-    """On the line through two and eight tiles."""
-    few, many = LAYER["tiles=2"], LAYER["tiles=8"]
-    return Launch(*(a + (b - a) * (tiles - 2) / 6 for a, b in zip(few, many, strict=True)))
+        more, base = (RECOMPUTED[level], PLAIN) if tiled is None else tiled.compared
+        yield share, more, base
+    for added in ADDED:
+        if (launch := added(levers)) is not None:
+            yield 1.0, launch, PLAIN
 
 
 def update_launch_s(levers: Levers, *, wide: bool, layers: int, layer_params: float, ends: float) -> float:

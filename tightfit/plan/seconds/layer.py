@@ -10,7 +10,7 @@ from tightfit.plan.seconds.products import Products, head_filled_share, head_for
 from tightfit.plan.seconds.rates import Rates
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200; cards of other generations have 80 to 150."""
+"""An H100 or H200 has so many; cards of other generations have 80 to 150."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class LayerTime:
     elementwise: Elementwise
     head_forward_s: float
     head_filled_share: float = 1.0
-    """Of the card, while the head's input gradient is made."""
+    """The share of the card that is busy while the head's input gradient is made."""
 
     @property
     def forward_s(self) -> float:
@@ -42,7 +42,7 @@ class LayerTime:
 
 
 def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
-    """Of the fused loss in 16 bits; other engines' logits come whole."""
+    """The share of the card that the fused loss fills in 16 bits; other engines compute all logits at once."""
     if workload.precision == "fp32" or workload.engine.passes.logits is not None:
         return 1.0
     return head_filled_share(
@@ -57,17 +57,16 @@ def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
 def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
     """One micro-batch of `layout`."""
     spec, tensor = workload.spec, layout.tensor
-    tokens = layout.micro_batch * workload.sequence_length / layout.context
+    tokens = float(layout.micro_batch * layout.local_length(workload.sequence_length))
     return LayerTime(
         tokens=tokens,
         products=layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
         attention=layer_attention(
             spec,
             rates,
-            rows=layout.micro_batch,
+            tokens=tokens,
             sequence_length=workload.sequence_length,
             tensor=tensor,
-            context=layout.context,
         ),
         elementwise=layer_elementwise(
             spec,

@@ -13,12 +13,13 @@ This is a run of many steps: where each step is waited for by itself, nothing is
 from dataclasses import dataclass
 
 from tightfit.hardware.efficiency import Efficiency
+from tightfit.hardware.launches import LAYER, Launch
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes, state_format
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, offloads_states, offloads_weights
 from tightfit.memory.formulas.states import kept_weights
 from tightfit.plan.seconds.parameters import RankParams
 
@@ -30,9 +31,14 @@ Attention's blocks take as long as rows are, and their share of a layer grows wi
 layers of 8B at 32 768 tokens: 1.05 ms a piece)."""
 
 
+def offload_launch(levers: Levers) -> Launch | None:
+    """What the host launches of a layer whose states alone are offloaded; None without."""
+    return LAYER["offload=optimizer"] if offloads_states(levers) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadTime:
-    """Of one rank's host link."""
+    """Seconds that a step waits for one rank's link to the host."""
 
     workload: Workload
     machine: Machine
@@ -50,7 +56,7 @@ class OffloadTime:
         forward_weights_s, weights_s = self._weights_s(levers)
         forward_left_s = max(0.0, max(checkpoints_s, forward_weights_s) - forward_s)
         backward_left_s = max(0.0, checkpoints_s + weights_s - backward_s)
-        if levers.offload == "none":
+        if not offloads_states(levers):
             return self.micro_batches * (forward_left_s + backward_left_s)
         passing = self._states(levers)
         with_states_s = (
@@ -70,7 +76,7 @@ class OffloadTime:
         Masters come a piece at a time and are cast on arrival. The cast waits for a running block of the step's
         kernels to end, and the next piece for the cast; attention's blocks take as long as rows are.
         """
-        if levers.offload != "weights":
+        if not offloads_weights(levers):
             return 0.0, 0.0
         workload = self.workload
         each_bytes = WIDE_BYTES if workload.has_masters else workload.weight_bytes
@@ -94,7 +100,7 @@ class OffloadTime:
         late = min(away, waiting_bytes / self.workload.weight_bytes)
         after = min(away - late, embedding)
         late_s = late * each_s
-        if levers.offload == "optimizer":  # in line behind the embedding: measured steps hide nothing of it
+        if not offloads_weights(levers):  # in line behind the embedding: measured steps hide nothing of it
             return _StateTraffic(
                 forward_s=0.0, backward_s=(away - late - after) * each_s, after_s=after * each_s + late_s
             )
@@ -113,9 +119,9 @@ class OffloadTime:
         return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
 
     def _passing_bytes(self, levers: Levers) -> float:
-        """Of one weight, each way: moments, and the master or a weight that is away as well."""
+        """Bytes per weight, each way: moments, and the master or a weight that is away as well."""
         workload = self.workload
-        updated = WIDE_BYTES if workload.has_masters else workload.weight_bytes if levers.offload == "weights" else 0
+        updated = WIDE_BYTES if workload.has_masters else workload.weight_bytes if offloads_weights(levers) else 0
         return moment_bytes(levers, wide=workload.updates_wide) + updated
 
     def _away(self, levers: Levers) -> float:
@@ -125,7 +131,7 @@ class OffloadTime:
             return owned
         kept_bytes = moment_bytes(levers, wide=workload.updates_wide)
         kept_bytes += WIDE_BYTES if workload.has_masters else 0
-        kept_bytes += workload.weight_bytes if levers.offload == "weights" else 0
+        kept_bytes += workload.weight_bytes if offloads_weights(levers) else 0
         return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)
 
 

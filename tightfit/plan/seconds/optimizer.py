@@ -10,13 +10,20 @@ which the host is ahead of the card: counted as much.
 """
 
 from tightfit.hardware.efficiency import Efficiency
+from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.state_format import moment_bytes, state_format
+from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
+from tightfit.levers.policy.offload import offloads_states
 from tightfit.plan.seconds.parameters import RankParams
 
 WIDE_BYTES = 4
+
+
+def update_launch(levers: Levers) -> Launch | None:
+    """What the host launches of a layer that is updated inside backward; None otherwise."""
+    return LAYER["update_in_backward=true"] if levers.update_in_backward else None
 
 
 def update_s(
@@ -39,15 +46,15 @@ def update_s(
 
 
 def sum_bytes(workload: Workload, layout: Layout) -> int:
-    """Of one weight and further micro-batch: its gradient read, and added to the sum."""
+    """Bytes moved per weight and further micro-batch: its gradient is read, and added to the sum."""
     return workload.weight_bytes + 2 * _gradient_bytes(workload, layout)
 
 
 def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
-    """Of one weight that a rank updates, its gradient's norm included."""
+    """Bytes moved per weight that a rank updates, with its gradient read for the norm."""
     wide = workload.updates_wide
     gradient = _gradient_bytes(workload, layout)
-    if levers.offload != "none":
+    if offloads_states(levers):
         return gradient
     weight = workload.weight_bytes
     updated = WIDE_BYTES if workload.has_masters else weight
@@ -68,7 +75,7 @@ def _gradient_bytes(workload: Workload, layout: Layout) -> int:
 
 
 def _between_operations_bytes(gradient: int, updated: int) -> int:
-    """Of one weight, between the operations of levers/optimizer_states.py: what a single kernel would not move.
+    """Bytes per weight between the operations of levers/optimizer_states.py, which a single kernel would not move.
 
     The gradient is read twice more, for norms of rows and columns; it is widened (w) and multiplied by the clipping
     factor (rw); the first moment is widened (w), decayed (rw), added to (rwr) and narrowed (r); √v is made (w) and
@@ -85,5 +92,5 @@ def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
 
 
 def _counts_as_torch(levers: Levers, *, wide: bool) -> bool:
-    plain = levers.rounding == "nearest" and levers.offload == "none"
-    return plain and state_format(levers, wide=wide) == ("fp32" if wide else "bf16")
+    """Whether it is torch's AdamW, or moves as much inside backward."""
+    return is_torch_adamw(levers, wide=wide, or_inside_backward=True)

@@ -1,7 +1,7 @@
 """Overlap: traffic that runs beside compute costs what compute does not hide, and slows what hides it."""
 
 CONTENTION = 16 / 132
-"""Of an H100's multiprocessors, those that NCCL's kernels take (one per channel) from the compute they hide behind."""
+"""Share of an H100's multiprocessors that NCCL's kernels take (one per channel) from the compute they hide behind."""
 
 
 def with_contention_s(traffic_s: float, exposed_s: float) -> float:

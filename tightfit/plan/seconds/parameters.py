@@ -9,7 +9,7 @@ from tightfit.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParams:
-    """Of a whole model."""
+    """Parameter counts of a whole model."""
 
     layer: int
     """One average layer without its experts."""
@@ -35,17 +35,17 @@ def model_params(spec: ModelSpec) -> ModelParams:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParams:
-    """Of the fullest pipeline rank, after tensor and expert ranks have split them."""
+    """Parameter counts of the fullest pipeline rank, after tensor and expert ranks have split them."""
 
     dense: float
     experts: float
     root: float
-    """Of the dense ones, embedding and head: FSDP's root, which stays gathered between forward and backward."""
+    """Embedding and head, part of the dense ones: FSDP2's root, which stays gathered between forward and backward."""
     owned: float
     """What is left to update after ZeRO."""
     owned_embedding: float
     owned_ends: float
-    """Of the owned ones, the embedding's, and those of embedding and head."""
+    """The owned parameters of the embedding, and of embedding and head."""
 
     @property
     def held(self) -> float:
@@ -54,12 +54,12 @@ class RankParams:
 
     @property
     def root_share(self) -> float:
-        """Of what is gathered."""
+        """The root's share of what is gathered."""
         return self.root / self.held
 
 
 def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:
-    """Of a rank with `layers` layers; of a pipeline's ranks one has the embedding and another the head."""
+    """Counts of a rank with `layers` layers; of a pipeline's ranks one has the embedding and another the head."""
     model = model_params(spec)
     either_end = max(spec.embedding_params, spec.vocab_size * spec.hidden_size)
     ends = either_end if layout.pipeline > 1 else model.ends

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from tightfit.jobs.levers import LOSS_CHUNK_BYTES
+from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.models.spec import Latent, ModelSpec
 from tightfit.plan.seconds.rates import Rates
@@ -23,7 +23,8 @@ GROUP_ROWS = 100
 """Rows that each expert's group costs besides its own: 128 experts of 512 rows reach 535 TFLOP/s, 64 of 1 024 reach
 600, 8 of 2 048 reach 708 (calibration.csv, "grouped product")."""
 LEAST_FILLED = 0.33
-"""Of a card, where cuBLAS splits a long sum over multiprocessors (family_truth.csv: 640 to 1 152 columns)."""
+"""The least share of a card that is filled: cuBLAS splits long sums over multiprocessors (family_truth.csv: 640 to
+1 152 columns)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Linear:
 
     @property
     def weights(self) -> float:
-        """Of all of them."""
+        """All matrices together."""
         return self.count * self.inputs * self.outputs
 
 
@@ -48,18 +49,18 @@ class Linears:
     keys_values: Linear
     output: Linear
     up: Linear
-    """And the gate, where there is one."""
+    """Up projection, and the gate where there is one."""
     down: Linear
 
     @property
     def weights(self) -> float:
-        """That multiply each token."""
+        """Weights that multiply each token."""
         return sum(each.weights for each in (self.queries, self.keys_values, self.output, self.up, self.down))
 
 
 @cache
 def layer_linears(spec: ModelSpec) -> Linears:
-    """Of the average layer of `spec`."""
+    """The linear layers of the average layer of `spec`."""
     hidden, columns = spec.hidden_size, mlp_columns(spec)
     query_columns, key_columns = spec.query_size, spec.kv_size
     if spec.latent is not None:  # as many products as two narrow ones after another have
@@ -110,7 +111,7 @@ class Products:
 
     @property
     def forward_s(self) -> float:
-        """All of them."""
+        """All products of a layer."""
         return self.qkv_s + self.output_s + self.up_s + self.down_s
 
 
@@ -124,7 +125,7 @@ def grouped_share(spec: ModelSpec, tokens: float) -> float:
 
 
 def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> Products:
-    """Of `tokens` tokens on one of `tensor` ranks."""
+    """Products of one layer for `tokens` tokens, on one of `tensor` ranks."""
     linears = layer_linears(spec)
 
     def seconds(linear: Linear, reached: float = 1.0) -> float:

@@ -21,7 +21,7 @@ NUMBERS: dict[PrecisionName, Number] = {"fp32": "fp32", "bf16": "bf16", "pure-bf
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:
-    """Of one attention kernel."""
+    """What one attention kernel reaches."""
 
     forward_flop_s: float
     backward_flop_s: float
@@ -31,13 +31,13 @@ class AttentionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one card; hardware/efficiency.py says where each share was measured."""
+    """What one card reaches; hardware/efficiency.py says where each share was measured."""
 
     product_flop_s: float
     product_fixed_s: float
-    """Of each matrix product, to fill and empty the card."""
+    """Seconds of each matrix product to fill and empty the card."""
     head_flop_s: float
-    """Of the large products of the output projection."""
+    """Rate of the large products of the output projection."""
     attention_forward_flop_s: float
     attention_backward_flop_s: float
     forward_token_keys: float
@@ -46,9 +46,9 @@ class Rates:
     bytes_s: float
     """Read and written, of kernels that memory bounds."""
     unaligned_share: float = 1.0
-    """Of the head's rate, where the vocabulary is no multiple of 8."""
+    """The share of the head's rate that is reached where the vocabulary is no multiple of 8."""
     windowed: "AttentionRates | None" = None
-    """Of layers that see through windows or cap their scores, which take our own kernel; None where none do."""
+    """Rates of layers with windows or capped scores, which take our own kernel; None where there are none."""
     score_passes: tuple[float, float] = (0.0, 0.0)
     """Over all scores of attention, forward and backward, where no kernel spares them."""
 
@@ -58,12 +58,13 @@ def card_peak_flop_s(precision: PrecisionName, machine: Machine) -> float:
     card, number = machine.accelerator, NUMBERS[precision]
     peak_tflop_s = card.rates.of(number)
     if peak_tflop_s is None:
-        raise UserError(f"{card.name} has no {number} units; use --precision fp16 or another card")
+        others = " or ".join(name for name in ("bf16", "fp16", "fp32") if card.rates.of(NUMBERS[name]))
+        raise UserError(f"{card.name} has no {number} units; use --precision {others} or another card")
     return peak_tflop_s * 1e12
 
 
 def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> Rates:
-    """Of `machine`'s cards."""
+    """Rates of `machine`'s cards for `workload`."""
     card = machine.accelerator
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
     wide, head_dim = workload.precision == "fp32", workload.spec.head_dim

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.checkpointing import is_checkpointed
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.recompute import KeepLevel, is_checkpointed
+from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.memory.formulas.keeping import layer_levels
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.plan.seconds.layer import LayerTime
+from tightfit.plan.seconds.tiles import second_half_is_computed_again
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Of one micro-batch on the slowest pipeline rank."""
+    """What is computed again for one micro-batch on the slowest pipeline rank."""
 
     seconds: float
     shares: tuple[tuple[KeepLevel, float], ...]
@@ -28,7 +30,7 @@ class Recompute:
 
     @property
     def share(self) -> float:
-        """Of layers that are computed again."""
+        """The share of layers that are computed again."""
         return sum(share for _, share in self.shares)
 
 
@@ -36,7 +38,7 @@ NONE = Recompute(0.0, ())
 
 
 def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTime, layers: int) -> Recompute:
-    """Of `layers` layers."""
+    """What is computed again of `layers` layers."""
     if not is_checkpointed(levers):
         return NONE
     shares = _shares(workload, layout, levers, layers)
@@ -50,7 +52,7 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
         and spec.experts is None
         and layout.tensor == 1
     )
-    tiled = levers.tiles > 1
+    tiled = second_half_is_computed_again(levers)
     seconds = sum(share * _layer_s(layer, level, tiled=tiled, skips_last=tiled or plain) for level, share in shares)
     matmuls_share = sum(share for level, share in shares if level == "matmuls")
     seconds += matmuls_share * (1 - engine.kept_product_share) * layer.products.forward_s
@@ -60,12 +62,12 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
 def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> tuple[tuple[KeepLevel, float], ...]:
     if levers.checkpoint_budget_bytes is None and not levers.num_checkpoints:
         return ((levers.checkpoint_keep, math.ceil(layers / levers.checkpoint_every) / layers),)
-    levels = layer_levels(workload.spec, levers, local_shape(workload, layout, levers), 0, layers)
+    levels = layer_levels(local_shape(workload, layout, levers), levers, range(layers))
     return tuple((level, levels.count(level) / len(levels)) for level in sorted(set(levels) - {"everything"}))
 
 
 def _layer_s(layer: LayerTime, level: KeepLevel, *, tiled: bool, skips_last: bool) -> float:
-    """Of one layer that keeps `level`."""
+    """Seconds to compute a layer again that keeps `level`."""
     products, elementwise = layer.products, layer.elementwise
     passes_s = elementwise.norms_s + elementwise.rope_s + (0.0 if skips_last else elementwise.gate_s)
     if level == "matmuls":

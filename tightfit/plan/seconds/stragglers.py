@@ -9,10 +9,10 @@ from functools import cache
 from statistics import NormalDist
 
 SPREAD = 0.025
-"""Of one card's compute time; from published runs of 8 to 512 cards (benchmarks/published.py)."""
+"""Relative spread of one card's compute time; from published runs of 8 to 512 cards (benchmarks/published.py)."""
 
 
 @cache
 def straggler_share(ranks: int) -> float:
-    """Of compute, the time that the slowest of `ranks` cards takes longer than the average one."""
+    """How much longer the slowest of `ranks` cards computes than the average one, as a share."""
     return 0.0 if ranks == 1 else SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))

@@ -24,7 +24,7 @@ class TensorCalls:
     reduce_scatters: int = 0
 
     def plus(self, other: "TensorCalls") -> "TensorCalls":
-        """Both."""
+        """Calls of both together."""
         return TensorCalls(
             all_reduces=self.all_reduces + other.all_reduces,
             all_gathers=self.all_gathers + other.all_gathers,
@@ -37,26 +37,26 @@ class TensorCalls:
 
 
 def forward_calls(layers: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
-    """Of a forward pass through `layers`; `ends` is 1 for the embedding and the loss together, 0 without them."""
+    """Collectives of a forward pass; `ends` is 1 for the embedding and the loss together, 0 without them."""
     pairs = 2 * layers + ends
     return TensorCalls(all_gathers=pairs, reduce_scatters=pairs) if sequence_parallel else TensorCalls(pairs)
 
 
 def backward_calls(layers: int, recomputed: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
-    """Of the backward pass, in which `recomputed` of the layers are run again and the others gather again."""
+    """Collectives of backward, in which `recomputed` of the layers are run again and the others gather again."""
     made = forward_calls(layers, sequence_parallel=sequence_parallel, ends=ends)
     again = recompute_calls(recomputed, sequence_parallel=sequence_parallel)
     return made.plus(again).plus(regather_calls(layers - recomputed, sequence_parallel=sequence_parallel))
 
 
 def recompute_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:
-    """Of computing layers again."""
+    """Collectives of computing layers again."""
     twice = 2 * layers
     return TensorCalls(all_gathers=twice, reduce_scatters=twice) if sequence_parallel else TensorCalls(layers)
 
 
 def regather_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:
-    """Of bringing back what the blocks of layers took in: a block ahead of backward, which hides them."""
+    """Collectives that gather the blocks' inputs again, one block ahead of backward, which hides them."""
     return TensorCalls(all_gathers=2 * layers if sequence_parallel else 0)
 
 
@@ -65,17 +65,17 @@ class TensorTraffic:
     """Seconds of one micro-batch on the pipeline rank with most layers."""
 
     one_way_s: float
-    """Of forward, and as much of backward."""
+    """Forward, and backward as much."""
     recompute_s: float
-    """Of computing all layers again."""
+    """Computing all layers again."""
     regather_s: float
-    """Of gathering all layers' inputs again, behind backward."""
+    """Gathering all layers' inputs again, behind backward."""
     once_s: float = 0.0
-    """Of summing gradients over copies, once a step."""
+    """Summing gradients over copies, once a step."""
 
 
 def tensor_traffic(group: Group, layout: Layout, layer_counts: Sequence[int], hidden_bytes: float) -> TensorTraffic:
-    """Of the rank with most of `layer_counts`, whose collectives are over `hidden_bytes` each."""
+    """Traffic of the rank with most of `layer_counts`, whose collectives are over `hidden_bytes` each."""
     layers, split = max(layer_counts), layout.sequence_parallel
     reduce_s, gather_s = group.all_reduce_s(hidden_bytes), group.all_gather_s(hidden_bytes)
 

@@ -74,7 +74,7 @@ class MeshMessages:
         return self.tokens / self.layout.row_parts
 
     def layer(self, *, backward: bool) -> list[Message]:
-        """Of one layer."""
+        """Messages of one layer."""
         spec = self.spec
         inner = (spec.mlp_size,) * (2 if spec.gated else 1)
         keys = (spec.kv_size,) * 2
@@ -112,7 +112,7 @@ class MeshMessages:
             yield Message(kind="reduce_scatter", axis=axis, elements=self.tokens * out / square)
 
     def _statistics(self, axis: Literal["row", "column"], *, backward: bool) -> Message:
-        """Of a norm over columns that several ranks have."""
+        """The message of a norm over columns that several ranks have."""
         if self.spec.norm != "layer":
             return Message(kind="all_reduce", axis=axis, elements=self._rows, wide=True)
         if backward:
@@ -129,7 +129,7 @@ class MeshMessages:
             yield from [gathered.conjugate if backward else gathered] * 2
 
     def ends(self, *, backward: bool) -> list[Message]:
-        """Of the embedding, the last norm and the loss (but for four numbers a row that it combines)."""
+        """Messages of the embedding, the last norm and the loss (but for four numbers a row that it combines)."""
         spec, side = self.spec, self._side
         stream = self._rows * spec.hidden_size
         table = -(-spec.vocab_size // side) * spec.hidden_size

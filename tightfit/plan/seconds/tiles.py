@@ -3,19 +3,51 @@
 Forward copies what tiles make into whole tensors, and joins groups of heads. Backward computes both halves again, but
 for what the last product would make, does the same copies for gradients, and adds the weights' gradients up in float32:
 the first is widened, further ones are added, the sum is narrowed. Every product comes in as many pieces as there are
-tiles, each with the fixed time of one.
+tiles, each with the fixed time of one. The host launches each piece's kernels: so many more on the line through the
+launches of two and of eight tiles, and what is computed again beside them was measured apart.
 """
 
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.rates import Rates
 
 NARROW, WIDE = 1, 2
-"""Of a number, in widths of bf16."""
+"""Widths of a number, in those of bf16."""
 WIDENED, ADDED, NARROWED = NARROW + WIDE, NARROW + 2 * WIDE, WIDE + NARROW
 PRODUCTS = 7
-"""Of a layer; backward has two for each, and all but one again."""
+"""Matrix products of a layer; backward has two for each, and computes all but one again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledLaunches:
+    """The host's milliseconds of launching one layer in tiles."""
+
+    pieces: int
+    layer: Launch
+    compared: tuple[Launch, Launch] = (LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"])
+    """A layer that is computed again, whatever it keeps, and the same one that is not."""
+
+
+def tiled_launches(levers: Levers) -> TiledLaunches | None:
+    """None for layers that work on whole sequences."""
+    return None if levers.tiles == 1 else _launches_in(levers.tiles)
+
+
+@lru_cache
+def _launches_in(tiles: int) -> TiledLaunches:
+    few, many = LAYER["tiles=2"], LAYER["tiles=8"]
+    layer = Launch(*(a + (b - a) * (tiles - 2) / 6 for a, b in zip(few, many, strict=True)))
+    return TiledLaunches(pieces=tiles, layer=layer)
+
+
+def second_half_is_computed_again(levers: Levers) -> bool:
+    """Whether backward computes all that follows attention again anyway, checkpointed or not."""
+    return levers.tiles > 1
 
 
 def tiled_more_s(

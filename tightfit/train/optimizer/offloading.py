@@ -21,6 +21,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.levers.host_update import HostUpdates, faster_route
 from tightfit.levers.offload import LAYERS, ON_GPU, placements
+from tightfit.levers.policy.offload import offloads_states
 from tightfit.levers.shard_streaming import ShardStream
 from tightfit.levers.state_link import OffloadedMatrix, StateLink
 from tightfit.levers.weight_streaming import WEIGHT, StreamedParameter, WeightStream
@@ -53,6 +54,20 @@ class Offloading:
         self.link = StateLink(device, frees_gradients=levers.update_in_backward)
         self.matrices: dict[str, OffloadedMatrix] = {}
         self.stream: WeightStream | None = None
+
+    @classmethod
+    def asked_for(
+        cls,
+        named: Named,
+        levers: Levers,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        sharded: nn.Module | None,
+    ) -> "Offloading | None":
+        """None where all states stay on the GPU; FSDP2's modules are looked for in `sharded`."""
+        if not offloads_states(levers):
+            return None
+        return cls(named, levers, device, compute_dtype, Shards(sharded))
 
     def is_offloaded(self, name: str) -> bool:
         """Whether this parameter's states are on the host."""

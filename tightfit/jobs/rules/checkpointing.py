@@ -1,23 +1,23 @@
-"""What levers contradict each other in, whatever the model and the machine."""
+"""What recomputed layers do not go with."""
 
 from typing import TYPE_CHECKING
 
-from tightfit.jobs.rules.rule import Rule, first_refusal, rule
+from tightfit.jobs.rules.rule import LEVER_RULES, RUN_RULES, Run, rule
 
 if TYPE_CHECKING:
     from tightfit.jobs.levers import Levers
 
-LEVER_RULES: "list[Rule[Levers]]" = []
 
-
-def refused_levers(levers: "Levers") -> str | None:
-    """The first contradiction; None where there is none."""
-    return first_refusal(LEVER_RULES, levers)
-
-
-def recomputes(levers: "Levers") -> bool:
+def is_checkpointed(levers: "Levers") -> bool:
     """Whether any layer may be computed again in backward."""
     return bool(levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None)
+
+
+def missing_layers(count: int, model_layers: int) -> str | None:
+    """About more layers to recompute than a model has."""
+    if count <= model_layers:
+        return None
+    return f"levers.num_checkpoints is {count}, but the model has {model_layers} layers; give at most that many"
 
 
 @rule(LEVER_RULES, "checkpoint_every", "num_checkpoints")
@@ -45,16 +45,9 @@ def keeping_needs_recomputed_layers(levers: "Levers") -> str | None:
     return None
 
 
-@rule(LEVER_RULES, "checkpoint_keep", "tiles")
-def tiles_do_not_hold_products(levers: "Levers") -> str | None:
-    if levers.checkpoint_keep == "matmuls" and levers.tiles > 1:
-        return "levers.checkpoint_keep is matmuls, which levers.tiles are there not to hold; set it to attention"
-    return None
-
-
 @rule(LEVER_RULES, "offload_checkpoints", "checkpoint_every", "num_checkpoints", "checkpoint_budget_bytes")
 def offloaded_checkpoints_need_checkpoints(levers: "Levers") -> str | None:
-    if levers.offload_checkpoints and not recomputes(levers):
+    if levers.offload_checkpoints and not is_checkpointed(levers):
         return "levers.offload_checkpoints moves checkpoints, but levers.checkpoint_every is 0; set it to 1"
     return None
 
@@ -72,4 +65,24 @@ def host_settings_need_offloaded_checkpoints(levers: "Levers") -> str | None:
     given = next((name for name, default in names if getattr(levers, name) != default), None)
     if given and not levers.offload_checkpoints:
         return f"levers.{given} is for offloaded checkpoints; set levers.offload_checkpoints to true"
+    return None
+
+
+@rule(RUN_RULES, "levers.num_checkpoints", "model")
+def checkpointed_layers_exist(run: Run) -> str | None:
+    return None if run.spec is None else missing_layers(run.levers.num_checkpoints, run.spec.layers)
+
+
+@rule(RUN_RULES, "levers.checkpoint_keep", "levers.checkpoint_budget_bytes", "layout.tensor_mesh")
+def a_mesh_keeps_attention_or_nothing(run: Run) -> str | None:
+    kind, levers = run.layout.tensor_mesh, run.levers
+    if kind == "1d":
+        return None
+    if levers.checkpoint_keep == "matmuls":
+        return f"levers.checkpoint_keep is matmuls, but products of a {kind} mesh are sums of several; set attention"
+    if levers.checkpoint_budget_bytes is not None:
+        return (
+            f"levers.checkpoint_budget_bytes chooses by the sizes of whole rows, which ranks of a {kind} mesh do not "
+            "have; use levers.checkpoint_every"
+        )
     return None

@@ -1,0 +1,61 @@
+"""What context ranks do not go with."""
+
+from typing import TYPE_CHECKING
+
+from tightfit.jobs.rules.rule import LAYOUT_RULES, RUN_RULES, Run, rule
+from tightfit.jobs.rules.shapes import indivisible, unshared_heads, unshared_rows
+from tightfit.jobs.rules.tensor_mesh import beside_a_mesh
+
+if TYPE_CHECKING:
+    from tightfit.jobs.layout import Layout
+
+
+@rule(LAYOUT_RULES, "ring", "context")
+def a_ring_is_of_context_ranks(layout: "Layout") -> str | None:
+    if layout.context % layout.ring:
+        return (
+            f"layout.ring is {layout.ring}, which does not divide the {layout.context} context ranks; give a divisor, "
+            "or 1 to exchange heads alone"
+        )
+    return None
+
+
+@rule(LAYOUT_RULES, "context", "tensor_mesh")
+def meshes_deal_out_whole_rows(layout: "Layout") -> str | None:
+    return beside_a_mesh(layout, "context", "which cuts the rows that a mesh deals out whole")
+
+
+@rule(RUN_RULES, "layout.context", "layout.ring", "layout.tensor", "model")
+def context_ranks_share_heads(run: Run) -> str | None:
+    layout = run.layout
+    if run.spec is None or layout.exchanging == 1 or indivisible(run.spec, layout.tensor):  # which tensor.py refuses
+        return None
+    return unshared_heads(run.spec, layout.tensor, layout.exchanging, layout.context)
+
+
+@rule(RUN_RULES, "layout.context", "layout.ring", "data.sequence_length")
+def context_ranks_share_rows(run: Run) -> str | None:
+    if run.sequence_length is None or run.layout.context == 1:
+        return None
+    return unshared_rows(run.sequence_length, run.layout.context, run.layout.ring)
+
+
+@rule(RUN_RULES, "experts.capacity_factor", "layout.context")
+def capacities_are_of_whole_rows(run: Run) -> str | None:
+    limited = run.spec is not None and run.spec.experts is not None and run.spec.experts.capacity_factor is not None
+    if limited and run.layout.context > 1:
+        return (
+            f"experts.capacity_factor counts the tokens of whole rows, but layout.context is {run.layout.context}, "
+            "whose ranks have pieces of them; drop one of the two"
+        )
+    return None
+
+
+@rule(RUN_RULES, "distill.attention", "layout.context")
+def maps_are_of_whole_rows(run: Run) -> str | None:
+    if run.compares_attention and run.layout.context > 1:
+        return (
+            f"distill.attention compares maps of whole rows, but layout.context is {run.layout.context}; set it to 1 "
+            "or distill.attention to 0"
+        )
+    return None
