@@ -8,6 +8,7 @@ SAID = {
     ("one stream", "fp32", "transformers, one by one"): "| `transformers` generate, float32 | 1 | {} |",
     ("16 requests", "fp32", "transformers, one by one"): "| the same, one after the other | 16 of mixed lengths | {} |",
     ("16 requests", "fp32", "transformers, padded batch"): "| the same, one padded batch | 16 of mixed lengths | {} |",
+    ("one stream", "fp32", "llama.cpp"): "| llama.cpp, fp32 file (we read 16 bits) | 1 | {} |",
     ("one stream", "fp16", "llama.cpp"): "| llama.cpp, fp16 file | 1 | {} |",
     ("one stream", "q8_0", "llama.cpp"): "| llama.cpp, q8_0 file (we compute in float32) | 1 | {} |",
 }
