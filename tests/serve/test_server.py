@@ -113,6 +113,12 @@ def test_completions_take_texts_and_tokens(client: openai.OpenAI, tokenizer: Tok
     assert parts == [choice.text for choice in both.choices]
 
 
+def test_a_bias_decides(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    wanted = tokenizer.encode("the")[0]
+    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 3, "temperature": 0, "logit_bias": {str(wanted): 100}}
+    assert client.completions.create(**asked).choices[0].text == tokenizer.decode([wanted] * 3)
+
+
 def test_logprobs_come_with_their_tokens(client: openai.OpenAI) -> None:
     made = client.chat.completions.create(
         model="tiny",

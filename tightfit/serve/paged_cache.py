@@ -98,14 +98,9 @@ class PagedCache:
     ) -> Tensor:
         """Attention [N, heads, D] of one query each, whose key and value [N, 2, kv_heads, D] are stored: in as few
         operations as torch has for it, since for one token they take longer to call than to compute."""
-        own = self.storage[layer]
-        own.flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
-        count, heads, D = query.shape
-        found = own.index_select(1, step.flat_tables).view(2, count, -1, *own.shape[3:])
-        key, value = found[:, :, : step.longest].transpose(2, 3).unbind()
-        grouped = query.reshape(count, key.shape[1], -1, D)
-        mask = step.single_bias(window, query.dtype)
-        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(count, heads, D)
+        assert not self.is_quantized
+        self.storage[layer].flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
+        return self._singles(step, query, layer, scale, window, None, None)
 
     def _store(self, layer: int, part: int, step: Step, given: Tensor) -> Tensor:
         """Keys or values [1, kv_heads, N, D] into the cache; returned as they will be read from it."""
@@ -192,15 +187,22 @@ class PagedCache:
                 sinks=sinks,
             )
         count, heads, D = query.shape
-        found = (self._gathered(layer, part, step.tables, step.longest) for part in (0, 1))
-        key, value = (part.transpose(1, 2) for part in found)  # [singles, kv_heads, keys, D]
+        key, value = self._single_keys_values(step, layer)
         mask = step.single_mask(window)
         if sinks is not None:
             return sink_attention_eager(query[:, :, None], key, value, sinks, mask, scale=scale)[:, :, 0]
         if softcap is not None:
             return attention_eager(query[:, :, None], key, value, mask, scale=scale, softcap=softcap)[:, :, 0]
-        grouped = query.reshape(count, key.shape[1], -1, D)
-        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(count, heads, D)
+        grouped, bias = query.reshape(count, key.shape[1], -1, D), step.single_bias(window, query.dtype)
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale).reshape(count, heads, D)
+
+    def _single_keys_values(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the single tokens' sequences, [singles, kv_heads, keys, D] each."""
+        found = self.storage[layer].index_select(1, step.flat_tables)
+        if self.is_quantized:
+            found = decode(found, self.scales[layer].index_select(1, step.flat_tables), self.form, self.dtype)
+        key, value = found.view(2, step.singles, -1, *found.shape[3:])[:, :, : step.longest].transpose(2, 3)
+        return key, value
 
     def _pieces(
         self,

@@ -1,0 +1,24 @@
+"""What the page says of the engine on a CPU is what was measured last."""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SAID = {
+    ("one stream", "fp32", "transformers, one by one"): "| `transformers` generate, float32 | 1 | {} |",
+    ("16 requests", "fp32", "transformers, one by one"): "| the same, one after the other | 16 of mixed lengths | {} |",
+    ("16 requests", "fp32", "transformers, padded batch"): "| the same, one padded batch | 16 of mixed lengths | {} |",
+    ("one stream", "fp32", "llama.cpp"): "| llama.cpp, fp32 file (we read 16 bits) | 1 | {} |",
+    ("one stream", "fp16", "llama.cpp"): "| llama.cpp, fp16 file | 1 | {} |",
+    ("one stream", "q8_0", "llama.cpp"): "| llama.cpp, q8_0 file (we compute in float32) | 1 | {} |",
+}
+
+
+def test_the_page_has_the_newest_ratios() -> None:
+    with (ROOT / "benchmarks/results/serve_cpu.csv").open(encoding="utf-8", newline="") as file:
+        newest = {(row["case"], row["weights"], row["peer"]): row for row in csv.DictReader(file)}
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    for key, line in SAID.items():
+        assert line.format(newest[key]["ratio"]) in page
+    ours = [row for (_, _, peer), row in newest.items() if peer.startswith("transformers")]
+    assert all(row["agreeing"] == row["requests"] for row in ours)
