@@ -18,6 +18,9 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import load_model
 from tightfit.models.saving import export_model, write_model
 from tightfit.models.tokenizer import train_tokenizer
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.sampling import Sampling as ServedSampling
+from tightfit.serve.start import sample_streams, start_engine
 from tightfit.train.evaluation import evaluate_source
 
 SIZES = [0, 1, 7, 8, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 9, BLOCK_BYTES * BLOCKS_AT_ONCE + 5]
@@ -132,6 +135,10 @@ def test_weights_that_are_no_numbers_get_a_sentence(model: Path, tmp_path: Path)
     for temperature in (0.0, 0.8):
         with pytest.raises(UserError, match="values that are no numbers: its weights are damaged"):
             next(continue_text(loaded, "a", Sampling(temperature=temperature))[0])
+        with pytest.raises(UserError, match="values that are no numbers: its weights are damaged"):
+            sample_streams(loaded, "a", ServedSampling(temperature=temperature))
+    with pytest.raises(UserError, match="values that are no numbers: its weights are damaged"):
+        start_engine(str(tmp_path / "nan"), EngineConfig(), device="cpu")
     with pytest.raises(UserError, match=r"the loss of .* is nan: its weights are damaged"):
         evaluate_source(str(tmp_path / "nan"), [str(tmp_path / "text.txt")], sequence_length=16, cache=tmp_path)
 

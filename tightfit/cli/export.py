@@ -9,6 +9,7 @@ from tightfit.cli.options import ModelSource, Verify
 
 WHOLE = ("fp32", "bf16", "fp16", "q8_0")
 """Number formats that are written weight by weight, without text that says what matters."""
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def export(
@@ -61,6 +62,8 @@ def refuse_export_options(target: Path, form: str, dtype: str | None, data: list
 
     if form != "gguf" and target.suffix.lower() == ".gguf":
         raise UserError(f"{target} is named as a GGUF file, but --format is {form}; leave --format out, or .gguf")
+    if form != "gguf" and target.suffix.lower() in WEIGHT_FILES:
+        raise UserError(f"{target} is named as a file of weights, but {form} is a directory; name one, or a .gguf file")
     if form not in ("hf", "gguf") and (dtype is not None or not verify):
         raise UserError(f"--dtype and --no-verify are for hf and gguf; {form} keeps the codes as they are")
     if data and (dtype or "bf16") in WHOLE:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tightfit.bounded_files import user_path
 from tightfit.bounded_yaml import read_yaml, read_yaml_text
 from tightfit.errors import UserError
+from tightfit.jobs.fields import field_rows
 from tightfit.jobs.job import Job
 from tightfit.jobs.section import Section
 
@@ -124,6 +125,9 @@ def _section(location: Sequence[str]) -> type[Section]:
 def _nearest(location: Sequence[str]) -> str:
     names = list(_section(location).model_fields)
     near = difflib.get_close_matches(location[-1], names, n=1)
+    elsewhere = [row.path for row in field_rows() if row.path.rpartition(".")[2] == location[-1]]
+    if elsewhere and not near:
+        return f"; did you mean {' or '.join(elsewhere)}?"
     return f"; did you mean {near[0]}?" if near else f"; the fields there are {', '.join(names)}"
 
 

@@ -119,10 +119,20 @@ def _next_logits(model: Decoder, tokens: Tensor, cache: KeyValueCache) -> Tensor
 
 
 @torch.inference_mode()
-def _sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One token per row of `logits`, [B, 1]."""
+def check_numbers(model: Decoder) -> None:
+    """Refuse a model whose weights are damaged; one token shows it, as a value that is no number spreads to all."""
+    _refuse_nan(model(torch.zeros(1, 1, dtype=torch.long, device=model.embed.weight.device)).logits)
+
+
+def _refuse_nan(logits: Tensor) -> None:
     if bool(logits.isnan().any()):
         raise UserError(f"the model computes values that are no numbers: {NOT_FINITE}")
+
+
+@torch.inference_mode()
+def _sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """One token per row of `logits`, [B, 1]."""
+    _refuse_nan(logits)
     if sampling.temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial(probabilities(logits, sampling), 1, generator=generator)

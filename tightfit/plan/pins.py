@@ -58,7 +58,8 @@ def _value(section: str, name: str, text: str) -> Any:
     schema = SECTIONS[section]
     info = schema.model_fields.get(name)
     if info is None:
-        near = difflib.get_close_matches(name, schema.model_fields, n=1)
+        near = [f"{other}.{name}" for other in SECTIONS if name in SECTIONS[other].model_fields]
+        near = near or difflib.get_close_matches(name, schema.model_fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(schema.model_fields)}"
         raise UserError(f"there is no field {section}.{name} to pin; {hint}")
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tightfit.errors import UserError
-from tightfit.models.generate import prompt_tokens
+from tightfit.models.generate import check_numbers, prompt_tokens
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
 from tightfit.serve.adapters import load_adapters
 from tightfit.serve.config import EngineConfig
@@ -55,6 +55,7 @@ def start_engine(
     where = pick_device(device)
     dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
     loaded = load_model(source, device=where, dtype=dtype)
+    check_numbers(loaded.model)
     smaller = None
     if draft is not None:
         smaller = load_model(draft, device=where, dtype=dtype).model
@@ -79,6 +80,7 @@ def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *,
     """The same of a prompt that has been tokenized."""
     tokenizer, positions = loaded.tokenizer, loaded.model.spec.max_positions
     assert tokenizer is not None, "whose prompt is this?"
+    check_numbers(loaded.model)
     if len(prompt) + sampling.max_tokens > positions > len(prompt):
         left = positions - len(prompt)
         print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
