@@ -178,9 +178,7 @@ def _question(
     spec = reshaped(resolve_spec(model), shape, model)
     spec = spec if taught is None else taught.experts.applied(spec)
     if not job and model not in PRESETS:
-        from tightfit.jobs.paths import absolute  # with the schema of a whole job, which a preset needs not
-
-        job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
+        job = _of_files(model)
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
     workload = make_workload(
         spec,
@@ -203,6 +201,13 @@ def _question(
         steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
         job=job,
     )
+
+
+def _of_files(model: str) -> dict[str, Any]:
+    """What a job says of a model that is not a preset."""
+    from tightfit.jobs.paths import absolute  # with the schema of a whole job, which a preset needs not
+
+    return {"model": {"source": str(absolute(Path(model).expanduser()))}}
 
 
 def _decided(section: str, fields: Any) -> list[str]:

@@ -16,6 +16,7 @@ from tightfit.hardware.sustained import product_share
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
 from tightfit.plan.candidate import Candidate
@@ -58,9 +59,20 @@ class Question:
         return SearchSpace(self.workload, self.machine, pins, self.lossy)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """`candidate` as a plan for this question."""
-        return Plan.of(
-            candidate, model=self.model, workload=self.workload, machine=self.machine, steps=self.steps, job=self.job
+        """`candidate` as a plan for this question, with its ledger."""
+        return Plan(
+            model=self.model,
+            workload=self.workload,
+            machine=self.machine,
+            layout=candidate.layout,
+            levers=candidate.levers,
+            ledger=training_ledger(self.workload, candidate.layout, candidate.levers),
+            time=candidate.time,
+            gpu_peak_bytes=candidate.gpu_bytes,
+            host_peak_bytes=candidate.host_peak_bytes,
+            saving_bytes=candidate.saving_bytes,
+            steps=self.steps,
+            job=self.job,
         )
 
 

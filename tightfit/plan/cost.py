@@ -207,15 +207,7 @@ class LayoutCost:
         # One micro-batch: the card's own work, and what it waits for the host to launch.
         forward_s, backward_s = self._compute_s(levers)
         again = recompute(costs.workload, layout, levers, self.layer, self.layers)
-        update = update_s(
-            costs.workload,
-            layout,
-            levers,
-            self.params,
-            costs.efficiency,
-            micro_batches=micro,
-            bytes_s=costs.rates.bytes_s,
-        )
+        update = self._update_s(levers)
         waits_s = self._waits_s(levers, again, forward_s=forward_s, backward_s=backward_s, update_s=update)
 
         # And its traffic that waits in line.
@@ -296,6 +288,19 @@ class LayoutCost:
             one_layer_s = host_backward_s / self.layers
             return forward_late_s + max(one_layer_s, host_backward_s - card_backward_s - update_s)
         return max(forward_late_s, host_forward_s + host_backward_s - forward_s - card_backward_s)
+
+    def _update_s(self, levers: Levers) -> float:
+        """The card's seconds of AdamW and of adding up gradients."""
+        costs = self.costs
+        return update_s(
+            costs.workload,
+            self.layout,
+            levers,
+            self.params,
+            costs.efficiency,
+            micro_batches=self.micro_batches,
+            bytes_s=costs.rates.bytes_s,
+        )
 
     def _update_launch_s(self, levers: Levers) -> float:
         """The host's seconds of launching the update; inside backward, launches.py counts it with the layers."""

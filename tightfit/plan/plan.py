@@ -21,10 +21,8 @@ from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
-from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
-from tightfit.plan.candidate import Candidate
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.steptime import StepTime
 
@@ -49,33 +47,6 @@ class Plan:
     """which so much of it is for."""
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        candidate: Candidate,
-        *,
-        model: str,
-        workload: Workload,
-        machine: Machine,
-        steps: int | None = None,
-        job: Mapping[str, Any] | None = None,
-    ) -> "Plan":
-        """The plan that follows `candidate`, with its ledger."""
-        return cls(
-            model=model,
-            workload=workload,
-            machine=machine,
-            layout=candidate.layout,
-            levers=candidate.levers,
-            ledger=training_ledger(workload, candidate.layout, candidate.levers),
-            time=candidate.time,
-            gpu_peak_bytes=candidate.gpu_bytes,
-            host_peak_bytes=candidate.host_peak_bytes,
-            saving_bytes=candidate.saving_bytes,
-            steps=steps,
-            job=job or {},
-        )
 
     @property
     def fits(self) -> bool:
