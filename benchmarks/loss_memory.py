@@ -4,17 +4,17 @@ Llama-3.1-8B's shape, one sequence of 32 768 tokens, every layer checkpointed, b
 The allocator notes when Python asks for memory, which is long before the GPU gets there: so that the time axis is the
 GPU's, every launch waits for its kernel (CUDA_LAUNCH_BLOCKING). That costs a few per cent of the step time shown.
 
+The picture's curves are the simulation's, on fake tensors, so that it can be drawn anywhere; the peaks that a GPU
+measured are marked on them.
+
     python -m benchmarks.loss_memory --results DIR         (an 80 GB GPU or more; --model and --seq for smaller ones)
-    python -m benchmarks.loss_memory --draw                (the picture again, from the curves that were kept)
+    python -m benchmarks.loss_memory --draw                (the picture alone: no GPU needed)
 """
 
 import argparse
+import csv
 import gc
-import json
 import os
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
@@ -29,12 +29,12 @@ from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.pins import parse_pins
+from tightfit.report.simulated import simulate_timeline
 from tightfit.report.timeline import Timeline, draw_timelines, recorded
 from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
 
 SETTINGS = Optimizer(lr=1e-5)
-CURVES = "loss_memory_curves.json"
-POINTS = 800
 
 
 def record_step(spec: ModelSpec, length: int, impl: Implementations) -> tuple[Timeline, float]:
@@ -64,14 +64,13 @@ def record_step(spec: ModelSpec, length: int, impl: Implementations) -> tuple[Ti
 
 
 def main(model: str, length: int, folder: Path, commit: str | None) -> None:
-    """Record both, append the rows, keep the curves, draw the picture."""
-    spec, timelines = resolve_spec(model), {}
+    """Record both, append the rows, draw the picture."""
+    spec = resolve_spec(model)
     for name, impl in (
         ("plain loss", Implementations(linear_cross_entropy="eager")),
         ("fused loss", Implementations()),
     ):
         timeline, loss = record_step(spec, length, impl)
-        timelines[name] = timeline
         gc.collect()
         torch.cuda.empty_cache()
         milliseconds = timeline.positions[-1]
@@ -83,31 +82,39 @@ def main(model: str, length: int, folder: Path, commit: str | None) -> None:
         }
         print(row, f"{milliseconds:.0f} ms, loss {loss:.4f}")
         append_row("loss_memory", {**row, "step_ms": f"{milliseconds:.0f}"}, folder=folder, commit=commit)
-    keep_curves(timelines, f"{model} shape, one step of {length:,} tokens, layers checkpointed", folder)
-    draw(folder)
+    draw(model, length, folder)
 
 
-def keep_curves(timelines: Mapping[str, Timeline], title: str, folder: Path) -> None:
-    """So many points that the picture is the same, in one file that replaces the last."""
-    curves = {name: asdict(timeline.thinned(POINTS)) for name, timeline in timelines.items()}
-    for curve in curves.values():
-        curve["positions"] = [round(position, 2) for position in curve["positions"]]
-    (folder / CURVES).write_text(json.dumps({"title": title, "curves": curves}) + "\n", encoding="utf-8")
-
-
-def draw(folder: Path) -> Path:
-    """The picture of the curves that were kept."""
-    try:
-        kept = json.loads((folder / CURVES).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        sys.exit(f"{folder / CURVES} is not there: record a step first, on a GPU, without --draw")
-    timelines = {
-        name: Timeline(**{**curve, "starts": [(start, phase) for start, phase in curve["starts"]]})
-        for name, curve in kept["curves"].items()
+def draw(model: str, length: int, folder: Path) -> Path:
+    """The picture: simulated curves, and the newest measured peaks of the same case."""
+    spec, losses = resolve_spec(model), {"plain loss": "plain", "fused loss": "fused"}
+    curves = {
+        name: simulate_timeline(
+            spec,
+            parse_pins([f"levers.loss={loss}", "levers.checkpoint_every=1"]),
+            sequence_length=length,
+            precision="pure-bf16",
+        )
+        for name, loss in losses.items()
     }
+    peaks, device = measured_peaks(model, length, folder)
+    title = f"{model} shape, one step of {length:,} tokens, layers checkpointed\ncurves: simulated"
+    title += f"; marks: peaks measured on one {device}" if device else ""
     picture = picture_folder(folder) / "loss_memory.png"
-    draw_timelines(timelines, kept["title"], picture)
+    draw_timelines(curves, title, picture, measured_peaks=peaks)
     return picture
+
+
+def measured_peaks(model: str, length: int, folder: Path) -> tuple[dict[str, int], str]:
+    """Bytes by loss and the device, of the newest rows of this case; nothing where none were measured."""
+    try:
+        with (folder / "loss_memory.csv").open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["model"] == model]
+    except FileNotFoundError:
+        return {}, ""
+    rows = [row for row in rows if int(row["sequence_length"]) == length]
+    peaks = {row["loss"]: round(float(row["peak_gib"]) * 2**30) for row in rows}
+    return peaks, rows[-1]["device"] if rows else ""
 
 
 if __name__ == "__main__":
@@ -116,9 +123,9 @@ if __name__ == "__main__":
     parser.add_argument("--seq", type=int, default=32_768)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit")
-    parser.add_argument("--draw", action="store_true", help="only draw what was kept")
+    parser.add_argument("--draw", action="store_true", help="only draw")
     chosen = parser.parse_args()
     if chosen.draw:
-        print(f"picture in {draw(chosen.results)}")
+        print(f"picture in {draw(chosen.model, chosen.seq, chosen.results)}")
     else:
         main(chosen.model, chosen.seq, chosen.results, chosen.commit)

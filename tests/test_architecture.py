@@ -16,7 +16,7 @@ from tightfit.launch.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["printable", "errors", "durable", "bounded_files", "writer_lock"],
+    ["printable", "errors", "durable", "bounded_files", "bounded_yaml", "writer_lock"],
     ["hardware"],
     ["models.spec", "models.presets", "models.hub", "models.resolve", "models.huggingface"],
     ["jobs"],

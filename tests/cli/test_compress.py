@@ -84,7 +84,7 @@ def test_other_ways_to_shrink(
         (("--method", "gtpq"), "unknown"),
         (("--bits", "11"), "2 to 8"),
         (("--method", "gptq", "--group", "32"), "--data"),
-        (("--recipe", "missing.yaml"), "cannot read the recipe"),
+        (("--recipe", "missing.yaml"), "cannot read recipe missing.yaml: No such file"),
         (("--recipe", "missing.yaml", "--bits", "4"), "belong to --method"),
         (("--method", "rtn", "--group", "48"), "whole groups"),
         (("--keep-mlp", "48"), "--method structured"),

@@ -1,6 +1,7 @@
 """Outputs of verbs: files that tightfit did not write are left alone, its own are written again."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,26 @@ def test_what_is_not_ours_is_not_overwritten(say: Say, tmp_path: Path, words: li
     for _ in range(2):  # made, then made again over our own
         assert say(*words, place)[0] == 0
         assert place.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*DRAW, "--out", "pipe.png"],
+        ["plan", "tiny-llama", "--on", "H100-80GB", "--save", "pipe.json"],
+        ["serve", "tiny-llama", "--export", "vllm", "--on", "T4", "--weights", "x", "--out", "pipe.sh"],
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_told_and_stays(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """Reading it, to see whether it is ours, would never end."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo(words[-1])
+    code, told = say(*words)
+    assert code == 2
+    assert words[-1] in told
+    assert Path(words[-1]).is_fifo()
 
 
 def test_measure_leaves_a_user_s_ledger_alone(say: Say, tmp_path: Path, corpus: Path, token_cache: Path) -> None:

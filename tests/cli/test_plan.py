@@ -282,6 +282,16 @@ def test_saving_does_not_overwrite_what_is_no_plan(content: str, tightfit: Any, 
     assert [each.name for each in tmp_path.iterdir()] == ["job.yaml"]
 
 
+def test_a_card_without_narrow_numbers_is_planned_in_wide_ones(tightfit: Any, tmp_path: Path) -> None:
+    fields = "family: Old\nmemory_gb: 24\nbandwidth_gb_s: 300\nfp32: 10\nhost_link: pcie3\npeer_link: pcie3\n"
+    (tmp_path / "card.yaml").write_text(fields)
+    asked = ("plan", "tiny-llama", "--on", tmp_path / "card.yaml", "--seq", 128)
+    assert tightfit(*asked, "--json").json["workload"]["precision"] == "fp32"
+    refused = tightfit(*asked, "--precision", "bf16")
+    assert refused.code == 2
+    assert "has no bf16 units; use --precision fp32 or another card" in refused.err
+
+
 def test_saving_replaces_a_plan(tightfit: Any, tmp_path: Path) -> None:
     for rows in (8, 16):
         assert tightfit(*EIGHT[:-1], rows, "--save", tmp_path / "plan.json").code == 0

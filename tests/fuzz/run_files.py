@@ -8,11 +8,16 @@ from pathlib import Path
 
 from benchmarks.rows import append_row
 from tests.fuzz.changing import changed_bytes, changed_value, dumped, value
-from tests.fuzz.materials import Materials
+from tests.fuzz.materials import TEXTS, Materials
+from tightfit.hardware.calibration import read_calibrations
+from tightfit.hardware.collective_rates import OPERATIONS
+from tightfit.hardware.machine import parse_machine
 from tightfit.memory.comparison import compare, read_ledger
 from tightfit.plan.job import read_job
 from tightfit.plan.plan import Plan
 from tightfit.report.pipeline import read_record
+from tightfit.serve.offline import read_finished, read_prompts, to_request
+from tightfit.serve.sampling import Sampling
 from tightfit.train.checkpoints.directory import read_position
 from tightfit.train.data.loader import make_loader
 from tightfit.train.metrics import MetricsLog, SideFiles, read_metrics
@@ -104,6 +109,49 @@ def results(chance: random.Random, given: Materials, folder: Path) -> Case:
     return lambda: append_row("x", {"a": 1, "b": 2}, folder=folder, commit="c")
 
 
+def prompts(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """A line of `tightfit generate`, and an output that is there already."""
+    line = {"prompt": "a", "id": "x", "max_tokens": 3, "top_p": 0.5, "stop": ["b"], "n": 1, "logit_bias": {"3": 1.0}}
+    other = {**line, "prompt": TEXTS[0], "id": "y"}
+    content = b"\n".join(dumped(chance, changed_value(chance, each, chance.choice((1, 2)))) for each in (line, other))
+    (folder / "in.jsonl").write_bytes(content)
+    answer = {"id": "x", "text": "b", "finish_reason": "stop", "usage": {}}
+    (folder / "out.jsonl").write_bytes(changed_bytes(chance, json.dumps(answer).encode() + b"\n"))
+
+    def run() -> None:
+        for prompt in read_prompts(folder / "in.jsonl"):
+            to_request(prompt, given.tokenizer, Sampling(), folder / "in.jsonl")
+        read_finished(folder / "out.jsonl")
+
+    return run
+
+
+def calibration(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """calibration.json, and a plan's costs with it."""
+    points = [{"operation": name, "payload_bytes": size, "us": 9.0 + size} for name in OPERATIONS for size in (8, 64)]
+    entry = {
+        "device": "x",
+        "date": "today",
+        "products_tflop_s": {"bf16": 9.0},
+        "product_us": 1.0,
+        "attention_tflop_s": {"bf16": [1.0, 2.0]},
+        "copy_gb_s": 1.0,
+        "link_gb_s": 1.0,
+        "link_both_ways": 1.0,
+        "host_adam_params_s": 1.0,
+        "layer_launch_ms": 1.0,
+        "collectives": {"ranks": 2, "backend": "gloo", "points": points},
+    }
+    whole = changed_value(chance, {"format": 1, "devices": {"x": entry}}, chance.choice((1, 1, 2)))
+    (folder / "calibration.json").write_bytes(dumped(chance, whole))
+
+    def run() -> None:
+        for found in read_calibrations(folder / "calibration.json").values():
+            found.efficiency(parse_machine("H100-80GB").accelerator)
+
+    return run
+
+
 KINDS = {
     "metrics.jsonl": metrics,
     "state.json": state,
@@ -112,4 +160,6 @@ KINDS = {
     "ledger.json": ledger,
     "pipeline.json": record,
     "results csv": results,
+    "prompts": prompts,
+    "calibration": calibration,
 }

@@ -32,6 +32,11 @@ def test_wrong_inputs_are_refused_in_a_sentence(given: Materials) -> None:
     assert [f"case {each.number} ({each.kind}): {each.what}" for each in outcomes if each.what] == []
 
 
+def test_the_makefile_says_how_many_are_run() -> None:
+    makefile = Path(__file__).parents[2] / "Makefile"
+    assert f"`make test` runs {CASES} and" in makefile.read_text()
+
+
 def test_what_is_unchanged_is_accepted(given: Materials) -> None:
     """Else refusing everything would pass."""
     from tightfit.jobs.load import parse_job

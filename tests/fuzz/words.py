@@ -9,7 +9,9 @@ import yaml
 
 from tests.fuzz.changing import changed_bytes, changed_value, number, word
 from tests.fuzz.materials import JOB, Materials
+from tightfit.compress.recipe import read_recipe
 from tightfit.hardware.machine import parse_machine
+from tightfit.hardware.own_card import own_card
 from tightfit.hardware.sizes import parse_bytes, parse_count
 from tightfit.jobs.load import load_job, parse_job
 from tightfit.models.loading import has_weights, load_model, source_spec
@@ -142,6 +144,36 @@ def data_name(chance: random.Random, given: Materials, folder: Path) -> Case:
     return lambda: find_sources(names, rows_only=chance.random() < 0.5)
 
 
+def recipe(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """Steps of `tightfit compress`."""
+    steps = [{"method": "gptq", "bits": 4, "group": 64, "layers": "*.mlp.*"}, {"method": "keep", "layers": ["a", "b"]}]
+    path = _yaml_file(chance, steps, folder)
+    return lambda: read_recipe(path)
+
+
+def card(chance: random.Random, given: Materials, folder: Path) -> Case:
+    """A card of one's own."""
+    row = {"family": "x", "memory_gb": 40, "bandwidth_gb_s": 900, "fp32": 30, "bf16": 9, "host_link": "pcie4"}
+    path = _yaml_file(chance, {**row, "peer_link": "pcie4"}, folder)
+    return lambda: own_card(path)
+
+
+def _yaml_file(chance: random.Random, whole: Any, folder: Path) -> Path:
+    """A file with values, lines or bytes that are wrong."""
+    try:
+        text = yaml.safe_dump(changed_value(chance, whole, chance.choice((0, 1, 2))), allow_unicode=True)
+    except (RecursionError, ValueError, yaml.YAMLError):
+        text = "[" * 3000
+    if chance.random() < 0.5:
+        lines = text.splitlines()
+        lines.insert(chance.randrange(len(lines) + 1), chance.choice(SNIPPETS))
+        text = "\n".join(lines)
+    content = text.encode("utf-8", "surrogatepass")
+    path = folder / "steps.yaml"
+    path.write_bytes(changed_bytes(chance, content) if chance.random() < 0.3 else content)
+    return path
+
+
 def _text(chance: random.Random) -> str:
     return chance.choice((word(chance), str(number(chance)), chance.choice(SNIPPETS)))
 
@@ -155,4 +187,6 @@ KINDS = {
     "model name": model_name,
     "model shape": shape,
     "data name": data_name,
+    "recipe": recipe,
+    "card": card,
 }

@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.plan.questions import question
 from tightfit.errors import UserError
 from tightfit.hardware.calibration import CPU, Calibration, calibration_path, read_calibrations, write_calibration
+from tightfit.hardware.collective_rates import OPERATIONS, CollectivePoint, CollectiveRates
 from tightfit.hardware.local import local_machine
 from tightfit.hardware.machine import Machine, machine_of_json, parse_machine
 from tightfit.jobs.layout import Layout
@@ -96,6 +98,43 @@ def test_a_machine_without_a_gpu_is_its_cpu_once_measured(monkeypatch: pytest.Mo
     assert found.plan.levers.offload == "none"
     # 6 × 0.75 million weights × 2048 tokens at 0.1 TFLOP/s take 0.09 s.
     assert 0.05 < found.plan.step_seconds < 0.5
+
+
+def test_measuring_again_keeps_the_exchanges_that_the_doctor_measured() -> None:
+    points = [
+        CollectivePoint(operation=operation, payload_bytes=payload, us=us)
+        for operation in OPERATIONS
+        for payload, us in ((1024, 10.0), (2**20, 90.0))
+    ]
+    exchanges = CollectiveRates(ranks=2, backend="nccl", points=tuple(points))
+    write_calibration(replace(MEASURED, collectives=exchanges))
+    write_calibration(replace(MEASURED, copy_gb_s=1.0))
+    assert read_calibrations()[MEASURED.device] == replace(MEASURED, copy_gb_s=1.0, collectives=exchanges)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"copy_gb_s": "fast"},
+        {"copy_gb_s": 0},
+        {"link_gb_s": float("nan")},
+        {"host_adam_params_s": float("inf")},
+        {"products_tflop_s": 3},
+        {"products_tflop_s": {"bf16": None}},
+        {"attention_tflop_s": {"bf16": ["x", 1]}},
+        {"product_us": -1},
+        {"collectives": {"ranks": 2, "backend": "nccl", "points": []}},
+        {"collectives": {"ranks": 0, "backend": "nccl", "points": []}},
+        {"surprise": 1},
+    ],
+)
+def test_an_entry_that_cannot_be_true_is_a_sentence(change: dict[str, Any]) -> None:
+    path = write_calibration(MEASURED)
+    data = json.loads(path.read_text())
+    data["devices"][MEASURED.device] |= change
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"is not a calibration .*remove it.*tightfit calibrate"):
+        read_calibrations()
 
 
 def test_a_broken_file_is_a_sentence(config: Path) -> None:

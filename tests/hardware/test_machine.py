@@ -8,6 +8,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.driver import DriverFacts, accelerator_of_driver
 from tightfit.hardware.local import local_machine
 from tightfit.hardware.machine import Machine, machine_of_json, parse_machine
+from tightfit.hardware.own_card import own_card
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,11 @@ CARD = "family: MyCard\nmemory_gb: 40\nbandwidth_gb_s: 900\nfp32: 30\nbf16: 120\
 LINES = "host_link: pcie4\npeer_link: nvlink3\n"
 
 
+def test_an_endless_card_is_refused() -> None:
+    with pytest.raises(UserError, match="/dev/zero is a character device"):
+        own_card(Path("/dev/zero"))
+
+
 def test_a_card_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "card.yaml"
     path.write_text(CARD + LINES, encoding="utf-8")
@@ -189,8 +195,12 @@ def test_a_card_of_ones_own(tmp_path: Path) -> None:
         (CARD.replace("fp32: 30", "fp32: fast") + LINES, ["fp32", "fast"]),
         (CARD.replace("memory_gb: 40", "memory_gb: -1") + LINES, ["memory_gb", "-1"]),
         ("[1, 2]\n", ["not a card"]),
-        ("a: b: c\n", ["cannot read"]),
+        ("a: b: c\n", ["line 1", "not valid YAML"]),
         ("\0", ["card"]),
+        ("family: !!timestamp x\n", ["'x' is no timestamp"]),
+        (f"family: {'7' * 5000}\n", ["5,000 characters"]),
+        ("a: &a [*a]\n", ["aliases"]),
+        ("[" * 1500, ["not valid YAML"]),
     ],
 )
 def test_a_card_with_a_mistake_is_one_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -201,5 +211,5 @@ def test_a_card_with_a_mistake_is_one_sentence(tmp_path: Path, text: str, words:
     assert "\n" not in str(error.value)
     for word in [*words, "card.yaml"]:
         assert word in str(error.value)
-    with pytest.raises(UserError, match="no card in"):
+    with pytest.raises(UserError, match=r"cannot read card .*none.yaml: No such file.*; give a YAML file"):
         parse_machine(str(tmp_path / "none.yaml"))

@@ -198,3 +198,12 @@ def test_bench_serve_prints_a_table(directory: Path, capfd: pytest.CaptureFixtur
     rows = json.loads(capfd.readouterr().out)["rows"]
     assert [(row["at_once"], row["requests"]) for row in rows] == [(1, 1), (3, 3)]
     assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert all(row[f"{name}_ms"] <= row[f"{name}_ms_p90"] for row in rows for name in ("first_token", "between_tokens"))
+
+
+def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path) -> None:
+    from tightfit.cli.bench import serve as bench_serve
+
+    for prompt, answer in ((10**12, 2), (8, 10**12)):
+        with pytest.raises(UserError, match=r"are longer than the \d+ that the engine holds; ask for less"):
+            bench_serve(str(directory), at_once=[1], prompt_tokens=prompt, answer_tokens=answer, rounds=1, device="cpu")

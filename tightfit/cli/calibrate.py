@@ -14,11 +14,12 @@ def calibrate(
     The result is kept in your configuration directory. `tightfit plan --on local` and `tightfit train --fit` then count
     with it, and `tightfit hardware` shows it.
     """
-    from tightfit.hardware.calibration import write_calibration
+    from tightfit.hardware.calibration import read_calibrations, write_calibration
     from tightfit.prove.calibrate import calibrate as measure
     from tightfit.report.tables import print_json
     from tightfit.train.precision import choose_device
 
+    read_calibrations()  # a broken file is told of before a minute is spent
     found = measure(choose_device(device), (lambda line: None) if as_json else typer.echo)
     path = write_calibration(found)
     if as_json:

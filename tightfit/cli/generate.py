@@ -35,11 +35,12 @@ def generate(
 
     from tightfit.errors import UserError
     from tightfit.serve.config import EngineConfig
-    from tightfit.serve.offline import answer_file, read_prompts
+    from tightfit.serve.offline import answer_file, read_finished, read_prompts
     from tightfit.serve.sampling import Sampling
     from tightfit.serve.start import start_engine
 
     read_prompts(source)
+    read_finished(target)
     config = EngineConfig(max_sequences=max_sequences, step_tokens=max(2048, max_sequences))
     loaded, engine = start_engine(model, config, device=device, draft=draft)
     if loaded.tokenizer is None:

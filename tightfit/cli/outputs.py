@@ -8,7 +8,7 @@ from tightfit.errors import UserError
 
 def refuse_foreign(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
     """A sentence where `path` exists and is something else than `what` tightfit would write there."""
-    if path.is_file() and not is_ours(path):
+    if path.exists() and not path.is_dir() and not (path.is_file() and is_ours(path)):
         raise UserError(f"{path} exists and is not {what} that tightfit wrote; name another place or remove it first")
 
 
@@ -17,16 +17,17 @@ def is_picture(path: Path) -> bool:
     from tightfit.report.figure import SOFTWARE
 
     try:
-        return SOFTWARE.encode() in path.read_bytes()[:4096]
+        with path.open("rb") as file:
+            return SOFTWARE.encode() in file.read(4096)
     except OSError:
         return False
 
 
 def is_ledger(path: Path) -> bool:
     """Whether `tightfit measure` wrote it."""
-    import json
+    from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 
     try:
-        return {"source", "lines"} <= json.loads(path.read_text(encoding="utf-8")).keys()
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return {"source", "lines"} <= read_json(path, LARGEST_RECORD_BYTES, "a ledger", remedy="").keys()
+    except (UserError, AttributeError):
         return False

@@ -63,7 +63,7 @@ def serve(
     drain_seconds: Annotated[int, typer.Option(help="How long open requests may go on after SIGTERM.", min=0)] = 60,
     tensor: Annotated[int | None, typer.Option(help="Cards that share every layer.", min=1)] = None,
     pipeline: Annotated[int | None, typer.Option(help="Cards that have some of the layers each.", min=1)] = None,
-    replicas: Annotated[int | None, typer.Option(help="Copies of the model behind one address.", min=1)] = None,
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model at one address.", min=1, max=256)] = None,
     export: Annotated[
         Literal["vllm", "k8s"] | None,
         typer.Option(help="Serve nothing; write a vLLM script or a Kubernetes manifest from the plan."),

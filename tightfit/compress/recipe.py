@@ -24,8 +24,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
+from tightfit.bounded_yaml import read_yaml_file
 from tightfit.errors import UserError
 from tightfit.models.quantized.scheme import FIXED_BITS, FIXED_GROUPS, Scheme
 
@@ -171,12 +170,7 @@ def recipe_of(method: str, **options: Any) -> Recipe:
 
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a YAML file."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror}; check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]}); see docs/compressing.md") from None
+    content = read_yaml_file(path, "a recipe", remedy="give a YAML file of steps, as in docs/compressing.md")
     steps = content.get("steps") if isinstance(content, dict) else content
     if not isinstance(steps, list) or not steps:
         raise UserError(f"{path} is not a list of steps; see docs/compressing.md")

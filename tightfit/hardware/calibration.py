@@ -6,6 +6,7 @@ The file is `$XDG_CONFIG_HOME/tightfit/calibration.json` (`~/.config` where that
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,9 @@ from tightfit.hardware.collective_rates import CollectiveRates
 from tightfit.hardware.efficiency import MEASURED, Efficiency, Shares
 
 FORMAT = 1
+RATES = ("copy_gb_s", "link_gb_s", "link_both_ways", "host_adam_params_s")
+TIMES = ("product_us", "layer_launch_ms")
+"""May be nothing."""
 CPU = "cpu"
 """The device name of a machine without a GPU."""
 
@@ -55,11 +59,24 @@ class Calibration:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Calibration":
-        """What `to_json` made."""
+        """What `to_json` made; ValueError where a rate is no number."""
         attention = {name: (float(pair[0]), float(pair[1])) for name, pair in data["attention_tflop_s"].items()}
         kept = data.get("collectives")
         collectives = None if kept is None else CollectiveRates.from_json(kept)
-        return cls(**{**data, "attention_tflop_s": attention, "collectives": collectives})
+        if collectives is not None:
+            collectives.peer_rates()  # which sees that every operation was measured
+        found = cls(**{**data, "attention_tflop_s": attention, "collectives": collectives})
+        found._check_rates()
+        return found
+
+    def _check_rates(self) -> None:
+        rates = {f"products_tflop_s {number}": rate for number, rate in self.products_tflop_s.items()}
+        rates |= {f"attention_tflop_s {number}": min(pair) for number, pair in self.attention_tflop_s.items()}
+        rates |= {name: getattr(self, name) for name in (*RATES, *TIMES)}
+        for name, rate in rates.items():
+            least = 0.0 if name in TIMES else math.ulp(0.0)
+            if type(rate) not in (int, float) or not least <= rate < math.inf:
+                raise ValueError(f"{name} is {rate!r}")
 
     def efficiency(self, card: Accelerator) -> Efficiency:
         """The same as shares of the card's peaks, which is what costs count with."""
@@ -111,20 +128,23 @@ def read_calibrations(path: Path | None = None) -> dict[str, Calibration]:
     path = path or calibration_path()
     if not path.exists():
         return {}
-    remedy = f"remove {path}, or make it anew with `tightfit calibrate`"
+    remedy = "remove it, and make it anew with `tightfit calibrate`"
     data = read_json(path, LARGEST_RECORD_BYTES, "a calibration", remedy=remedy)
     try:
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']!r} instead of {FORMAT}")
         return {name: Calibration.from_json(entry) for name, entry in data["devices"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path} is not a calibration ({error}); {remedy}") from None
 
 
 def write_calibration(found: Calibration, path: Path | None = None) -> Path:
-    """Add or replace the entry of `found`'s device; others stay."""
+    """Add or replace the entry of `found`'s device; others stay, and so do exchanges that were not measured anew."""
     path = path or calibration_path()
-    entries = {**read_calibrations(path), found.device: found}
+    before = read_calibrations(path)
+    if found.collectives is None and found.device in before:
+        found = replace(found, collectives=before[found.device].collectives)
+    entries = {**before, found.device: found}
     text = json.dumps({"format": FORMAT, "devices": {name: each.to_json() for name, each in entries.items()}}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,7 @@ usable_gib: 94.5            # optional, as are power_w, form, network, bridge, s
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from tightfit.bounded_yaml import read_yaml_file
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
 from tightfit.hardware.catalog import RATES, accelerator_of_row
@@ -24,7 +23,6 @@ from tightfit.hardware.links import LINKS
 NEEDED = ("family", "memory_gb", "bandwidth_gb_s", "fp32", "host_link", "peer_link")
 OPTIONAL = (*RATES, "form", "network", "bridge", "usable_gib", "power_w", "source", "note")
 NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", *RATES)
-LARGEST_FILE_BYTES = 64 * 1024
 
 
 def own_card(path: Path) -> Accelerator:
@@ -53,13 +51,7 @@ def _check_number(path: Path, name: str, value: Any) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file() or path.stat().st_size > LARGEST_FILE_BYTES:
-            raise UserError(f"there is no card in {path}; give a YAML file with one row of at most 64 KiB")
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"cannot read the card in {path} ({reason}); give a YAML file with one row") from None
+    found = read_yaml_file(path, "a card", remedy="give a YAML file with one row")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise UserError(f"{path} is not a card; give fields such as family, memory_gb and fp32")
     return found

@@ -9,23 +9,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tightfit.bounded_files import read_bounded, user_path
+from tightfit.bounded_files import user_path
+from tightfit.bounded_yaml import read_yaml, read_yaml_text
 from tightfit.errors import UserError
-from tightfit.jobs.bounded_yaml import read_yaml
 from tightfit.jobs.job import Job
 from tightfit.jobs.section import Section
-
-MAX_FILE_BYTES = 1_000_000
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """The job in the YAML file at `path` with `overrides` applied."""
-    try:
-        text = read_bounded(path, MAX_FILE_BYTES, "a job file").decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"job file {path} is not UTF-8 text; a job is a YAML file") from None
-    except OSError as error:
-        raise UserError(f"cannot read job file {path}: {error.strerror}; give the path of a YAML file") from None
+    text = read_yaml_text(path, "a job file", remedy="give the path of a YAML file")
     return parse_job(text, str(path), overrides)
 
 

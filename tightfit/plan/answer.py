@@ -133,7 +133,8 @@ def make_workload(
         rows = rows_of_tokens(tokens, length, machine.ranks)
     if precision is None:
         rates = machine.accelerator.rates
-        precision = "fp32" if machine.accelerator.form == "cpu" else "bf16" if rates.bf16 else "fp16"
+        narrowest: PrecisionName = "bf16" if rates.bf16 else "fp16" if rates.fp16 else "fp32"
+        precision = "fp32" if machine.accelerator.form == "cpu" else narrowest
     if length > spec.max_positions:
         spec = replace(spec, max_positions=length)
     workload = Workload(

@@ -53,7 +53,7 @@ def parse_pins(texts: Sequence[str]) -> Pins:
 
 
 def _value(section: str, name: str, text: str) -> Any:
-    from tightfit.jobs.bounded_yaml import read_yaml  # takes as long to import as a plan takes to find
+    from tightfit.bounded_yaml import read_yaml  # takes as long to import as a plan takes to find
 
     schema = SECTIONS[section]
     info = schema.model_fields.get(name)

@@ -199,12 +199,16 @@ def refuse_overwriting(path: Path) -> None:
         raise UserError(
             f"cannot write plan {path}: there is no directory {path.parent}; make it, or choose another place"
         )
-    if not path.exists():
-        return
+    if path.exists() and not _is_plan(path):
+        raise UserError(f"{path} is there already and is not a plan; give --save another name, or remove it")
+
+
+def _is_plan(path: Path) -> bool:
+    """Whether it can be read as one; a pipe or a device is not asked, as it may never answer."""
     try:
-        Plan.load(path)
+        return path.is_file() and bool(Plan.load(path))
     except (UserError, UnicodeDecodeError):
-        raise UserError(f"{path} is there already and is not a plan; give --save another name, or remove it") from None
+        return False
 
 
 def _workload_from_json(data: Mapping[str, Any]) -> Workload:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from time import time_ns
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tightfit.report.figure import panels, plain
 
@@ -34,6 +34,14 @@ BANDS = {
 }
 OTHER_BAND = "#f2f2f2"
 ALLOCATED_COLOR, RESERVED_COLOR, PEAK_COLOR = "#1f5fa8", "#777777", "#d1495b"
+MEASURED_MARK: dict[str, Any] = {
+    "marker": "D",
+    "markersize": 7,
+    "color": "#e08a00",
+    "markeredgecolor": "white",
+    "linestyle": "none",
+    "zorder": 5,
+}
 
 
 @dataclass
@@ -156,25 +164,32 @@ def of_history(history: "Sequence[Event]", recorder: Recorder) -> Timeline:
     return Timeline(positions, [held for held, _ in totals], [taken for _, taken in totals], recorder.starts)
 
 
-def draw_timelines(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
-    """One panel per timeline, on common axes, with phases and peaks labelled."""
+def draw_timelines(
+    timelines: Mapping[str, Timeline], title: str, path: Path, *, measured_peaks: Mapping[str, int] | None = None
+) -> None:
+    """One panel per timeline, on common axes, with phases and peaks labelled; `measured_peaks` are those of a GPU."""
     count = len(timelines)
     with panels(path, count, 1, width=9, height=0.8 + 2.9 * count, sharex=True, sharey=True) as (figure, axes):
-        highest = max(max(each.peak_bytes, each.peak_reserved_bytes, 1) for each in timelines.values())
+        measured = measured_peaks or {}
+        highest = max([1, *measured.values(), *(max(t.peak_bytes, t.peak_reserved_bytes) for t in timelines.values())])
         for axis, (name, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
-            _draw(axis, name, timeline, highest)
+            _draw(axis, name, timeline, highest, measured.get(name))
         axes[-1, 0].set_xlabel(next(iter(timelines.values())).unit)
         figure.suptitle(title)
 
 
-def _draw(axis: "Axes", name: str, full: Timeline, highest_bytes: int) -> None:
-    """`highest_bytes` is that of all panels, which share their scale."""
+def _draw(axis: "Axes", name: str, full: Timeline, highest_bytes: int, measured_bytes: int | None) -> None:
+    """`highest_bytes` is that of all panels, which share a scale; a measured peak is marked at the curve's own."""
     scale, unit = (2**30, "GiB") if highest_bytes >= 2**30 else (2**20, "MiB")
     line = full.thinned()
     held = [count / scale for count in line.allocated_bytes]
     axis.fill_between(line.positions, held, step="post", color=ALLOCATED_COLOR, alpha=0.35)
     axis.step(line.positions, held, where="post", color=ALLOCATED_COLOR, linewidth=0.8, label="allocated")
     told = f"peak {full.peak_bytes / scale:,.1f} {unit} allocated"
+    if measured_bytes is not None:
+        told += f" ({measured_bytes / scale:,.1f} measured)"
+        at = full.positions[full.allocated_bytes.index(full.peak_bytes)]
+        axis.plot(at, measured_bytes / scale, label="peak measured", **MEASURED_MARK)
     if full.reserved_bytes and full.reserved_bytes != full.allocated_bytes:
         taken = [count / scale for count in line.reserved_bytes]
         axis.step(line.positions, taken, where="post", color=RESERVED_COLOR, linewidth=1.1, label="reserved")

@@ -80,8 +80,8 @@ def decide_budget(
     blocks = min(room // per_block, useful)
     if blocks < 1:
         raise UserError(
-            f"the cache has {room / 2**20:,.0f} MiB, but one block takes {per_block / 2**20:,.2f} MiB; "
-            "free memory, or give a smaller step_tokens"
+            f"{max(room, 0) / 2**20:,.0f} MiB are left for the cache and a block takes {per_block / 2**20:,.2f} MiB; "
+            f"free memory, or lower max_sequences ({config.max_sequences:,}) or step_tokens ({config.step_tokens:,})"
         )
     held_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))  # packed weights are buffers
     return Budget(

@@ -1,10 +1,12 @@
 """Latency and throughput of a served model under load: so many requests at a time, each replaced when it is over."""
 
+import math
 import random
 import statistics
 import time
 from dataclasses import dataclass
 
+from tightfit.errors import UserError
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
@@ -35,6 +37,11 @@ def bench_load(
     engine: Engine, at_once: int, *, prompt_tokens: int, answer_tokens: int, requests: int, seed: int = 0
 ) -> LoadRow:
     """Run `requests` random prompts, `at_once` at a time."""
+    if prompt_tokens + answer_tokens > engine.max_length:
+        raise UserError(
+            f"prompts of {prompt_tokens:,} tokens and answers of {answer_tokens:,} are longer than the "
+            f"{engine.max_length:,} that the engine holds; ask for less"
+        )
     chance, top = random.Random(seed), engine.model.spec.vocab_size
     watched: dict[str, Watched] = {}
     started = 0
@@ -73,4 +80,5 @@ def _row(at_once: int, watched: list[Watched], seconds: float) -> LoadRow:
 
 
 def _p90(values: list[float]) -> float:
-    return sorted(values)[int(0.9 * (len(values) - 1))]
+    """The nearest-rank 90th percentile: never below the median."""
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]

@@ -44,12 +44,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = read_bounded(path, MOST_PROMPT_BYTES, "a file of prompts").decode("utf-8").splitlines()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; give a file of JSON lines") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text") from None
+        raise UserError(f"{path} is not UTF-8 text; give a file of JSON lines") from None
     found = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise UserError(f"{path} has no prompts")
+        raise UserError(f'{path} has no prompts; write one a line, as {{"prompt": "…"}}')
     seen: dict[str, int] = {}
     for prompt in found:
         if prompt.id in seen:
@@ -62,7 +62,7 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{path}, line {number} is not JSON") from None
+        raise UserError(f"{path}, line {number} is not JSON; write one object a line") from None
     given = {"prompt": given} if isinstance(given, str) else given
     if not isinstance(given, dict) or sum(key in given for key in ("prompt", "tokens", "messages")) != 1:
         raise UserError(f"{path}, line {number} needs one of prompt, tokens and messages")
@@ -115,6 +115,17 @@ def _is_another_object(line: bytes) -> bool:
         return False
 
 
+def _checked_request(engine: Engine, prompt: Prompt, base: Sampling, path: Path) -> Request:
+    """What the engine is asked for one line, which it can answer."""
+    assert engine.tokenizer is not None
+    request = to_request(prompt, engine.tokenizer, base, path)
+    try:
+        engine.check(request)
+    except UserError as error:
+        raise UserError(f"{path}, line {prompt.line}: {error}") from None
+    return request
+
+
 def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path) -> Request:
     """What the engine is asked for one line."""
     given = prompt.given
@@ -122,27 +133,42 @@ def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path)
     if isinstance(changes.get("stop"), list):
         changes["stop"] = tuple(changes["stop"])
     try:
+        if isinstance(changes.get("logit_bias"), dict):  # JSON has texts for keys
+            changes["logit_bias"] = {_whole("logit_bias", key): bias for key, bias in changes["logit_bias"].items()}
         sampling = replace(base, **changes)
         return Request(
             id=prompt.id,
             prompt=_tokens(given, tokenizer),
             sampling=sampling,
-            count=int(given.get("n", 1)),
-            priority=int(given.get("priority", 0)),
+            count=_whole("n", given.get("n", 1)),
+            priority=_whole("priority", given.get("priority", 0)),
             adapter=None if given.get("adapter") is None else str(given["adapter"]),
         )
-    except (UserError, TypeError, ValueError) as error:
+    except UserError as error:
         raise UserError(f"{path}, line {prompt.line}: {error}") from None
 
 
+def _whole(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+        if not isinstance(value, bool) and number == float(value):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise UserError(f"{name} is {value!r}; give a whole number")
+
+
 def _tokens(given: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    for name in ("tokens", "messages"):
+        if name in given and not isinstance(given[name], list):
+            raise UserError(f"{name} is {given[name]!r}; give a list")
     if "tokens" in given:
-        return [int(token) for token in given["tokens"]]
+        return [_whole("a token", token) for token in given["tokens"]]
     if "messages" in given:
         text = tokenizer.render_chat(given["messages"], add_generation_prompt=True)
         return tokenizer.encode(text, parse_special=True)
     if not isinstance(given["prompt"], str):
-        raise UserError("prompt is not a text")
+        raise UserError(f"prompt is {given['prompt']!r}; give a text")
     return prompt_tokens(tokenizer, given["prompt"], chat=False)
 
 
@@ -161,9 +187,7 @@ def answer_file(
     assert engine.tokenizer is not None
     prompts = read_prompts(source)
     done = read_finished(target).ids
-    requests = [to_request(each, engine.tokenizer, sampling, source) for each in prompts if each.id not in done]
-    for request in requests:
-        engine.check(request)
+    requests = [_checked_request(engine, each, sampling, source) for each in prompts if each.id not in done]
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):

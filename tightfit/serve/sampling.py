@@ -16,6 +16,16 @@ from tightfit.serve.grammar import Grammar
 
 LARGEST_SEED = 2**63 - 1
 MOST_LOGPROBS = 20
+WHOLE_NUMBERS = ("max_tokens", "top_k", "seed")
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -44,6 +54,7 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _need(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         _need(0 <= self.temperature <= 100, "temperature", self.temperature, "between 0 (greedy) and 100")
         _need(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
@@ -73,6 +84,23 @@ class Sampling:
     def needs_host(self) -> bool:
         """Whether choosing a token needs to know the one before it, or what the model thought of others."""
         return self.has_penalties or self.grammar is not None or self.logprobs is not None or bool(self.logit_bias)
+
+
+def _check_types(sampling: Sampling) -> None:
+    """Numbers where numbers belong: a line of JSON can say anything."""
+    for name in WHOLE_NUMBERS:
+        value = getattr(sampling, name)
+        _need(type(value) is int, name, repr(value), "a whole number")
+    for name in NUMBERS:
+        value = getattr(sampling, name)
+        _need(type(value) in (int, float), name, repr(value), "a number")
+    stop, bias, logprobs = sampling.stop, sampling.logit_bias, sampling.logprobs
+    texts = isinstance(stop, tuple) and all(isinstance(each, str) for each in stop)
+    _need(texts, "stop", repr(stop), "a list of texts")
+    _need(logprobs is None or type(logprobs) is int, "logprobs", repr(logprobs), "a whole number")
+    _need(isinstance(bias, Mapping), "logit_bias", repr(bias), "an object of token ids and numbers")
+    for token, value in bias.items():
+        _need(type(value) in (int, float), f"logit_bias of {token}", repr(value), "a number")
 
 
 def _need(holds: bool, name: str, value: object, what: str) -> None:

@@ -89,7 +89,7 @@ def _rank_at_first(
         stage=stage,
         loss=loss,
         states=states,
-        resident=_resident(workload, stage, states, shape, teacher, overheads),
+        resident=_resident(workload, layout.has_two_versions, stage, states, shape, teacher, overheads),
         host=OnHost(
             weights=states.host_weights,
             masters=states.host_masters,
@@ -110,6 +110,7 @@ def _rank_at_first(
 
 def _resident(
     workload: Workload,
+    two_versions: bool,
     stage: StageMemory,
     states: States,
     shape: LocalShape,
@@ -127,6 +128,8 @@ def _resident(
         cublas=overheads.workspace_bytes,
         teacher=teacher.gpu_weights,
         scales=0 if workload.rounding is None else workload.rounding.scale_bytes(stage.layer_weights),
+        older_weights=states.weights if two_versions else 0,
+        finished_gradients=states.kept_gradient_bytes * states.owned if two_versions else 0,
     )
 
 

@@ -49,7 +49,8 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
         host_bytes = max(host_bytes, sum(rank.host))
         # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
         copied = (rank.resident,) if layout.ranks == 1 else (rank.resident, rank.host)
-        saved = max(saved, sum(told.weights + told.masters + told.moments for told in copied))
+        saved_states = sum(told.weights + told.masters + told.moments for told in copied)
+        saved = max(saved, saved_states + rank.resident.older_weights)
     overheads = engine_overheads(workload, overheads)
     slack_bytes = _slack_bytes(gpu_bytes, overheads)
     return Peaks(gpu_bytes + slack_bytes + overheads.context_bytes, host_bytes, saved)

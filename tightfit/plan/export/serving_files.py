@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from tightfit.bounded_files import user_path
+from tightfit.bounded_files import require_regular, user_path
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.models.presets import PRESETS
@@ -61,7 +61,8 @@ def _refuse_overwriting(path: Path, made: str) -> None:
     if not path.exists():
         return
     try:
-        same = path.read_bytes() == made.encode()
+        size = require_regular(path)
+        same = size == len(made.encode()) and path.read_bytes() == made.encode()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name another place with --out") from None
     if not same:

@@ -58,7 +58,8 @@ def card_peak_flop_s(precision: PrecisionName, machine: Machine) -> float:
     card, number = machine.accelerator, NUMBERS[precision]
     peak_tflop_s = card.rates.of(number)
     if peak_tflop_s is None:
-        raise UserError(f"{card.name} has no {number} units; use --precision fp16 or another card")
+        others = " or ".join(name for name in ("bf16", "fp16", "fp32") if card.rates.of(NUMBERS[name]))
+        raise UserError(f"{card.name} has no {number} units; use --precision {others} or another card")
     return peak_tflop_s * 1e12
 
 

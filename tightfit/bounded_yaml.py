@@ -6,10 +6,12 @@ aliases at the size they unfold to; numbers have a length that numbers have; a k
 """
 
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tightfit.bounded_files import read_bounded
 from tightfit.errors import UserError
 
 MOST_VALUES = 50_000
@@ -19,10 +21,26 @@ FAILURES = (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeErro
 """What PyYAML raises: its own errors, and whatever its constructors do with a tag on the wrong text."""
 
 
+def read_yaml_file(path: Path, what: str, *, remedy: str) -> Any:
+    """The value in the YAML file at `path`, which is `what` (such as "a recipe"); one without text ends in `remedy`."""
+    return read_yaml(read_yaml_text(path, what, remedy=remedy), str(path))
+
+
+def read_yaml_text(path: Path, what: str, *, remedy: str) -> str:
+    """The text of the YAML file at `path`, for `read_yaml`."""
+    try:
+        return read_bounded(path, MOST_CHARACTERS, what).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text; {remedy}") from None
+    except OSError as error:
+        noun = what.partition(" ")[2]  # without its article
+        raise UserError(f"cannot read {noun} {path}: {error.strerror}; {remedy}") from None
+
+
 def read_yaml(text: str, source: str) -> Any:
     """The value that `text` from `source` says; every failure is a sentence."""
     if len(text) > MOST_CHARACTERS:
-        raise UserError(f"{source} is longer than {MOST_CHARACTERS:,} characters; a job is a short YAML file")
+        raise UserError(f"{source} is longer than {MOST_CHARACTERS:,} characters; write it shorter")
     try:
         return yaml.load(text, Loader=_Loader)
     except FAILURES as error:
