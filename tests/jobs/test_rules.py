@@ -54,6 +54,7 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "two_versions_are_of_two_steps": ({"pipeline": 4, "schedule": "2bw"}, {}, {"accumulation": 3}),
     "two_versions_are_whole": (PIPED | {"schedule": "2bw", "data": 2, "zero": 1}, {}, {}),
     "two_versions_are_weights_on_the_gpu": (PIPED | {"schedule": "2bw"}, {"offload": "optimizer"}, {}),
+    "two_versions_have_no_codes": (PIPED | {"schedule": "2bw"}, {"matmul": "fp8-row"}, {}),
     "two_versions_skip_no_step": (PIPED | {"schedule": "2bw"}, {}, {"precision": "fp16"}),
     "two_versions_are_not_of_corrections": (
         PIPED | {"schedule": "2bw"},

@@ -36,3 +36,13 @@ def latent_attention_has_no_fp8(run: Run) -> str | None:
     if run.levers.matmul != "native" and run.spec is not None and run.spec.latent is not None:
         return f"levers.matmul is {run.levers.matmul}, but {run.spec.family} is trained without fp8; set it to native"
     return None
+
+
+@rule(RUN_RULES, "layout.schedule", "levers.matmul")
+def two_versions_have_no_codes(run: Run) -> str | None:
+    if run.layout.has_two_versions and run.levers.matmul != "native":
+        return (
+            f"levers.matmul is {run.levers.matmul}, which keeps one version's codes, and schedule 2bw has two versions "
+            "of the weights; set it to native or take 1f1b"
+        )
+    return None

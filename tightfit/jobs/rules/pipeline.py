@@ -114,16 +114,6 @@ def two_versions_are_whole(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "layout.schedule", "levers.matmul")
-def two_versions_have_no_codes(run: Run) -> str | None:
-    if run.layout.has_two_versions and run.levers.matmul != "native":
-        return (
-            f"levers.matmul is {run.levers.matmul}, which keeps one version's codes, and schedule 2bw has two versions "
-            "of the weights; set it to native or take 1f1b"
-        )
-    return None
-
-
 @rule(RUN_RULES, "layout.schedule", "precision")
 def two_versions_skip_no_step(run: Run) -> str | None:
     if run.layout.has_two_versions and run.precision == "fp16":
