@@ -11,6 +11,14 @@ WIDE = 4
 
 
 def optimizer(rank: RankMemory) -> StepMoment:
+    """All gradients, and what updating makes; without a flush between steps, micro-batches are in flight meanwhile."""
+    moment = _update(rank)
+    if rank.layout.has_two_versions:
+        return moment._replace(other_micro_batches=rank.other_micro_batches_bytes)
+    return moment
+
+
+def _update(rank: RankMemory) -> StepMoment:
     """The first bucket is widened while all gradients are there; under FSDP2 nothing is, and only shards are left."""
     count, element_bytes = rank.stage.weights, rank.shape.element_bytes
     if rank.levers.update_in_backward:

@@ -129,8 +129,14 @@ def _resident(
         teacher=teacher.gpu_weights,
         scales=0 if workload.rounding is None else workload.rounding.scale_bytes(stage.layer_weights),
         older_weights=states.weights if two_versions else 0,
-        finished_gradients=states.kept_gradient_bytes * states.owned if two_versions else 0,
+        finished_gradients=_finished_gradient_bytes(workload, stage, states) if two_versions else 0,
     )
+
+
+def _finished_gradient_bytes(workload: Workload, stage: StageMemory, states: States) -> int:
+    """Of the step before, while the next one's grow; the last stage of a tied model awaits the first one's beside."""
+    received = stage.vocabulary if workload.spec.tied and stage.stage.has_head else 0
+    return states.kept_gradient_bytes * (states.owned + received)
 
 
 def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> tuple[LossCost, TeacherMemory]:
