@@ -19,7 +19,7 @@ def _times(row: gpt.Row) -> str:
 
 def layer_rows() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of what one layer of MODEL saves for one row of LENGTH tokens, in 16 bits."""
-    kept = layer_kept(preset(MODEL), 0, LocalShape(1, LENGTH, 2))
+    kept = layer_kept(LocalShape(preset(MODEL), 1, LENGTH, 2), 0)
     rows = [(one.kind, one.name, f"{one.bytes / 2**20:.2f}", one.why) for one in kept]
     total = ("", "all of it", f"{sum(one.bytes for one in kept) / 2**20:.2f}", "")
     return ("kind", "kept", "MiB", "why"), [*rows, total]

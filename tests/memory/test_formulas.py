@@ -22,7 +22,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import logits_chunk_bytes, loss_cost
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
-from tightfit.memory.formulas.pipeline import pieces_in_flight, pipeline_stage
+from tightfit.memory.formulas.pipeline import pieces_in_flight, pipeline_stages
 from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, serving_ledger, weight_bytes
 from tightfit.memory.formulas.training import least_bytes, peak, training_ledger
 from tightfit.models.presets import preset, preset_names
@@ -82,16 +82,16 @@ def test_the_classic_layer_by_row() -> None:
 
 
 def test_logits_of_two_long_rows() -> None:
-    shape = LocalShape(rows=2, length=32768, element_bytes=2)
     spec = preset("llama-3.1-8b")
+    shape = LocalShape(spec, rows=2, length=32768, element_bytes=2)
     count = 2 * 32768 * 128256
     assert round(2 * count / GIB, 1) == 15.7
     assert round(4 * count / GIB, 1) == 31.3
-    plain = loss_cost(spec, shape, fused=False, allowed_bytes=0)
+    plain = loss_cost(shape, fused=False, allowed_bytes=0)
     hidden = 2 * shape.tokens * spec.hidden_size
     assert plain.forward - hidden == (2 + 4 + 4) * count
     assert plain.backward - hidden == (4 + 4 + 4) * count, "log-softmax, its gradient and its input's"
-    fused = loss_cost(spec, shape, fused=True, allowed_bytes=256 * 2**20)
+    fused = loss_cost(shape, fused=True, allowed_bytes=256 * 2**20)
     assert fused.logits < 2 * count / 10
     assert fused.forward < plain.forward / 18
     assert fused.wide_weight_gradient == 4 * 128256 * 4096
@@ -108,17 +108,18 @@ def test_a_chunk_is_the_fused_losss_own(training: bool, dtype_bytes: int) -> Non
     hidden, weight = (torch.empty(size, 64, dtype=dtype, device="meta") for size in (4096, 5001))
     rows = rows_at_a_time(hidden, weight, 2**20, weight_gradient=training, triton=True)
     spec = replace(preset("tiny-llama"), vocab_size=5001, hidden_size=64)
-    shape = LocalShape(rows=1, length=4096, element_bytes=dtype_bytes)
-    found = logits_chunk_bytes(spec, shape, 2**20, training=training)
+    shape = LocalShape(spec, rows=1, length=4096, element_bytes=dtype_bytes)
+    found = logits_chunk_bytes(shape, 2**20, training=training)
     assert found == rows * padded(5001) * dtype_bytes
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_params_add_up_to_the_models(name: str) -> None:
     spec = preset(name)
-    layers = sum(layer_params(spec, layer).all for layer in range(spec.layers))
-    head = 0 if spec.tied else vocabulary_params(spec)
-    assert layers + embedding_params(spec) + spec.norm_params + head == spec.params()
+    shape = LocalShape(spec, rows=1, length=1, element_bytes=2)
+    layers = sum(layer_params(shape, layer).all for layer in range(spec.layers))
+    head = 0 if spec.tied else vocabulary_params(shape)
+    assert layers + embedding_params(shape) + spec.norm_params + head == spec.params()
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,7 @@ def test_the_least_is_never_more_than_the_peak(name: str) -> None:
         *({"data": 8, "zero": zero} for zero in (1, 2, 3)),
         {"tensor": 2, "data": 4, "zero": 1},
         {"pipeline": 4, "data": 2},
+        {"pipeline": 2, "schedule": "zb-v", "stages_per_rank": 2},
         {"data": 8, "zero": 3, "expert": 4 if name.startswith("mixtral") else 1},
     ]
     sets: list[dict[str, Any]] = [
@@ -207,7 +209,7 @@ def test_the_least_is_never_more_than_the_peak(name: str) -> None:
         for states in ("auto", "8bit")
         for early in (False, True)
     ]
-    asked = workload(name, length=512)
+    asked = workload(name, length=64, batch=8)
     for layout in (Layout.model_validate({"micro_batch": 1, **each}) for each in layouts):
         for levers in (Levers.model_validate(each) for each in sets):
             assert least_bytes(asked, layout, levers) <= peak(asked, layout, levers)[0], (layout, levers)
@@ -238,8 +240,8 @@ def test_updates_in_backward_leave_one_layers_gradients_at_most() -> None:
         for inside in (False, True)
     )
     spec = preset("llama-3.1-8b")
-    layer = layer_params(spec, 0).all
-    assert 2 * (spec.params() - 2 * layer - 2 * vocabulary_params(spec)) < usual - inside < 2 * spec.params() + 2**30
+    layer, vocabulary = spec.layer_params(0), spec.vocab_size * spec.hidden_size
+    assert 2 * (spec.params() - 2 * layer - 2 * vocabulary) < usual - inside < 2 * spec.params() + 2**30
 
 
 def test_levers_lower_the_peak_and_higher_stages_are_smaller() -> None:
@@ -283,9 +285,10 @@ def test_pipelines_hold_what_their_schedules_say() -> None:
     interleaved = Layout(pipeline=4, schedule="interleaved", stages_per_rank=2)
     assert [pieces_in_flight(interleaved, rank, 16) for rank in range(4)] == [11, 9, 7, 5]
     small = replace(preset("llama-3.1-8b"), layers=30, vocab_size=64)
-    spans = [pipeline_stage(small, 4096, 4, 1, rank)[1:3] for rank in range(4)]
+    spans = [stage[1:3] for stage in pipeline_stages(small, 4096, Layout(pipeline=4))]
     assert spans == [(0, 7), (7, 15), (15, 23), (23, 30)], "the embedding counts too"
-    pieces = [pipeline_stage(small, 4096, 2, 2, rank)[1:3] for rank in range(2)]
+    two_each = Layout(pipeline=2, schedule="interleaved", stages_per_rank=2)
+    pieces = [stage[1:3] for stage in pipeline_stages(small, 4096, two_each)]
     assert pieces == [(0, 15), (15, 30)]
 
 
@@ -310,8 +313,8 @@ def test_experts_on_several_ranks_divide_their_weights_and_need_buffers() -> Non
     layouts = [{"data": 8, "zero": 1, "expert": expert} for expert in (1, 2, 8)]
     peaks = [peak_of("mixtral-8x7b", layout, checkpoint_every=1) for layout in layouts]
     assert peaks[0] > peaks[1] > peaks[2]
-    spec = preset("mixtral-8x7b")
-    assert layer_params(spec, 0, 1, 8).experts * 8 == layer_params(spec, 0).experts
+    alone = LocalShape(preset("mixtral-8x7b"), rows=1, length=1, element_bytes=2)
+    assert layer_params(replace(alone, expert=8), 0).experts * 8 == layer_params(alone, 0).experts
 
 
 def test_served_8b_at_q8_0_fits_a_t4() -> None:

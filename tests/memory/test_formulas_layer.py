@@ -18,7 +18,8 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers.checkpointing import checkpoint_layers
-from tightfit.memory.formulas.layer import attention_kind, layer_kept
+from tightfit.memory.formulas.layer import layer_kept
+from tightfit.memory.formulas.layer_moments import attention_kind
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.rank import RankMemory, rank_memory
 from tightfit.memory.simulation import simulated
@@ -59,8 +60,8 @@ class Saved:
 
 def implementations(spec: ModelSpec, loss: str = "triton") -> Implementations:
     """What a GPU takes: torch's attention where causality says it all, else ours."""
-    shape = LocalShape(ROWS, LENGTH, 2)
-    plain = all(attention_kind(spec, layer, shape) == "fused" for layer in range(spec.layers))
+    shape = LocalShape(spec, ROWS, LENGTH, 2)
+    plain = all(attention_kind(shape, layer) == "fused" for layer in range(spec.layers))
     return Implementations(
         attention="sdpa" if plain else "triton",
         linear_cross_entropy=loss,  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ SLOW = ("tiny-mixtral", "tiny-olmoe", "tiny-qwen2-moe")
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     """fp16, whose kernels the interpreter runs exactly, so that float32 and 16-bit tensors are told apart."""
     spec = preset(name)
-    shape = LocalShape(ROWS, LENGTH, 2)
+    shape = LocalShape(spec, ROWS, LENGTH, 2)
     model = decoder(spec, torch.float16)
     x = torch.randn(ROWS, LENGTH, spec.hidden_size, dtype=torch.float16, requires_grad=True)
     ctx = model.forward_context(x, torch.arange(LENGTH)[None], None, None)
@@ -109,7 +110,7 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
         with saved.watching():
             made, _ = model.layers[index](x * 1.0, ctx)
         assert made.shape == x.shape
-        assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, index, shape))
+        assert saved.bytes == sum(kept.bytes for kept in layer_kept(shape, index))
 
 
 KEPT: list[dict[str, Any]] = [

@@ -37,7 +37,8 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     with Saved(model).watching() as saved:
         made, _ = model.layers[0](x * 1.0, ctx)
     assert made.shape == x.shape
-    assert saved.bytes == sum(kept.bytes for kept in layer_kept(spec, 0, LocalShape(ROWS, LENGTH, 2, tiles=tiles)))
+    shape = LocalShape(spec, ROWS, LENGTH, 2, tiles=tiles)
+    assert saved.bytes == sum(kept.bytes for kept in layer_kept(shape, 0))
 
 
 @pytest.mark.parametrize(("model", "length", "levers", "precision"), CASES)

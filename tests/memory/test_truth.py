@@ -110,6 +110,16 @@ def test_formulas_and_costs_are_what_the_table_says(name: str) -> None:
     assert not said, sentence(name, said)
 
 
+@pytest.mark.parametrize("name", FLAGS)
+def test_formulas_are_within_one_percent_of_the_simulation(name: str) -> None:
+    """Of every row, whose simulation is today's (test_simulated_peaks_are_what_the_table_says)."""
+    rows = [row for row in table(name) if row["formula_gib"]]
+    assert len(rows) >= len(table(name)) / 2
+    for row in rows:
+        found = formulas(Case.of_row(row)).peak_allocated_bytes() / GIB
+        assert found == pytest.approx(float(row["simulated_gib"]), rel=0.01), settings(row)
+
+
 def first_of_each(name: str) -> list[Row]:
     """The rows of SIMULATED."""
     column = {"lever_truth": "more", "split_truth": "split", "family_truth": "model"}[name]

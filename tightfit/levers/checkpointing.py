@@ -22,7 +22,7 @@ from tightfit.jobs.rules.checkpointing import is_checkpointed
 from tightfit.levers.checkpoint_keep import SelectiveCheckpoint
 from tightfit.levers.checkpoint_store import HostStore, KeptInput
 from tightfit.levers.policy.recompute import KeepLevel, needs_last_product
-from tightfit.memory.formulas.keeping import levels_of
+from tightfit.memory.formulas.keeping import layer_levels
 from tightfit.memory.formulas.local_shape import shape_of_input
 from tightfit.models.decoder import Decoder, Layer
 
@@ -67,8 +67,8 @@ class Checkpointing:
         self.kept_levels = lru_cache(maxsize=64)(self._kept_levels)
 
     def _kept_levels(self, rows: int, length: int, element_bytes: int) -> KeptLevels:
-        shape = shape_of_input(self.layout, self.levers, rows=rows, length=length, element_bytes=element_bytes)
-        levels = levels_of(self.spec, self.levers, shape, self.layer_numbers)
+        shape = shape_of_input(self.spec, self.layout, self.levers, rows, length, element_bytes)
+        levels = layer_levels(shape, self.levers, self.layer_numbers)
         recomputed = [level != "everything" for level in levels]
         before = tuple(sum(recomputed[:index]) for index in range(len(levels)))
         return KeptLevels(levels, before, tuple(before[i] > before[self.span_starts[i]] for i in range(len(levels))))

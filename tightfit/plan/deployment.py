@@ -79,8 +79,8 @@ class Deployment:
     @property
     def work_bytes(self) -> int:
         """A piece of a prompt through a layer, logits of all requests, workspace and the CUDA context."""
-        prompt = LocalShape(rows=1, length=min(PREFILL_TOKENS, self.length), element_bytes=ELEMENT_BYTES)
-        layer = layer_cost(self.spec, self.spec.layers - 1, prompt).forward_working
+        prompt = LocalShape(self.spec, rows=1, length=min(PREFILL_TOKENS, self.length), element_bytes=ELEMENT_BYTES)
+        layer = layer_cost(prompt, self.spec.layers - 1).forward_working
         logits = WIDE * self.spec.vocab_size * self.requests
         return ceil(layer + logits, self.tensor) + DEFAULT.workspace_bytes // 2 + DEFAULT.context_bytes
 

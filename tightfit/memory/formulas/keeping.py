@@ -19,23 +19,13 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
 
 
-def layer_levels(
-    spec: ModelSpec, levers: Levers, shape: LocalShape, first: int = 0, last: int | None = None
-) -> tuple[KeepLevel, ...]:
-    """What each of the layers [first, last) of a rank keeps of one micro-batch."""
-    return levels_of(spec, levers, shape, range(first, spec.layers if last is None else last))
-
-
-def levels_of(
-    spec: ModelSpec, levers: Levers, shape: LocalShape, layers: range | tuple[int, ...]
-) -> tuple[KeepLevel, ...]:
-    """The same for any layers that a rank may have."""
-    budget_bytes = levers.checkpoint_budget_bytes
-    if budget_bytes is not None:
-        return _budget_levels(spec, shape, layers, budget_bytes, levers.offload_checkpoints)
+def layer_levels(shape: LocalShape, levers: Levers, layers: range | tuple[int, ...]) -> tuple[KeepLevel, ...]:
+    """What each of `layers` of a rank keeps of one micro-batch."""
+    if levers.checkpoint_budget_bytes is not None:
+        return _budget_levels(shape, layers, levers.checkpoint_budget_bytes, levers.offload_checkpoints)
     return _fixed_levels(
         layers,
-        model_layers=spec.layers,
+        model_layers=shape.spec.layers,
         every=levers.checkpoint_every,
         count=levers.num_checkpoints,
         keep=levers.checkpoint_keep,
@@ -47,39 +37,40 @@ _fixed_levels = lru_cache(maxsize=65536)(fixed_levels)
 
 @lru_cache(maxsize=65536)
 def _budget_levels(
-    spec: ModelSpec, shape: LocalShape, layers: range | tuple[int, ...], budget_bytes: int, offload: bool
+    shape: LocalShape, layers: range | tuple[int, ...], budget_bytes: int, offload: bool
 ) -> tuple[KeepLevel, ...]:
+    spec = shape.spec
     kinds = [(spec.is_routed(layer), spec.window_of(layer) is not None) for layer in layers]
     options: dict[Hashable, Options] = {
-        kind: level_options(spec, layers[kinds.index(kind)], shape, offload) for kind in dict.fromkeys(kinds)
+        kind: level_options(shape, layers[kinds.index(kind)], offload) for kind in dict.fromkeys(kinds)
     }
-    one_input_bytes = shape.stream_bytes(spec) if offload else 0
+    one_input_bytes = shape.stream_bytes if offload else 0
     return cheapest_levels(kinds, options, budget_bytes=budget_bytes, always_bytes=one_input_bytes)
 
 
 @lru_cache(maxsize=4096)
-def level_options(spec: ModelSpec, layer: int, shape: LocalShape, offload: bool = False) -> tuple[KeepOption, ...]:
+def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple[KeepOption, ...]:
     """Bytes on the GPU and seconds again of one layer at each level.
 
     What tiles compute again is not kept either: `matmuls` is then the same as the level before, which is taken.
     """
     options: list[KeepOption] = []
-    for level, seconds in zip(KEEP_LEVELS, _recompute_seconds(spec, layer, shape), strict=True):
-        if level == "matmuls" and shape.tiles > 1:
+    for level, seconds in zip(KEEP_LEVELS, _recompute_seconds(shape, layer), strict=True):
+        if level == "matmuls" and shape.has_tiles:
             options.append(options[-1])
             continue
-        kept_bytes = sum(tensor.bytes for tensor in level_kept(spec, layer, shape, level))
-        on_host_bytes = shape.stream_bytes(spec) if offload and level != "everything" else 0
+        kept_bytes = sum(tensor.bytes for tensor in level_kept(shape, layer, level))
+        on_host_bytes = shape.stream_bytes if offload and level != "everything" else 0
         options.append(KeepOption(kept_bytes - on_host_bytes, seconds))
     return tuple(options)
 
 
-def _recompute_seconds(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[float, float, float, float]:
+def _recompute_seconds(shape: LocalShape, layer: int) -> tuple[float, float, float, float]:
     """Time of one layer computed again at each level."""
-    flop_s, attention_flop_s, bytes_s = _h200_rates(spec.head_dim, shape.element_bytes)
-    attention_s = _attention_flops(spec, layer, shape) / attention_flop_s
-    products_s = 2 * shape.tokens * _weights_again(spec, layer, shape) / shape.tensor / flop_s
-    passes_s = shape.tokens * shape.element_bytes * _width_again(spec, layer) / shape.tensor / bytes_s
+    flop_s, attention_flop_s, bytes_s = _h200_rates(shape.spec.head_dim, shape.element_bytes)
+    attention_s = _attention_flops(shape, layer) / attention_flop_s
+    products_s = 2 * shape.tokens * _weights_again(shape, layer) / shape.tensor / flop_s
+    passes_s = shape.tokens * shape.element_bytes * _width_again(shape.spec, layer) / shape.tensor / bytes_s
     return attention_s + products_s + passes_s, products_s + passes_s, passes_s, 0.0
 
 
@@ -93,20 +84,21 @@ def _h200_rates(head_dim: int, element_bytes: int) -> tuple[float, float, float]
     return peak_flop_s * MEASURED.matmul, peak_flop_s * attention_share, bytes_s
 
 
-def _attention_flops(spec: ModelSpec, layer: int, shape: LocalShape) -> float:
+def _attention_flops(shape: LocalShape, layer: int) -> float:
     """4 operations per channel and pair of a query with a key it sees."""
     length = shape.whole_length
-    seen = min(spec.window_of(layer) or length, length)
+    seen = min(shape.spec.window_of(layer) or length, length)
     pairs_per_query = seen - seen**2 / (2 * length)
-    return 4 * shape.tokens * pairs_per_query * spec.query_size / shape.tensor
+    return 4 * shape.tokens * pairs_per_query * shape.spec.query_size / shape.tensor
 
 
-def _weights_again(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
+def _weights_again(shape: LocalShape, layer: int) -> int:
     """Weights that a token is multiplied by again: all but those of the last product, whose result nobody needs.
 
     What tiles compute again at every level does not count, which is all that comes after attention.
     """
-    if shape.is_tiled(spec, layer):
+    spec = shape.spec
+    if shape.is_tiled(layer):
         return spec.hidden_size * (spec.query_size + 2 * spec.kv_size)
     attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.kv_size)
     if spec.latent is not None:

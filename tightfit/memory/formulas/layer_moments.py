@@ -11,7 +11,6 @@ from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import STATISTIC
 from tightfit.memory.formulas.tensor_mesh import CubicMlp, cubic_mlp
-from tightfit.models.spec import ModelSpec
 
 AttentionKind = Literal["fused", "own"]
 
@@ -25,7 +24,7 @@ class LayerMoment(NamedTuple):
     gradient_bytes: int
     """Gradients of activations, and what else is alive beside what was kept."""
     workspace_bytes: int = 0
-    made_weights: int = 0
+    complete_weights: int = 0
     """The layer's weights that have a gradient by then,"""
     new_weights: int = 0
     """those of them whose gradient is not yet added to a sum over micro-batches,"""
@@ -33,19 +32,19 @@ class LayerMoment(NamedTuple):
     """and further copies of gradients, in weights."""
 
     @property
-    def held_bytes(self) -> int:
+    def activation_bytes(self) -> int:
         """All but gradients of weights."""
         return self.saved_bytes + self.gradient_bytes + self.workspace_bytes
+
+    def with_gradients(self, weights: int, element_bytes: int) -> int:
+        """With gradients of so many weights, and further copies."""
+        return self.activation_bytes + element_bytes * (weights + self.weight_copies)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """A layer's bytes on one rank."""
 
-    kept: int
-    """Saved for backward, unless it is computed again."""
-    entry: int
-    """Its input."""
     forward_extra: int
     """Alive beyond what is kept when forward ends it."""
     forward_working: int
@@ -54,183 +53,184 @@ class LayerCost:
     recompute: LayerMoment
 
 
-def untiled_cost(spec: ModelSpec, layer: int, shape: LocalShape, attention_bytes: int, mlp_bytes: int) -> LayerCost:
+def untiled_cost(shape: LocalShape, layer: int, attention_bytes: int, mlp_bytes: int) -> LayerCost:
     """Of a layer that keeps `attention_bytes` in its first half and `mlp_bytes` in its second."""
-    stream_bytes, kept_bytes = shape.stream_bytes(spec), attention_bytes + mlp_bytes
-    gathered_bytes = _gathered_bytes(spec, shape)
-    extra_bytes = _mlp_forward_extra(spec, layer, shape) + gathered_bytes
-    mlp = (_experts_moments if spec.is_routed(layer) else _mlp_moments)(spec, kept_bytes, shape)
-    attention = _attention_moments(spec, layer, shape, attention_bytes, mlp[-1].made_weights)
-    again_bytes = _copies_bytes(spec, layer, shape)
-    if gathered_bytes or needs_last_product(spec, layer):
+    saved_bytes, is_routed = attention_bytes + mlp_bytes, shape.spec.is_routed(layer)
+    # Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
+    # Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or
+    # recomputed, what attention did; then that and what the layer before's MLP did (parallel/conjugate.py).
+    gathered_bytes = shape.hidden_bytes if shape.sequence_parallel else 0
+    extra_bytes = (_experts_extra if is_routed else _mlp_extra)(shape) + gathered_bytes
+    working_bytes = (_experts_working if is_routed else _mlp_working)(shape)
+    mlp = (_experts_backward if is_routed else _mlp_backward)(shape, saved_bytes)
+    attention = _attention_backward(shape, layer, attention_bytes, mlp[-1].complete_weights)
+    again_bytes = shape.routed_bytes if is_routed else 0  # tokens, once per expert, for gate and up
+    if gathered_bytes or needs_last_product(shape.spec, layer):
         again_bytes = extra_bytes + gathered_bytes
     cost = LayerCost(
-        kept=kept_bytes,
-        entry=stream_bytes,
         forward_extra=extra_bytes,
-        forward_working=max(_mlp_working(spec, layer, shape), attention_bytes) + gathered_bytes,
+        forward_working=max(working_bytes, attention_bytes) + gathered_bytes,
         backward=(*_beside(mlp, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
-        recompute=LayerMoment("recomputed forward", kept_bytes, stream_bytes + again_bytes),
+        recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes + again_bytes),
     )
-    cube = cubic_mlp(spec, shape)
-    return cost if cube is None else _on_a_cube(spec, shape, cost, cube)
+    cube = cubic_mlp(shape)
+    return cost if cube is None else _on_a_cube(shape, cost, cube)
 
 
-def _on_a_cube(spec: ModelSpec, shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
+def _on_a_cube(shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
     """The same on a 3D mesh, whose products gather what they multiply."""
-    stream_bytes, inner_bytes = shape.stream_bytes(spec), shape.inner_bytes(spec.mlp_size)
     down, up, *attention = cost.backward
-    working_bytes = 2 * stream_bytes + (3 if spec.gated else 2) * inner_bytes + cube.forward_bytes
+    inner = (3 if shape.spec.gated else 2) * shape.inner_bytes(shape.spec.mlp_size)
     return replace(
         cost,
         forward_extra=cube.forward_bytes,
-        forward_working=max(cost.forward_working, working_bytes),
+        forward_working=max(cost.forward_working, 2 * shape.stream_bytes + inner + cube.forward_bytes),
         backward=(
-            down._replace(gradient_bytes=stream_bytes + cube.down_backward_bytes),
-            up._replace(gradient_bytes=stream_bytes + cube.up_backward_bytes),
+            down._replace(gradient_bytes=shape.stream_bytes + cube.down_backward_bytes),
+            up._replace(gradient_bytes=shape.stream_bytes + cube.up_backward_bytes),
             *attention,
         ),
-        recompute=cost.recompute._replace(gradient_bytes=stream_bytes + cube.forward_bytes),
+        recompute=cost.recompute._replace(gradient_bytes=shape.stream_bytes + cube.forward_bytes),
     )
-
-
-def _gathered_bytes(spec: ModelSpec, shape: LocalShape) -> int:
-    """Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
-
-    Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or recomputed,
-    what attention did; then that and what the layer before's MLP did (parallel/conjugate.py).
-    """
-    return shape.hidden_bytes(spec) if shape.sequence_parallel else 0
 
 
 def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[LayerMoment, ...]:
     return tuple(moment._replace(gradient_bytes=moment.gradient_bytes + gathered_bytes) for moment in moments)
 
 
-def _mlp_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
+def _mlp_extra(shape: LocalShape) -> int:
+    """When the MLP of a forward pass that keeps what it must ends: its product, unless that is kept, and its result."""
+    spec = shape.spec
+    product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not spec.mlp_bias else 0
+    return product_bytes + shape.hidden_bytes
+
+
+def _mlp_working(shape: LocalShape) -> int:
+    """When the MLP of a forward pass that keeps nothing ends: the sum, its norm, gate, up and product, its result."""
+    inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
+    return 2 * shape.stream_bytes + (3 if shape.spec.gated else 2) * inner_bytes + shape.hidden_bytes
+
+
+def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
     """The product's gradient beside the kept gate and up (whose gradients replace them), then the input's gradient."""
-    stream, hidden, inner = shape.stream_bytes(spec), shape.hidden_bytes(spec), shape.inner_bytes(spec.mlp_size)
+    spec, stream_bytes = shape.spec, shape.stream_bytes
     matrix = spec.hidden_size * shape.columns(spec.mlp_size)
     matrices = (3 if spec.gated else 2) * matrix
-    return (
-        LayerMoment("gradient of the MLP's product", kept, stream + inner, made_weights=matrix, new_weights=matrix),
-        LayerMoment("gradient of the MLP's input", kept, stream + hidden, made_weights=matrices, new_weights=matrices),
+    product = LayerMoment(
+        "gradient of the MLP's product",
+        saved_bytes=saved_bytes,
+        gradient_bytes=stream_bytes + shape.inner_bytes(spec.mlp_size),
+        complete_weights=matrix,
+        new_weights=matrix,
     )
+    inputs = LayerMoment(
+        "gradient of the MLP's input",
+        saved_bytes=saved_bytes,
+        gradient_bytes=stream_bytes + shape.hidden_bytes,
+        complete_weights=matrices,
+        new_weights=matrices,
+    )
+    return product, inputs
 
 
-def _experts_moments(spec: ModelSpec, kept: int, shape: LocalShape) -> tuple[LayerMoment, ...]:
+def _experts_extra(shape: LocalShape) -> int:
+    """As `_mlp_extra`: outputs of all rows beside their products or the tokens' sums, and what ranks sent back."""
+    returned_bytes = shape.routed_bytes if shape.expert > 1 else 0
+    return shape.routed_bytes + max(shape.experts_inner_bytes, shape.hidden_bytes + returned_bytes)
+
+
+def _experts_working(shape: LocalShape) -> int:
+    """As `_mlp_working`, of every row: its input, gate and up beside their product or the tokens' sums."""
+    rows_bytes, inner_bytes = shape.routed_bytes, shape.experts_inner_bytes
+    if shape.expert > 1:  # what was received and what was made of it, beside the products or what came back
+        return 2 * shape.stream_bytes + 2 * rows_bytes + max(3 * inner_bytes, rows_bytes + shape.hidden_bytes)
+    return 2 * shape.stream_bytes + rows_bytes + 2 * inner_bytes + max(inner_bytes, shape.hidden_bytes)
+
+
+def _experts_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
     """Of kernels/routed_mlp.py: the gradients of all rows beside that of their products, then of the rows' inputs."""
-    experts = spec.experts
+    spec, experts, rows_bytes = shape.spec, shape.spec.experts, shape.routed_bytes
     assert experts is not None
-    copies, inner = shape.copies_bytes(spec), shape.experts_inner_bytes(spec)
-    matrix = shape.experts(spec) * spec.hidden_size * shape.columns(experts.mlp_size)
+    matrix = shape.experts * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
-    stream, travels = shape.stream_bytes(spec), shape.expert > 1
-    arrived = copies if travels else 0  # the gradient of this rank's results, of which sorted copies are made
-    summed = copies if travels else shape.hidden_bytes(spec)
+    travels = shape.expert > 1
+    arrived_bytes = rows_bytes if travels else 0  # the gradient of this rank's results, which is sorted into a copy
+    summed_bytes = rows_bytes if travels else shape.hidden_bytes
     down = LayerMoment(
         "gradient of the experts' down projections",
-        saved_bytes=kept,
-        gradient_bytes=stream + arrived + copies + inner,  # of every row's output, and of its product
-        made_weights=shared + matrix,
+        saved_bytes=saved_bytes,
+        # of every row's output, and of its product
+        gradient_bytes=shape.stream_bytes + arrived_bytes + rows_bytes + shape.experts_inner_bytes,
+        complete_weights=shared + matrix,
         new_weights=matrix,
     )
     inputs = LayerMoment(
         "gradient of the experts' inputs",
-        saved_bytes=kept,
-        gradient_bytes=stream + arrived + 2 * copies + summed,  # through gate, through up, and their sum
-        made_weights=shared + 3 * matrix,
+        saved_bytes=saved_bytes,
+        # through gate, through up, and their sum
+        gradient_bytes=shape.stream_bytes + arrived_bytes + 2 * rows_bytes + summed_bytes,
+        complete_weights=shared + 3 * matrix,
         new_weights=3 * matrix,
     )
     return down, inputs
 
 
-def _copies_bytes(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
-    """A routed layer gathers its tokens, once per expert, for gate and up."""
-    return shape.copies_bytes(spec) if spec.is_routed(layer) else 0
-
-
-def _attention_moments(
-    spec: ModelSpec, layer: int, shape: LocalShape, kept: int, mlp_weights: int
-) -> tuple[LayerMoment, ...]:
+def _attention_backward(
+    shape: LocalShape, layer: int, saved_bytes: int, mlp_weights: int
+) -> tuple[LayerMoment, LayerMoment]:
     """Attention's own backward beside the gradients of all it read and wrote, then that of q, k and v's projections."""
-    stream, query, key = shape.stream_bytes(spec), shape.query_bytes(spec), shape.attended_key_bytes(spec)
-    output_weights = spec.hidden_size * shape.heads(spec) * spec.head_dim
-    qkv_weights = spec.hidden_size * (shape.heads(spec) + 2 * shape.kv_heads(spec)) * spec.head_dim
+    spec, stream_bytes = shape.spec, shape.stream_bytes
+    output_weights = spec.hidden_size * shape.heads * spec.head_dim
+    qkv_weights = spec.hidden_size * (shape.heads + 2 * shape.kv_heads) * spec.head_dim
     if spec.latent is not None:
         output_weights = spec.hidden_size * spec.output_size
         qkv_weights = spec.attention_params() - output_weights
     attention = LayerMoment(
         "attention",
-        saved_bytes=kept - shape.returned_bytes(spec),  # which the output projection's backward was the last to need
-        gradient_bytes=stream + 2 * query + 2 * key,  # of the stream, the output, q, k and v
-        workspace_bytes=attention_workspace(spec, layer, shape) + ring_workspace(spec, shape),
-        made_weights=mlp_weights + output_weights,
+        saved_bytes=saved_bytes - shape.returned_bytes,  # which the output projection's backward was the last to need
+        # of the stream, the output, q, k and v
+        gradient_bytes=stream_bytes + 2 * shape.query_bytes + 2 * shape.attended_key_bytes,
+        workspace_bytes=attention_workspace(shape, layer) + ring_workspace(shape),
+        complete_weights=mlp_weights + output_weights,
         new_weights=output_weights,
     )
+    qkv_bytes = shape.query_bytes + 2 * shape.attended_key_bytes
     projections = LayerMoment(
         "gradient of the projections' input",
-        saved_bytes=2 * stream,
-        gradient_bytes=stream + query + 2 * key + 2 * shape.hidden_bytes(spec),
-        made_weights=mlp_weights + output_weights + qkv_weights,
+        saved_bytes=2 * stream_bytes,  # the norm's input and output
+        # of the stream, of q, k and v, and of their input: through one of them, and summed over those before
+        gradient_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
+        complete_weights=mlp_weights + output_weights + qkv_weights,
         new_weights=qkv_weights,
     )
     return attention, projections
 
 
-def attention_kind(spec: ModelSpec, layer: int, shape: LocalShape) -> AttentionKind:
+def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
     """Who computes attention (kernels/attention.py, rule, on Ampere and later): torch's fused kernels where causality
     says it all and they can, ours for windows, caps, and grouped heads in float32."""
-    window = spec.window_of(layer)
+    spec, window = shape.spec, shape.spec.window_of(layer)
     if spec.attention_softcap is not None or (window is not None and window < shape.whole_length):
         return "own"
     return "own" if shape.element_bytes == 4 and spec.kv_heads != spec.heads else "fused"
 
 
-def attention_workspace(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
+def attention_workspace(shape: LocalShape, layer: int) -> int:
     """What attention's backward holds while it runs, beside its inputs and results."""
-    heads, query_bytes = shape.heads(spec), shape.query_bytes(spec)
-    row_sums_bytes = STATISTIC * shape.tokens * heads  # a float32 per row and head (flash_attention_backward.py)
-    if attention_kind(spec, layer, shape) == "own":
+    row_sums_bytes = STATISTIC * shape.tokens * shape.heads  # float32 per row and head (flash_attention_backward.py)
+    if attention_kind(shape, layer) == "own":
         return row_sums_bytes
     # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd and
     # cuDNN's sdpa_backward alike.
-    wide_dq_bytes = STATISTIC * shape.tokens * heads * spec.head_dim if shape.element_bytes < STATISTIC else 0
-    ungrouped_bytes = 2 * query_bytes if heads != shape.attended_kv_heads(spec) else 0
+    wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < STATISTIC else 0
+    ungrouped_bytes = 2 * shape.query_bytes if shape.heads != shape.attended_kv_heads else 0
     return row_sums_bytes + wide_dq_bytes + ungrouped_bytes
 
 
-def ring_workspace(spec: ModelSpec, shape: LocalShape) -> int:
+def ring_workspace(shape: LocalShape) -> int:
     """What a ring's backward holds besides (parallel/ring.py): keys and values at hand and arriving, the gradients of
     them (own, and float32 at hand and arriving), and the float32 sum of dQ."""
     if shape.ring == 1:
         return 0
-    query_bytes, key_bytes = shape.query_bytes(spec), shape.attended_key_bytes(spec)
     wide = STATISTIC // shape.element_bytes
-    return 6 * key_bytes + 4 * wide * key_bytes + wide * query_bytes
-
-
-def _mlp_forward_extra(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
-    """In a forward pass that keeps what it must: what is alive besides, when the MLP ends."""
-    hidden_bytes = shape.hidden_bytes(spec)
-    if spec.is_routed(layer):
-        inner_bytes = shape.experts_inner_bytes(spec)
-        outputs_bytes = _copies_bytes(spec, layer, shape)  # of all rows, beside their products or the tokens' sums
-        returned_bytes = outputs_bytes if shape.expert > 1 else 0
-        return outputs_bytes + max(inner_bytes, hidden_bytes + returned_bytes)
-    product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not spec.mlp_bias else 0
-    return product_bytes + hidden_bytes
-
-
-def _mlp_working(spec: ModelSpec, layer: int, shape: LocalShape) -> int:
-    """In a forward pass that keeps nothing: the sum, its norm and the MLP's own, when the MLP ends."""
-    stream_bytes, hidden_bytes = shape.stream_bytes(spec), shape.hidden_bytes(spec)
-    if spec.is_routed(layer):
-        inner_bytes = shape.experts_inner_bytes(spec)
-        copies_bytes = _copies_bytes(spec, layer, shape)
-        if shape.expert > 1:  # what was received and what was made of it, beside the products or what came back
-            rows_bytes = 2 * copies_bytes + max(3 * inner_bytes, copies_bytes + hidden_bytes)
-        else:
-            rows_bytes = copies_bytes + 2 * inner_bytes + max(inner_bytes, hidden_bytes)
-        return 2 * stream_bytes + rows_bytes
-    return 2 * stream_bytes + hidden_bytes + (3 if spec.gated else 2) * shape.inner_bytes(spec.mlp_size)
+    return 6 * shape.attended_key_bytes + wide * (4 * shape.attended_key_bytes + shape.query_bytes)

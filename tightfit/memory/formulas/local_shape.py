@@ -6,7 +6,7 @@ for a projection is gathered again in backward rather than kept. Context ranks h
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.layout import Layout
@@ -23,8 +23,9 @@ def ceil(value: int, parts: int) -> int:
 
 @dataclass(frozen=True)
 class LocalShape:
-    """Rows × length tokens in numbers of `element_bytes`, spread over `tensor` ranks."""
+    """Rows × length tokens of a model in numbers of `element_bytes`, spread over `tensor` ranks."""
 
+    spec: ModelSpec
     rows: int
     length: int
     element_bytes: int
@@ -42,7 +43,16 @@ class LocalShape:
     """Whether linear layers keep their input as fp8 codes, of a byte each."""
     engine_name: EngineName = "tightfit"
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of what tells shapes of one search apart; formulas are remembered by it."""
+        split = self.tensor, self.mesh_ranks, self.sequence_parallel, self.context, self.ring, self.expert, self.tiles
+        return hash((self.spec, self.rows, self.length, self.element_bytes, *split))
+
+    @cached_property
     def tokens(self) -> int:
         """Tokens whose attention and MLP this rank computes."""
         return self.rows * self.length
@@ -57,83 +67,108 @@ class LocalShape:
         """Context ranks that exchange heads: in attention each has all their tokens and its share of the heads."""
         return self.context // self.ring
 
-    @property
+    @cached_property
     def stream_tokens(self) -> int:
         """Tokens of the residual stream and the norms."""
         return ceil(self.tokens, self.tensor) if self.sequence_parallel else self.tokens
 
-    def heads(self, spec: ModelSpec) -> int:
+    @cached_property
+    def heads(self) -> int:
         """Query heads of this rank."""
-        return ceil(spec.heads, self.tensor)
+        return ceil(self.spec.heads, self.tensor)
 
-    def kv_heads(self, spec: ModelSpec) -> int:
+    @cached_property
+    def kv_heads(self) -> int:
         """Key heads of this rank; where there are fewer than tensor ranks, some hold the same one."""
-        return ceil(spec.kv_heads, self.tensor)
+        return ceil(self.spec.kv_heads, self.tensor)
+
+    @property
+    def attended_kv_heads(self) -> int:
+        """Key heads of all ranks that exchange heads; where there are fewer than ranks, some get the same one."""
+        return max(self.kv_heads, self.exchanging)
 
     def columns(self, width: int) -> int:
         """Columns of this rank of a matrix `width` wide."""
         return ceil(width, self.tensor)
 
-    def stream_bytes(self, spec: ModelSpec) -> int:
+    @cached_property
+    def stream_bytes(self) -> int:
         """The residual stream between two layers."""
-        return self.stream_tokens * spec.hidden_size * self.element_bytes
+        return self.stream_tokens * self.spec.hidden_size * self.element_bytes
 
-    def hidden_bytes(self, spec: ModelSpec) -> int:
+    @cached_property
+    def hidden_bytes(self) -> int:
         """A tensor of the hidden size for all tokens: what a block takes in and gives out."""
-        return self.tokens * spec.hidden_size * self.element_bytes
+        return self.tokens * self.spec.hidden_size * self.element_bytes
 
-    def query_bytes(self, spec: ModelSpec) -> int:
-        """Queries, or attention's output before it is projected."""
-        return self.tokens * self.heads(spec) * spec.head_dim * self.element_bytes
-
-    def key_bytes(self, spec: ModelSpec) -> int:
-        """Keys, or values."""
-        return self.tokens * self.kv_heads(spec) * spec.head_dim * self.element_bytes
-
-    def attended_kv_heads(self, spec: ModelSpec) -> int:
-        """Key heads of all ranks that exchange heads; where there are fewer than ranks, some get the same one."""
-        return max(self.kv_heads(spec), self.exchanging)
-
-    def attended_key_bytes(self, spec: ModelSpec) -> int:
-        """Keys, or values, as attention has them."""
-        return self.tokens * self.attended_kv_heads(spec) * spec.head_dim * self.element_bytes
-
-    def is_tiled(self, spec: ModelSpec, layer: int) -> bool:
-        """Whether this layer works through its tokens in pieces."""
-        return is_tiled(spec, layer, self.tiles)
-
-    def head_groups(self, spec: ModelSpec) -> int:
-        """In how many groups a tiled layer's attention takes its heads."""
-        return head_groups(self.attended_kv_heads(spec) // self.exchanging, self.tiles)
-
-    def returned_bytes(self, spec: ModelSpec) -> int:
-        """Attention's output as other ranks send it back; else the output projection takes what attention made."""
-        return self.query_bytes(spec) if self.exchanging > 1 else 0
-
-    def experts(self, spec: ModelSpec) -> int:
-        """Experts of a routed layer that this rank computes with."""
-        return ceil(spec.experts.count, self.expert) if spec.experts is not None else 0
-
-    def routed_rows(self, spec: ModelSpec) -> int:
-        """The most (token, expert) pairs that this rank's tokens have in a routed layer."""
-        return spec.experts.rows(self.tokens) if spec.experts is not None else 0
-
-    def copies_bytes(self, spec: ModelSpec) -> int:
-        """A tensor of the hidden size for all those pairs."""
-        return self.routed_rows(spec) * spec.hidden_size * self.element_bytes
-
-    def experts_inner_bytes(self, spec: ModelSpec) -> int:
-        """A tensor inside the experts: their gate, or up, or product."""
-        width = self.columns(spec.experts.mlp_size) if spec.experts is not None else 0
-        return self.routed_rows(spec) * width * self.element_bytes
-
-    def inputs_bytes(self, spec: ModelSpec) -> int:
+    @property
+    def inputs_bytes(self) -> int:
         """The residual stream, normed, as the projections that share it keep it."""
-        return self.stream_bytes(spec) // (self.element_bytes if self.codes_inputs else 1)
+        return self.stream_bytes // (self.element_bytes if self.codes_inputs else 1)
+
+    @cached_property
+    def query_bytes(self) -> int:
+        """Queries, or attention's output before it is projected."""
+        return self.tokens * self.heads * self.spec.head_dim * self.element_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Keys, or values."""
+        return self.tokens * self.kv_heads * self.spec.head_dim * self.element_bytes
+
+    @property
+    def attended_key_bytes(self) -> int:
+        """Keys, or values, as attention has them."""
+        return self.tokens * self.attended_kv_heads * self.spec.head_dim * self.element_bytes
+
+    @property
+    def returned_bytes(self) -> int:
+        """Attention's output as other ranks send it back; else the output projection takes what attention made."""
+        return self.query_bytes if self.exchanging > 1 else 0
 
     def inner_bytes(self, width: int) -> int:
         """A tensor inside an MLP of `width`: its gate, or up, or their product."""
         return self.tokens * self.columns(width) * self.element_bytes
+
+    @property
+    def experts(self) -> int:
+        """Experts of a routed layer that this rank computes with."""
+        return ceil(self.spec.experts.count, self.expert) if self.spec.experts is not None else 0
+
+    @cached_property
+    def routed_rows(self) -> int:
+        """The most (token, expert) pairs that this rank's tokens have in a routed layer."""
+        return self.spec.experts.rows(self.tokens) if self.spec.experts is not None else 0
+
+    @property
+    def routed_bytes(self) -> int:
+        """A tensor of the hidden size for all those pairs."""
+        return self.routed_rows * self.spec.hidden_size * self.element_bytes
+
+    @property
+    def experts_inner_bytes(self) -> int:
+        """A tensor inside the experts: their gate, or up, or product."""
+        width = self.columns(self.spec.experts.mlp_size) if self.spec.experts is not None else 0
+        return self.routed_rows * width * self.element_bytes
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether layers that can work through their tokens in pieces,"""
+        return self.tiles > 1
+
+    def is_tiled(self, layer: int) -> bool:
+        """and whether this one does."""
+        return is_tiled(self.spec, layer, self.tiles)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of one piece."""
+        return ceil(self.tokens, self.tiles)
+
+    @property
+    def head_groups(self) -> int:
+        """In how many groups a tiled layer's attention takes its heads."""
+        return head_groups(self.attended_kv_heads // self.exchanging, self.tiles)
 
 
 _remembered = lru_cache(maxsize=4096)(LocalShape)
@@ -141,36 +176,43 @@ _remembered = lru_cache(maxsize=4096)(LocalShape)
 
 def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
     """The shape on every rank of `layout`."""
+    rows, length = ceil(layout.micro_batch, layout.row_parts), ceil(workload.sequence_length, layout.context)
+    return _split_shape(workload.spec, layout, levers, rows, length, workload.weight_bytes, workload.engine_name)
+
+
+def shape_of_input(
+    spec: ModelSpec, layout: Layout, levers: Levers, rows: int, length: int, element_bytes: int
+) -> LocalShape:
+    """The shape on a rank of `layout` whose layers take [rows, length, hidden], its part of the sequence."""
+    splits_sequence = layout.tensor_mesh == "1d" and layout.sequence_parallel
+    return _split_shape(spec, layout, levers, rows, length * (layout.tensor if splits_sequence else 1), element_bytes)
+
+
+def _split_shape(
+    spec: ModelSpec,
+    layout: Layout,
+    levers: Levers,
+    rows: int,
+    length: int,
+    element_bytes: int,
+    engine_name: EngineName = "tightfit",
+) -> LocalShape:
+    """Of rows × length tokens that a rank of `layout` computes with."""
     return _remembered(
-        rows=ceil(layout.micro_batch, layout.row_parts),
-        length=ceil(workload.sequence_length, layout.context),
-        element_bytes=workload.weight_bytes,
+        spec,
+        rows,
+        length,
+        element_bytes,
         tensor=layout.tensor_axes[2],
         mesh_ranks=0 if layout.tensor_mesh == "1d" else layout.weight_ranks,
         sequence_parallel=layout.tensor_mesh != "1d" or (layout.sequence_parallel and layout.tensor > 1),
         context=layout.context,
         ring=layout.ring,
         expert=layout.expert,
-        padded_experts=_padded_experts(workload.spec, layout),
+        padded_experts=_padded_experts(spec, layout),
         tiles=levers.tiles,
         codes_inputs=levers.matmul == "fp8-tensor",
-        engine_name=workload.engine_name,
-    )
-
-
-def shape_of_input(layout: Layout, levers: Levers, *, rows: int, length: int, element_bytes: int) -> LocalShape:
-    """The shape on a rank of `layout` whose layers take [rows, length, hidden], its part of the sequence."""
-    split = layout.sequence_parallel and layout.tensor > 1
-    return LocalShape(
-        rows=rows,
-        length=length * (layout.tensor if split else 1),
-        element_bytes=element_bytes,
-        tensor=layout.tensor,
-        sequence_parallel=split,
-        context=layout.context,
-        ring=layout.ring,
-        expert=layout.expert,
-        tiles=levers.tiles,
+        engine_name=engine_name,
     )
 
 

@@ -5,13 +5,12 @@ is kernels/linear_cross_entropy.py: one buffer of logits, the gradient of the hi
 as a float32 sum which becomes a tensor of the weight's dtype in backward. Tensor ranks split the vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.tensor_mesh import gathered_head_bytes
-from tightfit.models.spec import ModelSpec
 
 WIDE, INDEX = 4, 8
 STATISTICS = 4
@@ -28,52 +27,43 @@ class LossCost:
     kept: int
     backward: int
     wide_weight_gradient: int
-    """The output projection's gradient in float32: part of `forward`, `kept` and `backward`."""
+    """The output projection's gradient as it is summed: part of `forward`, `kept` and `backward`."""
     evaluated: int
     """While the loss is computed without gradients."""
     rounds_in_place: bool = False
     """Whether that gradient is summed in 24 bits, 16 of which are the result (kernels/split_sum.py)."""
 
 
-def with_narrow_sums(cost: LossCost) -> LossCost:
-    """The same with the output projection's gradient summed in 24 bits instead of 32."""
-    saved_bytes = cost.wide_weight_gradient // 4
-    return replace(
-        cost,
-        forward=cost.forward - saved_bytes,
-        kept=cost.kept - saved_bytes,
-        backward=cost.backward - saved_bytes,
-        wide_weight_gradient=cost.wide_weight_gradient - saved_bytes,
-        rounds_in_place=True,
-    )
-
-
 @lru_cache(maxsize=4096)
-def loss_cost(spec: ModelSpec, shape: LocalShape, *, fused: bool, allowed_bytes: int) -> LossCost:
-    """Of one micro-batch on a rank that computes the loss; the final norm is not part of it."""
-    return _fused(spec, shape, allowed_bytes) if fused else _plain(spec, shape)
+def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int, sum_bytes: int = WIDE) -> LossCost:
+    """Of one micro-batch on a rank that computes the loss; the final norm is not part of it.
+
+    The fused loss sums the output projection's gradient in `sum_bytes` a number.
+    """
+    return _fused(shape, allowed_bytes, sum_bytes) if fused else _plain(shape)
 
 
-def _fused(spec: ModelSpec, shape: LocalShape, allowed_bytes: int) -> LossCost:
-    hidden_bytes = shape.hidden_bytes(spec)
+def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
+    spec, hidden_bytes = shape.spec, shape.hidden_bytes
     row_bytes = shape.tokens * ((STATISTICS + 1) * WIDE + 2 * INDEX)  # statistics and gradient; labels as they are read
-    chunk_bytes = logits_chunk_bytes(spec, shape, allowed_bytes, training=True)
-    wide_bytes = WIDE * shape.columns(spec.vocab_size) * spec.hidden_size
-    gathered_bytes = gathered_head_bytes(spec, shape)
+    chunk_bytes = logits_chunk_bytes(shape, allowed_bytes, training=True)
+    wide_bytes = sum_bytes * shape.columns(spec.vocab_size) * spec.hidden_size
+    gathered_bytes = gathered_head_bytes(shape)
     return LossCost(
         logits=chunk_bytes,
         forward=chunk_bytes + 2 * hidden_bytes + row_bytes + wide_bytes + gathered_bytes,
         kept=hidden_bytes + wide_bytes + gathered_bytes,
         backward=hidden_bytes + wide_bytes + gathered_bytes,
         wide_weight_gradient=wide_bytes,
-        evaluated=gathered_bytes + hidden_bytes + logits_chunk_bytes(spec, shape, allowed_bytes, training=False),
+        evaluated=gathered_bytes + hidden_bytes + logits_chunk_bytes(shape, allowed_bytes, training=False),
+        rounds_in_place=sum_bytes < WIDE,
     )
 
 
-def _plain(spec: ModelSpec, shape: LocalShape) -> LossCost:
+def _plain(shape: LocalShape) -> LossCost:
     """Log-softmax is kept, and the capped logits' tanh; backward holds two gradients beside them."""
-    count, hidden_bytes = shape.tokens * shape.columns(spec.vocab_size), shape.hidden_bytes(spec)
-    kept_bytes = count * WIDE * (2 if spec.logit_softcap else 1)
+    count, hidden_bytes = shape.tokens * shape.columns(shape.spec.vocab_size), shape.hidden_bytes
+    kept_bytes = count * WIDE * (2 if shape.spec.logit_softcap else 1)
     logits_bytes = count * (shape.element_bytes + WIDE) + kept_bytes
     return LossCost(
         logits=logits_bytes,
@@ -85,9 +75,9 @@ def _plain(spec: ModelSpec, shape: LocalShape) -> LossCost:
     )
 
 
-def logits_chunk_bytes(spec: ModelSpec, shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
+def logits_chunk_bytes(shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
     """The fused loss's buffer: what is allowed and, while training, what fits where the weight's gradient will be."""
-    columns, element_bytes = shape.columns(spec.vocab_size), shape.element_bytes
-    free_bytes = columns * spec.hidden_size * element_bytes if training and element_bytes < WIDE else 0
+    columns, element_bytes = shape.columns(shape.spec.vocab_size), shape.element_bytes
+    free_bytes = columns * shape.spec.hidden_size * element_bytes if training and element_bytes < WIDE else 0
     row_bytes = padded(columns) * element_bytes
     return min(chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes), shape.tokens) * row_bytes

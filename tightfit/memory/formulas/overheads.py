@@ -13,6 +13,7 @@ Not counted: NCCL's own buffers, which it takes from the driver when several ran
 from dataclasses import dataclass
 
 from tightfit.errors import UserError
+from tightfit.memory.ledger import Component, Line, Phase
 
 MIB = 2**20
 
@@ -29,6 +30,22 @@ class Overheads:
         for name in ("context_bytes", "workspace_bytes", "slack_share"):
             if (value := getattr(self, name)) < 0:
                 raise UserError(f"{name} is {value}; give 0 or more")
+
+    def with_these(self, allocated_bytes: int) -> int:
+        """What is allocated, slack and context."""
+        return allocated_bytes + int(allocated_bytes * self.slack_share) + self.context_bytes
+
+    def lines(self, phase: Phase, allocated_bytes: int, rank: int = 0) -> list[Line]:
+        """What a ledger says of slack and context."""
+        parts: tuple[tuple[Component, int, str], ...] = (
+            ("allocator slack", int(allocated_bytes * self.slack_share), "a flat share of what is allocated"),
+            ("cuda context", self.context_bytes, "driver and kernels"),
+        )
+        return [
+            Line(component=component, phase=phase, bytes=size, why=f"{why}: see overheads.py", rank=rank)
+            for component, size, why in parts
+            if size
+        ]
 
 
 DEFAULT = Overheads()

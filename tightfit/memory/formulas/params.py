@@ -1,13 +1,14 @@
 """Params: how many weights one rank holds of each part of the model, before data ranks split them.
 
-Tensor ranks split matrices and the vocabulary and repeat norms; experts are split over `expert` data and context ranks.
-Where there are fewer key heads than tensor ranks, their projections are cut inside a head.
+Tensor ranks in a line split matrices and the vocabulary and repeat norms; where there are fewer key heads than ranks,
+their projections are cut inside a head. Experts are split over `expert` data and context ranks. On a mesh of side q
+(2D, 2.5D, 3D) a rank has matrices / (q² or q³) and vectors / q.
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
-from tightfit.memory.formulas.local_shape import ceil
+from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.models.spec import Latent, ModelSpec
 
 
@@ -32,17 +33,21 @@ class Params(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layer_params(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1, padded_experts: int = 0) -> Params:
-    """Of one layer; where FSDP2 pads a stack of experts, of so many."""
+def layer_params(shape: LocalShape, layer: int) -> Params:
+    """Of one layer; where FSDP2 pads a stack of experts, with the padding."""
+    spec = shape.spec
+    if shape.mesh_ranks:
+        matrices = sum(_matrices(spec, layer, tensor=1, expert=1))
+        vectors = spec.layer_params(layer) - matrices
+        return Params(ceil(matrices, shape.mesh_ranks) + ceil(vectors, shape.tensor))
     norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + spec.qk_norm_params
-    dense = norms + _attention_params(spec, tensor)
+    dense = norms + _attention_params(spec, shape.tensor)
     if not spec.is_routed(layer):
-        return Params(dense + ceil(spec.mlp_params(spec.mlp_size), tensor), 0)
-    experts = spec.experts
-    assert experts is not None
-    one_expert = ceil(spec.mlp_params(experts.mlp_size), tensor)
-    held = padded_experts or ceil(experts.count, expert)
-    return Params(dense + ceil(spec.shared_params, tensor) + spec.router_params, held * one_expert)
+        return Params(dense + shape.columns(spec.mlp_params(spec.mlp_size)))
+    assert spec.experts is not None
+    one_expert = shape.columns(spec.mlp_params(spec.experts.mlp_size))
+    count = shape.padded_experts or shape.experts
+    return Params(dense + shape.columns(spec.shared_params) + spec.router_params, count * one_expert)
 
 
 def _attention_params(spec: ModelSpec, tensor: int) -> int:
@@ -53,8 +58,15 @@ def _attention_params(spec: ModelSpec, tensor: int) -> int:
     return spec.hidden_size * (2 * q + 2 * kv) + biases + ceil(spec.heads, tensor) * spec.sinks
 
 
-def layer_matrices(spec: ModelSpec, layer: int, tensor: int = 1, expert: int = 1) -> tuple[int, ...]:
+def layer_matrices(shape: LocalShape, layer: int) -> tuple[int, ...]:
     """Sizes of a layer's larger matrices in the model's order: q, k, v, o, then the MLP's; experts are stacked."""
+    if shape.mesh_ranks:
+        whole = _matrices(shape.spec, layer, tensor=1, expert=1)
+        return tuple(ceil(size, shape.mesh_ranks) for size in whole)
+    return _matrices(shape.spec, layer, shape.tensor, shape.expert)
+
+
+def _matrices(spec: ModelSpec, layer: int, tensor: int, expert: int) -> tuple[int, ...]:
     query, key = (spec.hidden_size * ceil(heads, tensor) * spec.head_dim for heads in (spec.heads, spec.kv_heads))
     attention = (query, key, key, query) if spec.latent is None else _latent_matrices(spec, spec.latent)
     inner = spec.hidden_size * ceil(spec.mlp_size, tensor)
@@ -72,12 +84,16 @@ def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:
     return (*queries, shared, latent.kv_rank * expanded, spec.output_size * hidden)
 
 
-def embedding_params(spec: ModelSpec, tensor: int = 1) -> int:
-    """Before the first layer."""
-    positions = spec.max_positions * spec.hidden_size if spec.rope is None else 0
-    return vocabulary_params(spec, tensor) + positions
-
-
-def vocabulary_params(spec: ModelSpec, tensor: int = 1) -> int:
+def vocabulary_params(shape: LocalShape) -> int:
     """Of an embedding, or of an output projection."""
-    return ceil(spec.vocab_size, tensor) * spec.hidden_size
+    spec = shape.spec
+    if shape.mesh_ranks:
+        return ceil(spec.vocab_size * spec.hidden_size, shape.mesh_ranks)
+    return shape.columns(spec.vocab_size) * spec.hidden_size
+
+
+def embedding_params(shape: LocalShape) -> int:
+    """Before the first layer: tokens', and learned positions."""
+    spec = shape.spec
+    positions = spec.max_positions * spec.hidden_size if spec.rope is None else 0
+    return vocabulary_params(shape) + (shape.columns(positions) if shape.mesh_ranks else positions)

@@ -13,9 +13,12 @@ kept meanwhile, as is what the stage sent on:
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout, stages_of_rank
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.recompute import recomputed_layers
 from tightfit.memory.formulas.cut import cut
 from tightfit.models.spec import ModelSpec
@@ -30,19 +33,27 @@ class PipelineStage(NamedTuple):
     has_embedding: bool
     has_head: bool
 
+    def shares_embedding(self, spec: ModelSpec) -> bool:
+        """Whether its embedding is its output projection."""
+        return spec.tied and self.has_embedding and self.has_head
+
+
+def pipeline_stages(spec: ModelSpec, length: int, layout: Layout) -> tuple[PipelineStage, ...]:
+    """What each pipeline rank holds; of several pieces, as many layers as if they were neighbours."""
+    if layout.pipeline == 1:
+        return (PipelineStage(rank=0, first=0, last=spec.layers, has_embedding=True, has_head=True),)
+    return _pipeline_stages(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
+
 
 @lru_cache(maxsize=4096)
-def pipeline_stage(
-    spec: ModelSpec, length: int, pipeline: int, pieces: int, rank: int, *, in_v: bool = False
-) -> PipelineStage:
-    """What pipeline rank `rank` holds; of several pieces, as many layers as if they were neighbours."""
+def _pipeline_stages(
+    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool
+) -> tuple[PipelineStage, ...]:
     counts = layer_counts(spec, length, pipeline, pieces, in_v=in_v)
-    return PipelineStage(
-        rank=rank,
-        first=sum(counts[:rank]),
-        last=sum(counts[: rank + 1]),
-        has_embedding=rank == 0,
-        has_head=rank == (0 if in_v else pipeline - 1),
+    lasts, head_rank = tuple(accumulate(counts)), 0 if in_v else pipeline - 1
+    return tuple(
+        PipelineStage(rank, first=last - count, last=last, has_embedding=rank == 0, has_head=rank == head_rank)
+        for rank, (count, last) in enumerate(zip(counts, lasts, strict=True))
     )
 
 
@@ -54,25 +65,30 @@ def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in
     return tuple(sum(spans[stage][1] - spans[stage][0] for stage in own) for own in stages)
 
 
+def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
+    """Pipeline ranks of which one is the fullest."""
+    if layout.pipeline == 1:
+        return (0,)
+    every, count = levers.checkpoint_every, levers.num_checkpoints
+    spec, micro_batches = workload.spec, layout_micro_batches(workload, layout)
+    return _telling_ranks(spec, workload.sequence_length, layout, micro_batches, every=every, count=count)
+
+
 @lru_cache(maxsize=4096)
-def telling_ranks(
+def _telling_ranks(
     spec: ModelSpec, length: int, layout: Layout, micro_batches: int, *, every: int, count: int
 ) -> tuple[int, ...]:
-    """Ranks of which one is the fullest: the first has most in flight and the embedding, the last the head.
+    """The first has most in flight and the embedding, the last the head.
 
     Between them, of those with equal layers (`every` and `count` say which are recomputed) and gradients from before or
     none, the first has most in flight; where backward is split, the last one has most gradients waiting for weights.
     """
+    stages = pipeline_stages(spec, length, layout)
     alike: dict[tuple[int, bool], list[int]] = {}
-    shape = layout.pipeline, layout.stages_per_rank
-    ranks = range(layout.pipeline)
-    stages = tuple(pipeline_stage(spec, length, *shape, rank, in_v=layout.in_v) for rank in ranks)
     for rank, example in enumerate(_first_alike(spec, stages, every=every, count=count)):
         alike.setdefault((example, forwards_come_first(layout, rank, micro_batches)), []).append(rank)
-    found = {each[0] for each in alike.values()}
-    if layout.splits_backward:
-        found |= {each[-1] for each in alike.values()}
-    return tuple(sorted(found))
+    lasts = {ranks[-1] for ranks in alike.values()} if layout.splits_backward else set[int]()
+    return tuple(sorted(lasts | {ranks[0] for ranks in alike.values()}))
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +104,11 @@ def _first_alike(spec: ModelSpec, stages: tuple[PipelineStage, ...], *, every: i
         )
         found.append(first.setdefault((stage.has_embedding, stage.has_head, *kinds), rank))
     return tuple(found)
+
+
+def layout_micro_batches(workload: Workload, layout: Layout) -> int:
+    """Micro-batches of a step on each data rank."""
+    return max(1, workload.global_batch // (layout.micro_batch * layout.data))
 
 
 def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:

@@ -1,6 +1,6 @@
 """RankMemory: everything that the moments of a step on one pipeline rank are made of."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
@@ -9,24 +9,22 @@ from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
-from tightfit.memory.formulas.loss import LossCost, loss_cost, with_narrow_sums
+from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.pipeline import forwards_come_first, pieces_in_flight
+from tightfit.memory.formulas.pipeline import forwards_come_first, layout_micro_batches, pieces_in_flight
 from tightfit.memory.formulas.saved import INDEX
 from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
 from tightfit.memory.formulas.states import MASTER, States, resident_states
 from tightfit.memory.formulas.story import OnHost, Resident
 from tightfit.memory.formulas.teacher import TeacherMemory, teacher_memory
-from tightfit.memory.formulas.working_weights import WholeWeights, working_weights
-from tightfit.models.spec import ModelSpec
+from tightfit.memory.formulas.working_weights import WorkingWeights, working_weights
 
 
 @dataclass(slots=True, kw_only=True)
 class RankMemory:
     """One rank: its shapes, and how it holds what."""
 
-    spec: ModelSpec
     layout: Layout
     levers: Levers
     shape: LocalShape
@@ -36,7 +34,7 @@ class RankMemory:
     resident: Resident
     host: OnHost
     gradients: Gradients
-    weights: WholeWeights
+    weights: WorkingWeights
     """As forward and backward use them."""
     other_micro_batches_bytes: int
     """Activations of the other micro-batches in flight."""
@@ -45,29 +43,76 @@ class RankMemory:
     teacher: TeacherMemory
     second_backward: "RankMemory | None" = None
     """The same rank where it may be fuller in its second backward than in its first, which has no earlier gradients."""
+    throughout: dict[str, int] = field(init=False)
+    """What every moment of forward and backward has,"""
+    with_final_norm: dict[str, int] = field(init=False)
+    """and those with all layers' activations."""
+
+    def __post_init__(self) -> None:
+        self.throughout = {
+            "other_micro_batches": self.other_micro_batches_bytes,
+            "outside_layers": self.stage.tables_bytes,
+            "earlier_gradients": self.gradients.earlier_bytes,
+        }
+        self.with_final_norm = {**self.throughout, "outside_layers": self.stage.outside_bytes}
 
 
 def rank_memory(
     workload: Workload, layout: Layout, levers: Levers, rank: int, overheads: Overheads = DEFAULT
 ) -> RankMemory:
     """Everything about pipeline rank `rank`, in its first backward and, where that may be fuller, in its second."""
-    made, gone_bytes, micro_batches = _rank_at_first(workload, layout, levers, rank, overheads)
-    if gone_bytes is not None and gone_bytes < made.states.reduced_gradient_bytes * made.stage.weights:
-        made.second_backward = replace(
-            made,
-            gradients=make_gradients(layout, levers, made.stage, made.states, made.weights, micro_batches),
-            other_micro_batches_bytes=max(0, made.other_micro_batches_bytes - gone_bytes),
-        )
-    return made
-
-
-def _rank_at_first(
-    workload: Workload, layout: Layout, levers: Levers, rank: int, overheads: Overheads
-) -> tuple[RankMemory, int | None, int]:
-    """The rank at its fullest or in its first backward, what is gone by the second, and its micro-batches."""
-    spec, shape = workload.spec, local_shape(workload, layout, levers)
+    shape, micro_batches = local_shape(workload, layout, levers), layout_micro_batches(workload, layout)
     stage = stage_memory(workload, layout, levers, shape, rank)
-    micro_batches = max(1, workload.global_batch // (layout.micro_batch * layout.data))
+    states = _rank_states(workload, layout, levers, stage)
+    loss, teacher = _loss_and_teacher(workload, levers, shape)
+    in_flight = _in_flight(layout, stage, loss, micro_batches)
+    weights = working_weights(layout, levers, stage, states, micro_batches, rounds=workload.rounding is not None)
+    one_checkpoint_bytes = checkpoint_bytes(shape, levers) if stage.offloaded else 0
+    memory = RankMemory(
+        layout=layout,
+        levers=levers,
+        shape=shape,
+        stage=stage,
+        loss=loss,
+        states=states,
+        resident=states.resident._replace(
+            inputs=2 * INDEX * shape.tokens,
+            cublas=overheads.workspace_bytes,
+            teacher=teacher.gpu_weights,
+            scales=0 if workload.rounding is None else workload.rounding.scale_bytes(stage.layer_weights),
+        ),
+        host=states.host._replace(
+            checkpoints=_waiting_checkpoints(layout, stage, micro_batches) * one_checkpoint_bytes,
+            teacher=teacher.host_weights,
+        ),
+        gradients=make_gradients(layout, levers, stage, states, sums_whole=weights.sums_whole, summed=in_flight.summed),
+        weights=weights,
+        other_micro_batches_bytes=in_flight.other_bytes,
+        arriving_bytes=one_checkpoint_bytes,
+        teacher=teacher,
+    )
+    if in_flight.gone_bytes is not None:
+        memory.second_backward = _second_backward(memory, in_flight.gone_bytes, micro_batches)
+    return memory
+
+
+def _second_backward(first: RankMemory, gone_bytes: int, micro_batches: int) -> RankMemory | None:
+    """With gradients of the first and without activations that are gone; None where these are more."""
+    stage, states = first.stage, first.states
+    if gone_bytes >= states.reduced_gradient_bytes * stage.weights:
+        return None
+    sums_whole = first.weights.sums_whole
+    return replace(
+        first,
+        gradients=make_gradients(
+            first.layout, first.levers, stage, states, sums_whole=sums_whole, summed=micro_batches
+        ),
+        other_micro_batches_bytes=max(0, first.other_micro_batches_bytes - gone_bytes),
+    )
+
+
+def _rank_states(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory) -> States:
+    """What lives as long as the run, with what the allocator adds."""
     states = resident_states(
         workload,
         layout,
@@ -76,84 +121,30 @@ def _rank_at_first(
         layer_weights=stage.layer_weights,
         widest_layer=_streamed_at_once(layout, stage),
     )
-    states = states._replace(unsplit=_unsplit_bytes(workload, layout, levers, stage, states))
-    loss, teacher = _loss_and_teacher(workload, levers, shape)
-    flight = _in_flight(layout, stage, loss, micro_batches)
-    weights = working_weights(layout, levers, stage, states, micro_batches, workload.rounding is not None)
-    one_checkpoint_bytes = checkpoint_bytes(spec, shape, levers) if stage.offloaded else 0
-    made = RankMemory(
-        spec=spec,
-        layout=layout,
-        levers=levers,
-        shape=shape,
-        stage=stage,
-        loss=loss,
-        states=states,
-        resident=_resident(workload, layout.has_two_versions, stage, states, shape, teacher, overheads),
-        host=OnHost(
-            weights=states.host_weights,
-            masters=states.host_masters,
-            moments=states.host_moments,
-            checkpoints=_waiting_checkpoints(layout, stage, micro_batches) * one_checkpoint_bytes
-            if stage.offloaded
-            else 0,
-            teacher=teacher.host_weights,
-        ),
-        gradients=make_gradients(layout, levers, stage, states, weights, flight.summed),
-        weights=weights,
-        other_micro_batches_bytes=flight.other_bytes,
-        arriving_bytes=one_checkpoint_bytes,
-        teacher=teacher,
-    )
-    return made, flight.gone_bytes, micro_batches
-
-
-def _resident(
-    workload: Workload,
-    two_versions: bool,
-    stage: StageMemory,
-    states: States,
-    shape: LocalShape,
-    teacher: TeacherMemory,
-    overheads: Overheads,
-) -> Resident:
-    """What is on the GPU from the first step to the last."""
-    return Resident(
-        weights=states.weights,
-        masters=states.masters,
-        moments=states.moments,
-        unsplit=states.unsplit,
-        staging=states.staging,
-        inputs=2 * INDEX * shape.tokens,
-        cublas=overheads.workspace_bytes,
-        teacher=teacher.gpu_weights,
-        scales=0 if workload.rounding is None else workload.rounding.scale_bytes(stage.layer_weights),
-        older_weights=states.weights if two_versions else 0,
-        finished_gradients=_finished_gradient_bytes(workload, stage, states) if two_versions else 0,
-    )
-
-
-def _finished_gradient_bytes(workload: Workload, stage: StageMemory, states: States) -> int:
-    """Of the step before, while the next one's grow; the last stage of a tied model awaits the first one's beside."""
-    received = stage.vocabulary if workload.spec.tied and stage.stage.has_head else 0
-    return states.kept_gradient_bytes * (states.owned + received)
+    unsplit = _unsplit_bytes(workload, layout, levers, stage, states)
+    resident = states.resident._replace(unsplit=unsplit) if unsplit else states.resident
+    if layout.has_two_versions and workload.spec.tied and stage.stage.has_head:  # the first stage's are awaited
+        awaited_bytes = states.kept_gradient_bytes * stage.vocabulary
+        resident = resident._replace(finished_gradients=resident.finished_gradients + awaited_bytes)
+    return states._replace(resident=resident)
 
 
 def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> tuple[LossCost, TeacherMemory]:
-    fused = levers.loss == "fused" and workload.engine.passes.logits is None
-    cost = loss_cost(workload.spec, shape, fused=fused, allowed_bytes=levers.loss_chunk_bytes)
     is_bf16 = shape.element_bytes == 2 and workload.precision != "fp16"
-    teacher = teacher_memory(workload.teacher, workload.spec, shape, levers, is_bf16=is_bf16)
-    return (with_narrow_sums(cost) if teacher.sums_are_narrow else cost), teacher
+    teacher = teacher_memory(workload.teacher, shape, levers, bf16=is_bf16)
+    fused = levers.loss == "fused" and workload.engine.passes.logits is None
+    chunk_bytes = levers.loss_chunk_bytes
+    return loss_cost(shape, fused=fused, allowed_bytes=chunk_bytes, sum_bytes=teacher.sum_bytes), teacher
 
 
 def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:
-    """Of the weights, masters and moments of every matrix; those on the host are not the allocator's."""
-    widths: list[float] = [states.element_bytes] if states.weights else []
-    if not states.host_moments:
+    """What the allocator counts with the weights, masters and moments of every matrix beyond their bytes (segments.py);
+    those on the host are not the allocator's."""
+    widths: list[float] = [states.element_bytes] if states.resident.weights else []
+    if not states.host.moments:
         moments = 1 if levers.optimizer_states == "factored" else 2
         widths += [moment_bytes(levers, wide=workload.updates_wide) / moments] * moments
-        widths += [MASTER] if states.masters else []
+        widths += [MASTER] if states.resident.masters else []
     ranks = states.ranks if layout.zero else 1
     ends = 1 if stage.shares_embedding else stage.stage.has_embedding + stage.stage.has_head
     layers = 0 if states.streams_weights else stage.stage.last - stage.stage.first
@@ -164,10 +155,21 @@ def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: St
     return left_bytes
 
 
+def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
+    """Weights that pass through one buffer from the host: a layer's or, to be gathered, a group's shard."""
+    if not layout.zero:
+        return stage.widest
+    ranks = layout.sharing
+    experts = ceil(stage.widest_group, max(1, ranks // layout.expert)) if layout.expert > 1 else 0
+    return max(ceil(stage.widest_dense, ranks), experts)
+
+
 def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int) -> int:
     """Inputs on the host at once: of the layers of every piece of a pipeline that is in flight, at most."""
-    pieces, chunks = max(1, pieces_in_flight(layout, stage.stage.rank, micro_batches)), layout.stages_per_rank
-    return pieces * -(-stage.offloaded // chunks)
+    if not stage.offloaded:
+        return 0
+    pieces = max(1, pieces_in_flight(layout, stage.stage.rank, micro_batches))
+    return pieces * ceil(stage.offloaded, layout.stages_per_rank)
 
 
 class InFlight(NamedTuple):
@@ -181,15 +183,6 @@ class InFlight(NamedTuple):
     """Where that is its first backward: how much less is kept once gradients of all its layers are there."""
 
 
-def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
-    """Weights that pass through one buffer from the host: a layer's or, to be gathered, a group's shard."""
-    if not layout.zero:
-        return stage.widest
-    ranks = layout.sharing
-    experts = ceil(stage.widest_group, max(1, ranks // layout.expert)) if layout.expert > 1 else 0
-    return max(ceil(stage.widest_dense, ranks), experts)
-
-
 def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int) -> InFlight:
     if layout.pipeline == 1:
         return InFlight(0, micro_batches)
@@ -200,7 +193,7 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
     pieces = pieces_in_flight(layout, rank, micro_batches)
     other_bytes = each_bytes * max(0, pieces - chunks) // chunks
     if layout.schedule == "zb-v":
-        other_bytes = _waiting_in_a_v(layout, stage, micro_batches, each_bytes, other_bytes)
+        other_bytes = max(other_bytes, _ending_of_a_v(layout, stage, micro_batches, each_bytes))
     elif layout.schedule == "zero-bubble" and rank:
         waiting = min(micro_batches, rank + 1)
         other_bytes += waiting * stage.for_weights_bytes + (waiting - 1) * loss_bytes
@@ -213,9 +206,8 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
     return InFlight(other_bytes, 1, gone_pieces * each_bytes // chunks + loss_bytes)
 
 
-def _waiting_in_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int, steady_bytes: int) -> int:
-    """While forwards last, all pieces in flight; at the end K + r of them, of which 2 r + 1 wait for weights."""
+def _ending_of_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> int:
+    """When forwards are over: K + r pieces, of which 2 r + 1 wait for weights."""
     rank, ranks = stage.stage.rank, layout.pipeline
-    left, waiting = min(2 * micro_batches, ranks + rank), min(2 * micro_batches, 2 * rank + 1)
-    ending_bytes = (max(0, left - 2) * each_bytes + waiting * stage.for_weights_bytes) // 2
-    return max(steady_bytes, ending_bytes)
+    pieces, waiting = min(2 * micro_batches, ranks + rank), min(2 * micro_batches, 2 * rank + 1)
+    return (max(0, pieces - 2) * each_bytes + waiting * stage.for_weights_bytes) // 2

@@ -4,18 +4,21 @@ Derived from what the code saves on a GPU (models/decoder.py, models/mlp.py, ker
 keep their input and one or two float32 per row; rope keeps its tables only; flash attention keeps q, k, v, its output
 (which is the output projection's input) and a float32 per row and head; the gated MLP keeps gate and up and computes
 their product again. A test compares each layer's bytes with what autograd really keeps.
+
+Other engines compute in single operations and keep what goes into each besides: `engine_saved`.
 """
 
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from tightfit.jobs.engine import ENGINES
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.models.spec import Latent, ModelSpec
+from tightfit.models.spec import ModelSpec
 
 Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
 STATISTIC, INDEX, OFFSET = 4, 8, 4
-"""Bytes of a float32 per row, and of an index."""
+"""Bytes of a float32 per row, of an index (int64), and of an offset (int32)."""
 
 
 class SavedTensor(NamedTuple):
@@ -38,94 +41,83 @@ class SavedBytes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def attention_saved(spec: ModelSpec, shape: LocalShape) -> tuple[SavedTensor, ...]:
+def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
     """Of a layer's first half: from the residual stream to the attention's output before it is added."""
-    stream_bytes, norm_bytes = shape.stream_bytes(spec), statistic_bytes(spec, shape.stream_tokens)
+    spec, norm_bytes = shape.spec, statistic_bytes(shape.spec, shape.stream_tokens)
     saved = [
-        SavedTensor("residual", "layer input", stream_bytes, "row_norm keeps its input"),
+        SavedTensor("residual", "layer input", shape.stream_bytes, "row_norm keeps its input"),
         SavedTensor("norms", "attention norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-        SavedTensor("attention", "projections' input", shape.inputs_bytes(spec), "q, k and v share the norm's output"),
+        SavedTensor("attention", "projections' input", shape.inputs_bytes, "q, k and v share the norm's output"),
     ]
     if spec.qk_norm:
-        before_bytes = shape.query_bytes(spec) + shape.key_bytes(spec)
-        heads = 2 if spec.qk_norm_joint else shape.heads(spec) + shape.kv_heads(spec)
-        rows = shape.tokens * heads
-        saved += [
-            SavedTensor("norms", "queries and keys before their norms", before_bytes, "row_norm keeps its input"),
-            SavedTensor(
-                "norms", "query and key norm statistics", statistic_bytes(spec, rows), "row_norm keeps float32 per row"
-            ),
-        ]
-    if spec.latent is not None:
-        saved += _latent_saved(spec, spec.latent, shape)
-    saved += attended(spec, shape)
+        rows = shape.tokens * (2 if spec.qk_norm_joint else shape.heads + shape.kv_heads)
+        saved += _norm_saved(spec, "queries and keys", shape.query_bytes + shape.key_bytes, rows)
+    saved += [*_latent_saved(shape), *attended(shape)]
     if spec.sandwich_norms:
-        saved += [
-            SavedTensor("norms", "attention output before its norm", stream_bytes, "row_norm keeps its input"),
-            SavedTensor("norms", "attention output norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-        ]
+        saved += _norm_saved(spec, "attention output", shape.stream_bytes, shape.stream_tokens)
     return tuple(saved)
 
 
-def attended(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
+def attended(shape: LocalShape) -> list[SavedTensor]:
     """Of attention itself."""
-    logsumexp_bytes = STATISTIC * shape.tokens * shape.heads(spec)
-    unpadded = []
+    spec = shape.spec
+    logsumexp_bytes = STATISTIC * shape.tokens * shape.heads
+    saved = [
+        SavedTensor("attention", "queries", shape.query_bytes, "flash attention keeps what rope wrote"),
+        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes, "kept once per key head"),
+        SavedTensor("attention", "output", shape.query_bytes, "attention and the output projection share it"),
+        SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
+    ]
     if spec.latent is not None:
         unpadded_bytes = shape.tokens * spec.output_size * shape.element_bytes
-        unpadded = [SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input")]
-    saved = [
-        SavedTensor("attention", "queries", shape.query_bytes(spec), "flash attention keeps what rope wrote"),
-        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes(spec), "kept once per key head"),
-        SavedTensor("attention", "output", shape.query_bytes(spec), "attention and the output projection share it"),
-        SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
-        *unpadded,
-    ]
+        saved.append(SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input"))
     if shape.codes_inputs:
-        codes_bytes = shape.query_bytes(spec) // shape.element_bytes
+        codes_bytes = shape.query_bytes // shape.element_bytes
         saved.append(SavedTensor("attention", "output's codes", codes_bytes, "the output projection's input in fp8"))
-    if returned_bytes := shape.returned_bytes(spec):
-        saved.append(SavedTensor("attention", "output returned", returned_bytes, "the output projection's is a copy"))
+    if shape.returned_bytes:
+        why = "the output projection's is a copy"
+        saved.append(SavedTensor("attention", "output returned", shape.returned_bytes, why))
     return saved
 
 
-def _latent_saved(spec: ModelSpec, latent: Latent, shape: LocalShape) -> list[SavedTensor]:
+def _norm_saved(spec: ModelSpec, name: str, input_bytes: int, rows: int) -> list[SavedTensor]:
+    return [
+        SavedTensor("norms", f"{name} before norm", input_bytes, "row_norm keeps its input"),
+        SavedTensor("norms", f"{name} norm statistics", statistic_bytes(spec, rows), "row_norm keeps float32 per row"),
+    ]
+
+
+def _latent_saved(shape: LocalShape) -> list[SavedTensor]:
     """Of latent attention (models/latent_attention.py): each small vector before and after its norm."""
-    vectors = [("keys' and values'", latent.kv_rank)]
-    if latent.query_rank:
-        vectors.append(("queries'", latent.query_rank))
-    saved = []
-    for whose, rank in vectors:
-        vector_bytes, norm_bytes = shape.tokens * rank * shape.element_bytes, STATISTIC * shape.tokens
-        saved += [
-            SavedTensor("norms", f"{whose} small vectors", vector_bytes, "row_norm keeps its input"),
-            SavedTensor("norms", f"{whose} norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-            SavedTensor("attention", f"{whose} normed vectors", vector_bytes, "the input of what is made of them"),
-        ]
+    latent, saved = shape.spec.latent, list[SavedTensor]()
+    if latent is None:
+        return saved
+    for name, width in (("keys' and values' vectors", latent.kv_rank), ("queries' vectors", latent.query_rank)):
+        if width:
+            vector_bytes = shape.tokens * width * shape.element_bytes
+            saved += _norm_saved(shape.spec, name, vector_bytes, shape.tokens)
+            saved.append(SavedTensor("attention", name, vector_bytes, "the input of what is made of them"))
     return saved
 
 
 @lru_cache(maxsize=4096)
-def mlp_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[SavedTensor, ...]:
+def mlp_saved(shape: LocalShape, layer: int) -> tuple[SavedTensor, ...]:
     """Of the second half: from the sum with the attention's output to the MLP's output before it is added."""
-    input_bytes = shape.stream_bytes(spec) if spec.is_routed(layer) else shape.inputs_bytes(spec)
-    stream_bytes, norm_bytes = shape.stream_bytes(spec), statistic_bytes(spec, shape.stream_tokens)
+    spec, norm_bytes = shape.spec, statistic_bytes(shape.spec, shape.stream_tokens)
+    input_bytes = shape.stream_bytes if spec.is_routed(layer) else shape.inputs_bytes
     saved = [
-        SavedTensor("residual", "sum after attention", stream_bytes, "row_norm keeps the sum it norms"),
+        SavedTensor("residual", "sum after attention", shape.stream_bytes, "row_norm keeps the sum it norms"),
         SavedTensor("norms", "MLP norm statistics", norm_bytes, "row_norm keeps float32 per row"),
         SavedTensor("mlp", "input", input_bytes, "gate and up projections (or router) share the norm's output"),
+        *(_experts_saved(shape) if spec.is_routed(layer) else _dense_saved(shape, spec.mlp_size)),
     ]
-    saved += _experts_saved(spec, shape) if spec.is_routed(layer) else _dense_saved(spec, spec.mlp_size, shape)
     if spec.sandwich_norms:
-        saved += [
-            SavedTensor("norms", "MLP output before its norm", stream_bytes, "row_norm keeps its input"),
-            SavedTensor("norms", "MLP output norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-        ]
+        saved += _norm_saved(spec, "MLP output", shape.stream_bytes, shape.stream_tokens)
     return tuple(saved)
 
 
-def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTensor]:
-    inner_bytes = shape.inner_bytes(width)
+def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
+    spec, inner_bytes = shape.spec, shape.inner_bytes(width)
     if not spec.gated:
         activated_bytes = inner_bytes // (shape.element_bytes if shape.codes_inputs else 1)
         return [
@@ -139,60 +131,54 @@ def _dense_saved(spec: ModelSpec, width: int, shape: LocalShape) -> list[SavedTe
     return saved
 
 
-def _experts_saved(spec: ModelSpec, shape: LocalShape) -> list[SavedTensor]:
+def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
     """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row.
 
     Expert ranks (parallel/expert.py, in balance) keep what they received, and the way of their rows on both sides.
     """
-    experts = spec.experts
+    spec, tokens, element_bytes, experts = shape.spec, shape.tokens, shape.element_bytes, shape.spec.experts
     assert experts is not None
-    tokens, element_bytes, chosen = shape.tokens, shape.element_bytes, experts.per_token * shape.tokens
-    rows = shape.routed_rows(spec)
+    chosen, travels = experts.per_token * tokens, shape.expert > 1
     probabilities_bytes = STATISTIC * (tokens + 1) * experts.count
     weights_bytes = chosen * element_bytes + (STATISTIC * (chosen + tokens) if experts.normalise else 0)
-    travels = shape.expert > 1
-    indices_bytes = INDEX * (2 * chosen + (3 if travels else 1) * rows) + OFFSET * experts.count // shape.expert
-    inner_bytes = shape.experts_inner_bytes(spec)
+    index_bytes = INDEX * (2 * chosen + (3 if travels else 1) * shape.routed_rows)
+    index_bytes += OFFSET * experts.count // shape.expert
+    inner_bytes = 2 * shape.experts_inner_bytes
     saved = [
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
-        SavedTensor("routing", "chosen experts and rows", indices_bytes, "top-k, each row's token, each token's rows"),
+        SavedTensor("routing", "chosen experts and rows", index_bytes, "top-k, each row's token, each token's rows"),
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
-        SavedTensor("mlp", "experts' gate and up", 2 * inner_bytes, "no copies of tokens, no products, no outputs"),
+        SavedTensor("mlp", "experts' gate and up", inner_bytes, "no copies of tokens, no products, no outputs"),
     ]
     if experts.z_weight:
         logits_bytes = STATISTIC * tokens * (experts.count + 1)
         saved.append(SavedTensor("routing", "router logits", logits_bytes, "float32, and their logsumexp: the z-loss"))
     if spec.mlp_bias:
-        biased_bytes = INDEX * chosen + tokens * experts.count * element_bytes
-        saved.append(
-            SavedTensor("routing", "weights by expert", biased_bytes, "of down biases: a [tokens, experts] product")
-        )
+        biased_bytes, why = INDEX * chosen + tokens * experts.count * element_bytes, "of down biases: [tokens, experts]"
+        saved.append(SavedTensor("routing", "weights by expert", biased_bytes, why))
     if travels:
-        received_bytes = shape.copies_bytes(spec)
-        saved.append(SavedTensor("mlp", "received rows", received_bytes, "the input of this rank's experts"))
+        saved.append(SavedTensor("mlp", "received rows", shape.routed_bytes, "the input of this rank's experts"))
     if experts.shared_size:
-        gated_bytes = shape.hidden_bytes(spec) + tokens * element_bytes
-        saved += _dense_saved(spec, experts.shared_size, shape)
+        saved += _dense_saved(shape, experts.shared_size)
     if experts.shared_size and experts.shared_gated:
+        gated_bytes = shape.hidden_bytes + tokens * element_bytes
         saved.append(SavedTensor("mlp", "shared expert's output and gate", gated_bytes, "mul keeps both sides"))
     return saved
 
 
-def product_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedTensor]:
+def product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     """Results of the output projection and of the MLP's, the last only where a norm or a router needs it."""
-    hidden_bytes = shape.hidden_bytes(spec)
+    spec, hidden_bytes, experts = shape.spec, shape.hidden_bytes, shape.spec.experts
     saved = [SavedTensor("attention", "projected output", hidden_bytes, "the sum with the residual is made again")]
-    if not spec.is_routed(layer):
+    if experts is None or not spec.is_routed(layer):
         inner_bytes = (2 if spec.gated else 1) * shape.inner_bytes(spec.mlp_size)
         saved.append(SavedTensor("mlp", "gate and up", inner_bytes, "the activation is computed again"))
         if spec.sandwich_norms:
             saved.append(SavedTensor("mlp", "output", hidden_bytes, "its norm is computed again"))
         return saved
-    experts = spec.experts
-    assert experts is not None
     scores_bytes = shape.tokens * experts.count * shape.element_bytes
-    output_bytes = shape.copies_bytes(spec) if needs_last_product(spec, layer) else 0
-    experts_bytes = 2 * shape.experts_inner_bytes(spec) + output_bytes
+    output_bytes = shape.routed_bytes if needs_last_product(spec, layer) else 0
+    experts_bytes = 2 * shape.experts_inner_bytes + output_bytes
     saved += [
         SavedTensor("routing", "router's scores", scores_bytes, "the choice of experts is computed again"),
         SavedTensor("mlp", "experts' products", experts_bytes, "gate and up; with a shared expert the outputs too"),
@@ -201,6 +187,30 @@ def product_saved(spec: ModelSpec, layer: int, shape: LocalShape) -> list[SavedT
         gate_bytes = hidden_bytes + shape.tokens * shape.element_bytes if experts.shared_gated else 0
         shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + gate_bytes
         saved.append(SavedTensor("mlp", "shared expert's gate, up, output and share", shared_bytes, "multiplied again"))
+    return saved
+
+
+def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
+    """What other engines keep of a layer besides: a float32 copy of what a norm scales, rope's halves, the activated
+    gate and the product; where tensor ranks gather a block's input, some keep it whole."""
+    if shape.engine_name == "tightfit":
+        return []
+    spec, memory = shape.spec, ENGINES[shape.engine_name].memory
+    norms = memory.norm_copies if spec.norm != "layer" else min(1.0, memory.norm_copies)
+    rope = memory.rope_copies if spec.rope is not None else 0.0
+    width = spec.mlp_size
+    if spec.experts is not None and spec.is_routed(layer):
+        width = spec.experts.per_token * spec.experts.mlp_size + spec.experts.shared_size
+    norm_bytes, rope_bytes = int(norms * shape.stream_bytes), int(rope * (shape.query_bytes + shape.key_bytes))
+    gate_bytes = int((memory.gate_copies if spec.gated else memory.activation_copies) * shape.inner_bytes(width))
+    saved = [
+        SavedTensor("norms", "unfused norms", norm_bytes, "single operations keep copies"),
+        SavedTensor("attention", "unfused rope", rope_bytes, "products with sine and cosine"),
+        SavedTensor("mlp", "unfused activation", gate_bytes, "activated gate and product are kept"),
+    ]
+    if memory.keeps_gathered and shape.sequence_parallel:
+        more_bytes = 2 * (shape.hidden_bytes - shape.stream_bytes)  # of both blocks
+        saved.append(SavedTensor("attention", "gathered inputs", more_bytes, "kept instead of gathered again"))
     return saved
 
 

@@ -101,40 +101,28 @@ def serving_ledger(
 
     `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use.
     """
-    prompt = LocalShape(rows=1, length=min(prefill_tokens, length), element_bytes=2)
-    work_bytes = layer_cost(spec, spec.layers - 1, prompt).forward_working
+    prompt = LocalShape(spec, rows=1, length=min(prefill_tokens, length), element_bytes=2)
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
     if stored_bytes is not None:
         weights = About("weights", "compressed", "codes, scales and what stays plain, as stored"), stored_bytes
-    held = [
+    kept = About("activations", "keys and values", "two vectors a token, head and layer; one if latent")
+    work = About("activations", "prefill", "a forward pass that keeps nothing")
+    logits = About("logits and loss", "last token's logits", "float32, one a request")
+    parts = [
         weights,
-        (
-            About("activations", "keys and values", "two vectors a token, head and layer; one if latent"),
-            cache_bytes(spec, requests, length, form=cache),
-        ),
-        (About("activations", "prefill", "a forward pass that keeps nothing"), work_bytes),
-        (
-            About("logits and loss", "last token's logits", "float32, one a request"),
-            WIDE * spec.vocab_size * requests,
-        ),
+        (kept, cache_bytes(spec, requests, length, form=cache)),
+        (work, layer_cost(prompt, spec.layers - 1).forward_working),
+        (logits, WIDE * spec.vocab_size * requests),
         (About("workspace", "cuBLAS", "one thread"), overheads.workspace_bytes // 2),
-        *(
-            [(About("workspace", "an expanded matrix", "widths that no kernel reads packed"), expanded_bytes)]
-            if expanded_bytes
-            else []
-        ),
     ]
-    return Ledger("formulas", (*_lines("load", [weights], overheads), *_lines("forward", held, overheads)))
+    if expanded_bytes:
+        parts.append((About("workspace", "an expanded matrix", "widths that no kernel reads packed"), expanded_bytes))
+    return Ledger("formulas", (*_lines("load", [weights], overheads), *_lines("forward", parts, overheads)))
 
 
-def _lines(phase: Phase, held: list[tuple[About, int]], overheads: Overheads) -> list[Line]:
+def _lines(phase: Phase, parts: list[tuple[About, int]], overheads: Overheads) -> list[Line]:
     found = [
         Line(component=about.component, phase=phase, detail=about.detail, why=about.why, bytes=size)
-        for about, size in held
+        for about, size in parts
     ]
-    slack_bytes = int(sum(line.bytes for line in found) * overheads.slack_share)
-    return [
-        *found,
-        Line(component="allocator slack", phase=phase, bytes=slack_bytes, why="a flat share of what is allocated"),
-        Line(component="cuda context", phase=phase, bytes=overheads.context_bytes, why="driver and kernels"),
-    ]
+    return found + overheads.lines(phase, sum(size for _, size in parts))

@@ -9,7 +9,7 @@ for the host, they stop growing in between, and every moment of every layer is v
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,41 +23,46 @@ from tightfit.memory.formulas.keeping import layer_levels
 from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_bytes
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.params import Params
-from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stage
+from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
+from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stages
 from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
-from tightfit.memory.formulas.tensor_mesh import held_embedding, held_layer, held_matrices, held_vocabulary
-from tightfit.models.spec import ModelSpec
 
 
-class LayerKind(NamedTuple):
-    """What distinguishes layers."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerKind:
+    """Layers that are alike, which share one of these."""
 
-    is_routed: bool
-    is_windowed: bool
-    level: KeepLevel
+    is_recomputed: bool
+    weights: int
+    apart_weights: int
+    """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
+    padding_weights: int
+    """and of experts, those that FSDP2 pads a stack with, which have no gradient (local_shape.py)."""
+    saved: SavedBytes
+    working_bytes: int
+    """Alive in a forward that keeps nothing."""
+    moments: tuple[LayerMoment, ...]
+    """Of its backward, and of computing it again where it is."""
+    growing: LayerMoment
+    """The fullest of them where gradients of weights come into being,"""
+    summing: LayerMoment
+    """and where they are added to sums that are there."""
+    reduction_bytes: int
+    """What is held when the gradients of experts apart are reduced: what attention kept, the MLP's input's gradient,"""
+    attention_bytes: int
+    """and in attention's backward, after that."""
 
 
 class LayerVisit(NamedTuple):
     """Backward at work in one layer."""
 
+    kind: LayerKind
     saved_before: SavedBytes
     """What the layers before it keep."""
-    own_weights: int
-    apart_weights: int
-    """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
-    padding_weights: int
-    """Of experts, those that FSDP2 pads a stack with, which have no gradient (local_shape.py),"""
-    kept_at_reduction: int
-    """and what the layer still holds when their gradients are reduced,"""
-    attention_after: int
-    """and at its attention's fullest moment after that."""
     done_weights: int
     """Of the layers after it, which are done."""
     growing: LayerMoment
-    """A moment of it, its fullest where gradients of weights come into being,"""
-    summing: LayerMoment
-    """and where they are added to sums that are there."""
+    """The fullest moment, or each, where gradients of weights come into being."""
     is_first: bool
     is_last: bool
     is_inner: bool
@@ -74,11 +79,11 @@ class StageMemory:
     params: Params
     weights: int
     """All of `params`."""
+    layer_params: Params
+    """Of those, the layers'."""
+    layer_weights: int
     padding_weights: int
     """Of those, what FSDP2 pads stacks of experts with, which have no gradient (local_shape.py)."""
-    layer_weights: int
-    layer_params: Params
-    """The same, experts apart."""
     widest: int
     """Weights of the layer that has most,"""
     widest_group: int
@@ -117,236 +122,158 @@ class StageMemory:
 
 def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: LocalShape, rank: int) -> StageMemory:
     """What pipeline rank `rank` of `layout` has."""
-    spec = workload.spec
-    shape_of_pipeline = layout.pipeline, layout.stages_per_rank
-    stage = pipeline_stage(spec, workload.sequence_length, *shape_of_pipeline, rank, in_v=layout.in_v)
-    levels = layer_levels(spec, levers, shape, stage.first, stage.last)
-    return remembered_stage(
-        spec,
-        shape,
-        stage,
-        levels,
-        shares_embedding=spec.tied and stage.has_embedding and stage.has_head,
-        offloaded=_offloaded_checkpoints(spec, shape, levers, levels) if levers.offload_checkpoints else 0,
-        every_layer=bounds_gradients(levers),
-    )
+    stage = pipeline_stages(workload.spec, workload.sequence_length, layout)[rank]
+    levels = layer_levels(shape, levers, range(stage.first, stage.last))
+    offloaded = 0
+    if levers.offload_checkpoints:
+        recomputed = len(levels) - levels.count("everything")
+        offloaded = offloaded_count(recomputed, checkpoint_bytes(shape, levers), levers.checkpoint_host_bytes)
+    return remembered_stage(shape, stage, levels, offloaded=offloaded, every_layer=bounds_gradients(levers))
 
 
-def checkpoint_bytes(spec: ModelSpec, shape: LocalShape, levers: Levers) -> int:
+def checkpoint_bytes(shape: LocalShape, levers: Levers) -> int:
     """The input of a recomputed layer on the host."""
-    return stored_bytes(shape.stream_tokens, spec.hidden_size, shape.element_bytes, levers.checkpoint_format)
-
-
-def _offloaded_checkpoints(spec: ModelSpec, shape: LocalShape, levers: Levers, levels: tuple[KeepLevel, ...]) -> int:
-    """How many inputs of recomputed layers are on the host."""
-    recomputed = len(levels) - levels.count("everything")
-    return offloaded_count(recomputed, checkpoint_bytes(spec, shape, levers), levers.checkpoint_host_bytes)
+    return stored_bytes(shape.stream_tokens, shape.spec.hidden_size, shape.element_bytes, levers.checkpoint_format)
 
 
 @lru_cache(maxsize=65536)
 def remembered_stage(
-    spec: ModelSpec,
-    shape: LocalShape,
-    stage: PipelineStage,
-    levels: tuple[KeepLevel, ...],
-    *,
-    shares_embedding: bool,
-    offloaded: int,
-    every_layer: bool = False,
+    shape: LocalShape, stage: PipelineStage, levels: tuple[KeepLevel, ...], *, offloaded: int, every_layer: bool = False
 ) -> StageMemory:
     """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
-    layers = _StageLayers(spec, shape, stage, levels, offloaded)
-    in_layers, outside = stage_params(spec, shape, stage, shares_embedding=shares_embedding)
-    vocabulary = held_vocabulary(spec, shape)
+    kinds = _layer_kinds(shape, stage.first, levels)
+    counts = Counter(kinds)
+    in_layers, outside = stage_params(shape, stage)
+    shares_embedding, vocabulary = stage.shares_embedding(shape.spec), vocabulary_params(shape)
     embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
-    tables_bytes = _tables_bytes(spec, shape, stage, layers) + layers.counted_tokens_bytes()
-    final_norm_bytes = shape.stream_bytes(spec) + statistic_bytes(spec, shape.stream_tokens) if stage.has_head else 0
+    tables_bytes = _tables_bytes(shape, stage)
+    final_norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if stage.has_head else 0
     return StageMemory(
         stage=stage,
         params=in_layers.plus(Params(outside)),
         weights=in_layers.all + outside,
-        padding_weights=sum(count * layers.padding(kind) for kind, count in layers.counts.items()),
-        layer_weights=in_layers.all,
         layer_params=in_layers,
-        widest=max(params.all for params in layers.weights.values()),
-        widest_group=layers.widest_group(),
-        widest_dense=layers.widest_dense(),
+        layer_weights=in_layers.all,
+        padding_weights=sum(count * kind.padding_weights for kind, count in counts.items()),
+        widest=max(kind.weights for kind in counts),
+        widest_group=max(max(kind.apart_weights, kind.weights - kind.apart_weights) for kind in counts),
+        widest_dense=max(kind.weights - kind.apart_weights for kind in counts),
         vocabulary=vocabulary,
         shares_embedding=shares_embedding,
         root=outside - embedding,
         embedding=embedding,
-        last_layer_matrices=held_matrices(spec, stage.last - 1, shape),
+        last_layer_matrices=layer_matrices(shape, stage.last - 1),
         offloaded=offloaded,
-        saved=layers.saved(layers.counts),
+        saved=_saved(shape, counts, offloaded),
         outside_bytes=tables_bytes + final_norm_bytes,
         tables_bytes=tables_bytes,
-        forward_extra_bytes=forward_extra(spec, stage.last - 1, shape, levels[-1]),
-        working_bytes=max(layer_cost(spec, layer, shape).forward_working for layer in layers.examples.values()),
-        stream_bytes=shape.stream_bytes(spec),
-        for_weights_bytes=len(levels) * _for_weights_bytes(spec, shape),
-        visits=tuple(layers.visits(every_layer=every_layer))[::-1],
+        forward_extra_bytes=forward_extra(shape, stage.last - 1, levels[-1]),
+        working_bytes=max(kind.working_bytes for kind in counts),
+        stream_bytes=shape.stream_bytes,
+        for_weights_bytes=len(levels) * _for_weights_bytes(shape),
+        visits=tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1],
     )
 
 
 @lru_cache(maxsize=65536)
-def stage_params(
-    spec: ModelSpec, shape: LocalShape, stage: PipelineStage, *, shares_embedding: bool
-) -> tuple[Params, int]:
+def stage_params(shape: LocalShape, stage: PipelineStage) -> tuple[Params, int]:
     """Weights of a stage's layers, and outside them: the embedding, the final norm and the output projection."""
-    in_layers = Params()
+    spec, in_layers = shape.spec, Params()
     example = {spec.is_routed(layer): layer for layer in range(stage.first, stage.last)}
     for is_routed, count in Counter(spec.is_routed(layer) for layer in range(stage.first, stage.last)).items():
-        in_layers = in_layers.plus(held_layer(spec, example[is_routed], shape), count)
-    before = held_embedding(spec, shape) if stage.has_embedding else 0
-    head = 0 if shares_embedding else held_vocabulary(spec, shape)
-    after = spec.norm_params + head if stage.has_head else 0
-    return in_layers, before + after
-
-
-class _StageLayers:
-    """The layers of a stage by kind."""
-
-    def __init__(
-        self, spec: ModelSpec, shape: LocalShape, stage: PipelineStage, levels: tuple[KeepLevel, ...], offloaded: int
-    ) -> None:
-        self.spec, self.shape, self.offloaded = spec, shape, offloaded
-        self.kinds = _layer_kinds(spec, stage.first, stage.last, levels)
-        self.counts = Counter(self.kinds)
-        self.examples = {kind: stage.first + self.kinds.index(kind) for kind in self.counts}
-        """A layer of each kind."""
-        self.weights = {kind: held_layer(spec, n, shape) for kind, n in self.examples.items()}
-        self.saved_of_kind = {kind: saved_bytes(spec, n, shape, kind.level) for kind, n in self.examples.items()}
-
-    def apart(self, kind: LayerKind) -> int:
-        """Experts of a layer that are a group of their own."""
-        return self.weights[kind].experts if self.shape.expert > 1 else 0
-
-    def padding(self, kind: LayerKind) -> int:
-        """Of a layer's weights."""
-        if not self.shape.padded_experts or not kind.is_routed:
-            return 0
-        padding_share = 1 - self.shape.experts(self.spec) / self.shape.padded_experts
-        return round(padding_share * self.weights[kind].experts)
-
-    def counted_tokens_bytes(self) -> int:
-        """Each routed layer counts every expert's tokens, and dropped ones (models/mlp.py), from step to step."""
-        if self.spec.experts is None:
-            return 0
-        routed = sum(count for kind, count in self.counts.items() if kind.is_routed)
-        counters = 1 if self.spec.experts.capacity_factor is None else 2
-        return OFFSET * routed * counters * self.spec.experts.count
-
-    def widest_group(self) -> int:
-        """Weights of a layer's largest group."""
-        return max(max(self.apart(kind), params.all - self.apart(kind)) for kind, params in self.weights.items())
-
-    def widest_dense(self) -> int:
-        """Weights of a layer's first group."""
-        return max(params.all - self.apart(kind) for kind, params in self.weights.items())
-
-    def _kept_at_reduction(self, kind: LayerKind) -> int:
-        """What attention has kept, and the gradient of the MLP's input."""
-        if not self.apart(kind):
-            return 0
-        kept_bytes = sum(tensor.bytes for tensor in attention_saved(self.spec, self.shape))
-        return kept_bytes + self.shape.hidden_bytes(self.spec)
-
-    def _attention_after(self, kind: LayerKind) -> int:
-        if not self.apart(kind):
-            return 0
-        moments = layer_cost(self.spec, self.examples[kind], self.shape).backward
-        attention = next(moment for moment in moments if moment.name == "attention")
-        return attention.held_bytes
-
-    def saved(self, counts: Mapping[LayerKind, int]) -> SavedBytes:
-        """What so many layers of each kind keep; of the first `offloaded` recomputed ones the input is not there."""
-        total = SavedBytes()
-        for kind, count in counts.items():
-            one = self.saved_of_kind[kind]
-            total = SavedBytes(*[sum_ + count * size for sum_, size in zip(total, one, strict=True)])
-        on_host = min(self.offloaded, _recomputed(counts)) * self.shape.stream_bytes(self.spec)
-        return total._replace(residual=total.residual - on_host) if on_host else total
-
-    def visits(self, *, every_layer: bool) -> Iterator[LayerVisit]:
-        """Backward at the layers where it may be fullest, from the first layer to the last."""
-        count = len(self.kinds)
-        firsts = {self.kinds.index(kind) for kind in self.counts}
-        lasts = {count - 1 - self.kinds[::-1].index(kind) for kind in self.counts}
-        ends_of_kinds = firsts | lasts
-        for index in range(count) if every_layer else sorted(ends_of_kinds | {max(0, count - 2), min(1, count - 1)}):
-            visit = self._visit(index, is_inner=not every_layer and index not in ends_of_kinds)
-            kind = self.kinds[index]
-            moments: tuple[LayerMoment, ...] = (visit.growing,)
-            if every_layer:
-                recomputed = kind.level != "everything"
-                moments = _moments(self.spec, self.examples[kind], self.shape, recomputed=recomputed)
-            yield from (visit._replace(growing=moment) for moment in moments)
-
-    def _visit(self, index: int, *, is_inner: bool) -> LayerVisit:
-        """Backward at the layer with this number in the stage, at its fullest moment."""
-        kind, before = self.kinds[index], Counter(self.kinds[:index])
-        after_weights = sum((count - before[each]) * self.weights[each].all for each, count in self.counts.items())
-        growing, summing = _fullest(self.spec, self.examples[kind], self.shape, recomputed=kind.level != "everything")
-        return LayerVisit(
-            saved_before=self.saved(before),
-            own_weights=self.weights[kind].all,
-            apart_weights=self.apart(kind),
-            padding_weights=self.padding(kind),
-            kept_at_reduction=self._kept_at_reduction(kind),
-            attention_after=self._attention_after(kind),
-            done_weights=after_weights - self.weights[kind].all,
-            growing=growing,
-            summing=summing,
-            is_first=index == 0,
-            is_last=index == len(self.kinds) - 1,
-            is_inner=is_inner,
-            awaits_input=self._awaits_input(kind, before),
-        )
-
-    def _awaits_input(self, kind: LayerKind, before: Mapping[LayerKind, int]) -> bool:
-        """A recomputed layer, this one or one after it, has called the one before, whose input is on the host."""
-        recomputed_before, all_recomputed = _recomputed(before), _recomputed(self.counts)
-        called = kind.level != "everything" or all_recomputed > recomputed_before
-        return called and 0 < recomputed_before <= self.offloaded
+        in_layers = in_layers.plus(layer_params(shape, example[is_routed]), count)
+    before = embedding_params(shape) if stage.has_embedding else 0
+    head = 0 if stage.shares_embedding(spec) else vocabulary_params(shape)
+    return in_layers, before + (spec.norm_params + head if stage.has_head else 0)
 
 
 @lru_cache(maxsize=65536)
-def _layer_kinds(spec: ModelSpec, first: int, last: int, levels: tuple[KeepLevel, ...]) -> tuple[LayerKind, ...]:
-    """Of the layers [first, last)."""
-    return tuple(
-        LayerKind(spec.is_routed(layer), spec.window_of(layer) is not None, level)
-        for layer, level in zip(range(first, last), levels, strict=True)
+def _layer_kinds(shape: LocalShape, first: int, levels: tuple[KeepLevel, ...]) -> tuple[LayerKind, ...]:
+    """Of the layers from `first` on, which keep `levels`."""
+    spec, kinds, found = shape.spec, dict[object, LayerKind](), list[LayerKind]()
+    for layer, level in enumerate(levels, first):
+        traits = spec.is_routed(layer), spec.window_of(layer) is not None, level
+        if traits not in kinds:
+            kinds[traits] = _layer_kind(shape, layer, level)
+        found.append(kinds[traits])
+    return tuple(found)
+
+
+@lru_cache(maxsize=65536)
+def _layer_kind(shape: LocalShape, layer: int, level: KeepLevel) -> LayerKind:
+    params, cost, element_bytes = layer_params(shape, layer), layer_cost(shape, layer), shape.element_bytes
+    apart = params.experts if shape.expert > 1 else 0
+    padding_share = 1 - shape.experts / shape.padded_experts if shape.padded_experts else 0.0
+    kept_by_attention = sum(tensor.bytes for tensor in attention_saved(shape))
+    moments = cost.backward if level == "everything" else (cost.recompute, *cost.backward)
+    return LayerKind(
+        is_recomputed=level != "everything",
+        weights=params.all,
+        apart_weights=apart,
+        padding_weights=round(padding_share * params.experts),
+        saved=saved_bytes(shape, layer, level),
+        working_bytes=cost.forward_working,
+        moments=moments,
+        growing=max(moments, key=lambda each: each.with_gradients(each.complete_weights, element_bytes)),
+        summing=max(moments, key=lambda each: each.with_gradients(each.new_weights, element_bytes)),
+        reduction_bytes=kept_by_attention + shape.hidden_bytes if apart else 0,
+        attention_bytes=sum(each.activation_bytes for each in moments if each.name == "attention") if apart else 0,
     )
 
 
-def _moments(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool) -> tuple[LayerMoment, ...]:
-    """Of a layer's backward, and of computing it again where it is."""
-    cost = layer_cost(spec, layer, shape)
-    return (cost.recompute, *cost.backward) if recomputed else cost.backward
-
-
-@lru_cache(maxsize=65536)
-def _fullest(spec: ModelSpec, layer: int, shape: LocalShape, *, recomputed: bool) -> tuple[LayerMoment, LayerMoment]:
-    """The moment that needs most where gradients of weights come into being, and where they are added to sums."""
-    moments, element_bytes = _moments(spec, layer, shape, recomputed=recomputed), shape.element_bytes
-    growing = max(moments, key=lambda each: each.held_bytes + element_bytes * (each.made_weights + each.weight_copies))
-    summing = max(moments, key=lambda each: each.held_bytes + element_bytes * (each.new_weights + each.weight_copies))
-    return growing, summing
+def _saved(shape: LocalShape, counts: Mapping[LayerKind, int], offloaded: int) -> SavedBytes:
+    """What so many layers of each kind keep; of the first `offloaded` recomputed ones the input is not there."""
+    total = SavedBytes()
+    for kind, count in counts.items():
+        total = SavedBytes(*[sum_ + count * size for sum_, size in zip(total, kind.saved, strict=True)])
+    on_host = min(offloaded, _recomputed(counts)) * shape.stream_bytes
+    return total._replace(residual=total.residual - on_host) if on_host else total
 
 
 def _recomputed(counts: Mapping[LayerKind, int]) -> int:
-    return sum(count for kind, count in counts.items() if kind.level != "everything")
+    return sum(count for kind, count in counts.items() if kind.is_recomputed)
 
 
-def _for_weights_bytes(spec: ModelSpec, shape: LocalShape) -> int:
+def _visits(
+    shape: LocalShape, kinds: Sequence[LayerKind], offloaded: int, *, every_layer: bool
+) -> Iterator[LayerVisit]:
+    """Backward at the layers where it may be fullest, from the first layer to the last."""
+    counts, last = Counter(kinds), len(kinds) - 1
+    ends_of_kinds = {kinds.index(kind) for kind in counts} | {last - kinds[::-1].index(kind) for kind in counts}
+    visited = range(len(kinds)) if every_layer else sorted(ends_of_kinds | {max(0, last - 1), min(1, last)})
+    for index in visited:
+        kind, before = kinds[index], Counter(kinds[:index])
+        recomputed_before = _recomputed(before)
+        # A recomputed layer, this one or one after it, has called the one before, whose input is on the host.
+        called = kind.is_recomputed or _recomputed(counts) > recomputed_before
+        visit = LayerVisit(
+            kind=kind,
+            saved_before=_saved(shape, before, offloaded),
+            done_weights=sum(after.weights for after in kinds[index + 1 :]),
+            growing=kind.growing,
+            is_first=index == 0,
+            is_last=index == last,
+            is_inner=not every_layer and index not in ends_of_kinds,
+            awaits_input=called and 0 < recomputed_before <= offloaded,
+        )
+        yield from (visit._replace(growing=moment) for moment in kind.moments) if every_layer else (visit,)
+
+
+def _for_weights_bytes(shape: LocalShape) -> int:
     """Of a layer: the gradients of what its projections, its norms and its MLP made."""
-    qkv_columns = shape.columns(spec.query_size + 2 * spec.kv_size)
-    return shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes(spec)
+    qkv_columns = shape.columns(shape.spec.query_size + 2 * shape.spec.kv_size)
+    return shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes
 
 
-def _tables_bytes(spec: ModelSpec, shape: LocalShape, stage: PipelineStage, layers: _StageLayers) -> int:
-    """Rope keeps cosines and sines, one row for all; learned positions their numbers."""
-    ropes = {rope for layer in layers.examples.values() if (rope := spec.rope_of(layer)) is not None}
+def _tables_bytes(shape: LocalShape, stage: PipelineStage) -> int:
+    """Rope keeps cosines and sines, one row for all, learned positions their numbers; each routed layer counts every
+    expert's tokens, and dropped ones (models/mlp.py), from step to step."""
+    spec, layers = shape.spec, range(stage.first, stage.last)
+    ropes = {rope for layer in layers if (rope := spec.rope_of(layer)) is not None}
     pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)
     positions_bytes = INDEX * shape.length if spec.rope is None and stage.has_embedding else 0
-    return 2 * shape.length * pairs * shape.element_bytes + positions_bytes
+    counted_bytes = 0
+    if spec.experts is not None:
+        counters = spec.experts.count * (1 if spec.experts.capacity_factor is None else 2)
+        counted_bytes = OFFSET * counters * sum(map(spec.is_routed, layers))
+    return 2 * shape.length * pairs * shape.element_bytes + positions_bytes + counted_bytes

@@ -17,13 +17,15 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_SLOTS, whole_that_fit
-from tightfit.memory.formulas.params import Params, vocabulary_params
+from tightfit.memory.formulas.local_shape import ceil
+from tightfit.memory.formulas.params import Params
+from tightfit.memory.formulas.story import OnHost, Resident
 
 MASTER = 4
 
 
 class States(NamedTuple):
-    """What one rank holds of its weights from the first step to the last, in bytes."""
+    """What one rank holds of its weights from the first step to the last."""
 
     owned: int
     """Weights that this rank updates: all of its own, or a shard."""
@@ -37,16 +39,8 @@ class States(NamedTuple):
     """Of a gradient as it is kept: under FSDP2 in the dtype of the shards, float32 where these are the masters."""
     reduced_gradient_bytes: int
     """Of a gradient as FSDP2 reduces it, and ZeRO-1 sums it over micro-batches: float32 where masters are."""
-    weights: int
-    masters: int
-    moments: int
-    host_weights: int = 0
-    host_masters: int = 0
-    host_moments: int = 0
-    unsplit: int = 0
-    """What the allocator counts with weights, masters and moments beyond their bytes: segments.py."""
-    staging: int = 0
-    """GPU memory that what is on the host passes through."""
+    resident: Resident
+    host: OnHost = OnHost()
     streams_weights: bool = False
     """Whether layers' weights are on the host."""
 
@@ -60,18 +54,21 @@ def resident_states(
     updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.sharing
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
     shards_are_masters = layout.zero > 0 and has_masters and levers.offload == "none"
+    whole_gradient_bytes = max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
     states = States(
         owned=owned,
         ranks=ranks,
         element_bytes=element_bytes,
         updated_bytes=updated_bytes,
-        kept_gradient_bytes=updated_bytes
-        if shards_are_masters
-        else max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes),
+        kept_gradient_bytes=updated_bytes if shards_are_masters else whole_gradient_bytes,
         reduced_gradient_bytes=updated_bytes if layout.zero else element_bytes,
-        weights=0 if shards_are_masters else element_bytes * owned,  # a 16-bit copy exists while FSDP2 has it gathered
-        masters=MASTER * owned if has_masters else 0,
-        moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
+        resident=Resident(
+            weights=0 if shards_are_masters else element_bytes * owned,  # 16-bit copies exist while they are gathered
+            masters=MASTER * owned if has_masters else 0,
+            moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
+            older_weights=element_bytes * owned if layout.has_two_versions else 0,
+            finished_gradients=whole_gradient_bytes * owned if layout.has_two_versions else 0,
+        ),
     )
     if levers.offload == "none":
         return states
@@ -83,25 +80,30 @@ def _offloaded(
     states: States, workload: Workload, layout: Layout, levers: Levers, in_layers: int, widest_layer: int
 ) -> States:
     """The same with what is away moved to the host; of the weights that are updated here, `in_layers` are in layers."""
-    owned, element_bytes, streams_weights = states.owned, states.element_bytes, levers.offload == "weights"
+    resident, owned, element_bytes = states.resident, states.owned, states.element_bytes
+    streams_weights = levers.offload == "weights"
     state_bytes = moment_bytes(levers, wide=workload.updates_wide) + (MASTER if workload.has_masters else 0)
     belongings_bytes = state_bytes + (element_bytes if streams_weights else 0)
     away = owned - kept_weights(workload, layout, levers, owned, belongings_bytes)
     away_share = away / owned if owned else 0.0
-    streamed = min(away, in_layers) if streams_weights and states.weights else 0
+    streamed = min(away, in_layers) if streams_weights and resident.weights else 0
     slots_bytes = WEIGHT_SLOTS * element_bytes * widest_layer if streamed else 0
     # A piece on its way has moments and what is updated: the master, or a weight that is away itself.
     piece_bytes = state_bytes if workload.has_masters else belongings_bytes
     ring_bytes = round(STATE_SLOTS * min(PIECE_ELEMENTS, owned) * piece_bytes) if away else 0
     narrowing_bytes = MASTER * PIECE_ELEMENTS if streamed and workload.has_masters else 0
     return states._replace(
-        weights=states.weights - element_bytes * streamed + slots_bytes,
-        masters=round(states.masters * (1 - away_share)),
-        moments=round(states.moments * (1 - away_share)),
-        host_weights=0 if workload.has_masters else element_bytes * streamed,
-        host_masters=round(states.masters * away_share),
-        host_moments=round(states.moments * away_share),
-        staging=ring_bytes + narrowing_bytes,
+        resident=Resident(
+            weights=resident.weights - element_bytes * streamed + slots_bytes,
+            masters=round(resident.masters * (1 - away_share)),
+            moments=round(resident.moments * (1 - away_share)),
+            staging=ring_bytes + narrowing_bytes,
+        ),
+        host=OnHost(
+            weights=0 if workload.has_masters else element_bytes * streamed,
+            masters=round(resident.masters * away_share),
+            moments=round(resident.moments * away_share),
+        ),
         streams_weights=streams_weights,
     )
 
@@ -109,8 +111,7 @@ def _offloaded(
 def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> int:
     """Weights whose belongings stay on the GPU, of `count`: whole vocabulary matrices (or shards), then layers."""
     spec = workload.spec
-    sharing = layout.sharing if layout.zero else 1
-    matrix = vocabulary_params(spec, layout.weight_ranks) // sharing
+    matrix = ceil(spec.vocab_size, layout.weight_ranks) * spec.hidden_size // (layout.sharing if layout.zero else 1)
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)
     whole = whole_that_fit([matrix] * matrices, room)

@@ -1,8 +1,8 @@
 """Story: a step is told as moments, each with everything that is in memory then; the fullest one of a phase counts.
 
-A field of `StepMoment`, `Resident` or `OnHost` is a line of the ledger. Its component, its detail
-and its reason stand beside its name; its bytes where a moment is told: forward.py, backward.py, optimizer.py. A search
-adds moments up, a ledger makes lines of the fullest: one arithmetic, two views.
+A field of `StepMoment`, `Resident` or `OnHost` is a line of the ledger. Its component, its detail and its reason stand
+beside its name; its bytes where a moment is told: step.py. A search adds moments up, a ledger makes lines of the
+fullest: one arithmetic, two views.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 from tightfit.memory.ledger import Component, Line, Phase, Place
 
 KEPT = "kept for backward: saved.py"
+OFFLOADED = "on the host: levers.offload"
 TEACHER = "teacher"
 ROUNDING = "rounding"
 
@@ -60,13 +61,13 @@ class StepMoment(NamedTuple):
 class Resident(NamedTuple):
     """What one rank has on its GPU from the first step to the last: states.py."""
 
-    weights: Annotated[int, About("weights", "", "2 bytes a weight in 16 bits, 4 in float32; shards under FSDP2")]
-    masters: Annotated[int, About("master weights", "", "4 bytes beside 16-bit weights; FSDP2's float32 shards")]
-    moments: Annotated[int, About("optimizer states", "", "two moments in their format")]
-    unsplit: Annotated[int, About("optimizer states", ROUNDING, "rests of segments that are not split off")]
-    staging: Annotated[int, About("workspace", "states and weights on their way", "levers.offload")]
-    inputs: Annotated[int, About("inputs", "tokens and labels", "8 bytes each")]
-    cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")]
+    weights: Annotated[int, About("weights", "", "2 bytes a weight in 16 bits, 4 in float32; shards under FSDP2")] = 0
+    masters: Annotated[int, About("master weights", "", "4 bytes beside 16-bit weights; FSDP2's float32 shards")] = 0
+    moments: Annotated[int, About("optimizer states", "", "two moments in their format")] = 0
+    unsplit: Annotated[int, About("optimizer states", ROUNDING, "rests of segments that are not split off")] = 0
+    staging: Annotated[int, About("workspace", "states and weights on their way", OFFLOADED)] = 0
+    inputs: Annotated[int, About("inputs", "tokens and labels", "8 bytes each")] = 0
+    cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")] = 0
     teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
     scales: Annotated[int, About("optimizer states", "learned scales", "16 bytes a scale: quantize.scales")] = 0
     older_weights: Annotated[int, About("weights", "of one update before", "schedule 2bw: in flight with them")] = 0
@@ -76,11 +77,16 @@ class Resident(NamedTuple):
 class OnHost(NamedTuple):
     """What one rank has on the host."""
 
-    weights: Annotated[int, About("weights", "offloaded", "levers.offload")]
-    masters: Annotated[int, About("master weights", "offloaded", "levers.offload")]
-    moments: Annotated[int, About("optimizer states", "offloaded", "levers.offload")]
-    checkpoints: Annotated[int, About("activations", "offloaded checkpoints", "levers.offload_checkpoints")]
+    weights: Annotated[int, About("weights", "offloaded", OFFLOADED)] = 0
+    masters: Annotated[int, About("master weights", "offloaded", OFFLOADED)] = 0
+    moments: Annotated[int, About("optimizer states", "offloaded", OFFLOADED)] = 0
+    checkpoints: Annotated[int, About("activations", "offloaded checkpoints", "levers.offload_checkpoints")] = 0
     teacher: Annotated[int, About("weights", TEACHER, "distill.place")] = 0
+
+
+def state_bytes(holder: Resident | OnHost) -> int:
+    """Weights, masters and moments: what a checkpoint has."""
+    return holder.weights + holder.masters + holder.moments
 
 
 def fullest(moments: Iterable[StepMoment]) -> StepMoment:
@@ -88,14 +94,14 @@ def fullest(moments: Iterable[StepMoment]) -> StepMoment:
     return max(moments, key=sum)
 
 
-def lines(told: NamedTuple, phase: Phase, rank: int, place: Place = "gpu") -> Iterator[Line]:
+def lines(parts: NamedTuple, phase: Phase, rank: int, place: Place = "gpu") -> Iterator[Line]:
     """A line of the ledger for everything that is there."""
-    for size, (component, detail, why) in zip(told, _about(type(told)), strict=True):
+    for size, (component, detail, why) in zip(parts, _about(type(parts)), strict=True):
         if size:
             yield Line(component=component, phase=phase, bytes=size, place=place, detail=detail, why=why, rank=rank)
 
 
 @cache
-def _about(told: type[Any]) -> tuple[About, ...]:
-    hints = get_type_hints(told, include_extras=True)
-    return tuple(hints[name].__metadata__[0] for name in told._fields)
+def _about(parts: type[Any]) -> tuple[About, ...]:
+    hints = get_type_hints(parts, include_extras=True)
+    return tuple(hints[name].__metadata__[0] for name in parts._fields)

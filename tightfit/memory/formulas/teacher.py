@@ -9,19 +9,13 @@
 | maps | of compared layers [T, T] a row until the loss; there the student's scores and probabilities of every head |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.teacher import Teacher
-from tightfit.levers.policy.loss_chunks import (
-    SPLIT_PRODUCT_BYTES,
-    DistillationChunks,
-    distillation_chunks,
-    distillation_row_bytes,
-)
+from tightfit.levers.policy.loss_chunks import SPLIT_PRODUCT_BYTES, distillation_chunks, distillation_row_bytes
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.models.spec import ModelSpec
 
 WIDE = 4
 
@@ -38,46 +32,33 @@ class TeacherMemory:
     at_loss: int = 0
     """From the host: its output projection."""
     chunk: int = 0
-    sums_are_narrow: bool = False
-    """Whether the output projection's gradient is summed in 24 bits (kernels/split_sum.py)."""
+    sum_bytes: int = WIDE
+    """In which the output projection's gradient is summed: 4, or 3 (kernels/split_sum.py)."""
 
 
-def distilled_chunks(student: ModelSpec, shape: LocalShape, levers: Levers, *, is_bf16: bool) -> DistillationChunks:
-    """How the distillation loss of a micro-batch is cut."""
-    return distillation_chunks(
-        shape.tokens,
-        student.vocab_size,
-        student.hidden_size,
-        shape.element_bytes,
-        levers.loss_chunk_bytes,
-        narrow=is_bf16,
-    )
-
-
-def teacher_memory(
-    teacher: Teacher | None, student: ModelSpec, shape: LocalShape, levers: Levers, *, is_bf16: bool
-) -> TeacherMemory:
-    """The teacher of a student of this shape; nothing without one."""
+def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: Levers, *, bf16: bool) -> TeacherMemory:
+    """The teacher of a student of this shape, whose loss is in bf16 or not; nothing without one."""
     if teacher is None:
         return TeacherMemory()
-    spec, on_host = teacher.spec, teacher.place == "host"
-    hidden_bytes = shape.hidden_bytes(spec)
-    head_bytes = shape.element_bytes * spec.vocab_size * spec.hidden_size
-    arriving_bytes = max(spec.layer_params(i) for i in range(spec.layers)) * shape.element_bytes if on_host else 0
+    shape, spec, student = replace(student_shape, spec=teacher.spec), teacher.spec, student_shape.spec
+    on_host, element_bytes = teacher.place == "host", shape.element_bytes
+    head_bytes = element_bytes * spec.vocab_size * spec.hidden_size if on_host else 0
+    arriving_bytes = max(spec.layer_params(i) for i in range(spec.layers)) * element_bytes if on_host else 0
     map_bytes = WIDE * shape.rows * shape.length**2 if teacher.maps else 0  # averaged over heads
     teaching_maps_bytes = (teacher.maps + 3 * spec.heads) * map_bytes
     student_maps_bytes = teacher.maps * (3 * student.heads + 2) * map_bytes
-    features_bytes = teacher.features * shape.hidden_bytes(student)
-    row_bytes = distillation_row_bytes(student.vocab_size, shape.element_bytes, fused=True)
-    chunks = distilled_chunks(student, shape, levers, is_bf16=is_bf16)
+    features_bytes = teacher.features * student_shape.hidden_bytes
+    row_bytes = distillation_row_bytes(student.vocab_size, element_bytes, fused=True)
+    sizes = shape.tokens, student.vocab_size, student.hidden_size, element_bytes
+    chunks = distillation_chunks(*sizes, levers.loss_chunk_bytes, narrow=bf16)
     product_bytes = SPLIT_PRODUCT_BYTES if chunks.sum_bytes < WIDE else 0
-    working_bytes = layer_cost(spec, spec.layers - 1, shape).forward_working
+    working_bytes = layer_cost(shape, spec.layers - 1).forward_working
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,
         host_weights=teacher.weight_bytes if on_host else 0,
-        teaching=hidden_bytes + working_bytes + arriving_bytes + teaching_maps_bytes,
-        until_loss=hidden_bytes + features_bytes + teacher.maps * map_bytes,
-        at_loss=(head_bytes if on_host else 0) + student_maps_bytes,
+        teaching=shape.hidden_bytes + working_bytes + arriving_bytes + teaching_maps_bytes,
+        until_loss=shape.hidden_bytes + features_bytes + teacher.maps * map_bytes,
+        at_loss=head_bytes + student_maps_bytes,
         chunk=min(chunks.rows, shape.tokens) * row_bytes + product_bytes,
-        sums_are_narrow=chunks.sum_bytes < WIDE,
+        sum_bytes=chunks.sum_bytes,
     )

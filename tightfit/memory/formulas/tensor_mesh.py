@@ -1,8 +1,6 @@
-"""Weights of a rank whose tensor ranks form a 2D, 2.5D or 3D mesh, beside those in a line (params.py).
+"""What a 2D, 2.5D or 3D mesh of tensor ranks holds that a line of them does not.
 
-    matrices / (q² or q³), vectors / q
-
-Activations need nothing of their own: on a mesh a rank has `rows / parts` rows of a micro-batch, and of those a q-th of
+Activations need little of their own: on a mesh a rank has `rows / parts` rows of a micro-batch, and of those a q-th of
 heads, columns and residual stream, which is what LocalShape counts with (Xu and You 2021: 1/q² of all activations; Wang
 et al. 2022: 1/(d q²); Bian et al. 2021: 1/q³). What differs: the product of a gated MLP is kept, as down's weight
 gradient is made of it by another product (saved.py), the head's columns are gathered for the loss, and products of a 3D
@@ -14,52 +12,12 @@ mesh gather q times what a rank has of both operands and scatter q times its res
 Not counted: the float32 temporaries of norms, which are no fused kernels on a mesh, but smaller than these.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from tightfit.memory.formulas.local_shape import LocalShape, ceil
-from tightfit.memory.formulas.params import (
-    Params,
-    embedding_params,
-    layer_matrices,
-    layer_params,
-    vocabulary_params,
-)
-from tightfit.models.spec import ModelSpec
+from tightfit.memory.formulas.local_shape import LocalShape
 
 
-def held_layer(spec: ModelSpec, layer: int, shape: LocalShape) -> Params:
-    """Weights that a rank has of one layer."""
-    if not shape.mesh_ranks:
-        return layer_params(spec, layer, shape.tensor, shape.expert, shape.padded_experts)
-    matrices = sum(layer_matrices(spec, layer))
-    vectors = layer_params(spec, layer).dense - matrices
-    return Params(ceil(matrices, shape.mesh_ranks) + ceil(vectors, shape.tensor))
-
-
-def held_matrices(spec: ModelSpec, layer: int, shape: LocalShape) -> tuple[int, ...]:
-    """Sizes of the larger ones, in the model's order."""
-    if not shape.mesh_ranks:
-        return layer_matrices(spec, layer, shape.tensor, shape.expert)
-    return tuple(ceil(size, shape.mesh_ranks) for size in layer_matrices(spec, layer))
-
-
-def held_vocabulary(spec: ModelSpec, shape: LocalShape) -> int:
-    """Of an embedding, or of an output projection."""
-    return (
-        ceil(vocabulary_params(spec), shape.mesh_ranks) if shape.mesh_ranks else vocabulary_params(spec, shape.tensor)
-    )
-
-
-def held_embedding(spec: ModelSpec, shape: LocalShape) -> int:
-    """Before the first layer."""
-    if not shape.mesh_ranks:
-        return embedding_params(spec, shape.tensor)
-    positions = embedding_params(spec) - vocabulary_params(spec)
-    return held_vocabulary(spec, shape) + ceil(positions, shape.tensor)
-
-
-@dataclass(frozen=True)
-class CubicMlp:
+class CubicMlp(NamedTuple):
     """What the products of an MLP on a 3D mesh take beside what is kept."""
 
     forward_bytes: int
@@ -70,12 +28,12 @@ class CubicMlp:
     """and of gate and up."""
 
 
-def cubic_mlp(spec: ModelSpec, shape: LocalShape) -> CubicMlp | None:
+def cubic_mlp(shape: LocalShape) -> CubicMlp | None:
     """None on other meshes, whose products send blocks one by one."""
-    side = shape.tensor
+    spec, side = shape.spec, shape.tensor
     if not shape.mesh_ranks or shape.mesh_ranks != side**3:
         return None
-    stream_bytes, inner_bytes = shape.stream_bytes(spec), shape.inner_bytes(spec.mlp_size)
+    stream_bytes, inner_bytes = shape.stream_bytes, shape.inner_bytes(spec.mlp_size)
     weight_bytes = 2 * shape.element_bytes * spec.hidden_size * spec.mlp_size // side**2  # as it comes, and in order
     entering = 2 if spec.gated else 1
     return CubicMlp(
@@ -85,6 +43,7 @@ def cubic_mlp(spec: ModelSpec, shape: LocalShape) -> CubicMlp | None:
     )
 
 
-def gathered_head_bytes(spec: ModelSpec, shape: LocalShape) -> int:
+def gathered_head_bytes(shape: LocalShape) -> int:
     """The output projection's rows of this rank with all their columns, while the loss multiplies with them."""
+    spec = shape.spec
     return shape.columns(spec.vocab_size) * spec.hidden_size * shape.element_bytes if shape.mesh_ranks else 0

@@ -30,58 +30,13 @@ CODE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeWeights:
-    """Weights that FSDP2 does not shard; bytes beside the resident ones, at the moments of a step."""
+class WorkingWeights:
+    """Bytes beside the resident weights, at the moments of a step; without ZeRO, copies are all there is."""
 
     stage: StageMemory
-    copy_bytes: int = 0
-    """Of a layer's weight in the form that products use, beside the weight itself: fp8 codes, or a rounded copy."""
-    copies_return: bool = False
-    """Whether layers make their copies again in backward, so that only those of the layer at work exist."""
-    sums_whole: bool = False
-    """Under ZeRO-1 micro-batches add up whole gradients."""
-
-    def copies(self, done_weights: int = 0) -> int:
-        """Of the layers that have run and whose backward is not done."""
-        held = self.stage.widest if self.copies_return else self.stage.layer_weights - done_weights
-        return self.copy_bytes * held
-
-    def in_forward(self) -> int:
-        """When the last layer runs."""
-        return self.copies()
-
-    def at_loss(self) -> int:
-        """When the layers have run."""
-        return 0 if self.copies_return else self.copies()
-
-    def at_layer(self, visit: LayerVisit) -> int:
-        """While backward is at work in a layer."""
-        return self.copies(visit.done_weights)
-
-    def at_embedding(self) -> int:
-        """When all layers are done."""
-        return 0
-
-    def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
-        """In forward."""
-        return 0
-
-    def prefetched(self, visit: LayerVisit | None) -> int:
-        """On their way for the layer after the one at work in backward, or after the loss."""
-        return 0
-
-    def previous_reduction(self, visit: LayerVisit | None) -> int:
-        """The buffer of the layer done before the one at work, or before the embedding."""
-        return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedWeights(WholeWeights):
-    """The same under FSDP2."""
-
     zero: int
     ranks: int
-    """That share one copy,"""
+    """That share one copy of what ZeRO splits,"""
     expert_ranks: int
     """and of those, the ones that share an expert's."""
     element_bytes: int
@@ -89,38 +44,58 @@ class ShardedWeights(WholeWeights):
     """A weight, in which gradients are reduced: float32 where masters are,"""
     kept_bytes: int
     """and kept: the same, unless the masters are on the host."""
+    copy_bytes: int
+    """Of a layer's weight in the form that products use, beside the weight itself: fp8 codes, or a rounded copy."""
+    copies_return: bool
+    """Whether layers make their copies again in backward, so that only those of the layer at work exist."""
     stays_gathered: bool
-    """Weights stay whole from one micro-batch to the next."""
+    """Under ZeRO-1 and 2 weights stay whole from one micro-batch to the next."""
+    sums_whole: bool
+    """Under ZeRO-1 micro-batches add up whole gradients."""
+
+    def _made(self, *, copied: int, at_work: int, let_go: int = 0) -> int:
+        """Copies of so many weights; of ZeRO-3 the root and the weights at work, of 1 and 2 all but those let go of."""
+        if not self.zero:
+            return self.copy_bytes * copied
+        gathered = self.stage.root + at_work if self.zero == 3 else self.stage.weights - let_go
+        return self.copy_bytes * copied + self.element_bytes * gathered
 
     def in_forward(self) -> int:
-        stage = self.stage
-        return self.copies() + self.element_bytes * (stage.root + stage.widest if self.zero == 3 else stage.weights)
+        """When the last layer runs."""
+        widest, layers = self.stage.widest, self.stage.layer_weights
+        return self._made(copied=widest if self.copies_return else layers, at_work=widest)
 
     def at_loss(self) -> int:
-        made = 0 if self.copies_return else self.copies()
-        return made + self.element_bytes * (self.stage.root if self.zero == 3 else self.stage.weights)
+        """When the layers have run."""
+        return self._made(copied=0 if self.copies_return else self.stage.layer_weights, at_work=0)
 
     def first_groups(self) -> int:
         """ZeRO-3: the root and the first group after it."""
-        return self.element_bytes * (self.stage.root + (self.stage.embedding or self.stage.widest))
+        return self._made(copied=0, at_work=self.stage.embedding or self.stage.widest)
 
     def at_layer(self, visit: LayerVisit) -> int:
-        made = self.copies(visit.done_weights)
-        if self.zero == 3:
-            return made + self.element_bytes * (self.stage.root + visit.own_weights)
-        let_go = 0 if self.stays_gathered else visit.done_weights
-        return made + self.element_bytes * (self.stage.weights - let_go)
+        """While backward is at work in a layer."""
+        not_done = self.stage.layer_weights - visit.done_weights
+        return self._made(
+            copied=self.stage.widest if self.copies_return else not_done,
+            at_work=visit.kind.weights,
+            let_go=0 if self.stays_gathered else visit.done_weights,
+        )
 
     def after_layer(self, visit: LayerVisit) -> int:
         """Once a layer (or its experts, where they are apart) has let go of its own."""
-        own = visit.apart_weights or visit.own_weights
-        made = 0 if self.copies_return else self.copies(visit.done_weights + own)
-        if self.zero == 3:
-            return made + self.element_bytes * (self.stage.root + visit.own_weights - own)
-        let_go = 0 if self.stays_gathered and not self.sums_whole else visit.done_weights + own
-        return made + self.element_bytes * (self.stage.weights - let_go)
+        own = visit.kind.apart_weights or visit.kind.weights
+        done = visit.done_weights + own
+        return self._made(
+            copied=0 if self.copies_return else self.stage.layer_weights - done,
+            at_work=visit.kind.weights - own,
+            let_go=0 if self.stays_gathered and not self.sums_whole else done,
+        )
 
     def at_embedding(self) -> int:
+        """When all layers are done."""
+        if not self.zero:
+            return 0
         return self.element_bytes * (self.stage.weights if self.stays_gathered else self.stage.root)
 
     def at_end(self) -> int:
@@ -128,6 +103,9 @@ class ShardedWeights(WholeWeights):
         return self.element_bytes * self.stage.weights if self.stays_gathered and not self.sums_whole else 0
 
     def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
+        """In forward."""
+        if not self.zero:
+            return 0
         # A rank that shares its experts with nobody gathers them without a buffer.
         weights = self.stage.widest_dense if self.expert_ranks == 1 else self.stage.widest_group
         # Where weights stay gathered it is the first micro-batch's, which has no sums of gradients beside it.
@@ -139,18 +117,22 @@ class ShardedWeights(WholeWeights):
         return own_bytes + self.element_bytes * self.stage.widest_dense if own_bytes else 0
 
     def prefetched(self, visit: LayerVisit | None) -> int:
+        """On their way for the layer after the one at work in backward, or after the loss."""
         if self.zero < 3 or (visit is not None and visit.is_first):
             return 0
-        next_weights = self.stage.widest_dense if visit is None else visit.own_weights - visit.apart_weights
+        next_weights = self.stage.widest_dense if visit is None else visit.kind.weights - visit.kind.apart_weights
         return self.element_bytes * next_weights
 
     def previous_reduction(self, visit: LayerVisit | None) -> int:
+        """The buffer of the layer done before the one at work, or before the embedding."""
         is_first_reduction = visit is not None and visit.is_last
-        return 0 if is_first_reduction or self.sums_whole else self.reduced_bytes * self.stage.widest_dense
+        if not self.zero or is_first_reduction or self.sums_whole:
+            return 0
+        return self.reduced_bytes * self.stage.widest_dense
 
     def reduced_experts(self, visit: LayerVisit) -> int:
         """Reduced gradients of a layer's experts where they are a group apart, when they are reduced."""
-        return self.reduced_bytes * visit.apart_weights // self.expert_ranks
+        return self.reduced_bytes * visit.kind.apart_weights // self.expert_ranks
 
     def shards(self, weights: int) -> int:
         """Reduced gradients of so many weights."""
@@ -162,24 +144,20 @@ class ShardedWeights(WholeWeights):
 
 
 def working_weights(
-    layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int, rounds: bool = False
-) -> WholeWeights:
+    layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int, *, rounds: bool
+) -> WorkingWeights:
     """Of a rank that has `micro_batches` a step; `rounds`: products are with rounded copies of the weights."""
-    rounded_bytes = states.element_bytes if rounds else 0
-    returning = rounds and levers.checkpoint_every == 1
-    if not layout.zero:
-        copy_bytes = CODE_BYTES if levers.matmul != "native" else rounded_bytes
-        return WholeWeights(stage=stage, copy_bytes=copy_bytes, copies_return=returning)
-    return ShardedWeights(
+    has_codes = not layout.zero and levers.matmul != "native"
+    return WorkingWeights(
         stage=stage,
-        copy_bytes=rounded_bytes,
-        copies_return=returning,
         zero=layout.zero,
         ranks=states.ranks,
         expert_ranks=max(1, states.ranks // layout.expert),
         element_bytes=states.element_bytes,
         reduced_bytes=states.reduced_gradient_bytes,
         kept_bytes=states.kept_gradient_bytes,
-        stays_gathered=layout.zero < 3 and micro_batches > 1,
+        copy_bytes=CODE_BYTES if has_codes else states.element_bytes if rounds else 0,
+        copies_return=rounds and levers.checkpoint_every == 1,
+        stays_gathered=layout.zero in (1, 2) and micro_batches > 1,
         sums_whole=layout.zero == 1 and micro_batches > 1,
     )

@@ -62,7 +62,7 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
 def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> tuple[tuple[KeepLevel, float], ...]:
     if levers.checkpoint_budget_bytes is None and not levers.num_checkpoints:
         return ((levers.checkpoint_keep, math.ceil(layers / levers.checkpoint_every) / layers),)
-    levels = layer_levels(workload.spec, levers, local_shape(workload, layout, levers), 0, layers)
+    levels = layer_levels(local_shape(workload, layout, levers), levers, range(layers))
     return tuple((level, levels.count(level) / len(levels)) for level in sorted(set(levels) - {"everything"}))
 
 

@@ -1,0 +1,274 @@
+"""The moments of a step: forward, the loss, backward, the optimizer; and of evaluation, which keeps nothing.
+
+Forward fills memory layer by layer and is fullest at its end. In backward activations shrink from the last layer to the
+first while gradients of weights grow (gradients.py): it begins at the loss, goes through the layers, under FSDP2 with a
+reduction after each, and ends at the embedding. The optimizer has all gradients and what updating makes beside them.
+"""
+
+from tightfit.jobs.state_format import is_torch_adamw
+from tightfit.levers.policy.updates import BUCKET_BYTES, FACTORED_CHUNK_ELEMENTS
+from tightfit.memory.formulas.gradients import has_buckets
+from tightfit.memory.formulas.rank import RankMemory
+from tightfit.memory.formulas.saved import INDEX
+from tightfit.memory.formulas.stage import LayerVisit
+from tightfit.memory.formulas.story import StepMoment
+
+WIDE = 4
+SMALL_EMBEDDING_TOKENS = 3072
+ROWS_PER_PARTIAL = 10
+SORTED_INDICES = 4
+"""Of torch's embedding_dense_backward (EmbeddingBackwardKernel.cu): up to how many tokens it sums in place, rows per
+partial sum, and int64 per token while it sorts them."""
+
+
+def forward(rank: RankMemory) -> list[StepMoment]:
+    """Fullest at its end; or at its start, with gradients that wait for the host or weights that FSDP2 gathers."""
+    stage, weights, gradients = rank.stage, rank.weights, rank.gradients
+    end = StepMoment(
+        *stage.saved,
+        **rank.with_final_norm,
+        at_work=stage.forward_extra_bytes,
+        working_weights=weights.in_forward(),
+        all_gather=weights.all_gather_buffer(gradients.earlier_bytes),
+        teacher=rank.teacher.until_loss,
+    )
+    moments = [end]
+    if rank.teacher.teaching:
+        moments.append(StepMoment(earlier_gradients=gradients.earlier_bytes, teacher=rank.teacher.teaching))
+    # Updates of the last step have not been waited for, when the embedding is looked up.
+    at_start = {**rank.throughout, "earlier_gradients": max(gradients.left_bytes, gradients.earlier_bytes)}
+    if rank.resident.staging:
+        moments.append(StepMoment(**at_start))
+    if weights.zero:
+        moments.append(_last_gathering(rank))
+    if weights.zero == 3:
+        # FSDP2 lets go of the root's all-gather buffer only when the first group after it is whole as well.
+        groups_bytes = weights.first_groups()
+        moments.append(StepMoment(**at_start, working_weights=groups_bytes, all_gather=groups_bytes))
+    return moments
+
+
+def _last_gathering(rank: RankMemory) -> StepMoment:
+    """Before the last layer runs, its weights have been gathered; the buffer of the layer before is still there."""
+    return StepMoment(
+        *rank.stage.visits[0].saved_before,
+        **rank.throughout,
+        stream=rank.stage.stream_bytes,
+        working_weights=rank.weights.in_forward(),
+        all_gather=rank.weights.gathering_buffers(rank.gradients.earlier_bytes),
+    )
+
+
+def loss(rank: RankMemory) -> StepMoment:
+    """Beside all activations a chunk of logits, and the gradients that the fused loss makes at once."""
+    stage, cost = rank.stage, rank.loss
+    return StepMoment(
+        *stage.saved,
+        **rank.with_final_norm,
+        working_weights=rank.weights.at_loss(),
+        all_gather=rank.weights.all_gather_buffer(rank.gradients.earlier_bytes),
+        logits=rank.teacher.chunk or cost.logits,
+        teacher=rank.teacher.until_loss + rank.teacher.at_loss,
+        hidden=cost.forward - cost.logits - cost.wide_weight_gradient,
+        vocabulary_gradients=cost.wide_weight_gradient,
+    )
+
+
+def evaluation(rank: RankMemory) -> StepMoment:
+    """The layer at work or the loss; DDP's buckets stay between steps."""
+    stage = rank.stage
+    evaluated_loss_bytes = rank.loss.evaluated if stage.stage.has_head else 0
+    return StepMoment(
+        working_weights=rank.weights.in_forward(),
+        earlier_gradients=rank.shape.element_bytes * stage.weights if has_buckets(rank.layout) else 0,
+        stream=stage.stream_bytes,
+        at_work=max(stage.working_bytes, evaluated_loss_bytes),
+        all_gather=rank.weights.all_gather_buffer(rank.gradients.earlier_bytes),
+    )
+
+
+def backward(rank: RankMemory) -> list[StepMoment]:
+    """The moments at which it may be fullest."""
+    stage, weights, visits = rank.stage.stage, rank.weights, rank.stage.visits
+    moments = [_at_layer(rank, visit) for visit in visits if weights.zero or not visit.is_inner]
+    if stage.has_head:
+        moments.append(_at_loss(rank))
+    if stage.has_embedding:
+        moments.append(_at_embedding(rank))
+    # Whole sums are reduced in the last backward of a step, whose other micro-batches are gone.
+    if weights.zero and (rank.gradients.earlier_bytes or not weights.sums_whole):
+        moments += [_at_reduction(rank, visit) for visit in visits if not visit.is_inner]
+        moments += [_after_experts(rank, visit) for visit in visits if visit.kind.apart_weights]
+        if rank.stage.root:
+            moments.append(_at_last_reduction(rank))
+    elif weights.zero:
+        moments.append(_at_first_sums(rank))
+    return moments + ([] if rank.second_backward is None else backward(rank.second_backward))
+
+
+def _at_loss(rank: RankMemory) -> StepMoment:
+    """The fused loss's float32 sums become the output projection's gradient."""
+    stage, cost, wide_bytes = rank.stage, rank.loss, rank.loss.wide_weight_gradient
+    is_cast = wide_bytes and rank.shape.element_bytes < WIDE and not cost.rounds_in_place
+    narrow_bytes = rank.shape.element_bytes * stage.vocabulary if is_cast else 0
+    return StepMoment(
+        *stage.saved,
+        **rank.with_final_norm,
+        working_weights=rank.weights.at_loss(),
+        vocabulary_gradients=wide_bytes + narrow_bytes,
+        logits=cost.backward - wide_bytes,
+        all_gather=rank.weights.prefetched(None),
+    )
+
+
+def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
+    """The fullest moment of a layer."""
+    gradients = rank.gradients
+    moment = visit.kind.summing if gradients.add_in_place else visit.growing
+    done_bytes = gradients.done(visit.done_weights)
+    return StepMoment(
+        *visit.saved_before,
+        **rank.throughout,
+        working_weights=rank.weights.at_layer(visit),
+        done_gradients=done_bytes,
+        layer_gradients=gradients.of_layer(moment, done_bytes),
+        vocabulary_gradients=gradients.head(visit, moment) if gradients.limit_bytes else gradients.head_bytes,
+        layer_saved=moment.saved_bytes,
+        activation_gradients=moment.gradient_bytes,
+        kernel_workspace=moment.workspace_bytes,
+        all_gather=rank.weights.prefetched(visit),
+        reduce_scatter=rank.weights.previous_reduction(visit),
+        arriving=rank.arriving_bytes if visit.awaits_input else 0,
+    )
+
+
+def _at_reduction(rank: RankMemory, visit: LayerVisit) -> StepMoment:
+    """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone.
+
+    Where its experts are a group apart, those are done.
+    """
+    stage, weights, gradients, kind = rank.stage, rank.weights, rank.gradients, visit.kind
+    reduced_weights = kind.apart_weights or kind.weights
+    complete_bytes = gradients.element_bytes * (reduced_weights - kind.padding_weights)
+    moment = StepMoment(
+        *visit.saved_before,
+        **rank.throughout,
+        working_weights=weights.after_layer(visit),
+        done_gradients=gradients.done(visit.done_weights),
+        layer_gradients=max(complete_bytes, weights.reduced_experts(visit)),
+        vocabulary_gradients=gradients.head_bytes,
+        layer_saved=kind.reduction_bytes,
+        activation_gradients=stage.stream_bytes,
+        all_gather=weights.prefetched(visit),
+        reduce_scatter=weights.reduced_bytes * reduced_weights,
+    )
+    if not weights.sums_whole:
+        return moment
+    unpadded_share = 1 - stage.padding_weights / stage.weights
+    return moment._replace(
+        earlier_gradients=round(weights.reduced_bytes * unpadded_share * (stage.weights - visit.done_weights)),
+        done_gradients=weights.shards(visit.done_weights),
+        layer_gradients=0,
+        vocabulary_gradients=0,
+    )
+
+
+def _after_experts(rank: RankMemory, visit: LayerVisit) -> StepMoment:
+    """Attention, where a layer's experts are a group apart: beside what their gradients were reduced from and to."""
+    return _at_reduction(rank, visit)._replace(
+        layer_gradients=rank.weights.reduced_experts(visit),
+        layer_saved=visit.kind.attention_bytes,
+        activation_gradients=0,
+    )
+
+
+def _at_embedding(rank: RankMemory) -> StepMoment:
+    """Everything else is done: the embedding's gradient, its kernel's sums, and what has waited for the end."""
+    stage, gradients = rank.stage, rank.gradients
+    return StepMoment(
+        **rank.throughout,
+        working_weights=rank.weights.at_embedding(),
+        done_gradients=gradients.done(stage.layer_weights),
+        vocabulary_gradients=gradients.head_bytes + gradients.element_bytes * stage.vocabulary,
+        activation_gradients=stage.stream_bytes,
+        kernel_workspace=_embedding_sums(rank),
+        reduce_scatter=rank.weights.previous_reduction(None),
+    )
+
+
+def _embedding_sums(rank: RankMemory) -> int:
+    """For more than a few tokens, a float32 row per distinct token and per partial sum, and sorted indices."""
+    spec, tokens = rank.shape.spec, rank.shape.tokens
+    if tokens <= SMALL_EMBEDDING_TOKENS:
+        return 0
+    rows = min(tokens, spec.vocab_size) + tokens // ROWS_PER_PARTIAL
+    return WIDE * rows * spec.hidden_size + SORTED_INDICES * INDEX * tokens
+
+
+def _at_first_sums(rank: RankMemory) -> StepMoment:
+    """A step's first backward ends under ZeRO-1: root's and embedding's gradients, the larger widened to be summed."""
+    stage, gradients = rank.stage, rank.gradients
+    whole, largest = stage.root + stage.embedding, max(stage.root, stage.embedding)
+    return StepMoment(
+        **rank.throughout,
+        working_weights=rank.weights.at_embedding(),
+        done_gradients=gradients.done(stage.layer_weights),
+        vocabulary_gradients=gradients.element_bytes * whole + rank.weights.reduced_bytes * largest,
+    )
+
+
+def _at_last_reduction(rank: RankMemory) -> StepMoment:
+    """FSDP2's last callback: the root's and the embedding's whole gradients, and the buffer one is reduced from."""
+    stage, weights, gradients = rank.stage, rank.weights, rank.gradients
+    whole, largest = stage.root + stage.embedding, max(stage.root, stage.embedding)
+    largest_bytes = weights.shards(largest) if gradients.bytes_per_done_weight else 0
+    moment = StepMoment(
+        **rank.throughout,
+        working_weights=weights.at_end(),
+        done_gradients=gradients.done(stage.layer_weights) + largest_bytes,
+        vocabulary_gradients=gradients.element_bytes * whole,
+        reduce_scatter=weights.reduced_bytes * largest + weights.before_cast(largest),
+    )
+    if not weights.sums_whole:
+        return moment
+    return moment._replace(
+        earlier_gradients=weights.reduced_bytes * whole,
+        done_gradients=weights.shards(stage.layer_weights + largest),
+        vocabulary_gradients=0,
+    )
+
+
+def optimizer(rank: RankMemory) -> StepMoment:
+    """The first bucket is widened while all gradients are there; under FSDP2 nothing is, and only shards are left.
+
+    Without a flush between steps micro-batches are in flight meanwhile.
+    """
+    count, element_bytes, levers = rank.stage.weights, rank.shape.element_bytes, rank.levers
+    shard_bytes = rank.states.kept_gradient_bytes * rank.states.owned
+    if levers.update_in_backward:
+        return StepMoment(all_gradients=min(rank.gradients.waiting_at_end_bytes, shard_bytes))
+    if rank.weights.zero:
+        return StepMoment(all_gradients=shard_bytes)
+    has_masters = rank.states.resident.masters > 0
+    copies_bytes = 0
+    if is_torch_adamw(levers, wide=has_masters or element_bytes == WIDE):
+        copies_bytes = _widened_bytes(rank) if has_masters else 0
+    elif levers.optimizer_states == "factored":  # a second moment is spread out again, a chunk at a time
+        copies_bytes = 3 * WIDE * min(FACTORED_CHUNK_ELEMENTS, count)
+    in_flight_bytes = rank.other_micro_batches_bytes if rank.layout.has_two_versions else 0
+    return StepMoment(
+        other_micro_batches=in_flight_bytes, all_gradients=element_bytes * count, update_copies=copies_bytes
+    )
+
+
+def _widened_bytes(rank: RankMemory) -> int:
+    """Float32 copies less the gradients they replace, which DDP's buckets keep: the embedding's first, alone."""
+    stage = rank.stage
+    embedding = stage.vocabulary if stage.stage.has_embedding else 0
+    freed_bytes = 0 if has_buckets(rank.layout) else rank.shape.element_bytes
+    bucket = min(BUCKET_BYTES, WIDE * stage.weights) // WIDE
+    return max(
+        WIDE * embedding,
+        WIDE * max(stage.last_layer_matrices) - freed_bytes * embedding,
+        (WIDE - freed_bytes) * bucket,
+    )
