@@ -116,9 +116,11 @@ def test_a_pinned_field_stays(pin: str) -> None:
 def test_other_mathematics_are_never_chosen_unasked() -> None:
     """2bw would be faster, as ranks do not wait, but its gradients are of older weights."""
     asked = ("llama-3.2-1b", "8xH100-80GB", 2048, 64, "layout.pipeline=8", "layout.micro_batch=8")
-    unasked, pinned = (planned(*asked, *more).plan for more in ((), ("layout.schedule=2bw",)))
-    assert unasked.layout.schedule != "2bw"
-    assert pinned.time.step_s < unasked.time.step_s
+    unasked, pinned = (planned(*asked, *more) for more in ((), ("layout.schedule=2bw",)))
+    assert unasked.plan.layout.schedule != "2bw"
+    assert pinned.plan.time.step_s < unasked.plan.time.step_s
+    assert any("one update old" in note for note in pinned.notes)
+    assert not any("one update old" in note for note in unasked.notes)
 
 
 def refused(plan: Plan) -> str | None:

@@ -229,6 +229,9 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         "counts more exactly"
         if plan.fits and plan.gpu_peak_bytes > COMFORT * room
         else None,
+        "under schedule 2bw gradients are of weights one update old; the pipeline waits where it saves and evaluates"
+        if plan.layout.has_two_versions
+        else None,
         mesh_note(plan),
         _rates_note(machine, workload.precision),
     ]

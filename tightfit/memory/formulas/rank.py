@@ -122,7 +122,11 @@ def _rank_states(workload: Workload, layout: Layout, levers: Levers, stage: Stag
         widest_layer=_streamed_at_once(layout, stage),
     )
     unsplit = _unsplit_bytes(workload, layout, levers, stage, states)
-    return states._replace(resident=states.resident._replace(unsplit=unsplit)) if unsplit else states
+    resident = states.resident._replace(unsplit=unsplit) if unsplit else states.resident
+    if layout.has_two_versions and workload.spec.tied and stage.stage.has_head:  # the first stage's are awaited
+        awaited_bytes = states.kept_gradient_bytes * stage.vocabulary
+        resident = resident._replace(finished_gradients=resident.finished_gradients + awaited_bytes)
+    return states._replace(resident=resident)
 
 
 def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> tuple[LossCost, TeacherMemory]:

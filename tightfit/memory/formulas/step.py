@@ -239,7 +239,10 @@ def _at_last_reduction(rank: RankMemory) -> StepMoment:
 
 
 def optimizer(rank: RankMemory) -> StepMoment:
-    """The first bucket is widened while all gradients are there; under FSDP2 nothing is, and only shards are left."""
+    """The first bucket is widened while all gradients are there; under FSDP2 nothing is, and only shards are left.
+
+    Without a flush between steps micro-batches are in flight meanwhile.
+    """
     count, element_bytes, levers = rank.stage.weights, rank.shape.element_bytes, rank.levers
     shard_bytes = rank.states.kept_gradient_bytes * rank.states.owned
     if levers.update_in_backward:
@@ -252,7 +255,10 @@ def optimizer(rank: RankMemory) -> StepMoment:
         copies_bytes = _widened_bytes(rank) if has_masters else 0
     elif levers.optimizer_states == "factored":  # a second moment is spread out again, a chunk at a time
         copies_bytes = 3 * WIDE * min(FACTORED_CHUNK_ELEMENTS, count)
-    return StepMoment(all_gradients=element_bytes * count, update_copies=copies_bytes)
+    in_flight_bytes = rank.other_micro_batches_bytes if rank.layout.has_two_versions else 0
+    return StepMoment(
+        other_micro_batches=in_flight_bytes, all_gradients=element_bytes * count, update_copies=copies_bytes
+    )
 
 
 def _widened_bytes(rank: RankMemory) -> int:
