@@ -198,7 +198,7 @@ def row_of(study: Study, name: str, curve: Curve, first: Curve) -> dict[str, Any
 
 def run_study(study: Study, arguments: Sequence[str] | None = None) -> None:
     """Train all of its variants, append a row for each, and draw them."""
-    chosen = _parsed(study, arguments)
+    chosen = parsed(study, arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = chosen.model or ("smollm2-135m" if device.type == "cuda" else "nano-llama")
     spec = shallow(model)
@@ -222,7 +222,8 @@ def run_study(study: Study, arguments: Sequence[str] | None = None) -> None:
     draw(study, curves, picture, f"{model}: the same {chosen.steps} steps, {study.title}")
 
 
-def _parsed(study: Study, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parsed(study: Study, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What is asked for on the command line."""
     parser = argparse.ArgumentParser(description=f"{study.name}: the same steps, {study.title}")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit")

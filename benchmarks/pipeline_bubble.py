@@ -48,16 +48,24 @@ def layouts(ranks: int) -> list[Layout]:
 
 def recorded_step(device: torch.device, layout: Layout, micro_batches: int, forward_s: float) -> dict[str, Any]:
     """The second step, as the first one connects the ranks."""
+    target, pipeline, made = slowed_down(device, layout, micro_batches, forward_s)
+    step(made, target)
+    with record(pipeline, made.ranks) as found:
+        step(made, target)
+    return found
+
+
+def slowed_down(
+    device: torch.device, layout: Layout, micro_batches: int, forward_s: float
+) -> tuple[CheckTarget, Pipeline, TrainedModel]:
+    """A pipeline whose ranks take `forward_s` for a forward pass, twice that for a backward pass."""
     spec = replace(preset("tiny-llama"), layers=layout.pipeline * PIECES)
     target = CheckTarget(spec, layout, passes=micro_batches, length=8)
     made = build_trained(target, make_mesh(layout, device.type), device)
     assert isinstance(made.module, Pipeline)
     for stage in made.module.stages:
         slow_down([*stage.layers][-1], forward_s / layout.stages_per_rank)
-    step(made, target)
-    with record(made.module, made.ranks) as found:
-        step(made, target)
-    return found
+    return target, made.module, made
 
 
 def step(made: TrainedModel, target: CheckTarget) -> None:

@@ -65,6 +65,25 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def flow_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest record of each schedule over several steps, from what benchmarks/pipeline_flow.py wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        newest = {row["schedule"]: row for row in csv.DictReader(file)}
+    rows = [
+        (
+            f"`{name}`",
+            row["ranks"],
+            row["micro_batches"],
+            row["steps"],
+            f"{float(row['seconds']):.2f} s",
+            f"{float(row['waited']):.1%}",
+            f"{float(row['formula']):.1%}",
+        )
+        for name, row in newest.items()
+    ]
+    return ("schedule", "K", "M", "steps", "took", "ranks waited", "formula"), rows
+
+
 def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """The newest recorded bubble of each schedule, from what benchmarks/pipeline_bubble.py wrote."""
     with path.open(encoding="utf-8", newline="") as file:
@@ -232,6 +251,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "allocator": lambda: markdown_table(*allocator_rows(LEVERS)),
     "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
     "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
+    "pipeline-flow": lambda: markdown_table(*flow_rows(RESULTS / "pipeline_flow.csv")),
     "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
     "sustained": lambda: markdown_table(*sustained_rows()),
     "step-errors": lambda: markdown_table(*step_error_rows([TRUTH, LEVERS_TRUTH, FAMILY_TRUTH])),

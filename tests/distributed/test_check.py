@@ -73,6 +73,7 @@ def test_a_routed_model_passes(group: Make) -> None:
 DEEP = replace(TINY, layers=4, tied=True)
 MIXTURES = {
     "stages": (2, Layout(pipeline=2, micro_batch=2)),
+    "stages-2bw": (2, Layout(pipeline=2, schedule="2bw", micro_batch=2)),
     "stages-tensor": (4, Layout(pipeline=2, tensor=2, micro_batch=2)),
     "stages-tensor-whole": (4, Layout(pipeline=2, tensor=2, micro_batch=2, sequence_parallel=False)),
     "stages-zero-1": (4, Layout(pipeline=2, data=2, zero=1, micro_batch=2)),

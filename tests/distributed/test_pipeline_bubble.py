@@ -25,7 +25,7 @@ from tightfit.parallel.ranks import Ranks
 from tightfit.report.pipeline import Record, draw_record, read_record, record_of
 from tightfit.train.pipeline_record import record
 from tightfit.train.precision import LossScale
-from tightfit.train.step import train_step
+from tightfit.train.step import ignore, train_step
 
 pytestmark = pytest.mark.alone
 Make = Callable[[int], Group]
@@ -98,6 +98,37 @@ def test_interleaved_and_zero_bubble_wait_less(group: Make) -> None:
     assert interleaved.waited < 0.8 * plain
     assert split.waited < 0.8 * plain
     assert recorded(group, "zb-v", 2).waited < 0.8 * plain
+
+
+def test_without_a_flush_ranks_wait_once_for_all_steps(group: Make) -> None:
+    """Three steps: 1F1B waits (K−1)/(K−1+M) of the time, 2BW (K−1)/(K−1+3M), as the next step is under way."""
+    case = Piped(schedule="2bw", rows=8, micro_batch=2)
+    found = group(2).run(run_flow, case)[0]
+    made = min((record_of(each) for each in found), key=lambda record: record.waited)
+    assert (made.steps, made.micro_batches) == (3, 4)
+    assert made.formula == pytest.approx(1 / 13)
+    assert made.waited < 0.7 * recorded(group, "1f1b").waited
+    first_rank = [timed.task for timed in sorted(made.tasks, key=lambda timed: timed.start) if timed.rank == 0]
+    assert [(task.work, task.batch) for task in first_rank[7:10]] == [("forward", 0), ("backward", 3), ("forward", 1)]
+
+
+def run_flow(case: Piped) -> list[dict[str, Any]]:
+    mesh = make_mesh(case.layout, "cpu")
+    ranks = Ranks.of(mesh)
+    _, module, optimizer = build(case, mesh)
+    buffered, records = optimizer.buffered, []
+    assert isinstance(module, Pipeline)
+    assert buffered is not None
+    slow_down([*module.stages[0].layers][-1], 1)
+    batches = micro_batches(case, 0, ranks.rank)
+    buffered.take_alone(batches, CPU, 1e-3, ignore, ranks)  # which connects the ranks
+    for _ in range(ATTEMPTS):
+        with record(module, ranks) as found:
+            for _ in range(3):
+                buffered.take(batches, CPU, 1e-3, ignore, ranks)
+            buffered.finish(ignore, ranks)
+        records.append(found)
+    return records
 
 
 def test_what_is_no_record_gets_a_sentence(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.jobs.job import Job
 from tightfit.models.loading import checkpoints_of
 from tightfit.train.loop import run_job
+from tightfit.train.metrics import METRICS_FILE, read_metrics
 
 Make = Callable[[int], Group]
 SMALL = {"source": "tiny-llama", "shape": {"layers": 4, "hidden_size": 32, "mlp_size": 48}}
@@ -38,6 +39,7 @@ LAYOUTS = {
     "zero-1": {"pipeline": 2, "data": 2, "zero": 1, "schedule": "zero-bubble"},
     "tensor": {"pipeline": 2, "tensor": 2},
 }
+UNFLUSHED = {"pipeline": 2, "schedule": "2bw"}
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zero-1", thorough("1f1b"), thorough("tensor")])
@@ -71,6 +73,33 @@ def test_a_pipeline_stopped_and_resumed_is_bit_equal(group: Make, make: Callable
     run_on(group, parts, resume=True)
     ours, theirs = (checkpoint_files(checkpoints_of(job.output)[-1]) for job in (parts, whole))
     assert ours == theirs
+
+
+def test_a_pipeline_without_a_flush_goes_on_to_the_bit_whenever_it_ran_empty(
+    group: Make, make: Callable[..., Job]
+) -> None:
+    """One run saves and evaluates at its end alone; the other stops, is resumed, and evaluates after every step."""
+    quiet = {"steps": 5, "evaluation": {"max_rows": 2}}
+    whole, parts = make("whole", UNFLUSHED, **quiet), make("parts", UNFLUSHED, **quiet)
+    busy = make("parts", UNFLUSHED, steps=5, evaluation={"max_rows": 2, "every": 1})
+    run_on(group, whole)
+    run_on(group, parts, stop_after=2)
+    run_on(group, busy, resume=True)
+    ours, theirs = (checkpoint_files(checkpoints_of(job.output)[-1]) for job in (parts, whole))
+    assert ours == theirs
+    rows = [[row for row in read_metrics(job.output / METRICS_FILE) if "loss" in row] for job in (parts, whole)]
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]] == [1, 2, 3, 4, 5]
+    for name in ("loss", "gradient_norm", "lr", "tokens"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]]
+
+
+def test_other_schedules_go_on_from_a_pipeline_without_a_flush_and_back(group: Make, make: Callable[..., Job]) -> None:
+    """Weights of one update before are in its checkpoints; a run without them begins with the newest."""
+    fields = {"evaluation": {"max_rows": 1}, "saving": {"sharded": False}}
+    run_on(group, make("moving", UNFLUSHED, steps=2, **fields))
+    run_on(group, make("moving", {"pipeline": 2}, steps=3, **fields), resume=True)
+    run_on(group, make("moving", UNFLUSHED, steps=4, **fields), resume=True)
+    assert alone(make("moving", steps=5, **fields), resume=True).step == 5
 
 
 def test_a_pipeline_samples_and_one_process_goes_on(group: Make, make: Callable[..., Job]) -> None:

@@ -21,7 +21,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 def assert_no_worse(
-    found: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], rounding: float = 1e-6
+    found: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], *, rounding: float = 1e-6
 ) -> None:
     """Each result has eager's dtype and at most 1.1 × eager's own distance from the truth, plus float32's rounding."""
     for ours, reference, exact in zip(found, eager, truth, strict=True):

@@ -23,6 +23,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "zero-bubble": ({"schedule": "zero-bubble"}, {}, 0.05),
     "interleaved": ({"schedule": "interleaved", "stages_per_rank": 2}, {}, 0.12),
     "zb-v": ({"schedule": "zb-v", "stages_per_rank": 2}, {}, 0.05),
+    "2bw": ({"schedule": "2bw"}, {}, 0.02),
+    "2bw-recomputed": ({"schedule": "2bw"}, {"checkpoint_every": 1}, 0.02),
     "replicas": ({"data": 2}, {}, 0.02),
     "zero-1": ({"data": 2, "zero": 1}, {}, 0.05),
     "tensor": ({"tensor": 2}, {}, 0.05),

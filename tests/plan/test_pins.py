@@ -84,6 +84,7 @@ def test_shapes_of_the_model_limit_the_layout() -> None:
         "layout.tensor=4",
         "layout.pipeline=2",
         "layout.schedule=gpipe",
+        "layout.schedule=2bw",
         "layout.context=2",
         "layout.micro_batch=2",
         "layout.sequence_parallel=false",
@@ -110,6 +111,14 @@ def test_a_pinned_field_stays(pin: str) -> None:
     section, _, rest = pin.partition(".")
     name, _, value = rest.partition("=")
     assert str(getattr(getattr(plan, section), name)).lower() == value
+
+
+def test_other_mathematics_are_never_chosen_unasked() -> None:
+    """2bw would be faster, as ranks do not wait, but its gradients are of older weights."""
+    asked = ("llama-3.2-1b", "8xH100-80GB", 2048, 64, "layout.pipeline=8", "layout.micro_batch=8")
+    unasked, pinned = (planned(*asked, *more).plan for more in ((), ("layout.schedule=2bw",)))
+    assert unasked.layout.schedule != "2bw"
+    assert pinned.time.step_s < unasked.time.step_s
 
 
 def refused(plan: Plan) -> str | None:

@@ -140,7 +140,7 @@ def test_schedules_do_everything_in_order_and_wait_as_the_papers_say(
     assert idle_share(made, ranks) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-v", "2bw"])
 def test_schedules_hold_what_the_memory_formulas_count(schedule: PipelineSchedule) -> None:
     ranks, batches = 4, 12
     made = simulate_schedule(schedule, ranks, batches, pieces=2)

@@ -138,7 +138,7 @@ def pipeline(
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 8,
     schedule: Annotated[
         list[str] | None,
-        typer.Option("--schedule", help="Only gpipe, 1f1b, interleaved, zero-bubble or zb-v. May be repeated."),
+        typer.Option("--schedule", help="Only gpipe, 1f1b, interleaved, zero-bubble, zb-v or 2bw. May be repeated."),
     ] = None,
     run: Annotated[
         Path | None, typer.Option(help="Draw what the ranks of this run did, as recorded in its third step.")

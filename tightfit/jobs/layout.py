@@ -14,7 +14,7 @@ from tightfit.jobs.rules.refusals import refused_layout
 from tightfit.jobs.section import Section
 
 TensorMesh = Literal["1d", "2d", "2.5d", "3d"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "2bw"]
 
 
 SPLITS = ("tensor", "pipeline", "context", "expert")
@@ -44,7 +44,7 @@ class Layout(Section):
     pipeline: int = Field(default=1, ge=1)
     """Ranks that hold consecutive layers each."""
     schedule: PipelineSchedule = "1f1b"
-    """Order in which a pipeline's stages work through the micro-batches."""
+    """Order in which a pipeline's stages work through the micro-batches; 2bw has gradients of weights one step old."""
     stages_per_rank: int = Field(default=1, ge=1)
     """Pieces of the model a pipeline rank holds under the schedules interleaved and zb-v (which has two)."""
     context: int = Field(default=1, ge=1)
@@ -126,6 +126,11 @@ class Layout(Section):
     def splits_backward(self) -> bool:
         """Whether a pipeline goes backward twice, for inputs and then for weights."""
         return self.pipeline > 1 and self.schedule in ("zero-bubble", "zb-v")
+
+    @property
+    def has_two_versions(self) -> bool:
+        """Whether a pipeline is not flushed between steps, for which it keeps two versions of the weights."""
+        return self.pipeline > 1 and self.schedule == "2bw"
 
     @property
     def in_v(self) -> bool:

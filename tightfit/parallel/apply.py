@@ -30,6 +30,7 @@ from tightfit.parallel.data import replicate, shard
 from tightfit.parallel.expert import expert_sharding, split_experts
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline import pipelined
+from tightfit.parallel.pipeline_2bw import two_version_pipeline
 from tightfit.parallel.tensor import tensor_parallel
 from tightfit.parallel.tensor_mesh import mesh_parallel
 
@@ -69,7 +70,8 @@ def apply(
         inside_checkpoints(model)
     checkpoint_layers(model, levers, layout)
     if mesh is not None and layout.pipeline > 1:
-        return pipelined(model, mesh, layout, precision)
+        make = two_version_pipeline if layout.has_two_versions else pipelined
+        return make(model, mesh, layout, precision)
     if mesh is None or layout.reducing == 1:
         return model
     if layout.zero == 0:

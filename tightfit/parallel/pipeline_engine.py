@@ -7,7 +7,8 @@ underscore), checked against torch 2.11 to 2.13.
 
 Schedules, for K ranks and M micro-batches: `gpipe` (with M = 1 the naive pipeline), `1f1b` (gpipe where M < K),
 `interleaved`, `zero-bubble` (ZB-H1: backward for inputs first, backward for weights where a rank would idle) and `zb-v`
-(the same with two stages a rank, placed in a V: the first rank has the first stage and the last).
+(the same with two stages a rank, placed in a V: the first rank has the first stage and the last). `2bw` is 1F1B that
+goes on over the ends of steps, which pipeline_2bw.py runs.
 """
 
 import copy
@@ -174,6 +175,6 @@ def make_schedule(
             return ScheduleInterleavedZeroBubble([*stages], **options)
         case "zb-v":
             return ScheduleZBVZeroBubble([*stages], **options)
-        case "1f1b" if micro_batches >= layout.pipeline:
+        case "1f1b" | "2bw" if micro_batches >= layout.pipeline:
             return Schedule1F1B(stages[0], **options)
     return ScheduleGPipe(stages[0], **options)

@@ -150,4 +150,23 @@ def _summed(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tens
     return total
 
 
+class LateMax:
+    """`Ranks.max` of what was given one call before: nobody waits for ranks that come later."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.device_type = ranks.device_type
+        self._given: tuple[Tensor, dist.Work] | None = None
+
+    def __call__(self, value: int) -> int:
+        """0 at first."""
+        before, given = self._given, torch.tensor(value, device=self.device_type)
+        work = dist.all_reduce(given, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._given = given, work
+        if before is None:
+            return 0
+        before[1].wait()
+        return int(before[0])
+
+
 ALONE = Ranks()

@@ -40,6 +40,8 @@ MOST_PIPELINED_LAYERS = 256
 """Where to cut deeper models takes minutes to work out (memory/formulas/cut.py)."""
 STAGES_PER_RANK = (2, 4)
 """Of interleaved schedules."""
+ON_REQUEST: tuple[PipelineSchedule, ...] = ("gpipe", "2bw")
+"""Schedules that are tried where they are asked for: one is never faster, the other trains otherwise."""
 NO_PINS = Pins()
 NO_LEVERS = Levers()
 NOT_SEARCHED = ("shard_inside", "sequence_parallel")
@@ -190,6 +192,8 @@ class SearchSpace:
         for micro, (schedule, stages) in product(micros, self._orders(degrees["pipeline"])):
             if stages > 1 and rows // micro % degrees["pipeline"]:
                 continue
+            if schedule == "2bw" and rows // micro < degrees["pipeline"]:
+                continue
             order: dict[str, Any] = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
             yield Layout.model_construct(**degrees, **order, **fixed)  # the rulebook is asked below
 
@@ -200,9 +204,10 @@ class SearchSpace:
             several = (
                 (self.pins.layout["stages_per_rank"],) if "stages_per_rank" in self.pins.layout else STAGES_PER_RANK
             )
-            orders += [("zero-bubble", 1), ("zb-v", 2), ("gpipe", 1), *(("interleaved", stages) for stages in several)]
+            orders += [("zero-bubble", 1), ("zb-v", 2), *(("interleaved", stages) for stages in several)]
+            orders += [(schedule, 1) for schedule in ON_REQUEST]
         wanted = self.pins.layout.get("schedule", None if pipeline > 1 else "1f1b")
-        orders = [order for order in orders if (order[0] == wanted if wanted else order[0] != "gpipe")]
+        orders = [order for order in orders if (order[0] == wanted if wanted else order[0] not in ON_REQUEST)]
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
 
     def levers(self, *, host: bool = True) -> list[Levers]:

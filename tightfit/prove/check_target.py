@@ -69,7 +69,7 @@ def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
         return target_of(job_of_plan(plan, str(path), [*NOTHING_TRAINED, *overrides], steps=1))
     rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
     return CheckTarget(
-        plan.workload.spec, plan.layout, plan.levers, _few(passes // rows), plan.workload.sequence_length
+        plan.workload.spec, plan.layout, plan.levers, _few(passes // rows, plan.layout), plan.workload.sequence_length
     )
 
 
@@ -77,9 +77,8 @@ def target_of(job: Job) -> CheckTarget:
     """What `job` trains."""
     spec = job.experts.applied(reshaped(source_spec(job.model.source), job.model.shape, job.model.source))
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
-    return CheckTarget(
-        spec, job.layout, job.levers, _few(job.accumulation), job.data.sequence_length, settings=settings, seed=job.seed
-    )
+    passes = _few(job.accumulation, job.layout)
+    return CheckTarget(spec, job.layout, job.levers, passes, job.data.sequence_length, settings=settings, seed=job.seed)
 
 
 def without_rounding(levers: Levers) -> Levers:
@@ -87,15 +86,20 @@ def without_rounding(levers: Levers) -> Levers:
     return Levers.model_validate(levers.model_dump(exclude=set(ROUNDING)))
 
 
-def _few(passes: int) -> int:
-    return max(1, min(passes, MOST_MICRO_BATCHES))
+def _few(passes: int, layout: Layout) -> int:
+    return max(1, min(passes, _enough(layout)))
+
+
+def _enough(layout: Layout) -> int:
+    """Micro-batches that show what more would: without a flush between steps, as many as there are stages."""
+    return max(MOST_MICRO_BATCHES, layout.pipeline if layout.has_two_versions else 1)
 
 
 def miniature(target: CheckTarget) -> CheckTarget:
     """The same structure at the smallest sizes that the layout allows."""
     rows = min(max(ROWS, target.layout.row_parts), target.layout.micro_batch)
     layout = target.layout.model_copy(update={"micro_batch": rows})
-    passes = max(target.passes, min(MOST_MICRO_BATCHES, layout.pipeline))
+    passes = max(target.passes, min(_enough(layout), layout.pipeline))
     length = layout.whole_length(LENGTH)
     return replace(target, spec=_small(target.spec, layout, length), layout=layout, passes=passes, length=length)
 

@@ -10,6 +10,7 @@ the norm of all gradients, as some are pure rounding error (biases of keys, with
 summation makes errors around 1e-6; a missing or doubled term is a share of the gradient. Differences are sorted in the
 order of computation: loss, gradients from the output back to the embedding, weights. So the first gradient named is the
 one nearest to the fault; those after it in backward may be wrong because of it.
+Under schedule 2bw the process alone computes gradients with the weights of one update before, as that schedule does.
 Limits: the first rank must hold the whole model in float32 beside its shards (use a miniature of a large one); lossy
 levers differ, as they should.
 """
@@ -101,11 +102,38 @@ class TrainedModel:
     ranks: Ranks
     device: torch.device
 
+    older: dict[str, Tensor] | None = None
+    """Weights of one update before, for a process alone that computes gradients with these."""
+
     def step(self, target: CheckTarget, number: int, look: Look) -> StepResult:
         """One step on this rank's rows."""
+        if self.older is not None:
+            newest, look = _copies(self.decoder), self._then_newest(look)
+            _set_weights(self.decoder, self.older)
+            self.older = newest
         batches = target.micro_batches(number)[self.ranks.rank :: self.ranks.world]
         lr = target.settings.lr
         return train_step(self.module, self.optimizer, batches, self.device, lr, LossScale(), look, self.ranks)
+
+    def _then_newest(self, look: Look) -> Look:
+        """The newest weights again, before the optimizer updates them."""
+
+        def looked(phase: str) -> None:
+            look(phase)
+            if phase == "optimizer" and self.older is not None:
+                _set_weights(self.decoder, self.older)
+
+        return looked
+
+
+def _copies(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+
+
+@torch.no_grad()
+def _set_weights(decoder: Decoder, weights: dict[str, Tensor]) -> None:
+    for name, parameter in decoder.named_parameters():
+        parameter.copy_(weights[name])
 
 
 def build_trained(target: CheckTarget, mesh: DeviceMesh | None, device: torch.device) -> TrainedModel:
@@ -128,6 +156,8 @@ def compare(
     """Train `steps` steps both ways and compare. All ranks call this, and all get the verdict."""
     many = build_trained(target, mesh, device)
     one = build_trained(_alone(target), None, device) if many.ranks.first else None
+    if one is not None and target.layout.has_two_versions:
+        one.older = _copies(one.decoder)
     found = _Comparison(many.ranks, tolerance)
     found.tensors(0, "start", _weights(many), None if one is None else _weights(one))
     losses = [_compare_step(target, number, many, one, found) for number in range(1, steps + 1)]

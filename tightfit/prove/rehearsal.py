@@ -64,6 +64,13 @@ class Program:
             self.module, self.optimizer, self.batches, self.device, LR, self.scale, on_phase, ranks=self.ranks
         )
 
+    def step_in_flow(self, on_phase: OnPhase = ignore) -> None:
+        """The same where a pipeline is not flushed between steps: some of it is left to the next one."""
+        if self.optimizer.buffered is None:
+            self.step(on_phase)
+        else:
+            self.optimizer.buffered.take(self.batches, self.device, LR, on_phase, self.ranks)
+
 
 Step = Callable[[OnPhase], object]
 MakeStep = Callable[[DeviceMesh | None, Tracer], Step]
@@ -130,9 +137,10 @@ def trace_training_step(
     def make(mesh: DeviceMesh | None, tracer: Tracer) -> Step:
         program = build(workload, layout, levers, CPU, _gpu_kernels(workload), mesh, tracer)
         claim_tensors(tracer, program.decoder, program.optimizer, period=max(1, levers.checkpoint_every))
-        return program.step
+        return program.step_in_flow
 
     carries_over = offloads_states(levers) and not has_buckets(layout)  # DDP's gradients stay in its buckets
+    carries_over = carries_over or layout.has_two_versions
     return trace_step(make, layout, overheads, carries_over=carries_over, stage=stage)
 
 
@@ -247,6 +255,8 @@ def claim_tensors(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period
     """
     tracer.name_modules(model)
     tracer.claim(model.parameters(), "weights")
+    if optimizer.buffered is not None:
+        tracer.claim(optimizer.buffered.model.versions.older, "weights")
     tracer.claim_gradients(model.parameters())
     for bucket in optimizer.buckets:
         if optimizer.has_masters:

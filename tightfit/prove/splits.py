@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "interleaved": {"schedule": "interleaved", "stages_per_rank": 2},
         "zero-bubble": {"schedule": "zero-bubble"},
         "zb-v": {"schedule": "zb-v", "stages_per_rank": 2},
+        "2bw": {"schedule": "2bw"},
     },
     "ring": {"": {"zero": 3}},
     "heads": {"": {"zero": 3}},

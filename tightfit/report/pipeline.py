@@ -13,7 +13,15 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import PipelineSchedule
 from tightfit.plan.seconds.pipeline import bubble_share
 from tightfit.report.figure import panels
-from tightfit.report.pipeline_schedule import Task, TimedTask, Work, checked, idle_share, simulate_schedule
+from tightfit.report.pipeline_schedule import (
+    UNFLUSHED,
+    Task,
+    TimedTask,
+    Work,
+    checked,
+    idle_share,
+    simulate_schedule,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,13 +57,14 @@ def draw_pipeline(
 
 
 class Record(NamedTuple):
-    """What the ranks of a pipeline did in one step of a run."""
+    """What the ranks of a pipeline did in one step of a run, or in several."""
 
     schedule: PipelineSchedule
     ranks: int
     micro_batches: int
     pieces: int
     tasks: list[TimedTask]
+    steps: int = 1
 
     @property
     def waited(self) -> float:
@@ -64,8 +73,9 @@ class Record(NamedTuple):
 
     @property
     def formula(self) -> float:
-        """The bubble of equal stages: (K−1)/(K−1+vM)."""
-        return bubble_share(self.ranks, self.micro_batches, self.pieces)
+        """The bubble of equal stages: (K−1)/(K−1+vM), M being of all steps that have no flush between them."""
+        steps = self.steps if self.schedule == UNFLUSHED else 1
+        return bubble_share(self.ranks, steps * self.micro_batches, self.pieces)
 
 
 def read_record(run: Path) -> Record:
@@ -89,15 +99,17 @@ def record_of(data: dict[str, Any]) -> Record:
     ]
     if not tasks:
         raise ValueError("it has no slots")
-    numbers = [data["ranks"], data["micro_batches"], data["pieces"], *(task.rank for task in tasks)]
+    counts = [data["ranks"], data["micro_batches"], data["pieces"], data.get("steps", 1)]
+    numbers = [*counts, *(task.rank for task in tasks)]
     times = [time for task in tasks for time in (task.start, task.end)]
-    if not all(type(each) is int and 0 <= each < 10**6 for each in numbers) or min(numbers[:3]) < 1:
-        raise ValueError("its ranks, micro-batches or pieces are no counts")
+    if not all(type(each) is int and 0 <= each < 10**6 for each in numbers) or min(counts) < 1:
+        raise ValueError("its ranks, micro-batches, pieces or steps are no counts")
     if not all(isinstance(time, int | float) and 0 <= time < 1e9 for time in times):
         raise ValueError("its times are no seconds")
     if any(task.end < task.start for task in tasks) or max(times) == min(times):
         raise ValueError("its slots end before they start, or nothing took any time")
-    return Record(checked([data["schedule"]])[0], data["ranks"], data["micro_batches"], data["pieces"], tasks)
+    ranks, micro_batches, pieces, steps = counts
+    return Record(checked([data["schedule"]])[0], ranks, micro_batches, pieces, tasks, steps)
 
 
 def draw_record(record: Record, path: Path) -> None:
@@ -107,7 +119,8 @@ def draw_record(record: Record, path: Path) -> None:
 
 def draw_records(records: Sequence[Record], path: Path) -> None:
     """Recorded steps of the same ranks and micro-batches, a panel each, in seconds."""
-    ranks, batches = records[0].ranks, records[0].micro_batches
+    ranks, batches, steps = records[0].ranks, records[0].micro_batches, records[0].steps
+    told_steps = f"{steps} steps of " if steps > 1 else ""
     height = (0.3 * ranks + 0.7) * len(records) + 1.0
     with panels(path, len(records), 1, width=11, height=height, sharex=True) as (figure, axes):
         for at, record in zip(axes[:, 0], records, strict=True):
@@ -116,8 +129,8 @@ def draw_records(records: Sequence[Record], path: Path) -> None:
             at.set_title(f"{record.schedule}: {told}", fontsize=10)
         axes[-1, 0].set_xlabel("seconds")
         figure.suptitle(
-            f"{ranks} pipeline ranks, {batches} micro-batches (the numbers), as recorded; formula: (K−1)/(K−1+vM) of "
-            "K ranks, M micro-batches, v stages a rank"
+            f"{ranks} pipeline ranks, {told_steps}{batches} micro-batches (the numbers), as recorded\n"
+            "formula: (K−1)/(K−1+vM) of K ranks, M micro-batches between flushes, v stages a rank"
         )
         figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
 

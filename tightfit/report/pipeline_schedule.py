@@ -5,7 +5,8 @@ starts the next one as soon as its inputs are there; a forward takes 1, a backwa
 2023) splits backward into the gradient of the input, which other ranks wait for, and of the weights, which nobody waits
 for: a rank goes on as under 1F1B where it can and fills idle time with weight gradients, holding at most as many
 micro-batches as there are ranks. ZB-V (Qi et al. 2024) has two stages a rank, in a V: the first rank has the first and
-the last, so that the first micro-batch turns round at the end of the ranks and all of them fill up together.
+the last, so that the first micro-batch turns round at the end of the ranks and all of them fill up together. 2BW
+(PipeDream-2BW, Narayanan et al. 2021) is 1F1B that goes on over the ends of steps: here so many of them in a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,18 @@ from tightfit.jobs.layout import PipelineSchedule
 Work = Literal["forward", "backward", "input", "weights"]
 DURATIONS: dict[Work, int] = {"forward": 1, "backward": 2, "input": 1, "weights": 1}
 SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v")
+"""Those that are flushed after every step."""
+UNFLUSHED: PipelineSchedule = "2bw"
+STEPS_IN_FLOW = 3
 LARGEST = 64
 
 
 def checked(names: Sequence[str]) -> list[PipelineSchedule]:
     """The schedules of these names; an unknown name is an error."""
-    found = [schedule for name in names for schedule in SCHEDULES if schedule == name]
-    if unknown := [name for name in names if name not in SCHEDULES]:
-        raise UserError(f"there is no schedule {unknown[0]!r}; give one of {', '.join(SCHEDULES)}")
+    known = (*SCHEDULES, UNFLUSHED)
+    found = [schedule for name in names for schedule in known if schedule == name]
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"there is no schedule {unknown[0]!r}; give one of {', '.join(known)}")
     return found
 
 
@@ -47,7 +52,7 @@ class TimedTask(NamedTuple):
 
 
 def simulate_schedule(schedule: PipelineSchedule, ranks: int, batches: int, pieces: int = 2) -> list[TimedTask]:
-    """The tasks of a step; `pieces` is the number of stages per rank under the interleaved schedule."""
+    """The tasks of a step (of STEPS_IN_FLOW without a flush); `pieces` is the stages per rank when interleaved."""
     if not (1 <= ranks <= LARGEST and 1 <= batches <= LARGEST):
         raise UserError(f"a picture of {ranks} ranks and {batches} micro-batches; give 1 to {LARGEST} of each")
     if schedule == "zero-bubble":
@@ -55,11 +60,15 @@ def simulate_schedule(schedule: PipelineSchedule, ranks: int, batches: int, piec
     stages = {"interleaved": pieces, "zb-v": 2}.get(schedule, 1)
     if schedule == "interleaved" and batches % ranks:
         raise UserError(f"{batches} micro-batches are not a multiple of {ranks} ranks, as interleaving needs")
-    if schedule == "zb-v":
+    if schedule == UNFLUSHED:
+        orders = [list(_order("1f1b", rank, ranks, STEPS_IN_FLOW * batches, stages)) for rank in range(ranks)]
+    elif schedule == "zb-v":
         orders = [[task for task in _v_order(rank, ranks, batches) if task.batch < batches] for rank in range(ranks)]
     else:
         orders = [list(_order(schedule, rank, ranks, batches, stages)) for rank in range(ranks)]
     tasks = _run_orders(orders, ranks, ranks * stages)
+    if schedule == UNFLUSHED:
+        return [timed._replace(task=timed.task._replace(batch=timed.task.batch % batches)) for timed in tasks]
     return [timed._replace(start=timed.start / stages, end=timed.end / stages) for timed in tasks]
 
 

@@ -27,6 +27,8 @@ from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.data import materialise
 from tightfit.parallel.expert import expert_parameters
 from tightfit.parallel.pipeline import counted_elsewhere, take_stages
+from tightfit.parallel.pipeline_2bw import TwoVersionPipeline
+from tightfit.train.buffered_steps import BufferedSteps
 from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 
@@ -101,4 +103,7 @@ def assemble(
         counted_elsewhere=counted_elsewhere(model),
         in_no_bucket=frozenset(expert_parameters(model)),
     )
-    return apply(model, mesh, layout, levers, precision, optimizer.stream_weights), optimizer
+    module = apply(model, mesh, layout, levers, precision, optimizer.stream_weights)
+    if isinstance(module, TwoVersionPipeline):
+        optimizer.buffered = BufferedSteps(module, optimizer)
+    return module, optimizer

@@ -37,7 +37,8 @@ class DryRun:
     @property
     def checkpoint_bytes(self) -> int:
         """What one checkpoint takes."""
-        return checkpoint_bytes(self.checked.workload, self.checked.job.levers)
+        job = self.checked.job
+        return checkpoint_bytes(self.checked.workload, job.levers, versions=1 + job.layout.has_two_versions)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

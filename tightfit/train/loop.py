@@ -4,13 +4,15 @@ A kill leaves the last checkpoint; SIGINT, SIGTERM or SIGHUP finishes the step, 
 finite stops the run before the weights are touched. The loop decides when; `step.py`, `evaluation.py`, `checkpoints/`
 know how. Nothing is written before all is prepared (`run_directory.py`). Of several ranks all run this loop in step;
 the first one alone prints, logs and writes, and a request to stop that any of them gets stops all of them after the
-same step.
+same step. A pipeline that is not flushed between steps tells each when the next one has been taken; it runs empty
+before a checkpoint, an evaluation, the step that is recorded and the end, and its ranks agree to stop a step later.
 """
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
@@ -27,7 +29,7 @@ from tightfit.memory.ledger import Phase
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.loading import LoadedModel, load_model
 from tightfit.parallel.mesh import init_distributed
-from tightfit.parallel.ranks import Ranks
+from tightfit.parallel.ranks import LateMax, Ranks
 from tightfit.plan.mfu import token_flops
 from tightfit.train.checkpoints.directory import Position, checkpoint_path, gathered, save_checkpoint, what_is_safe
 from tightfit.train.checkpoints.sharded import ShardedSaver
@@ -38,7 +40,7 @@ from tightfit.train.expert_load import ExpertMeter, LayerLoad
 from tightfit.train.metrics import METRICS_FILE, MetricsLog, SideFiles, read_metrics
 from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.pace import Pace, peak_flops
-from tightfit.train.pipeline_record import recorded
+from tightfit.train.pipeline_record import is_recorded, recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, prepare
 from tightfit.train.progress import RunProgress
@@ -164,6 +166,15 @@ def _last_step(prepared: Prepared, stop_after: int | None) -> int:
     return min(prepared.total_steps, stop_after or prepared.total_steps)
 
 
+@dataclass(frozen=True)
+class _TakenStep:
+    """A step whose result is yet to be told, and how fast it went."""
+
+    step: int
+    lr: float
+    rate: float
+
+
 class _Run:
     """The state of one pass through the loop."""
 
@@ -181,6 +192,8 @@ class _Run:
         self.end: Evaluation | None = None
         self.stopped_by: int | None = None
         """The signal that all ranks have agreed on; a rank's own is in its `request`."""
+        self.untold: deque[_TakenStep] = deque()
+        self.agreed_max = self.ranks.max if prepared.optimizer.buffered is None else LateMax(self.ranks)
         self.quiet = quiet
         self.phase: Phase = "forward"
         self.saved: Path | None = prepared.checkpoint
@@ -212,9 +225,9 @@ class _Run:
             self.job.output, self.step, open_trackers(self.job, self.step, self.progress.say), self.side_files
         )
 
-    def _log(self, **values: Any) -> None:
+    def _log(self, step: int, **values: Any) -> None:
         if self.metrics is not None:
-            self.metrics.add(self.step, **values)
+            self.metrics.add(step, **values)
 
     def _train(self) -> None:
         batches = iter(self.p.loader)
@@ -225,11 +238,14 @@ class _Run:
             result = self._take_step(micro_batches, lr)
             self.step += 1
             tokens = sum(b["tokens"].numel() for b in micro_batches) * self.ranks.world
-            self._after_step(result, lr, self.pace.add(tokens, time.perf_counter() - began))
+            rate = self.pace.add(tokens, time.perf_counter() - began)
+            self.untold.append(_TakenStep(self.step, lr, rate))
+            self._after_step(result)
+        self._flush()
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was; all of them then say so before the same step."""
-        self.stopped_by = self.ranks.max(self.request.signal or 0) or None
+        self.stopped_by = self.agreed_max(self.request.signal or 0) or None
         return self.stopped_by is not None
 
     def _has_plateaued(self) -> bool:
@@ -237,28 +253,50 @@ class _Run:
         patience, losses = self.job.evaluation.stop_early, list(self.losses.values())
         return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
-    def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
-        p = self.p
+    def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult | None:
+        """What is told: of this step or, of a pipeline that is not flushed, of the one before, if any."""
+        p, buffered = self.p, self.p.optimizer.buffered
+        if buffered is not None and not is_recorded(p.module, self.step + 1):
+            with self._explained():
+                return buffered.take(micro_batches, p.device, lr, self._in_phase, self.ranks)
+        self._flush()
+        with (
+            self._explained(),
+            recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files),
+        ):
+            return train_step(
+                p.module, p.optimizer, micro_batches, p.device, lr, p.scale, self._in_phase, ranks=self.ranks
+            )
+
+    def _flush(self) -> None:
+        """Let a pipeline that is not flushed between steps run empty, and tell its last step."""
+        if (buffered := self.p.optimizer.buffered) is not None:
+            with self._explained():
+                result = buffered.finish(self._in_phase, self.ranks)
+            if result is not None:
+                self._tell(result)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What stops training is one sentence."""
+        p, failed = self.p, self.untold[0].step if self.untold else self.step + 1
         try:
-            with recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files):
-                return train_step(
-                    p.module, p.optimizer, micro_batches, p.device, lr, p.scale, self._in_phase, ranks=self.ranks
-                )
+            yield
         except NotFiniteError as error:
-            raise UserError(self._not_finite(error)) from None
+            raise UserError(self._not_finite(error, failed)) from None
         except torch.OutOfMemoryError as error:
             workload = Workload.of_job(self.job, p.model.spec, p.precision, teacher_spec(self.job))
             running = Running(self.job, workload, p.model, p.optimizer, p.device)
             safe = what_is_safe(self.job.output)
-            raise RunOutOfMemoryError(shortage_of(error, running, self.step + 1, self.phase, safe)) from None
+            raise RunOutOfMemoryError(shortage_of(error, running, failed, self.phase, safe)) from None
 
-    def _not_finite(self, error: NotFiniteError) -> str:
+    def _not_finite(self, error: NotFiniteError, step: int) -> str:
         """The same step would fail again with the same settings: say what to change."""
         when = "in which weights were changed already;" if error.weights_changed else "before the weights changed and"
         lower = f"-o optimizer.lr={self.job.optimizer.lr / 2:g}"
         again = f"--resume {lower}" if self.saved is not None else f"{lower}, from the beginning,"
         return (
-            f"step {self.step + 1}: {error}; training stopped {when} {what_is_safe(self.job.output)}; the same "
+            f"step {step}: {error}; training stopped {when} {what_is_safe(self.job.output)}; the same "
             f"settings would come to the same step: go on with {again} or a longer schedule.warmup_steps, and look for "
             "odd data"
         )
@@ -266,32 +304,42 @@ class _Run:
     def _in_phase(self, phase: Phase) -> None:
         self.phase = phase
 
-    def _after_step(self, result: StepResult, lr: float, rate: float) -> None:
+    def _after_step(self, result: StepResult | None) -> None:
         job, ends = self.job, self.step >= self.last_step
-        memory = peak_memory_bytes(self.p.device)
         if self.opened_run is not None:
             self.opened_run.is_worth_keeping = True
         if self.saver is not None:
             self.saver.poll()
             self._settle()
-        if self.step % job.logging.every == 0 or ends:
+        if result is not None:
+            self._tell(result)
+        self.end = None
+        saves = ends or bool(job.saving.every and self.step % job.saving.every == 0)
+        evaluates = bool(job.evaluation.every and (self.step % job.evaluation.every == 0 or ends))
+        if saves or evaluates:
+            self._flush()
+        if saves:
+            self._save_once()
+        if evaluates:
+            self.end = self._evaluate()
+
+    def _tell(self, result: StepResult) -> None:
+        """The result of the first step that is not told yet, to metrics and progress."""
+        taken, memory = self.untold.popleft(), peak_memory_bytes(self.p.device)
+        if taken.step % self.job.logging.every == 0 or taken.step >= self.last_step:
             experts = self.experts.take()
             self._log(
+                taken.step,
                 loss=result.loss,
                 gradient_norm=_finite(result.gradient_norm),
-                lr=lr,
+                lr=taken.lr,
                 tokens=result.tokens,
-                tokens_per_second=rate,
+                tokens_per_second=taken.rate,
                 peak_bytes=memory,
                 skipped=result.skipped,
                 **experts,
             )
-        self.progress.update(self.step, result.loss, rate, memory)
-        self.end = None
-        if ends or (job.saving.every and self.step % job.saving.every == 0):
-            self._save_once()
-        if job.evaluation.every and (self.step % job.evaluation.every == 0 or ends):
-            self.end = self._evaluate()
+        self.progress.update(taken.step, result.loss, taken.rate, memory)
 
     def _evaluate(self) -> Evaluation | None:
         """The held-out loss; None without held-out data, and where somebody asks to stop meanwhile."""
@@ -304,7 +352,7 @@ class _Run:
         if self.stopped_by is not None:
             return None
         self.losses[self.step] = found.loss
-        self._log(held_out_loss=found.loss, held_out_perplexity=found.perplexity)
+        self._log(self.step, held_out_loss=found.loss, held_out_perplexity=found.perplexity)
         self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
         return found
 

@@ -25,12 +25,18 @@ RECORDED_STEP = 3
 FILE = "pipeline.json"
 
 
+def is_recorded(module: nn.Module, step: int) -> bool:
+    """Whether a run records this step."""
+    return isinstance(module, Pipeline) and step == RECORDED_STEP
+
+
 @contextmanager
 def recorded(module: nn.Module, step: int, ranks: Ranks, run: Path, side_files: SideFiles) -> Iterator[None]:
     """Around a training step; writes what its pipeline did if it is the one to record."""
-    if not isinstance(module, Pipeline) or step != RECORDED_STEP:
+    if not is_recorded(module, step):
         yield
         return
+    assert isinstance(module, Pipeline)
     with record(module, ranks) as found:
         yield
     if ranks.first:
@@ -66,10 +72,12 @@ def _described(module: Pipeline, everyones: list[list[tuple[Any, ...]]]) -> dict
     ]
     layout = module.layout
     batches = 1 + max(slot["batch"] for slot in slots)
+    entered = [slot for slot in slots if (slot["work"], slot["batch"], slot["stage"]) == ("forward", 0, 0)]
     return {
         "schedule": layout.schedule,
         "ranks": layout.pipeline,
         "pieces": layout.stages_per_rank,
         "micro_batches": batches,
+        "steps": len(entered),
         "slots": slots,
     }

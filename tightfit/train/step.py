@@ -72,9 +72,7 @@ def accumulate(
     (on the device where there are several). `check_first` waits for the loss before backward and raises NotFiniteError,
     for updates that happen inside backward.
     """
-    counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
-    tokens = sum(counted) if ranks.world == 1 else ranks.sum(torch.tensor(sum(counted), device=device))
-    total = max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1)
+    counted, tokens, total = counted_labels(batches, device, ranks)
     if isinstance(model, Pipeline):
         return model.run([inputs(batch, device) for batch in batches], counted, total, scale, on_phase), tokens
     mean = torch.zeros((), device=device)
@@ -86,7 +84,7 @@ def accumulate(
             assert loss is not None
             mean += loss.detach()
             if check_first:
-                _require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
+                require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
             if output.auxiliary is not None:
                 loss = loss + output.auxiliary * (count / total)
             on_phase("backward")
@@ -94,6 +92,15 @@ def accumulate(
     sum_partial_gradients(decoder_of(model))
     sum_expert_gradients(decoder_of(model))
     return mean, tokens
+
+
+def counted_labels(
+    batches: Sequence[Batch], device: torch.device, ranks: Ranks
+) -> tuple[list[int], int | Tensor, int | Tensor]:
+    """Of each micro-batch; of the step over all ranks; and what the step's loss is divided by."""
+    counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
+    tokens = sum(counted) if ranks.world == 1 else ranks.sum(torch.tensor(sum(counted), device=device))
+    return counted, tokens, max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1)
 
 
 def decoder_of(model: nn.Module) -> Decoder:
@@ -128,6 +135,8 @@ def train_step(
     """
     if optimizer.engine is not None:
         return optimizer.engine.train_step(batches, device, lr, scale, on_phase, ranks)
+    if optimizer.buffered is not None:
+        return optimizer.buffered.take_alone(batches, device, lr, on_phase, ranks)
     if optimizer.in_backward is not None:
         return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase, ranks)
     part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks)
@@ -136,20 +145,21 @@ def train_step(
     norm = norm / scale.value
     known = [mean, norm] if isinstance(tokens, int) else [mean, norm, tokens]
     loss_value, norm_value, *counted = torch.stack([x.double() for x in known]).tolist()  # the only GPU sync of a step
-    _require_finite(loss_value)
+    require_finite(loss_value)
     overflowed = not math.isfinite(norm_value)
     if overflowed and (not scale.dynamic or scale.exhausted):
         raise NotFiniteError(f"the gradient norm is {norm_value}")
     if overflowed:
         optimizer.drop_gradients()
     else:
-        optimizer.step(lr, _factor(norm, optimizer.settings.clip_norm, scale.value))
+        optimizer.step(lr, gradient_factor(norm, optimizer.settings.clip_norm, scale.value))
         correct_choices(model.decoder if isinstance(model, Pipeline) else decoder_of(model), ranks)
     scale.update(overflowed=overflowed)
     return StepResult(loss_value, norm_value, int(counted[0]) if counted else int(tokens), skipped=overflowed)
 
 
-def _require_finite(loss: float) -> None:
+def require_finite(loss: float) -> None:
+    """Raise NotFiniteError for what is none."""
     if not math.isfinite(loss):
         raise NotFiniteError(f"the loss is {loss}")
 
@@ -184,14 +194,18 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
         assert optimizer.is_whole or dist.get_world_size() == 1, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
     optimizer.sum_beside(ranks)
-    ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
-    copies = ranks_per_stage // (ranks.world * ranks.pieces)
-    own = torch.stack([part.double() / copies, optimizer.squares(ranks_per_stage)])
-    mean, squares = ranks.sum_over_all(own).unbind()
+    mean, squares = ranks.sum_over_all(loss_and_squares(part, optimizer, ranks)).unbind()
     return mean.float(), squares.sqrt().float()
 
 
-def _factor(norm: Tensor, clip_norm: float, scale: float) -> Tensor | None:
+def loss_and_squares(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> Tensor:
+    """This rank's parts of the step's loss and of Σ g², to be summed over all processes."""
+    ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
+    copies = ranks_per_stage // (ranks.world * ranks.pieces)
+    return torch.stack([part.double() / copies, optimizer.squares(ranks_per_stage)])
+
+
+def gradient_factor(norm: Tensor, clip_norm: float, scale: float) -> Tensor | None:
     """The gradient factor of clipping and loss unscaling together; None for 1."""
     if not clip_norm:
         return None if scale == 1.0 else torch.full_like(norm, 1 / scale)

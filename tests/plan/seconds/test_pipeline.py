@@ -4,7 +4,7 @@ import pytest
 
 from tightfit.jobs.layout import Layout
 from tightfit.plan.seconds.pipeline import bubble_s, bubble_share
-from tightfit.report.pipeline_schedule import simulate_schedule
+from tightfit.report.pipeline_schedule import STEPS_IN_FLOW, simulate_schedule
 
 F, B = 1.0, 2.0
 
@@ -83,3 +83,12 @@ def test_zero_bubble_fills_a_wait_with_each_micro_batch(ranks: int, micro: int) 
 def test_zero_bubble_leaves_forward_and_recompute() -> None:
     assert idle_s("zero-bubble", 4) == pytest.approx(idle_s("1f1b", 4) / 3)
     assert idle_s("zero-bubble", 4, recompute_s=1.0) == pytest.approx(3 * (F + 1.0))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("micro", [8, 16])
+def test_without_a_flush_a_step_costs_its_work(ranks: int, micro: int) -> None:
+    """Steps played one after another: those of 1F1B wait each, those of 2BW once, to fill and to run empty."""
+    end = max(task.end for task in simulate_schedule("2bw", ranks, micro))
+    assert idle_s("2bw", ranks, micro=micro) == 0
+    assert end == pytest.approx(STEPS_IN_FLOW * micro * (F + B) + idle_s("1f1b", ranks, micro=micro))

@@ -31,6 +31,16 @@ def learned_scales_stay_on_the_gpu(run: Run) -> str | None:
     return None
 
 
+@rule(RUN_RULES, "layout.schedule", "levers.offload")
+def two_versions_are_weights_on_the_gpu(run: Run) -> str | None:
+    if run.layout.has_two_versions and run.levers.offload != "none":
+        return (
+            f"levers.offload is {run.levers.offload}, whose updates are still on their way when the next step begins, "
+            "but schedule 2bw exchanges two versions of the weights then; set it to none or take 1f1b"
+        )
+    return None
+
+
 @rule(DEEPSPEED_RULES, "layout.zero", "levers.offload")
 def deepspeed_has_something_to_do(run: Run) -> str | None:
     if not run.layout.zero and run.levers.offload == "none":

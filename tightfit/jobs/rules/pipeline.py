@@ -85,3 +85,61 @@ def schedules_take_equal_rounds(run: Run) -> str | None:
             f"rounds; make global_batch / (micro_batch × data) a multiple of layout.pipeline ({ranks}) or take 1f1b"
         )
     return None
+
+
+def too_few_micro_batches(micro_batches: int, ranks: int) -> str | None:
+    """Why a pipeline of so many ranks cannot go on without a flush with so few micro-batches a step."""
+    if micro_batches >= ranks:
+        return None
+    return (
+        f"layout.schedule is 2bw, whose {ranks} ranks have micro-batches of two steps in flight at most, but a step "
+        f"has {micro_batches}; make global_batch / (micro_batch × data) at least layout.pipeline, or take 1f1b"
+    )
+
+
+@rule(RUN_RULES, "layout.schedule", "layout.pipeline", "global_batch")
+def two_versions_are_of_two_steps(run: Run) -> str | None:
+    if not run.layout.has_two_versions or run.accumulation == 1:  # one is what is said where it is not known
+        return None
+    return too_few_micro_batches(run.accumulation, run.layout.pipeline)
+
+
+@rule(RUN_RULES, "layout.schedule", "layout.zero")
+def two_versions_are_whole(run: Run) -> str | None:
+    if run.layout.has_two_versions and run.layout.zero:
+        return (
+            f"layout.zero is {run.layout.zero}, but under schedule 2bw a rank computes with two versions of its "
+            "weights, of which FSDP2 gathers one; set layout.zero to 0 or take 1f1b"
+        )
+    return None
+
+
+@rule(RUN_RULES, "layout.schedule", "levers.matmul")
+def two_versions_have_no_codes(run: Run) -> str | None:
+    if run.layout.has_two_versions and run.levers.matmul != "native":
+        return (
+            f"levers.matmul is {run.levers.matmul}, which keeps one version's codes, and schedule 2bw has two versions "
+            "of the weights; set it to native or take 1f1b"
+        )
+    return None
+
+
+@rule(RUN_RULES, "layout.schedule", "precision")
+def two_versions_skip_no_step(run: Run) -> str | None:
+    if run.layout.has_two_versions and run.precision == "fp16":
+        return (
+            "precision is fp16, whose loss scale is found by steps that overflow, but under schedule 2bw the next step "
+            "is under way by then; set it to bf16 or take 1f1b"
+        )
+    return None
+
+
+@rule(RUN_RULES, "layout.schedule", "model")
+def two_versions_are_not_of_corrections(run: Run) -> str | None:
+    spec = run.spec
+    if run.layout.has_two_versions and spec is not None and spec.experts is not None and spec.experts.corrected:
+        return (
+            f"layout.schedule is 2bw, but {spec.family} corrects the choice of experts after every step, of which "
+            "there is one version; take 1f1b"
+        )
+    return None

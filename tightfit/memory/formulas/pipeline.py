@@ -8,9 +8,8 @@ kept meanwhile, as is what the stage sent on:
     interleaved  2 (K − r − 1) + (v − 1) K + 1 pieces of a rank's v, at most M v   (Narayanan et al. 2021b)
     zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: weights' gradients wait as long,
                                                           on rank r those of min(M, r + 1) micro-batches)
+    2bw          K − r on rank r, from one step into the next (Narayanan et al. 2021b, PipeDream-2BW)
     zb-v         min(M, 2 K − r − 1) + min(M, r + 1) pieces of a rank's two (Qi et al. 2024): K micro-batches
-
-Not here: the buffered weight versions of PipeDream, which flushing every step does without.
 """
 
 from functools import lru_cache
@@ -119,7 +118,7 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
         return 1
     if layout.schedule == "gpipe" or (layout.schedule == "1f1b" and micro_batches < K):  # as pipeline_engine.py
         return micro_batches
-    if layout.schedule == "1f1b":
+    if layout.schedule in ("1f1b", "2bw"):
         return min(micro_batches, K - rank)
     if layout.schedule == "zero-bubble":
         return min(micro_batches, K)
@@ -129,5 +128,10 @@ def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
 
 
 def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
-    """Whether rank `rank` is fullest before its first backward for weights has ended, when there are no gradients."""
+    """Whether rank `rank` is fullest before its first backward for weights has ended, when there are no gradients.
+
+    Without a flush between steps there always are some.
+    """
+    if layout.has_two_versions:
+        return False
     return pieces_in_flight(layout, rank, micro_batches) >= micro_batches * layout.stages_per_rank

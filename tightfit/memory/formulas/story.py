@@ -70,6 +70,8 @@ class Resident(NamedTuple):
     cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")] = 0
     teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
     scales: Annotated[int, About("optimizer states", "learned scales", "16 bytes a scale: quantize.scales")] = 0
+    older_weights: Annotated[int, About("weights", "of one update before", "schedule 2bw: in flight with them")] = 0
+    finished_gradients: Annotated[int, About("gradients", "of the step before", "schedule 2bw: wait for the norm")] = 0
 
 
 class OnHost(NamedTuple):

@@ -46,7 +46,8 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
         # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
-        saved = max(saved, state_bytes(rank.resident) + (state_bytes(rank.host) if layout.ranks > 1 else 0))
+        saved_here = state_bytes(rank.resident) + rank.resident.older_weights
+        saved = max(saved, saved_here + (state_bytes(rank.host) if layout.ranks > 1 else 0))
     return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved)
 
 

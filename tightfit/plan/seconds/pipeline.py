@@ -8,6 +8,8 @@ K ranks, M micro-batches, F and B seconds forward and backward (recompute R belo
                     + (K−M) B/2       each micro-batch, so that with M < K some stay unfilled
     zb-v            (K−1) F/2         as zero-bubble, with half the layers to wait for at the start (Qi et al. 2024);
                                       with fewer micro-batches than fill the V at least (2K−1−M) F
+    2bw             none              no flush between steps (Narayanan et al. 2021); (K−1)(F+B) where one is made, for
+                                      a checkpoint or an evaluation
 """
 
 from tightfit.jobs.layout import Layout
@@ -16,6 +18,8 @@ from tightfit.jobs.layout import Layout
 def bubble_s(layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float, recompute_s: float) -> float:
     """Seconds a rank idles in one step; `backward_s` does not include `recompute_s`."""
     others = layout.pipeline - 1
+    if layout.has_two_versions:
+        return 0.0
     if layout.schedule == "zero-bubble":
         unfilled_s = max(0, layout.pipeline - micro_batches) * backward_s / 2
         return others * (forward_s + recompute_s) + unfilled_s

@@ -200,7 +200,7 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             saved = _States(file)
-            own = {name: saved[name] for name in optimizer.state()} if optimizer.pipeline_ranks > 1 else saved
+            own = {name: saved[name] for name in optimizer.state_in(saved)} if optimizer.pipeline_ranks > 1 else saved
             optimizer.load_state(own, str(path))
             names = set(file.keys())
             if "rng/cpu" in names:
@@ -216,16 +216,20 @@ class _States(Mapping[str, Tensor]):
 
     def __init__(self, file: Any) -> None:
         self.file = file
+        stored: list[str] = file.keys()
+        self.names = {name.removeprefix(STATE_PREFIX) for name in stored if name.startswith(STATE_PREFIX)}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
         return self.file.get_tensor(f"{STATE_PREFIX}{name}")
 
     def __iter__(self) -> Iterator[str]:
-        names: list[str] = self.file.keys()
-        return (name.removeprefix(STATE_PREFIX) for name in names if name.startswith(STATE_PREFIX))
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.names)
 
 
 def best_checkpoint(run: Path) -> Path | None:

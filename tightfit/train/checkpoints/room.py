@@ -1,7 +1,7 @@
 """Room on disk for a run's checkpoints, asked for before the run begins.
 
 A checkpoint holds weights, float32 masters where there are some, and both moments:
-    bytes = parameters × (weight + master + moments)
+    bytes = parameters × (weight + master + moments)      two weights under schedule 2bw
 The newest `saving.keep` of them stay, with `saving.keep_best` one more, and another one while it is written.
 """
 
@@ -16,10 +16,10 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.loading import checkpoints_of
 
 
-def checkpoint_bytes(workload: Workload, levers: Levers) -> int:
-    """What one checkpoint takes, without its small files."""
+def checkpoint_bytes(workload: Workload, levers: Levers, *, versions: int = 1) -> int:
+    """What one checkpoint takes, without its small files; `versions` of the weights are in it."""
     master = 4 if workload.has_masters else 0
-    per_param = workload.weight_bytes + master + moment_bytes(levers, wide=workload.updates_wide)
+    per_param = versions * workload.weight_bytes + master + moment_bytes(levers, wide=workload.updates_wide)
     return int(workload.spec.params() * per_param)
 
 
@@ -36,7 +36,7 @@ def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_ste
     count = added_checkpoints(job, first_step, total_steps, existing)
     if replaces:
         count = min(count, 1)  # the old run goes after the first
-    each = checkpoint_bytes(workload, job.levers)
+    each = checkpoint_bytes(workload, job.levers, versions=1 + job.layout.has_two_versions)
     free = shutil.disk_usage(_existing(job.output)).free
     if each * count > free:
         raise UserError(

@@ -46,7 +46,7 @@ from tightfit.train.checkpoints.directory import (
     superseded,
     what_is_safe,
 )
-from tightfit.train.optimizer.adamw import PREVIOUS_NORMS, MasterAdamW
+from tightfit.train.optimizer.adamw import MasterAdamW, is_optional
 
 
 @dataclass
@@ -182,7 +182,7 @@ def _complete(pending: _Pending) -> None:
 def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Optimizer states, master weights and RNG, of which every rank reads its own part."""
     stored = _stored_states(checkpoint)
-    own = {name: tensor for name, tensor in optimizer.state().items() if name != PREVIOUS_NORMS or name in stored}
+    own = optimizer.state_in(stored)
     random = torch.get_rng_state()
     _require_fit(checkpoint, stored, own, others_hold_more=optimizer.pipeline_ranks > 1)
     read_pieces({f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}, checkpoint)
@@ -205,8 +205,8 @@ def _require_fit(
     others_hold_more: bool,
 ) -> None:
     """Torch would cast what has another dtype and pass over what nobody asks for: say so instead."""
-    odd = own.keys() - stored.keys() if others_hold_more else (own.keys() ^ stored.keys()) - {PREVIOUS_NORMS}
-    if odd:
+    odd = own.keys() - stored.keys() if others_hold_more else own.keys() ^ stored.keys()
+    if odd := {name for name in odd if not is_optional(name)}:
         raise UserError(f"{checkpoint} does not fit this model: optimizer state {min(odd)} is on one side only")
     for name, tensor in own.items():
         if stored[name] != (tensor.dtype, tensor.shape):

@@ -12,9 +12,10 @@ kernels (updaters.py), which take gradients of any dtype. States of matrices may
 the weight is used.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +45,14 @@ from tightfit.train.optimizer.offloading import Offloading
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
 from tightfit.train.optimizer.updaters import FormatUpdater, TorchUpdater, Updater
 
+if TYPE_CHECKING:  # which need an optimizer
+    from tightfit.train.buffered_steps import BufferedSteps
+
 NO_LEVERS = Levers()
 PREVIOUS_NORMS = "previous_norms/all"
 """What updates inside backward clip by. A run that begins them has none, and one that ends them needs none."""
+OLDER_WEIGHTS = "older/"
+"""Weights of one update before, which a pipeline without a flush goes on with; likewise."""
 
 
 @dataclass
@@ -108,6 +114,8 @@ class MasterAdamW:
         self.splits = splits_of(model)
         self.engine: Engine | None = None
         """An engine (DeepSpeed) that makes whole steps; it owns the parameters, and there are no buckets here."""
+        self.buffered: BufferedSteps | None = None
+        """Of a pipeline that is not flushed between steps, what makes them."""
         sharded = module if self.is_sharded else None
         self.offloading = Offloading.asked_for(named, levers, device or named[0][1].device, compute_dtype, sharded)
         self.buckets = [
@@ -291,12 +299,19 @@ class MasterAdamW:
                     yield f"{kind}/{name}", as_dtensor(state, self.splits.get(name))
         if self.in_backward is not None:
             yield PREVIOUS_NORMS, self.in_backward.previous_norms
+        if self.buffered is not None:
+            for name, weight in self.buffered.model.versions.named_older():
+                yield f"{OLDER_WEIGHTS}{name}", as_dtensor(weight, self.splits.get(name))
+
+    def state_in(self, saved: Container[str]) -> dict[str, Tensor]:
+        """The states to load: all, but of those that some runs lack only what is `saved`."""
+        return {name: tensor for name, tensor in self.state().items() if not is_optional(name) or name in saved}
 
     @torch.no_grad()
     def load_state(self, saved: Mapping[str, Tensor], source: str) -> None:
         """Load saved states; anything missing, left over or of another shape is an error."""
-        own = {name: tensor for name, tensor in self.state().items() if name != PREVIOUS_NORMS or name in saved}
-        if odd := sorted((own.keys() ^ saved.keys()) - {PREVIOUS_NORMS}):
+        own = self.state_in(saved)
+        if odd := sorted(name for name in own.keys() ^ saved.keys() if not is_optional(name)):
             raise UserError(f"{source} does not fit this model: optimizer state {odd[0]} is on one side only")
         for name, tensor in own.items():
             stored = saved[name]
@@ -309,6 +324,11 @@ class MasterAdamW:
         for bucket in self.buckets:
             for index, name in enumerate(bucket.names):
                 bucket.updater.set_step(index, saved[f"step/{name}"])
+
+
+def is_optional(name: str) -> bool:
+    """Whether a state is one that runs of some layouts and levers lack."""
+    return name == PREVIOUS_NORMS or name.startswith(OLDER_WEIGHTS)
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
