@@ -1,25 +1,36 @@
-"""The engine on a CPU beside transformers' generate, in one process on the same weights: ratios only.
+"""The engine on a CPU beside transformers' generate and llama.cpp, in one process on the same weights: ratios only.
 
-SmolLM2-135M's shape, float32, greedy. One stream: the same prompt by both, alternating. Many requests: prompts and
-answers of mixed lengths; transformers answers them one by one, and as one padded batch that runs until its longest
-answer is over. Answers must agree before anything counts. Rows go to benchmarks/results/serve_cpu.csv.
+SmolLM2-135M's shape, random bfloat16 numbers held as float32 (as a published checkpoint is read), greedy. One stream:
+the same prompt by all, alternating. Many requests: prompts and answers of mixed lengths; transformers answers them one
+by one, and as one padded batch that runs until its longest answer is over. Ratios are of medians, of seconds and of
+processor seconds: the latter mean something on a busy machine too. llama.cpp (one stream) has the same weights from
+GGUF files of several formats; where a format rounds them, so do we, from the same file. Rows go to
+benchmarks/results/serve_cpu.csv.
 
     python -m benchmarks.serve_cpu
+    python -m benchmarks.serve_cpu --only llama.cpp
     python -m benchmarks.serve_cpu --tiny
 """
 
 import argparse
+import json
+import os
 import random
+import statistics
+import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.rows import RESULTS, append_row
 from tightfit.models.decoder import Decoder
+from tightfit.models.gguf.model import GgufDtype
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.initialisation import init_weights
@@ -29,8 +40,29 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
 
+Prompts = list[list[int]]
 Shapes = list[tuple[int, int]]
+Way = Callable[[Prompts, Shapes], list[list[int]]]
+Measured = dict[str, tuple[list["Taken"], list[list[int]]]]
+FORMATS: tuple[GgufDtype, ...] = ("fp32", "fp16", "q8_0")
 PAD = 0
+CACHE_BYTES = 2**28
+
+
+def make_engine(model: Decoder) -> Engine:
+    """Where no prompt is found again."""
+    length = min(1024, model.spec.max_positions)
+    return Engine(model, None, EngineConfig(prefix_cache=False, max_length=length, cache_bytes=CACHE_BYTES))
+
+
+def run_engine(engine: Engine, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
+    """Greedy answers to all prompts at once."""
+    requests = [
+        Request(id=str(i), prompt=prompt, sampling=Sampling(max_tokens=answer, temperature=0))
+        for i, (prompt, (_, answer)) in enumerate(zip(prompts, shapes, strict=True))
+    ]
+    made = engine.generate(requests)
+    return [made[request.id][0].tokens for request in requests]
 
 
 class Both:
@@ -41,14 +73,15 @@ class Both:
         spec = resolve_spec(preset)
         self.ours = Decoder(spec)
         init_weights(self.ours, gain=1.5)
+        with torch.no_grad():
+            for parameter in self.ours.parameters():
+                parameter.copy_(parameter.bfloat16())
         no_ends = {"eos_token_id": None, "bos_token_id": None}
         config = AutoConfig.for_model(**config_from_spec(spec, dtype="float32") | no_ends)
         self.theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.theirs.load_state_dict(to_hf_state(self.ours, spec), strict=False)
         self.theirs.tie_weights()
-        self.engine = Engine(
-            self.ours, None, EngineConfig(prefix_cache=False, max_length=min(1024, spec.max_positions))
-        )
+        self.engine = make_engine(self.ours)
         self.random, self.vocab_size = random.Random(0), spec.vocab_size
 
     def prompts(self, shapes: Shapes) -> list[list[int]]:
@@ -57,12 +90,7 @@ class Both:
 
     def run_ours(self, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
         """All at once."""
-        requests = [
-            Request(id=str(i), prompt=prompt, sampling=Sampling(max_tokens=answer, temperature=0))
-            for i, (prompt, (_, answer)) in enumerate(zip(prompts, shapes, strict=True))
-        ]
-        made = self.engine.generate(requests)
-        return [made[request.id][0].tokens for request in requests]
+        return run_engine(self.engine, prompts, shapes)
 
     def run_theirs(self, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
         """One after the other."""
@@ -83,54 +111,141 @@ class Both:
         return [row.tolist() for row in made[:, width:]]
 
 
-def seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """One run."""
-    began = time.perf_counter()
-    run(*arguments)
-    return time.perf_counter() - began
+class Taken(NamedTuple):
+    """Seconds of one run: by the clock, and of all threads' processor time."""
+
+    wall: float
+    processor: float
 
 
-def compare(both: Both, case: str, shapes: Shapes, rounds: int, arguments: argparse.Namespace) -> None:
-    """Alternate the implementations; the best time of each counts."""
-    ways: dict[str, Callable[..., Any]] = {"ours": both.run_ours, "one by one": both.run_theirs}
-    if len(shapes) > 1:
-        ways["padded batch"] = both.run_theirs_padded
-    prompts = both.prompts(shapes)
-    ours, theirs = both.run_ours(prompts, shapes), both.run_theirs(prompts, shapes)
-    agreeing = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    found: dict[str, list[float]] = {name: [] for name in ways}
+def alternate(ways: dict[str, Way], prompts: Prompts, shapes: Shapes, rounds: int) -> Measured:
+    """Run all in turn, `rounds` times; what each said, and what it took."""
+    found: Measured = {name: ([], []) for name in ways}
+    for way in ways.values():
+        way(prompts[:1], [(shapes[0][0], 2)])  # what is made on first use is not timed
     for _ in range(rounds):
-        for name, run in ways.items():
-            found[name].append(seconds(run, prompts, shapes))
-    for name in list(ways)[1:]:
-        ratio = min(found[name]) / min(found["ours"])
-        print(f"{case}: {ratio:.2f}× transformers ({name}); {agreeing} of {len(shapes)} answers agree", flush=True)
+        for name, way in ways.items():
+            began, began_processor = time.perf_counter(), time.process_time()
+            answers = way(prompts, shapes)
+            taken = Taken(time.perf_counter() - began, time.process_time() - began_processor)
+            found[name][0].append(taken)
+            found[name][1][:] = answers
+    return found
+
+
+def median(taken: list[Taken]) -> Taken:
+    """Of each kind of seconds."""
+    return Taken(*(statistics.median(column) for column in zip(*taken, strict=True)))
+
+
+def record(case: str, weights: str, found: Measured, shapes: Shapes, arguments: argparse.Namespace) -> None:
+    """A row for every peer of "ours"."""
+    ours, our_answers = median(found["ours"][0]), found["ours"][1]
+    tokens = sum(answer for _, answer in shapes)
+    for peer, (taken, answers) in found.items():
+        if peer == "ours":
+            continue
+        theirs = median(taken)
+        agreeing = sum(a == b for a, b in zip(our_answers, answers, strict=True))
         row = {
             "case": case,
-            "peer": f"transformers, {name}",
-            "ratio": f"{ratio:.2f}",
+            "weights": weights,
+            "peer": peer,
+            "ratio": f"{theirs.wall / ours.wall:.2f}",
+            "processor_ratio": f"{theirs.processor / ours.processor:.2f}",
+            "processor_ms_per_token": f"{1e3 * ours.processor / tokens:.1f}",
             "requests": len(shapes),
             "agreeing": agreeing,
             "threads": torch.get_num_threads(),
+            "others_running": f"{max(os.getloadavg()[0] - torch.get_num_threads(), 0):.0f}",
             "model": arguments.preset,
         }
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         append_row("serve_cpu", row, folder=arguments.results, commit=arguments.commit)
 
 
+def beside_transformers(both: Both, arguments: argparse.Namespace) -> None:
+    """One stream, and sixteen requests."""
+    chance, rounds = random.Random(1), arguments.rounds
+    one = [(32, 32)]
+    ways: dict[str, Way] = {"ours": both.run_ours, "transformers, one by one": both.run_theirs}
+    record("one stream", "fp32", alternate(ways, both.prompts(one), one, rounds), one, arguments)
+    mixed = [(chance.randint(8, 96), chance.randint(8, 64)) for _ in range(16)]
+    ways["transformers, padded batch"] = both.run_theirs_padded
+    found = alternate(ways, both.prompts(mixed), mixed, max(1, rounds - 2))
+    record("16 requests", "fp32", found, mixed, arguments)
+
+
+def beside_llama_cpp(both: Both, arguments: argparse.Namespace, folder: Path) -> None:
+    """One stream on the weights of one file after the other."""
+    from tightfit.models.gguf.file import GgufFile
+    from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path, write_gguf
+
+    tokenizer = load_gguf_tokenizer(GgufFile(smollm2_path()))
+    shapes = [(32, 32)]
+    prompts = both.prompts(shapes)
+    for dtype in FORMATS:
+        path = folder / f"{dtype}.gguf"
+        write_gguf(both.ours, tokenizer, path, dtype)
+        engine = make_engine(load_gguf(GgufFile(path), device="cpu", dtype=torch.float32))
+        peer = LlamaCpp(path)
+        ways: dict[str, Way] = {"ours": partial(run_engine, engine), "llama.cpp": peer.run}
+        record("one stream", dtype, alternate(ways, prompts, shapes, arguments.rounds), shapes, arguments)
+        peer.close()
+        path.unlink()
+
+
+class LlamaCpp:
+    """llama.cpp with the weights of a GGUF file, as xllamacpp brings it: a server inside this process."""
+
+    def __init__(self, path: Path) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.port = 256, 1, 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as ours
+        params.warmup, params.verbosity, params.fit_params = False, 0, False
+        self.server: Any = xllamacpp.Server(params)
+
+    def run(self, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
+        """One after the other."""
+        return [self._tokens(prompt, answer) for prompt, (_, answer) in zip(prompts, shapes, strict=True)]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.server = None
+
+    def _tokens(self, prompt: list[int], count: int) -> list[int]:
+        asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "cache_prompt": False}
+        body = json.dumps(asked | {"return_tokens": True, "ignore_eos": True}).encode()
+        url = self.server.listening_address + "/completion"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            made: list[int] = json.loads(answer.read())["tokens"]
+        return made
+
+
 def main() -> None:
-    """Both cases."""
+    """Both peers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, and no llama.cpp")
+    parser.add_argument("--only", choices=("transformers", "llama.cpp"))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of every implementation; as torch has them by default")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     arguments = parser.parse_args()
     arguments.preset = "tiny-llama" if arguments.tiny else "smollm2-135m"
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     both = Both(arguments.preset)
-    chance = random.Random(1)
-    compare(both, "one stream", [(32, 32)], arguments.rounds, arguments)
-    mixed = [(chance.randint(8, 96), chance.randint(8, 64)) for _ in range(16)]
-    compare(both, "16 requests", mixed, max(1, arguments.rounds - 2), arguments)
+    if arguments.only != "llama.cpp":
+        beside_transformers(both, arguments)
+    if arguments.only != "transformers" and not arguments.tiny:
+        with tempfile.TemporaryDirectory() as folder:
+            beside_llama_cpp(both, arguments, Path(folder))
 
 
 if __name__ == "__main__":

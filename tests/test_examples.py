@@ -89,3 +89,4 @@ def test_the_list_of_examples_is_whole() -> None:
     for path in EXAMPLES.iterdir():
         if path.suffix in (".yaml", ".sh", ".py") and not path.name.startswith("_"):
             assert f"]({path.name})" in page
+    assert "](rag/README.md)" in page

@@ -84,6 +84,23 @@ def flow_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     return ("schedule", "K", "M", "steps", "took", "ranks waited", "formula"), rows
 
 
+def flushed_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest curve with and without a flush, from what benchmarks/pipeline_convergence.py wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        newest = {row["schedule"]: row for row in csv.DictReader(file)}
+    rows = [
+        (
+            f"`{name}`",
+            f"{row['steps']} × {row['batch']} × {row['sequence_length']}",
+            f"{float(row['final_loss']):.3f}",
+            f"{float(row['above_first']):+.3f}",
+            f"{float(row['largest_difference']):.3f}",
+        )
+        for name, row in newest.items()
+    ]
+    return ("schedule", "steps × rows × tokens", "loss of the last 20", "above `1f1b`", "largest difference"), rows
+
+
 def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """The newest recorded bubble of each schedule, from what benchmarks/pipeline_bubble.py wrote."""
     with path.open(encoding="utf-8", newline="") as file:
@@ -251,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "allocator": lambda: markdown_table(*allocator_rows(LEVERS)),
     "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
     "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
+    "pipeline-curves": lambda: markdown_table(*flushed_rows(RESULTS / "pipeline_convergence.csv")),
     "pipeline-flow": lambda: markdown_table(*flow_rows(RESULTS / "pipeline_flow.csv")),
     "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
     "sustained": lambda: markdown_table(*sustained_rows()),

@@ -18,12 +18,13 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from examples.rag.embedding import Embed, post, served, wordllama
-from examples.rag.index import Index
 from examples.rag.passages import Passage, passages
 from examples.rag.questions import QUESTIONS, Question
 
+INSTALL = "pip install sqlite-vec apsw"
 COUNT = 3
 SHOWN_CHARACTERS = 600
 CITED = r"[^\[\]\n]{10,160}\[[1-3]\]"
@@ -43,6 +44,8 @@ class Library:
 
     def __init__(self, url: str, embed: Embed, found: list[Passage], path: str = ":memory:") -> None:
         self.url, self.embed = url, embed
+        from examples.rag.index import Index
+
         vectors = embed([passage.text for passage in found])
         self.index = Index(path, len(vectors[0]))
         self.index.add(found, vectors)
@@ -89,6 +92,16 @@ def evaluate(library: Library, questions: list[Question]) -> dict[str, float]:
     }
 
 
+def check(index: str) -> None:
+    """Say what is missing before a model is loaded."""
+    try:
+        import examples.rag.index  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"this example needs {error.name}, which is not installed: {INSTALL}") from None
+    if index != ":memory:" and Path(index).exists():
+        raise SystemExit(f"--index is {index}, which exists already; name a new file, or remove it")
+
+
 @contextlib.contextmanager
 def server(model: str) -> Iterator[str]:
     """The address of a server that runs until the block is left."""
@@ -103,7 +116,7 @@ def server(model: str) -> Iterator[str]:
                 break
             time.sleep(0.2)
         else:
-            raise SystemExit("the server did not start")
+            raise SystemExit(f"the server of {model} did not start; above it says why")
         yield url
     finally:
         process.terminate()
@@ -121,6 +134,7 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="only the topics that the questions are about")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     arguments = parser.parse_args()
+    check(arguments.index)
     with contextlib.nullcontext(arguments.url) if arguments.url else server(arguments.model) as url:
         own = None if arguments.vectors == "server" else wordllama()
         if own is None and arguments.vectors == "wordllama":

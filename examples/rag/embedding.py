@@ -5,6 +5,7 @@ not, and find less; they need no further package.
 """
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -41,5 +42,10 @@ def served(url: str) -> Embed:
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """What a server answers to `body`."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return dict(json.loads(response.read()))
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            return dict(json.loads(response.read()))
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{url} answers with status {error.code}: {error.read().decode(errors='replace')}") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"no model server answers at {url} ({error}); start one with `tightfit serve`") from None

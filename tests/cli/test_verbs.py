@@ -1,6 +1,8 @@
 """Every verb as a user runs it: what it prints, its JSON, its exit codes, and one sentence for every mistake."""
 
 import json
+import os
+import resource
 import shlex
 import signal
 import unicodedata
@@ -19,6 +21,7 @@ from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, generate
 from tightfit.models.loading import load_model
 from tightfit.report.next_commands import next_commands
+from tightfit.writer_lock import locked_beside
 
 __all__ = ["make_small"]
 
@@ -205,6 +208,38 @@ def test_export_to_hugging_face_and_gguf(run: Path, tightfit: Any, tmp_path: Pat
         for source in (run, tmp_path / "hf", tmp_path / "model.gguf")
     ]
     assert sampled[0] == sampled[1] == sampled[2]
+
+
+EXPORTS = (["model"], ["model.gguf"], ["small.gguf", "--dtype", "q4_0"])
+
+
+@pytest.mark.parametrize("words", EXPORTS, ids=" ".join)
+def test_an_export_has_one_writer_at_a_time(words: list[str], run: Path, tightfit: Any, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
+    target = tmp_path / words[0]
+    with locked_beside(target):
+        made = tightfit("export", run, target, *words[1:])
+    assert made.code == 2
+    assert f"{target} is being written by process {os.getpid()}" in made.err
+    assert list(tmp_path.iterdir()) == []
+    assert tightfit("export", run, target, *words[1:]).code == 0
+
+
+@pytest.mark.parametrize("words", EXPORTS, ids=" ".join)
+def test_an_export_to_a_full_disk_is_a_sentence(words: list[str], run: Path, tightfit: Any, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
+    target, before = tmp_path / words[0], resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+    try:
+        made = tightfit("export", run, target, *words[1:])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert made.code == 2
+    assert f"cannot write {target}: " in made.err
+    assert "None" not in made.err
+    assert list(tmp_path.iterdir()) == []
 
 
 MISTAKES: list[tuple[list[str], list[str]]] = [

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
+from tests.compress.held import assert_held_as_said
 from tests.jobs.test_load import alias_bomb
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
@@ -75,6 +76,7 @@ def test_every_method(name: str, tiny: Path, text: Path, token_cache: Path, tmp_
     assert isinstance(model.layers[0].attention.q, QuantizedLinear)
     assert report.measured.result_bytes < report.predicted.original_bytes * (1 if name.startswith("rotate") else 0.9)
     assert report.measured.result_bytes == pytest.approx(report.predicted.result_bytes, abs=40_000)  # headers
+    assert_held_as_said(tmp_path / "small")
     wanted, made = logits(tiny), logits(tmp_path / "small")
     error = float((made - wanted).square().mean() / wanted.square().mean())
     assert error < {"binary": 1.5, "spqr": 0.1}.get(name, 0.05), error
@@ -265,6 +267,7 @@ def test_families(name: str, method: str, tokenizer: Tokenizer, text: Path, toke
     (tmp_path / "model").mkdir()
     write_model(tmp_path / "model", random_model(spec), tokenizer)
     run(tmp_path / "model", tmp_path / "small", recipe_of(method, bits=8, group=32), text, token_cache)
+    assert_held_as_said(tmp_path / "small")
     wanted, made = logits(tmp_path / "model"), logits(tmp_path / "small")
     assert float((made - wanted).square().mean() / wanted.square().mean()) < 1e-3
 

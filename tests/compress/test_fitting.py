@@ -3,16 +3,29 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.compress.conftest import SPEC, random_model
+from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import FAMILIES
-from tightfit.compress.bit_choice import Option, choose_bits, group_of, least_bytes, plain_bytes, units
+from tightfit.compress.bit_choice import (
+    LEAST_WIDTHS,
+    Option,
+    choose_bits,
+    group_of,
+    least_bytes,
+    options_of,
+    plain_bytes,
+    unit_bytes,
+    units,
+)
 from tightfit.compress.compression import CompressionJob, compress
-from tightfit.compress.fitting import Fit, fit_bits, fit_ledger, weight_budget_bytes
+from tightfit.compress.cost import predict
+from tightfit.compress.fitting import Fit, best_mix, fit_bits, fit_ledger, weight_budget_bytes
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import divergence, measure_sensitivities, reference_predictions, rounded_to
 from tightfit.errors import UserError
@@ -92,6 +105,44 @@ def test_sensitivities_say_which_layers_matter() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_no_budget_is_overrun_and_no_one_width_is_better() -> None:
+    """Random budgets of a tiny model: within each, and no worse than any one width that fits, measured on the rows."""
+    model, chance = untied_model(), Random(0)
+    rows = [torch.randint(0, 250, (1, 32), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    group = group_of(UNTIED)
+    found = measure_sensitivities(model, rows, group, widths=LEAST_WIDTHS)
+    least, most = least_bytes(UNTIED, 2, group), least_bytes(UNTIED, 8, group)
+    for budget in (least, *(chance.randint(least, most) for _ in range(12)), most):
+        chosen = best_mix(model, rows, found, group, budget)
+        assert chosen.bytes <= budget
+        assert chosen.bytes == plain_bytes(UNTIED) + sum(
+            unit_bytes(UNTIED, names, chosen.bits[unit], group) for unit, names in units(UNTIED).items()
+        )
+        with rounded_to(model, chosen.bits, group):
+            assert chosen.loss == pytest.approx(divergence(model, rows, found.reference))
+        for bits in LEAST_WIDTHS:
+            if least_bytes(UNTIED, bits, group) <= budget:
+                assert chosen.loss <= found.uniform[bits]
+
+
+def test_random_options_and_budgets() -> None:
+    """Losses that fall with bits in any way: within the budget, and no worse than one width for all."""
+    chance = Random(1)
+    one = replace(SPEC, layers=1, mlp_size=64)
+    group = group_of(one)
+    for _ in range(200):
+        worst = {unit: chance.random() ** 4 for unit in units(one)}
+        falls = {unit: sorted((chance.random() for _ in LEAST_WIDTHS), reverse=True) for unit in units(one)}
+        losses = {unit: dict(zip(LEAST_WIDTHS, (worst[unit] * f for f in falls[unit]), strict=True)) for unit in worst}
+        options = options_of(one, losses, group)
+        budget = chance.randint(least_bytes(one, 2, group), 2 * one.params())
+        chosen = choose_bits(one, options, budget)
+        assert chosen.bytes <= budget
+        for bits in LEAST_WIDTHS:
+            if least_bytes(one, bits, group) <= budget:
+                assert chosen.loss <= sum(each[bits] for each in losses.values()) + 1e-12
+
+
 @pytest.fixture
 def fitted(tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path) -> tuple[CompressionJob, Fit]:
     """A tiny model that is sure of something on a card with room for about 4.5 bits a weight."""
@@ -118,10 +169,11 @@ def test_a_model_that_fits_its_card(fitted: tuple[CompressionJob, Fit]) -> None:
     assert found.choice.bytes <= weight_budget_bytes(UNTIED, found.card_bytes, 100)
     assert found.choice.loss <= found.sensitivities.uniform[4]  # as measured: the only width for all that fits
     compress(replace(job, recipe=found.recipe), lambda cost: None, lambda done, total, layer: None)
+    assert assert_held_as_said(job.out).total_bytes == found.choice.bytes
     stored = sum(
         t.nbytes for file in job.out.glob("*.safetensors") for n, t in load_file(file).items() if "shape" not in n
     )
-    assert stored == found.choice.bytes
+    assert stored == predict(UNTIED, found.recipe, 4, 64).result_bytes
     model = load_model(str(job.out)).model
     named = {name: unit for unit, names in units(UNTIED).items() for name in names}
     for name, unit in named.items():

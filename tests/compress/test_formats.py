@@ -11,8 +11,9 @@ from tests.compress.test_compression import logits, run
 from tightfit.compress.conversion import convert
 from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
+from tightfit.models.quantized.described import INT8_SCHEME, NF4_SCHEME
 from tightfit.models.quantized.formats.awq import Awq
-from tightfit.models.quantized.formats.bitsandbytes import INT8_SCHEME, NF4_SCHEME, BitsAndBytes
+from tightfit.models.quantized.formats.bitsandbytes import BitsAndBytes
 from tightfit.models.quantized.formats.compressed_tensors import CompressedTensors
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.compress.conftest import SPEC, random_model
+from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import FAMILIES, TOKENS, logits
 from tests.compress.test_pruning import sample
 from tightfit.compress.factoring import FactoringJob, factorise
@@ -67,7 +68,7 @@ def test_a_factored_model(method: str, tiny: Path, text: Path, token_cache: Path
     made = load_model(str(tmp_path / "small")).model
     assert any(isinstance(module, LowRankLinear) for module in made.modules())
     held = 2 * sum(parameter.numel() for parameter in made.parameters())
-    assert report.predicted.result_bytes == held
+    assert report.predicted.result_bytes == held == assert_held_as_said(tmp_path / "small").total_bytes
     assert report.measured.result_bytes == pytest.approx(held, abs=20_000)  # headers
     ours = logits(tmp_path / "small")
     dense = Decoder(made.spec)

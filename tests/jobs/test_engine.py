@@ -77,3 +77,16 @@ def test_exports_are_estimated_for_who_runs_them() -> None:
 def test_an_unknown_engine_is_a_sentence() -> None:
     with pytest.raises(UserError, match=r"--engine is 'horovod'; give one of tightfit, hf, deepspeed"):
         find_engine("horovod")
+
+
+@pytest.mark.parametrize(("engine", "of_all_tokens"), [("megatron", 0.5), ("tightfit", 1.0)])
+def test_tensor_ranks_send_experts_all_tokens_or_their_part_of_the_sequence(
+    engine: EngineName, of_all_tokens: float
+) -> None:
+    """Megatron's dispatcher sends tokens / t of a split sequence, ours all of them to ranks with the same columns."""
+    asked = question("qwen3-30b-a3b", "4x8xH100-80GB", 4096, 64)
+    costs = Costs(replace(asked.workload, engine_name=engine), asked.machine)
+    whole = Layout(data=16, tensor=2, expert=16, micro_batch=1, sequence_parallel=False)
+    split = whole.model_copy(update={"sequence_parallel": True})
+    share = costs.step(split, Levers()).expert_s / costs.step(whole, Levers()).expert_s
+    assert share == pytest.approx(of_all_tokens, rel=0.02)  # a call's latency does not shrink

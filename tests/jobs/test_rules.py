@@ -187,6 +187,34 @@ def test_a_job_asks_the_rulebook() -> None:
             Job.model_validate(job | {"layout": layout | {"micro_batch": 1}, "levers": levers})
 
 
+@pytest.mark.parametrize(
+    ("levers", "fix"),
+    [
+        ({"tiles": 2}, "levers.tiles=1"),
+        ({"matmul": "fp8-row"}, "levers.matmul=native"),
+        ({"offload": "weights", "checkpoint_every": 1}, "levers.offload=optimizer"),
+        ({"offload": "optimizer"}, None),
+    ],
+)
+def test_levers_with_products_of_their_own_do_not_go_with_rounded_weights(
+    levers: dict[str, Any], fix: str | None
+) -> None:
+    rounding = WeightRounding(bits=3, group=64, learned=False)
+    sentence = refused_by_trainer(Run(layout=Layout(), levers=Levers(**levers), spec=SPEC, rounding=rounding))
+    assert sentence is None if fix is None else sentence is not None and sentence.endswith(f"; set {fix}")
+
+
+@pytest.mark.parametrize(
+    "levers", [{"tiles": 2}, {"checkpoint_every": 2}, {"num_checkpoints": 1}, {"checkpoint_budget_bytes": 10**12}]
+)
+def test_whatever_computes_layers_again_keeps_no_features_and_goes_backward_once(levers: dict[str, Any]) -> None:
+    run = Run(layout=Layout(), levers=Levers(**levers), spec=SPEC)
+    assert refused_by_trainer(run) is None
+    assert "compares hidden states" in (refused_by_trainer(replace(run, compares_features=True)) or "")
+    pipeline = Layout(pipeline=2, schedule="zero-bubble")
+    assert "goes backward twice" in (refused_by_trainer(replace(run, layout=pipeline)) or "")
+
+
 def test_fp8_needs_what_its_kernels_pad_to() -> None:
     """Said twice, as the rulebook must not import kernels."""
     from tightfit.kernels.fp8_quantize import ALIGNED

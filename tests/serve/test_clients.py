@@ -1,7 +1,8 @@
-"""Other people's clients against the server: litellm, and llm as a program."""
+"""Other people's clients against the server: litellm, and llm and curl as programs."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,3 +69,24 @@ def test_llm(server: Running, tmp_path: Path) -> None:
     with urllib.request.urlopen(request, timeout=60) as response:
         wanted = json.loads(response.read())["choices"][0]["message"]["content"]
     assert result.stdout.strip() == wanted.strip()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(server: Running) -> None:
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+    whole = json.loads(_curl(server, asked))["choices"][0]["message"]["content"]
+    lines = _curl(server, asked | {"stream": True}).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines[:-2]]
+    assert "".join(piece.get("content") or "" for piece in pieces) == whole
+    refused = json.loads(_curl(server, asked | {"temperature": 1000}, fails=True))
+    assert "temperature" in refused["error"]["message"]
+
+
+def _curl(server: Running, asked: dict[str, Any], *, fails: bool = False) -> str:
+    """What curl prints; it exits with 22 where the status is 400 or more."""
+    command = ["curl", "--silent", "--no-buffer", "--fail-with-body", "--max-time", "60", "-d", json.dumps(asked)]
+    url = f"{server.url}/v1/chat/completions"
+    made = subprocess.run([*command, "-H", "Content-Type: application/json", url], capture_output=True, text=True)
+    assert made.returncode == (22 if fails else 0)
+    return made.stdout

@@ -2,6 +2,9 @@
 
 import hashlib
 import re
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -70,3 +73,35 @@ def test_answers_are_evaluated(loaded: LoadedModel, monkeypatch: pytest.MonkeyPa
         assert len(vectors) == 2
         assert len(vectors[0]) == loaded.model.spec.hidden_size
         server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--index", "there.sqlite"], r"--index is there.sqlite, which exists already; name a new file"),
+        (["--url", "http://127.0.0.1:9"], r"no model server answers at http://127.0.0.1:9/.*tightfit serve"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples.rag import __main__ as rag
+
+    unused = ModuleType("examples.rag.index")
+    unused.Index = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, unused.__name__, unused)  # which needs packages
+    monkeypatch.chdir(tmp_path)
+    Path("there.sqlite").touch()
+    monkeypatch.setattr("sys.argv", ["rag", "--few", "--vectors", "server", *words])
+    with pytest.raises(SystemExit, match=sentence):
+        rag.main()
+
+
+def test_a_package_that_is_missing_is_named_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.rag import __main__ as rag
+
+    monkeypatch.delitem(sys.modules, "examples.rag.index", raising=False)
+    monkeypatch.setitem(sys.modules, "apsw", None)
+    monkeypatch.setattr("sys.argv", ["rag"])
+    with pytest.raises(SystemExit, match="needs apsw, which is not installed: pip install sqlite-vec apsw"):
+        rag.main()

@@ -8,8 +8,10 @@ import typer
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
     from tightfit.jobs.job import Job
+    from tightfit.models.spec import ModelSpec
     from tightfit.plan.answer import Question
     from tightfit.plan.plan import Plan
+    from tightfit.plan.serving import CompressedWeights
 
 JOB_FILES = (".yaml", ".yml")
 DOES_NOT_FIT = 4
@@ -74,6 +76,7 @@ def plan(
     tightfit plan llama-3.1-405b --on 128x8xH100-80GB --seq 8192 --batch-tokens 16M --tokens 15T
     tightfit plan llama-3.1-8b --on H100-80GB -o levers.offload=none
     tightfit plan llama-3.1-8b --on T4 --serve --quantize q8_0 --context 4096
+    tightfit plan compressed-model --on T4 --serve
     """
     from tightfit.errors import UserError
     from tightfit.hardware.machine import parse_machine
@@ -81,9 +84,7 @@ def plan(
     machine = parse_machine(on, host_memory)
     if serve:
         cache = cache_format or "model"
-        return _serve(
-            model, machine, quantize or "bf16", context, 1 if batch is None else batch, cache, as_json=as_json
-        )
+        return _serve(model, machine, quantize, context, 1 if batch is None else batch, cache, as_json=as_json)
     about_serving = (("quantize", quantize), ("context", context), ("batch", batch), ("cache-format", cache_format))
     for name, given in about_serving:
         if given is not None:
@@ -150,7 +151,6 @@ def _question(
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
-    from tightfit.jobs.paths import absolute, with_absolute_paths
     from tightfit.jobs.workload import with_teacher
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
@@ -162,6 +162,7 @@ def _question(
     taught: Any = None
     if model.endswith(JOB_FILES):
         from tightfit.jobs.load import load_job
+        from tightfit.jobs.paths import with_absolute_paths
 
         loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
         job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
@@ -174,6 +175,8 @@ def _question(
     spec = reshaped(resolve_spec(model), shape, model)
     spec = spec if taught is None else taught.experts.applied(spec)
     if not job and model not in PRESETS:
+        from tightfit.jobs.paths import absolute  # with the schema of a whole job, which a preset needs not
+
         job = {"model": {"source": str(absolute(Path(model).expanduser()))}}
     step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
     workload = make_workload(
@@ -223,10 +226,21 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     return extra
 
 
+def _compressed_weights(model: str, spec: "ModelSpec") -> "CompressedWeights | None":
+    """What the weights of a compressed model take, where `model` is the directory of one."""
+    from tightfit.models.presets import PRESETS
+    from tightfit.models.quantized.held_weights import held_weights
+    from tightfit.plan.serving import CompressedWeights
+
+    folder = Path(model).expanduser()
+    held = held_weights(folder, spec) if model not in PRESETS and (folder / "config.json").is_file() else None
+    return None if held is None else CompressedWeights(held.total_bytes, held.expanded_bytes, held.description)
+
+
 def _serve(
     model: str,
     machine: "Machine",
-    quantize: str,
+    quantize: str | None,
     context: int | None,
     batch: int,
     cache: Literal["model", "int8", "fp8"],
@@ -237,7 +251,9 @@ def _serve(
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving
 
-    asked = make_serving(model, resolve_spec(model), machine, quantize, context, batch, cache)
+    spec = resolve_spec(model)
+    compressed = _compressed_weights(model, spec) if quantize is None else None
+    asked = make_serving(model, spec, machine, quantize or "bf16", context, batch, cache, compressed)
     print_serving(asked, as_json=as_json)
     if not asked.fits:
         raise typer.Exit(DOES_NOT_FIT)

@@ -25,7 +25,7 @@ GROUPS = (128, 64, 32, 16, 8)
 
 @dataclass(frozen=True)
 class Option:
-    """One width of one unit: what it takes, and what loss it adds (nats a token)."""
+    """One width of one unit: what it takes in memory, and what loss it adds (nats a token)."""
 
     bits: int
     bytes: int
@@ -34,7 +34,7 @@ class Option:
 
 @dataclass(frozen=True)
 class BitChoice:
-    """Bits by unit, the bytes of the whole model, and the loss all of it is expected to add."""
+    """Bits by unit, the bytes of the whole model in memory, and the loss all of it is expected to add."""
 
     bits: Mapping[str, int]
     bytes: int
@@ -68,12 +68,12 @@ def scheme_of(bits: int, group: int) -> Scheme:
 
 
 def unit_bytes(spec: ModelSpec, names: Sequence[str], bits: int, group: int) -> int:
-    """What the matrices `names` take with this width."""
+    """What the matrices `names` take in memory with this width."""
     shapes = matrices(spec)
     if bits == PLAIN_BITS:
         return sum(2 * count * outputs * inputs for count, outputs, inputs in (shapes[name] for name in names))
     scheme = scheme_of(bits, group)
-    return sum(count * scheme.weight_bytes(outputs, inputs) for count, outputs, inputs in (shapes[n] for n in names))
+    return sum(count * scheme.held_bytes(outputs, inputs) for count, outputs, inputs in (shapes[n] for n in names))
 
 
 def options_of(spec: ModelSpec, losses: Mapping[str, Mapping[int, float]], group: int) -> dict[str, list[Option]]:

@@ -19,7 +19,7 @@ from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.resolve import read_config
-from tightfit.models.saving import Export, told_if_unwritable
+from tightfit.models.saving import Export, writing_new
 
 SHARD_BYTES = 2 * 10**9
 
@@ -41,7 +41,7 @@ def convert(source: str, target: Path, form_name: str) -> Export:
         if not files.is_coded(name) and ".layers." in name and len(files.shapes[link.ours[0]].shape) > 1
     )
     config = {**read_config(path / "config.json"), "quantization_config": form.config(schemes, plain)}
-    with told_if_unwritable(target), durable_directory(target) as folder:
+    with writing_new(target), durable_directory(target) as folder:
         _write(folder, files, form)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         with suppress(UserError):  # a model without tokenizer stays one

@@ -3,8 +3,8 @@
     weights ≤ (card − CUDA context) / (1 + slack) − cache of N tokens − prefill − logits − one expanded matrix
 
 as the ledger of serving says (memory/formulas/serving.py); widths that no kernel reads packed are expanded one matrix
-at a time. The mix is measured once more as a whole before it is taken, beside every single width that fits. Sizes are
-those of the codes as they are stored, so they are exact; file headers stay on disk.
+at a time, the layers of one input being one. The mix is measured once more as a whole before it is taken, beside every
+single width that fits. Sizes are those of the codes as a server holds them, to the byte.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from tightfit.compress.bit_choice import (
     least_bytes,
     options_of,
     recipe_for,
+    scheme_of,
     units,
 )
 from tightfit.compress.compression import CompressionJob
-from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
 from tightfit.durable import refuse_existing
@@ -35,6 +35,7 @@ from tightfit.memory.formulas.serving import serving_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model, source_spec
+from tightfit.models.quantized.held_weights import expanded_bytes
 from tightfit.models.spec import ModelSpec
 
 SENSITIVITY_ROWS = 8
@@ -85,15 +86,18 @@ def weight_budget_bytes(spec: ModelSpec, card_bytes: int, length: int) -> int:
 
 def fit_ledger(spec: ModelSpec, stored_bytes: int, length: int) -> Ledger:
     """What a card holds that serves weights of `stored_bytes` with one request of `length` tokens."""
-    expanded = max(4 * outputs * inputs for _, outputs, inputs in matrices(spec).values())
+    group = group_of(spec)
+    expanded = max(expanded_bytes(spec, scheme_of(bits, group)) for bits in LEAST_WIDTHS)
     return serving_ledger(spec, length=length, stored_bytes=stored_bytes, expanded_bytes=expanded)
 
 
-def _measured(
-    choice: BitChoice, found: Sensitivities, decoder: Decoder, rows: list[Tensor], group: int, budget: int
-) -> BitChoice:
-    """The mix with its measured loss, or one width for all where that fits and was measured to lose less."""
+def best_mix(decoder: Decoder, rows: list[Tensor], found: Sensitivities, group: int, budget: int) -> BitChoice:
+    """The mix of least expected loss within `budget` bytes, with its measured loss on `rows`.
+
+    Or one width for all, where that fits and was measured to lose less.
+    """
     spec = decoder.spec
+    choice = choose_bits(spec, options_of(spec, found.losses, group), budget)
     with rounded_to(decoder, choice.bits, group):
         mixed = replace(choice, loss=divergence(decoder, rows, found.reference))
     every = [
@@ -133,8 +137,7 @@ def fit_bits(
     decoder = load_model(job.model, device=job.device, packed=False).model
     widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
     found = measure_sensitivities(decoder, rows, group, widths=widths, say=say)
-    choice = choose_bits(spec, options_of(spec, found.losses, group), budget)
-    choice = _measured(choice, found, decoder, rows, group, budget)
+    choice = best_mix(decoder, rows, found, group, budget)
     del decoder
     recipe = recipe_for(spec, choice, group, method)
     return Fit(choice, recipe, found, fit_ledger(spec, choice.bytes, length), card_bytes, length)

@@ -24,7 +24,7 @@ from tightfit.models.gguf.config import ARCHITECTURES, metadata_of
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.gguf.weights import to_gguf
 from tightfit.models.loading import load_model
-from tightfit.models.saving import Export
+from tightfit.models.saving import Export, writing_new
 from tightfit.models.spec import ModelSpec
 
 TYPES: dict[str, tuple[str, str, int]] = {
@@ -109,12 +109,8 @@ def export_gguf(
             progress=False,
         )
         coder = replace(coder, blocks=code_layers(source, rows, device, coder.kind))
-    try:
+    with writing_new(target):
         list_beside(target).unlink(missing_ok=True)  # of a file that was there before
         write_gguf(loaded.model, loaded.tokenizer, target, "fp16", coder)
         write_file_checksum(target)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target}: {error.strerror}; choose a place that is writable and has room"
-        ) from None
     return Export(target, loaded.model.spec.params(), target.stat().st_size)

@@ -96,6 +96,8 @@ class Engine:
     """Whether a pipeline's sends run beside compute."""
     expert_hidden_share: float = 0.0
     """The share of sending tokens to experts and back that runs beside compute."""
+    routes_split_tokens: bool = False
+    """Whether a tensor rank sends experts its part of the sequence, not all tokens for its columns of each expert."""
     code_share: float = 1.0
     """Time to make fp8 codes, as a share of ours."""
     memory: EngineMemory = EngineMemory()
@@ -173,6 +175,7 @@ ENGINES: dict[EngineName, Engine] = {
             fuses_accumulation=True,
             overlaps_sends=True,
             expert_hidden_share=0.25,
+            routes_split_tokens=True,
             code_share=0.4,
             fixed_levers=NO_HOST,
             memory=EngineMemory(gradient_bytes=4, slack_share=0.06, fixed_gib=2.0),

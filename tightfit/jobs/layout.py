@@ -62,10 +62,10 @@ class Layout(Section):
 
         Context ranks are `ring` × `heads`, and `expert` ranks are data ranks beside those of `data`.
         """
-        ring, expert = ranks.get("ring", 1), ranks.get("expert", 1)
-        degrees = {name: ranks[name] for name in ("tensor", "pipeline") if name in ranks}
-        data, context = ranks.get("data", 1) * expert, ring * ranks.get("heads", 1)
-        return cls.model_validate({"data": data, "context": context, "ring": ring, "expert": expert} | degrees | fields)
+        degrees = dict(ranks)
+        degrees["context"] = degrees.get("ring", 1) * degrees.pop("heads", 1)
+        degrees["data"] = degrees.get("data", 1) * degrees.get("expert", 1)
+        return cls.model_validate(degrees | fields)
 
     @property
     def splits(self) -> dict[str, int]:

@@ -42,11 +42,22 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     if bits == 4:
         halves = words.contiguous().view(torch.uint8)
         return torch.stack((halves & 15, halves >> 4), dim=-1).view(rows, -1)[:, :count]
-    chunks = F.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, -words.shape[1] % bits)).reshape(rows, -1, bits)
-    word, offset = _places(bits, words.device)
-    chunks = F.pad(chunks, (0, 1))
-    pairs = chunks[:, :, word] | (chunks[:, :, word + 1] << WORD)
-    return ((pairs >> offset) & (2**bits - 1)).to(torch.uint8).view(rows, -1)[:, :count]
+    return _from_bytes(words.contiguous().view(torch.uint8), bits)[:, :count]
+
+
+def _from_bytes(stream: Tensor, bits: int) -> Tensor:
+    """All codes of rows of bytes: `bits` bytes hold eight of them, each in two neighbouring bytes at most.
+
+    In 16 bits, which hold what is wanted of both bytes: five bytes a code at once, where words of 64 bits take 25.
+    """
+    rows = stream.shape[0]
+    chunks = F.pad(stream, (0, -stream.shape[1] % bits)).view(rows, -1, bits)
+    starts = torch.arange(8, device=stream.device) * bits
+    codes = chunks[:, :, starts // 8].to(torch.int16)
+    if 8 % bits:
+        codes |= F.pad(chunks, (0, 1))[:, :, starts // 8 + 1].to(torch.int16).bitwise_left_shift_(8)
+    codes.bitwise_right_shift_((starts % 8).to(torch.int16)).bitwise_and_(2**bits - 1)
+    return codes.to(torch.uint8).view(rows, -1)
 
 
 def pack_tiles(codes: Tensor, bits: int) -> Tensor:

@@ -99,7 +99,7 @@ def expanded_eager(
     """The matrix [N, K] that the codes stand for."""
     codes = unpack_tiles(words, bits, inputs).to(torch.float32).unflatten(1, (scale.shape[1], -1))
     offset = 2 ** (bits - 1) if zero is None else zero.to(torch.float32)[..., None]
-    return ((codes - offset) * scale.to(torch.float32)[..., None]).flatten(1).to(dtype)
+    return codes.sub_(offset).mul_(scale.to(torch.float32)[..., None]).flatten(1).to(dtype)
 
 
 def can_be_fused(inputs: int, bits: int, group: int) -> bool:

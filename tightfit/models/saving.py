@@ -19,6 +19,7 @@ from tightfit.models.huggingface.weights import save_weights
 from tightfit.models.loading import load_model
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.writer_lock import locked_beside
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "q8_0"]
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,7 +57,7 @@ def export_model(
     if form == "hf" and dtype == "q8_0":
         raise UserError("dtype q8_0 is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
     loaded = load_model(source, packed=False, verified=verified)
-    with told_if_unwritable(target):
+    with writing_new(target):
         if form == "hf":
             with durable_directory(target) as folder:
                 write_model(folder, loaded.model, loaded.tokenizer, TORCH_DTYPES[dtype])
@@ -72,10 +73,13 @@ def export_model(
 
 
 @contextmanager
-def told_if_unwritable(target: Path) -> Iterator[None]:
-    """A sentence for a full disk, or a place that cannot be written."""
+def writing_new(target: Path) -> Iterator[None]:
+    """`target` is made inside, by one process at a time; a full disk or an unwritable place is a sentence."""
     try:
-        yield
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked_beside(target):
+            refuse_existing(target)  # which another may have made meanwhile
+            yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {target}: {reason}; choose a place that is writable and has room") from error

@@ -18,13 +18,14 @@ from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.batch import batch_of, rows_of_tokens, warning
+from tightfit.plan.candidate import Candidate
 from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
 from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
-from tightfit.plan.search import COMFORT, TOLD, Candidate, search
+from tightfit.plan.search import COMFORT, TOLD, search
 from tightfit.plan.space import SearchSpace
 
 DEFAULT_LENGTH = 4096

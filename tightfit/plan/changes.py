@@ -8,7 +8,7 @@ longer: there may be a faster one).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any
 
 from tightfit.errors import UserError
@@ -17,9 +17,10 @@ from tightfit.hardware.links import LINKS
 from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
-from tightfit.plan.lever_choices import Group, strongest_of_groups
+from tightfit.plan.candidate import Candidate, Pricing
+from tightfit.plan.lever_choices import STATES_LEVER, Group
 from tightfit.plan.pins import Pins
-from tightfit.plan.search import Candidate, Pricing, search
+from tightfit.plan.search import search
 from tightfit.plan.seconds.rates import NUMBERS
 from tightfit.plan.space import SearchSpace
 
@@ -82,7 +83,7 @@ def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, .
 
 def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     if space.machine.host_bytes is not None:
-        yield "more host memory", iter([("offload", replace(space, machine=_any_host(space.machine)))])
+        yield "more host memory", iter([(STATES_LEVER, replace(space, machine=_any_host(space.machine)))])
     if not space.lossy:
         yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
     if space.workload.has_masters and space.machine.accelerator.rates.bf16:
@@ -105,14 +106,15 @@ def _smallest(what: str, ways: Ways) -> Change | None:
 def fitting(space: SearchSpace) -> Candidate | None:
     """A plan that fits; None where there is none. Levers that leave the host alone are tried first."""
     try:
-        pricing, families = Pricing(space), list(space.families())
-        groups = list(strongest_of_groups(space.levers()))
-        if space.machine.host_bytes is None:  # what does not fit with the last group fits with none
+        pricing, levers = Pricing(space), space.levers()
+        families = list(space.families(lambda layout: pricing.may_fit(layout, levers[-1]))) if levers else []
+        if space.machine.host_bytes is None:  # what does not fit with the strongest levers fits with none
             families = [family for family in families if _fits_with(pricing, family, None)]
-        for group in groups if families else []:
-            if chosen := [family for family in families if _fits_with(pricing, family, group)]:
-                chosen.sort(key=lambda family: _bound_s(pricing, family))
-                return search(space, chosen[:MOST_SEARCHED]).best
+        families.sort(key=lambda family: _bound_s(pricing, family))
+        for group in levers.groups if families else ():
+            fit = (family for family in families if _fits_with(pricing, family, group))
+            if chosen := list(islice(fit, MOST_SEARCHED)):
+                return search(space, chosen).best
     except UserError:  # pins contradict the change, or the card lacks the number format
         pass
     return None
@@ -120,20 +122,17 @@ def fitting(space: SearchSpace) -> Candidate | None:
 
 def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> bool:
     """Whether one of `family` fits with the strongest levers of `group`, or with the strongest of all."""
-    space = pricing.space
-    for layout in space.leanest(family):
-        allowed = space.levers_of(layout)
-        levers = allowed[-1] if group is None else strongest_of_groups(allowed).get(group)
-        if levers is None or pricing.least_bytes(layout, levers) > space.machine.accelerator.memory_bytes:
-            continue
-        if pricing.candidate(layout, levers).fits(space.machine):
+    for layout in pricing.space.leanest(family):
+        allowed = pricing.space.levers_of(layout)
+        strongest = allowed if group is None else allowed.groups.get(group)
+        if strongest and pricing.fits(layout, strongest[-1]):
             return True
     return False
 
 
 def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
     """A step of the leanest layout without levers."""
-    return pricing.cost(family[0]).step(pricing.space.levers_of(family[0])[0]).step_s
+    return pricing.costs.step(family[0], pricing.space.levers_of(family[0])[0]).step_s
 
 
 def _any_host(machine: Machine) -> Machine:

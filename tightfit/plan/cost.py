@@ -23,11 +23,12 @@ workload and machine and does what depends on the layout once (`of`), so that a 
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
 from tightfit.hardware.launches import STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.layout import Layout
+from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
@@ -53,6 +54,12 @@ from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
 
 FLOAT32_BYTES = 4
+states_key = attrgetter(
+    "data", "zero", "shard_inside", "tensor_mesh", "tensor_depth", "stages_per_rank", "in_v", *SPLITS
+)
+"""What the weights and states of a rank depend on: not its micro-batch, nor the order of its work."""
+tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "exchanging", "ring")
+"""What the time of a layer depends on: its tokens, and how they are split."""
 
 
 class Costs:
@@ -64,8 +71,9 @@ class Costs:
         self.workload, self.machine, self.efficiency = workload, machine, efficiency
         self.rates = card_rates(workload, machine, efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
-        self._layers: dict[tuple[int, int, int, bool], LayerTime] = {}
-        self._data: dict[tuple[int, ...], tuple[RankParams, DataTraffic]] = {}
+        self._layers: dict[object, LayerTime] = {}
+        self._data: dict[object, tuple[RankParams, DataTraffic]] = {}
+        self._layouts: dict[Layout, LayoutCost] = {}
 
     def group(self, stride: int, size: int) -> Group:
         """`size` ranks that lie `stride` apart."""
@@ -76,15 +84,14 @@ class Costs:
 
     def layer(self, layout: Layout) -> LayerTime:
         """One layer under `layout`."""
-        key = (layout.micro_batch, layout.tensor, layout.context, layout.sequence_parallel)
+        key = tokens_key(layout)
         if key not in self._layers:
             self._layers[key] = layer_time(self.workload, self.rates, layout)
         return self._layers[key]
 
     def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
         """Parameters of a rank with `layers` layers, and what data ranks exchange of them."""
-        sharding = (layout.data, layout.zero, layout.shard_inside, layout.context, layout.expert)
-        key = (*sharding, layout.tensor, layout.weight_ranks, layout.pipeline, layers)
+        key = (states_key(layout), layers)
         if key not in self._data:
             params = rank_params(self.workload.spec, layout, layers)
             bytes_s = self.rates.bytes_s
@@ -98,7 +105,9 @@ class Costs:
 
     def of(self, layout: Layout) -> "LayoutCost":
         """What a step of `layout` costs before levers."""
-        return LayoutCost(self, layout)
+        if layout not in self._layouts:
+            self._layouts[layout] = LayoutCost(self, layout)
+        return self._layouts[layout]
 
 
 class LayoutCost:
@@ -128,9 +137,10 @@ class LayoutCost:
         self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
         self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
         experts = costs.group(tensor, layout.expert)
-        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=hidden_bytes)
+        routed_bytes = self.stream_bytes if workload.engine.routes_split_tokens else hidden_bytes
+        sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=routed_bytes)
         self.expert_s = (1 - workload.engine.expert_hidden_share) * sent_s
-        stages = costs.group(tensor * layout.context * layout.data, layout.pipeline)
+        stages = costs.group(tensor * layout.reducing, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
         if workload.engine.overlaps_sends:
             self.send_s /= layout.stages_per_rank  # the first of a micro-batch's only
@@ -197,7 +207,15 @@ class LayoutCost:
         # One micro-batch: the card's own work, and what it waits for the host to launch.
         forward_s, backward_s = self._compute_s(levers)
         again = recompute(costs.workload, layout, levers, self.layer, self.layers)
-        update = self._update_s(levers)
+        update = update_s(
+            costs.workload,
+            layout,
+            levers,
+            self.params,
+            costs.efficiency,
+            micro_batches=micro,
+            bytes_s=costs.rates.bytes_s,
+        )
         waits_s = self._waits_s(levers, again, forward_s=forward_s, backward_s=backward_s, update_s=update)
 
         # And its traffic that waits in line.
@@ -228,7 +246,12 @@ class LayoutCost:
                 backward_s=whole_backward_s,
                 recompute_s=again.seconds + waits_s,
             ),
-            offload_s=self._offload_s(levers, again, forward_s=whole_forward_s, backward_s=hiding_s),
+            offload_s=self.offload.step_s(
+                levers,
+                checkpoint_bytes=again.share * self.layers * self.stream_bytes,  # layers' inputs
+                forward_s=whole_forward_s,
+                backward_s=hiding_s,
+            ),
             optimizer_s=max(update, self._update_launch_s(levers)),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
             teacher_s=micro * self.teacher_s,
@@ -274,19 +297,6 @@ class LayoutCost:
             return forward_late_s + max(one_layer_s, host_backward_s - card_backward_s - update_s)
         return max(forward_late_s, host_forward_s + host_backward_s - forward_s - card_backward_s)
 
-    def _update_s(self, levers: Levers) -> float:
-        """The card's seconds of AdamW and of adding up gradients."""
-        costs = self.costs
-        return update_s(
-            costs.workload,
-            self.layout,
-            levers,
-            self.params,
-            costs.efficiency,
-            micro_batches=self.micro_batches,
-            bytes_s=costs.rates.bytes_s,
-        )
-
     def _update_launch_s(self, levers: Levers) -> float:
         """The host's seconds of launching the update; inside backward, launches.py counts it with the layers."""
         if levers.update_in_backward:
@@ -298,13 +308,4 @@ class LayoutCost:
             layers=self.layers,
             layer_params=model.layer + model.layer_experts,
             ends=model.ends / self.layout.weight_ranks,
-        )
-
-    def _offload_s(self, levers: Levers, again: Recompute, *, forward_s: float, backward_s: float) -> float:
-        """Copies over the host link that compute does not hide; a checkpoint is a layer's input."""
-        if levers.offload == "none" and not levers.offload_checkpoints:
-            return 0.0
-        checkpoint_bytes = again.share * self.layers * self.stream_bytes
-        return self.offload.step_s(
-            levers, checkpoint_bytes=checkpoint_bytes, forward_s=forward_s, backward_s=backward_s
         )

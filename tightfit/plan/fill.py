@@ -9,9 +9,11 @@ both orders are tried and the faster plan is taken. What the user has decided is
 from collections.abc import Callable
 
 from tightfit.errors import UserError
+from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.plan.cost import Costs, LayoutCost
-from tightfit.plan.search import COMFORT, Candidate, measured
+from tightfit.levers.policy.offload import offloads_states, offloads_weights
+from tightfit.plan.candidate import Candidate, Pricing
+from tightfit.plan.search import COMFORT
 from tightfit.plan.space import SearchSpace
 
 STEP_BYTES = 64 * 2**20
@@ -27,13 +29,13 @@ def fill_card(space: SearchSpace, candidate: Candidate) -> Candidate:
     """`candidate`, or a faster one with the same layout that fills the card better."""
     if space.machine.ranks > 1:
         return candidate
-    cost = Costs(space.workload, space.machine).of(candidate.layout)
+    pricing = Pricing(space)
     found = [candidate]
     for order in ((_keep_activations, _keep_states), (_keep_states, _keep_activations)):
         best = candidate
         for spend in order:
             levers = spend(space, best.levers)
-            better = levers and _largest(space, cost, levers)
+            better = levers and _largest(pricing, candidate.layout, levers)
             if better and better.step_s < WORTH * best.step_s:
                 best = better
         found.append(best)
@@ -42,7 +44,7 @@ def fill_card(space: SearchSpace, candidate: Candidate) -> Candidate:
 
 def _keep_activations(space: SearchSpace, levers: Levers) -> WithBytes | None:
     """Instead of recomputing layers, keep what the bytes allow."""
-    if not levers.checkpoint_every or levers.offload == "weights" or space.workload.spec.layers > MOST_LAYERS:
+    if not levers.checkpoint_every or offloads_weights(levers) or space.workload.spec.layers > MOST_LAYERS:
         return None
     if any(name in space.pins.levers for name in CHECKPOINTING) or levers.checkpoint_host_bytes is not None:
         return None
@@ -52,19 +54,19 @@ def _keep_activations(space: SearchSpace, levers: Levers) -> WithBytes | None:
 
 def _keep_states(space: SearchSpace, levers: Levers) -> WithBytes | None:
     """Of offloaded states, keep on the GPU what fits."""
-    if levers.offload == "none" or "offload_keep_bytes" in space.pins.levers:
+    if not offloads_states(levers) or "offload_keep_bytes" in space.pins.levers:
         return None
     return lambda size: levers.model_copy(update={"offload_keep_bytes": size})
 
 
-def _largest(space: SearchSpace, cost: LayoutCost, levers: WithBytes) -> Candidate | None:
+def _largest(pricing: Pricing, layout: Layout, levers: WithBytes) -> Candidate | None:
     """With the most bytes that fit."""
-    machine = space.machine
+    machine = pricing.space.machine
     low, high, best = 0, machine.accelerator.memory_bytes // STEP_BYTES, None
     while low <= high:
         middle = (low + high) // 2
         try:
-            tried = measured(space, cost, levers(middle * STEP_BYTES))
+            tried = pricing.candidate(layout, levers(middle * STEP_BYTES))
         except UserError:  # a budget below what layers cannot do without
             low = middle + 1
             continue

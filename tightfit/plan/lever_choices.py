@@ -5,9 +5,10 @@ plain loss (slower and larger); a pin brings it back. Of the levers that some la
 that run everywhere are searched.
 """
 
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from itertools import product
+from operator import attrgetter, le
 from typing import Any
 
 from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
@@ -17,7 +18,9 @@ from tightfit.jobs.rules.refusals import refused_levers
 TILED_LENGTH = 16384
 """From this length on tiles save more of activations than their float32 sums of weights' gradients take."""
 SEARCHED = tuple((row, row.values) for row in LEVER_TABLE if row.values is not None)
-Group = tuple[str, bool, str]
+STATES_LEVER = "offload"
+"""The lever that says which states are on the host."""
+Group = tuple[str, str, bool]
 
 
 def lever_sets(wanted: Wanted, pinned: Mapping[str, Any]) -> list[Levers]:
@@ -43,20 +46,35 @@ def strengths(levers: Levers) -> tuple[float, ...]:
 
 def weaker(levers: Levers, other: Levers) -> bool:
     """Whether `levers` pulls no lever harder than `other` does, and so needs no less memory."""
-    return all(mine <= theirs for mine, theirs in zip(strengths(levers), strengths(other), strict=True))
+    return all(map(le, strengths(levers), strengths(other)))
 
 
 def decides_host(pinned: Mapping[str, Any]) -> bool:
     """Whether a pin says what states are on the host."""
-    return "offload" in pinned
+    return STATES_LEVER in pinned
+
+
+states_on_host = attrgetter(STATES_LEVER, "optimizer_states")
+"""What states levers keep on the host, and in which format."""
 
 
 def host_group(levers: Levers) -> Group:
-    """What these levers keep on the host, and in which format."""
-    return levers.offload, levers.offload_checkpoints, levers.optimizer_states
+    """All that these levers keep on the host."""
+    return *states_on_host(levers), levers.offload_checkpoints
 
 
-def strongest_of_groups(sets: Iterable[Levers]) -> dict[Group, Levers]:
-    """The last set of each group, which is the strongest where they come in ascending strength: when that does not
-    fit, none of them does, be it the card or the host that is short."""
-    return {host_group(each): each for each in sets}
+class LeverSets(tuple[Levers, ...]):
+    """Sets of levers that a layout can have, the simplest first and the strongest last."""
+
+    @cached_property
+    def groups(self) -> dict[Group, list[Levers]]:
+        """Those that keep the same on the host. When the last of them, the strongest, does not fit, none of them does,
+        be it the card or the host that is short."""
+        found: dict[Group, list[Levers]] = {}
+        for levers in self:
+            found.setdefault(host_group(levers), []).append(levers)
+        return found
+
+    def strongest(self, *, any_host: bool) -> list[Levers]:
+        """If none of these fits, none does at all; a host of unknown size holds `any`."""
+        return list(self[-1:]) if any_host else [group[-1] for group in reversed(self.groups.values())]

@@ -24,8 +24,8 @@ from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
+from tightfit.plan.candidate import Candidate
 from tightfit.plan.mfu import peak_flop_s, token_flops
-from tightfit.plan.search import Candidate
 from tightfit.plan.steptime import StepTime
 
 FORMAT = 1

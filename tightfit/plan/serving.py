@@ -5,7 +5,7 @@ stream cannot be faster than bandwidth divided by their bytes. Prompts are bound
 the measured shares of the card's rates, not predictions of an engine. More cards serve a copy each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from tightfit.errors import UserError
@@ -20,9 +20,21 @@ FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
 
 
+@dataclass(frozen=True)
+class CompressedWeights:
+    """Weights that are in few bits already: what they take, what the largest takes beside itself in use, their name."""
+
+    bytes: int
+    expanded_bytes: int
+    description: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """One model on one card, `requests` at a time with `length` tokens each."""
+    """One model on one card, `requests` at a time with `length` tokens each.
+
+    Weights are in `form`, or where they are `compressed` as their files have them.
+    """
 
     model: str
     spec: ModelSpec
@@ -31,11 +43,31 @@ class Serving:
     length: int
     requests: int
     cache: CacheFormat = "model"
+    compressed: CompressedWeights | None = None
 
     @property
     def ledger(self) -> Ledger:
         """What the card holds."""
-        return serving_ledger(self.spec, form=self.form, requests=self.requests, length=self.length, cache=self.cache)
+        small = self.compressed
+        return serving_ledger(
+            self.spec,
+            form=self.form,
+            requests=self.requests,
+            length=self.length,
+            cache=self.cache,
+            stored_bytes=None if small is None else small.bytes,
+            expanded_bytes=0 if small is None else small.expanded_bytes,
+        )
+
+    @property
+    def weights_name(self) -> str:
+        """What weights are in."""
+        return self.form if self.compressed is None else self.compressed.description
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights."""
+        return weight_bytes(self.spec, self.form) if self.compressed is None else self.compressed.bytes
 
     @property
     def gpu_peak_bytes(self) -> int:
@@ -51,7 +83,7 @@ class Serving:
     def token_seconds(self) -> float:
         """At least, from one token of every request to the next."""
         active = self.spec.params(active=True) / self.spec.params()
-        read = weight_bytes(self.spec, self.form) * (active if self.requests == 1 else 1.0)
+        read = self.weight_bytes * (active if self.requests == 1 else 1.0)
         read += cache_bytes(self.spec, self.requests, self.length, form=self.cache)
         return read / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
 
@@ -64,20 +96,18 @@ class Serving:
         """What would fit, the smallest step of each kind."""
         found = []
         smaller = SMALLER[SMALLER.index(self.form) + 1 :] if self.form in SMALLER else SMALLER
-        if form := next((each for each in smaller if self._with(form=each).fits), None):
+        smaller = smaller if self.compressed is None else ()
+        if form := next((each for each in smaller if replace(self, form=each).fits), None):
             found.append(f"smaller weights: --quantize {form}")
-        if self.cache == "model" and self._with(cache="fp8").fits:
+        if self.cache == "model" and replace(self, cache="fp8").fits:
             found.append("smaller keys and values: --cache-format fp8")
         lengths = (self.length >> shift for shift in range(1, 16) if self.length >> shift >= 64)
-        if length := next((each for each in lengths if self._with(length=each).fits), None):
+        if length := next((each for each in lengths if replace(self, length=each).fits), None):
             found.append(f"shorter requests: --context {length}")
         need = self.gpu_peak_bytes
         if card := next((c for c in sorted(CATALOG, key=lambda c: c.memory_bytes) if c.memory_bytes >= need), None):
             found.append(f"another card: {card.name}")
         return found
-
-    def _with(self, **fields: Any) -> "Serving":
-        return Serving(**{name: getattr(self, name) for name in self.__dataclass_fields__} | fields)
 
     def to_json(self) -> dict[str, Any]:
         """One object."""
@@ -87,7 +117,7 @@ class Serving:
             "fits": self.fits,
             "gpu_peak_bytes": self.gpu_peak_bytes,
             "missing_bytes": max(0, self.gpu_peak_bytes - self.machine.accelerator.memory_bytes),
-            "quantize": self.form,
+            "quantize": self.weights_name,
             "context": self.length,
             "batch": self.requests,
             "cache": self.cache,
@@ -105,8 +135,9 @@ def make_serving(
     length: int | None,
     requests: int,
     cache: CacheFormat = "model",
+    compressed: CompressedWeights | None = None,
 ) -> Serving:
-    """The question as the user put it, checked."""
+    """The question as the user put it, checked; `compressed` weights are taken as they are."""
     if form not in FORMATS:
         raise UserError(f"--quantize is {form!r}; give one of {', '.join(FORMATS)}")
     wanted = min(4096, spec.max_positions) if length is None else length
@@ -114,4 +145,13 @@ def make_serving(
         raise UserError(f"--context is {wanted}, but the model has {spec.max_positions} positions; give 1 to that many")
     if requests < 1:
         raise UserError(f"--batch is {requests}; give at least 1 request")
-    return Serving(model=model, spec=spec, machine=machine, form=form, length=wanted, requests=requests, cache=cache)
+    return Serving(
+        model=model,
+        spec=spec,
+        machine=machine,
+        form=form,
+        length=wanted,
+        requests=requests,
+        cache=cache,
+        compressed=compressed,
+    )

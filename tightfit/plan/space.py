@@ -11,7 +11,7 @@ A pin brings them back.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, product
@@ -29,7 +29,7 @@ from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.plan.batch import divisors
-from tightfit.plan.lever_choices import TILED_LENGTH, lever_sets
+from tightfit.plan.lever_choices import TILED_LENGTH, LeverSets, lever_sets
 from tightfit.plan.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
@@ -61,10 +61,12 @@ class SearchSpace:
         """Every layout; none where the pins leave none."""
         return chain.from_iterable(self.families())
 
-    def families(self) -> Iterator[list[Layout]]:
-        """Layouts that differ in micro-batch and schedule only, smallest micro-batch first."""
+    def families(self, worth: Callable[[Layout], bool] = lambda layout: True) -> Iterator[list[Layout]]:
+        """Layouts that differ in micro-batch and schedule only, smallest micro-batch first; of those that are `worth`
+        asking the rulebook about."""
         for made in self._every_family():
-            if family := [layout for layout in made if self._reason(layout) is None]:
+            cut = (layout for layout in made if layout.pipeline * layout.stages_per_rank <= self.workload.spec.layers)
+            if family := [layout for layout in cut if worth(layout) and self._reason(layout) is None]:
                 yield family
 
     def _every_family(self) -> Iterator[Iterator[Layout]]:
@@ -85,7 +87,7 @@ class SearchSpace:
             return sentence
         if not self.pins.levers or self.levers_of(layout):
             return None
-        return self.refusal(layout, self._all_levers[0])
+        return self.refusal(layout, self.levers()[0])
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
         """What the rulebook says against a candidate."""
@@ -210,52 +212,47 @@ class SearchSpace:
         orders = [order for order in orders if (order[0] == wanted if wanted else order[0] not in ON_REQUEST)]
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
 
-    def levers(self, *, host: bool = True) -> list[Levers]:
+    def levers(self, *, host: bool = True) -> LeverSets:
         """Every set of levers, the simplest first and the strongest last; without `host` memory where that is asked."""
-        workload = self.workload
-        wanted = Wanted(
-            host=host,
-            lossy=self.lossy,
-            long_rows=workload.sequence_length >= TILED_LENGTH,
-            one_rank=self.machine.ranks == 1,
-        )
-        sets = lever_sets(wanted, self.pins.levers)
-        if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
-            sets = [each for each in sets if each.checkpoint_every <= 1]
-        return sets
+        if host not in self._levers:
+            workload = self.workload
+            wanted = Wanted(
+                host=host,
+                lossy=self.lossy,
+                long_rows=workload.sequence_length >= TILED_LENGTH,
+                one_rank=self.machine.ranks == 1,
+            )
+            sets = lever_sets(wanted, self.pins.levers)
+            if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
+                sets = [each for each in sets if each.checkpoint_every <= 1]
+            self._levers[host] = LeverSets(sets)
+        return self._levers[host]
 
-    def levers_of(self, layout: Layout, *, host: bool = True) -> list[Levers]:
+    def levers_of(self, layout: Layout, *, host: bool = True) -> LeverSets:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
-        accumulates, split = self.micro_batches(layout) > 1, layout.ranks > 1
-        degrees = (
+        alike = (
+            host,
             layout.tensor,
             layout.tensor_mesh,
             layout.pipeline > 1,
             layout.expert > 1,
             layout.schedule,
             layout.zero > 0,
+            layout.ranks > 1,
+            self.accumulates(layout),
         )
-        alike = (host, *degrees, split, accumulates)
         if alike not in self._levers:
-            every = self._all_levers if host else self._all_levers_without_host
-            self._levers[alike] = [each for each in every if self.refusal(layout, each) is None]
+            every = self.levers(host=host)
+            self._levers[alike] = LeverSets(each for each in every if self.refusal(layout, each) is None)
         return self._levers[alike]
 
     @cached_property
-    def _levers(self) -> dict[tuple[Any, ...], list[Levers]]:
+    def _levers(self) -> dict[object, LeverSets]:
         return {}
-
-    @cached_property
-    def _all_levers(self) -> list[Levers]:
-        return self.levers()
-
-    @cached_property
-    def _all_levers_without_host(self) -> list[Levers]:
-        return self.levers(host=False)
 
     def check(self) -> None:
         """A sentence where pins or the batch leave no layout or no levers at all."""
-        if not self._all_levers:
+        if not self.levers():
             alone = Levers.model_construct(**self.pins.levers)
             raise UserError(refused_levers(alone) or f"no set of levers agrees with all of {self.pins}; drop one")
         if next(self.layouts(), None) is None:

@@ -184,8 +184,8 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
     room = serving.machine.accelerator.memory_bytes
     verdict = "[green]fits[/green]" if serving.fits else "[red]does not fit[/red]"
     console.print(
-        f"[bold]serving {escape(serving.model)} ({serving.form}) on {serving.machine.text}: {verdict}[/bold], "
-        f"{gib(serving.gpu_peak_bytes)} of {gib(room)}"
+        f"[bold]serving {escape(serving.model)} ({escape(serving.weights_name)}) on {serving.machine.text}: "
+        f"{verdict}[/bold], {gib(serving.gpu_peak_bytes)} of {gib(room)}"
     )
     console.print(_memory(serving.ledger, room))
     console.print(

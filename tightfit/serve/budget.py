@@ -17,6 +17,7 @@ from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.config import EngineConfig
+from tightfit.serve.joint_weights import half_bytes
 
 HOST_SHARE = 0.25
 WIDE = 4
@@ -34,11 +35,20 @@ class Budget:
     step_bytes: int
     cache_bytes: int
     free_bytes: int
+    half_bytes: int = 0
+    """Of the weights' bytes, those of a copy in 16 bits."""
+    embedding_bytes: int = 0
+    """Of the weights' bytes, those of which a step reads its tokens' rows only."""
 
     @property
     def standing_bytes(self) -> int:
         """What is held between steps: weights and cache."""
         return self.weight_bytes + self.cache_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """What a step reads of the weights: the copy in 16 bits instead of what it is a copy of, twice as large."""
+        return self.weight_bytes - self.embedding_bytes - 2 * self.half_bytes
 
     def describe(self, block_size: int) -> str:
         """One line for the user."""
@@ -76,7 +86,8 @@ def decide_budget(
     step_bytes = step_activation_bytes(spec, config, weight.element_size())
     free = free_bytes(weight.device)
     useful = config.max_sequences * -(-longest // config.block_size)
-    room = _room(config, weight.device, free, step_bytes)
+    copy_bytes = _half_copy_bytes(model, config, free)
+    room = _room(config, weight.device, free - copy_bytes, step_bytes)
     blocks = min(room // per_block, useful)
     if blocks < 1:
         raise UserError(
@@ -87,11 +98,19 @@ def decide_budget(
     return Budget(
         blocks=blocks,
         max_length=min(longest, blocks * config.block_size),
-        weight_bytes=adapter_bytes + held_bytes,
+        weight_bytes=adapter_bytes + held_bytes + copy_bytes,
         step_bytes=step_bytes,
         cache_bytes=blocks * per_block,
         free_bytes=free,
+        half_bytes=copy_bytes,
+        embedding_bytes=0 if model.spec.tied else model.embed.weight.nbytes,
     )
+
+
+def _half_copy_bytes(model: Decoder, config: EngineConfig, free: int) -> int:
+    """What a copy of the weights in 16 bits takes, where it is of use and takes no large part of what is free."""
+    copy_bytes = half_bytes(model) if config.half_weights else 0
+    return copy_bytes if copy_bytes <= free * HOST_SHARE else 0
 
 
 def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:

@@ -25,6 +25,8 @@ class EngineConfig:
     block_size: int = 16
     cache_format: CacheFormat = "model"
     """What keys and values are kept in: the model's own numbers, or a byte each (cache_format.py)."""
+    half_weights: bool = True
+    """On a CPU: read weights from a copy in 16 bits where that changes nothing (half_weight.py)."""
     prefix_cache: bool = True
     pipelined: bool | None = None
     """Launch a step before the tokens of the last one are read; None: on GPUs."""

@@ -232,6 +232,7 @@ class Engine:
             config.max_sequences,
             overlap=config.overlap,
             adapters=AdapterSet(self.model, self.adapters) if self.adapters else None,
+            half=self.budget.half_bytes > 0,
         )
 
     def _limits(self) -> Limits:

@@ -47,6 +47,7 @@ def is_fp8(linears: Sequence[nn.Module]) -> bool:
         isinstance(linear, QuantizedLinear)
         and linear.scheme.kind == "fp8"
         and linear.scheme.activations is None
+        and linear.scale is not None
         and tuple(linear.scale.shape) == (linear.out_features, 1)
         for linear in linears
     )
@@ -55,8 +56,9 @@ def is_fp8(linears: Sequence[nn.Module]) -> bool:
 def join_fp8(linears: Sequence[QuantizedLinear]) -> Fp8Weight:
     """One above the other; the layers' own buffers become views of it, so that nothing is held twice."""
     codes = torch.cat([linear.packed for linear in linears]) if len(linears) > 1 else linears[0].packed
-    scale = torch.cat([linear.scale for linear in linears]).float() if len(linears) > 1 else linears[0].scale.float()
+    scales = [linear.scale.float() for linear in linears if linear.scale is not None]
+    scale = torch.cat(scales) if len(scales) > 1 else scales[0]
     sizes = [linear.out_features for linear in linears]
-    for linear, part in zip(linears, codes.split(sizes), strict=True):
-        linear.packed = part
+    for linear, part, own in zip(linears, codes.split(sizes), scale.split(sizes), strict=True):
+        linear.packed, linear.scale = part, own
     return Fp8Weight(codes=codes, scale=scale[:, 0].contiguous())

@@ -2,7 +2,7 @@
 
 The decoder's own parameters become views of the joint matrices, so nothing is held twice. For dense models with gated
 MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain, packed integers or 8-bit floats;
-others run through the decoder's own layers.
+others run through the decoder's own layers. On a CPU plain ones may have a copy in 16 bits (half_weight.py).
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import Rope
 from tightfit.serve.fp8_weight import Fp8Weight, is_fp8, join_fp8
+from tightfit.serve.half_weight import HalfWeight, copy_bytes, halved, has_products, is_exact
 from tightfit.serve.packed_weight import PackedWeight, can_pack, join_packed
 
-Weight = Tensor | PackedWeight | Fp8Weight
+Weight = Tensor | PackedWeight | Fp8Weight | HalfWeight
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,17 @@ def can_join(model: Decoder) -> bool:
     return all(can_be_one(linears) for linears in [*alike, (model.head,)])
 
 
+@torch.no_grad()
+def half_bytes(model: Decoder) -> int:
+    """What a copy of the joint matrices in 16 bits takes; 0 where it would change any, or is of no use."""
+    if not has_products(model.embed.weight) or not can_join(model):
+        return 0
+    groups = [*(group for layer in model.layers for group in _projections(layer)), (model.head,)]
+    weights: list[list[Any]] = [[linear.weight for linear in group] for group in groups if _is_plain(group)]
+    exact = all(is_exact(weight) for group in weights for weight in group)
+    return sum(copy_bytes(*group) for group in weights) if exact else 0
+
+
 def can_be_one(linears: Sequence[nn.Module]) -> bool:
     """Whether layers of one input can be multiplied by together."""
     return _is_plain(linears) or can_pack(linears) or is_fp8(linears)
@@ -71,20 +83,20 @@ def _is_plain(linears: Sequence[nn.Module]) -> bool:
 
 
 @torch.no_grad()
-def join_layers(model: Decoder) -> list[JointLayer]:
-    """The layers of `model`, whose parameters are views of joint ones from here on."""
-    return [_joined(index, layer) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
+def join_layers(model: Decoder, *, half: bool = False) -> list[JointLayer]:
+    """The layers of `model`, whose parameters are views of joint ones from here on; with `half` read in 16 bits."""
+    return [_joined(index, layer, half) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
 
 
-def _joined(index: int, layer: Layer) -> JointLayer:
+def _joined(index: int, layer: Layer, half: bool) -> JointLayer:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, Mlp)
     assert mlp.gate is not None
     assert attention.rope is not None
-    qkv, qkv_bias = _join(attention.q, attention.k, attention.v)
-    o, o_bias = _join(attention.o)
-    gate_up, gate_up_bias = _join(mlp.gate, mlp.up)
-    down, down_bias = _join(mlp.down)
+    qkv, qkv_bias = _join(attention.q, attention.k, attention.v, half=half)
+    o, o_bias = _join(attention.o, half=half)
+    gate_up, gate_up_bias = _join(mlp.gate, mlp.up, half=half)
+    down, down_bias = _join(mlp.down, half=half)
     return JointLayer(
         index=index,
         attention_norm=norm_weight(layer.attention_norm),
@@ -106,16 +118,17 @@ def _joined(index: int, layer: Layer) -> JointLayer:
     )
 
 
-def _join(*linears: nn.Linear) -> tuple[Weight, Tensor | None]:
+def _join(*linears: nn.Linear, half: bool) -> tuple[Weight, Tensor | None]:
     """One weight over the other, and the biases, where there are any."""
     bias = _join_parameters(linears, "bias") if linears[0].bias is not None else None
-    return as_one(linears), bias
+    return as_one(linears, half=half), bias
 
 
-def as_one(linears: Sequence[nn.Linear]) -> Weight:
+def as_one(linears: Sequence[nn.Linear], *, half: bool = False) -> Weight:
     """The weights of layers of one input, one above the other."""
     if _is_plain(linears):
-        return _join_parameters(linears, "weight")
+        joint = _join_parameters(linears, "weight")
+        return halved(joint) if half else joint
     return join_fp8(linears) if is_fp8(linears) else join_packed(linears)  # type: ignore[arg-type]
 
 

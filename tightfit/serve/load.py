@@ -1,4 +1,8 @@
-"""Latency and throughput of a served model under load: so many requests at a time, each replaced when it is over."""
+"""Latency and throughput of a served model under load: so many requests at a time, each replaced when it is over.
+
+Beside it what reading allows, as in a plan: a step needs all weights (of experts those of one token at least) and its
+requests' keys and values once, at the rate at which this device really reads.
+"""
 
 import math
 import random
@@ -6,7 +10,10 @@ import statistics
 import time
 from dataclasses import dataclass
 
+import torch
+
 from tightfit.errors import UserError
+from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
@@ -23,6 +30,31 @@ class LoadRow:
     between_tokens_ms: float
     between_tokens_ms_p90: float
     tokens_per_second: float
+    most_tokens_per_second: float
+    """What reading weights, keys and values allows."""
+
+
+READ_BYTES = 2**28
+READ_ROUNDS = 5
+
+
+def read_bytes_per_second(device: torch.device) -> float:
+    """How fast memory is read where a model is: the best of a few sums over more than caches hold."""
+    data = torch.zeros(READ_BYTES // 4, device=device)
+    best = math.inf
+    for _ in range(READ_ROUNDS):
+        began = time.perf_counter()
+        data.sum().item()
+        best = min(best, time.perf_counter() - began)
+    return READ_BYTES / best
+
+
+def most_tokens_per_second(engine: Engine, at_once: int, length: float, bytes_per_second: float) -> float:
+    """With `at_once` answers under way over `length` positions each."""
+    model, config = engine.model, engine.config
+    per_token = cache_bytes_per_token(model.spec, model.embed.weight.element_size(), config.cache_format)
+    weight_bytes = engine.budget.read_bytes * model.spec.params(active=True) / model.spec.params()
+    return at_once * bytes_per_second / (weight_bytes + at_once * length * per_token)
 
 
 @dataclass
@@ -34,7 +66,14 @@ class Watched:
 
 
 def bench_load(
-    engine: Engine, at_once: int, *, prompt_tokens: int, answer_tokens: int, requests: int, seed: int = 0
+    engine: Engine,
+    at_once: int,
+    *,
+    prompt_tokens: int,
+    answer_tokens: int,
+    requests: int,
+    bytes_per_second: float,
+    seed: int = 0,
 ) -> LoadRow:
     """Run `requests` random prompts, `at_once` at a time."""
     if prompt_tokens + answer_tokens > engine.max_length:
@@ -61,10 +100,12 @@ def bench_load(
             watched[output.request].came += [time.perf_counter()] * len(output.tokens)
             if output.finish is not None:
                 open_requests.remove(output.request)
-    return _row(at_once, list(watched.values()), time.perf_counter() - began)
+    seconds, length = time.perf_counter() - began, prompt_tokens + answer_tokens / 2
+    most = most_tokens_per_second(engine, at_once, length, bytes_per_second)
+    return _row(at_once, list(watched.values()), seconds, most)
 
 
-def _row(at_once: int, watched: list[Watched], seconds: float) -> LoadRow:
+def _row(at_once: int, watched: list[Watched], seconds: float, most: float) -> LoadRow:
     first = [each.came[0] - each.began for each in watched]
     between = [b - a for each in watched for a, b in zip(each.came, each.came[1:], strict=False)] or [0.0]
     tokens = sum(len(each.came) for each in watched)
@@ -76,6 +117,7 @@ def _row(at_once: int, watched: list[Watched], seconds: float) -> LoadRow:
         between_tokens_ms=1e3 * statistics.median(between),
         between_tokens_ms_p90=1e3 * _p90(between),
         tokens_per_second=tokens / seconds,
+        most_tokens_per_second=most,
     )
 
 

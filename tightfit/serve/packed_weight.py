@@ -55,6 +55,7 @@ def can_pack(linears: Sequence[nn.Module]) -> bool:
         and linear.is_packed
         and (has_strips(linear.out_features) or len(linears) == 1)
         and linear.scheme == first.scheme
+        and linear.scale is not None
         and linear.scale.dtype == first.scale.dtype
         and (linear.zero is None) == (first.zero is None)
         and (linear.zero is None or linear.zero.dtype == first.zero.dtype)

@@ -93,6 +93,20 @@ class PagedCache:
             made.append(self._pieces(step, group, query, key, value, layer, scale, window, softcap, sinks))
         return made[0] if len(made) == 1 else torch.cat(made, dim=2)
 
+    def attend_singles(
+        self, step: Step, layer: int, query: Tensor, key_value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Attention [N, heads, D] of one query each, whose key and value [N, 2, kv_heads, D] are stored: in as few
+        operations as torch has for it, since for one token they take longer to call than to compute."""
+        own = self.storage[layer]
+        own.flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
+        count, heads, D = query.shape
+        found = own.index_select(1, step.flat_tables).view(2, count, -1, *own.shape[3:])
+        key, value = found[:, :, : step.longest].transpose(2, 3).unbind()
+        grouped = query.reshape(count, key.shape[1], -1, D)
+        mask = step.single_bias(window, query.dtype)
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).reshape(count, heads, D)
+
     def _store(self, layer: int, part: int, step: Step, given: Tensor) -> Tensor:
         """Keys or values [1, kv_heads, N, D] into the cache; returned as they will be read from it."""
         rows, places = given[0].transpose(0, 1), self.storage[layer, part].flatten(0, 1)

@@ -22,7 +22,9 @@ from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.decoder import Decoder
+from tightfit.serve.cpu_operations import RowNorm, turn_rows, turns
 from tightfit.serve.fp8_weight import Fp8Weight
+from tightfit.serve.half_weight import HalfWeight
 from tightfit.serve.joint_weights import JointLayer, Weight, as_one, join_layers, norm_weight
 from tightfit.serve.packed_weight import PackedWeight
 from tightfit.serve.paged_cache import PagedCache
@@ -33,16 +35,27 @@ from tightfit.serve.step import Step
 class Program:
     """A decoder of the common kind (joint_weights.py), run on steps."""
 
-    def __init__(self, model: Decoder, cache: PagedCache, ropes: RopeTables, *, overlap: bool, sequences: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedCache,
+        ropes: RopeTables,
+        *,
+        overlap: bool,
+        sequences: int,
+        half: bool = False,
+    ) -> None:
         spec = model.spec
         self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
-        self.layers = join_layers(model)
+        self.layers = join_layers(model, half=half)
         self.offset = 1.0 if spec.norm == "rms_plus_one" else 0.0
-        self.head = as_one([model.head])
+        self.head = as_one([model.head], half=half)
         self.device, self.dtype = model.embed.weight.device, model.embed.weight.dtype
         self.final_norm = norm_weight(model.norm)
         self.on_gpu = use_triton("auto", model.embed.weight)
         self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store read what they stored
+        self.on_cpu = self.device.type == "cpu" and not self.on_gpu
+        self.row_norms = self._make_row_norms() if self.on_cpu and self.dtype == torch.float32 else {}
         self.overlap = overlap and can_overlap(model.embed.weight.device)
         self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
 
@@ -76,6 +89,8 @@ class Program:
         """Of any step; x is [N, H]."""
         self.cache.step = step
         ropes = self.ropes.of(step)
+        if self._is_lean(step):
+            ropes = turns(ropes)
         normed = self.norm(x, self.layers[0].attention_norm)
         for layer in self.layers:
             mixed = self.product(self._attention(normed, layer, step, ropes), layer.o, layer.o_bias)
@@ -93,6 +108,8 @@ class Program:
         qkv = self.product(normed, layer.qkv, layer.qkv_bias)
         if self.own_attention and not self.ropes.by_length:
             return self.decode(qkv, layer, step) if not step.pieces else self.mixed(qkv, layer, step)
+        if self._is_lean(step):
+            return self._singles(qkv, layer, step, ropes[layer.rope])
         spec = self.spec
         parts = qkv.split([spec.query_size, spec.kv_size, spec.kv_size], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in parts)
@@ -102,6 +119,20 @@ class Program:
         q, k = rope(q, k, *ropes[layer.rope])
         mixed = self.cache.attend(layer.index, q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
         return mixed[0].transpose(0, 1).flatten(1)
+
+    def _singles(self, qkv: Tensor, layer: JointLayer, step: Step, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """The same on a CPU where every sequence has one token: queries and keys are turned together, in place."""
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        rows = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+        query, key, key_value = rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query.copy_(self.norm(query, layer.q_norm))
+            key.copy_(self.norm(key, layer.k_norm))
+        turn_rows(rows[:, : heads + kv_heads], *turn)
+        mixed = self.cache.attend_singles(
+            step, layer.index, query, key_value.unflatten(1, (2, kv_heads)), scale=layer.scale, window=layer.window
+        )
+        return mixed.flatten(1)
 
     def mixed(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
         """The same by our kernels: turn and store all tokens, then single tokens and pieces of prompts attend."""
@@ -205,6 +236,7 @@ class Program:
             if gated:
                 return weight.gated_product(x, bias, self.spec.activation, overlap=self.overlap)
             return weight.product(x, bias, residual, overlap=self.overlap)
+        assert not isinstance(weight, HalfWeight), "those are a CPU's"
         codes, scale = weight if isinstance(weight, Fp8Weight) else (weight, None)
         return decode_linear(
             x,
@@ -220,10 +252,25 @@ class Program:
             overlap=self.overlap,
         )
 
+    def _make_row_norms(self) -> dict[Tensor, RowNorm]:
+        """The model's norms in fewer operations, by their weights."""
+        of_layers = ((each.attention_norm, each.mlp_norm, each.q_norm, each.k_norm) for each in self.layers)
+        weights = (weight for layer in of_layers for weight in layer if weight is not None)
+        return {w: RowNorm.of(w, self.offset, self.spec.norm_eps) for w in (*weights, self.final_norm)}
+
+    def _is_lean(self, step: Step) -> bool:
+        """Whether attention is one token each on a CPU, with nothing that torch's own has not."""
+        return self.on_cpu and not step.pieces and not self.cache.is_quantized and self.spec.attention_softcap is None
+
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as the model has it."""
+        if (own := self.row_norms.get(weight)) is not None:
+            return own(x)
         return rms_norm(x, weight, self.spec.norm_eps, offset=self.offset)
 
     def norm_of_sum(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """RMSNorm of x + residual, and that sum."""
+        if self.on_cpu:
+            s = x + residual
+            return self.norm(s, weight), s
         return rms_norm(x, weight, self.spec.norm_eps, offset=self.offset, residual=residual)

@@ -72,6 +72,7 @@ class Runner:
         *,
         overlap: bool = True,
         adapters: AdapterSet | None = None,
+        half: bool = False,
     ) -> None:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
@@ -81,7 +82,7 @@ class Runner:
         self.adapters = adapters
         self.program = None
         if can_join(model):
-            self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences)
+            self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences, half=half)
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

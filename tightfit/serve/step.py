@@ -97,6 +97,10 @@ class Step:
     def _masks(self) -> dict[int | None, Tensor | None]:
         return {}
 
+    @cached_property
+    def _biases(self) -> dict[int | None, Tensor | None]:
+        return {}
+
     def single_mask(self, window: int | None) -> Tensor | None:
         """Which positions of its padded blocks each single token sees, [singles, 1, 1, keys]; None for all."""
         if window not in self._masks:
@@ -107,6 +111,20 @@ class Step:
             needed = self.singles > 1 or (window is not None and window < self.longest)
             self._masks[window] = seen[:, None, None] if needed else None
         return self._masks[window]
+
+    @cached_property
+    def flat_tables(self) -> Tensor:
+        """The blocks of the single tokens' sequences up to the longest, one table after the other."""
+        return self.tables[:, : -(-self.longest // self.block_size)].flatten()
+
+    def single_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """The mask as what is added to scores, 0 or −∞; made once for all layers."""
+        if window not in self._biases:
+            mask = self.single_mask(window)
+            self._biases[window] = (
+                None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+            )
+        return self._biases[window]
 
 
 def ordered(chunks: Items[Chunk]) -> list[Chunk]:

@@ -13,6 +13,13 @@ def is_checkpointed(levers: "Levers") -> bool:
     return bool(levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None)
 
 
+def missing_layers(count: int, model_layers: int) -> str | None:
+    """About more layers to recompute than a model has."""
+    if count <= model_layers:
+        return None
+    return f"levers.num_checkpoints is {count}, but the model has {model_layers} layers; give at most that many"
+
+
 @rule(LEVER_RULES, "checkpoint_every", "num_checkpoints")
 def layers_are_chosen_once(levers: "Levers") -> str | None:
     if levers.checkpoint_every and levers.num_checkpoints:
@@ -63,10 +70,7 @@ def host_settings_need_offloaded_checkpoints(levers: "Levers") -> str | None:
 
 @rule(RUN_RULES, "levers.num_checkpoints", "model")
 def checkpointed_layers_exist(run: Run) -> str | None:
-    count = run.levers.num_checkpoints
-    if run.spec is None or count <= run.spec.layers:
-        return None
-    return f"levers.num_checkpoints is {count}, but the model has {run.spec.layers} layers; give at most that many"
+    return None if run.spec is None else missing_layers(run.levers.num_checkpoints, run.spec.layers)
 
 
 @rule(RUN_RULES, "levers.checkpoint_keep", "levers.checkpoint_budget_bytes", "layout.tensor_mesh")

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from tightfit.errors import UserError
+from tightfit.jobs.rules.checkpointing import missing_layers
 from tightfit.models.spec import ModelSpec
 
 KeepLevel = Literal["nothing", "attention", "matmuls", "everything"]
@@ -36,10 +37,8 @@ def fixed_levels(
 
 def recomputed_layers(model_layers: int, *, every: int, count: int) -> set[int]:
     """Layers of a model of `model_layers` that are computed again."""
-    if count > model_layers:
-        raise UserError(
-            f"levers.num_checkpoints is {count}, but the model has {model_layers} layers; give at most that many"
-        )
+    if sentence := missing_layers(count, model_layers):
+        raise UserError(sentence)
     if count:
         return {number * model_layers // count for number in range(count)}
     return set(range(0, model_layers, every)) if every else set()

@@ -5,6 +5,7 @@
 - evaluation: a forward that keeps nothing. save: the host holds what the file will.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -37,8 +38,15 @@ class Peaks(NamedTuple):
     """and what a rank copies there besides to write a checkpoint."""
 
 
-def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
-    """Of the fullest pipeline rank."""
+def peaks(
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+    overheads: Overheads = DEFAULT,
+    *,
+    room_bytes: float = math.inf,
+) -> Peaks:
+    """Of the fullest pipeline rank, or of the first that needs more than `room_bytes`."""
     gpu_bytes = host_bytes = saved = 0
     for number in telling_ranks(workload, layout, levers):
         rank = rank_memory(workload, layout, levers, number, overheads)
@@ -46,8 +54,10 @@ def peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overhea
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
         # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
-        saved_here = state_bytes(rank.resident) + rank.resident.older_weights
-        saved = max(saved, saved_here + (state_bytes(rank.host) if layout.ranks > 1 else 0))
+        copied_bytes = state_bytes(rank.resident) + (state_bytes(rank.host) if layout.ranks > 1 else 0)
+        saved = max(saved, copied_bytes + rank.resident.older_weights)
+        if gpu_bytes > room_bytes:
+            break
     return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved)
 
 

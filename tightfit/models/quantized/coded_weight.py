@@ -89,12 +89,12 @@ def _moved(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
 def code_values(scheme: Scheme, codes: Tensor) -> Tensor:
     """What codes mean before zero point and scale, float32."""
     if scheme.kind in TABLES:
-        return table(scheme.kind, codes.device)[codes.long()]
+        return table(scheme.kind, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
     return codes.to(torch.float32)
 
 
 def scaled(values: Tensor, scale: Tensor, zero: Tensor | int | None, group_of: Tensor | None) -> Tensor:
-    """(values − zero) · scale, with scale and zero of each column's group."""
+    """(values − zero) · scale, with scale and zero of each column's group; in place of `values`."""
     outputs, inputs = values.shape
     if group_of is not None:
         scale = scale[:, group_of.long()]
@@ -103,8 +103,8 @@ def scaled(values: Tensor, scale: Tensor, zero: Tensor | int | None, group_of: T
         values, scale = values.reshape(outputs, scale.shape[1], -1), scale[:, :, None]
         zero = zero[:, :, None] if isinstance(zero, Tensor) else zero
     if zero is not None:
-        values = values - zero
-    return (values * scale).reshape(outputs, inputs)
+        values.sub_(zero)
+    return values.mul_(scale).reshape(outputs, inputs)
 
 
 def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:

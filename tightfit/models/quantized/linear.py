@@ -6,6 +6,8 @@ rounded activations round them here, a scale per token (s = max|x| / 127 for int
 et al. 2022) leaves input channels that reach ±6 anywhere in the batch unrounded.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from tightfit.kernels.packing import pack_tiles, unpack_tiles
 from tightfit.kernels.quantized_linear import quantized_linear
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.codebooks import E4M3_LARGEST
+from tightfit.models.quantized.coded_scales import read_scales
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 
 OUTLIER = 6.0
@@ -24,10 +27,10 @@ OUTLIER = 6.0
 
 
 class QuantizedLinear(nn.Module):
-    """y = x · Wᵀ + b with W in packed codes."""
+    """y = x · Wᵀ + b with W in packed codes. Scales that are coded too stay so (`scale` is then None)."""
 
     packed: Tensor
-    scale: Tensor
+    scale: Tensor | None
     zero: Tensor | None
     group_of: Tensor | None
     outlier_starts: Tensor | None
@@ -39,11 +42,11 @@ class QuantizedLinear(nn.Module):
         self.scheme, self.impl = weight.scheme, impl
         self.out_features, self.in_features = weight.shape
         self.register_buffer("packed", self._pack(weight.codes))
-        # Scales that a group has are stored in float16 unless they are coded, so float16 holds them exactly.
-        exact = weight.scale.to(torch.float16)
-        is_half = bool((exact.to(torch.float32) == weight.scale).all())
-        self.register_buffer("scale", exact if is_half else weight.scale)
-        self.register_buffer("zero", _narrow(weight.zero))
+        self.coded_names = tuple(weight.coded_scales)
+        for name, tensor in weight.coded_scales.items():
+            self.register_buffer(_buffer(name), tensor)
+        self.register_buffer("scale", None if self.coded_names else _half_where_exact(weight.scale))
+        self.register_buffer("zero", None if self.coded_names else _narrow(weight.zero))
         self.register_buffer("group_of", weight.group_of)
         lost = weight.outliers
         for name in ("starts", "columns", "values"):
@@ -67,22 +70,26 @@ class QuantizedLinear(nn.Module):
 
     def coded(self) -> CodedWeight:
         """The weight with its codes unpacked."""
-        codes = self._unpack()
-        return CodedWeight(
-            self.scheme,
-            codes,
-            self.scale.to(torch.float32),
-            None if self.zero is None else self.zero.to(torch.float32),
-            self.group_of,
-            self._outliers(),
-        )
+        coded = {name: self.get_buffer(_buffer(name)) for name in self.coded_names}
+        scale, zero = self._scales(coded)
+        return CodedWeight(self.scheme, self._unpack(), scale, zero, self.group_of, self._outliers(), coded)
+
+    def _scales(self, coded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Scales and zero points in float32."""
+        if self.scale is None:
+            return read_scales(self.scheme, coded, self.out_features)
+        return self.scale.to(torch.float32), None if self.zero is None else self.zero.to(torch.float32)
 
     @property
     def is_packed(self) -> bool:
         """Whether it is integers in words, in groups of neighbours, and nothing beside them."""
         ordered = self.group_of is None and self.outlier_starts is None
-        whole = self.scale.shape[0] == self.out_features
-        return self.scheme.kind == "int" and self.scheme.activations is None and ordered and whole
+        return self.scheme.kind == "int" and self.scheme.activations is None and ordered and self._has_row_scales
+
+    @property
+    def _has_row_scales(self) -> bool:
+        """Whether every row has a scale, or several, of its own."""
+        return self.scale is not None and self.scale.shape[0] == self.out_features
 
     def _outliers(self) -> Outliers | None:
         starts, columns, values = self.outlier_starts, self.outlier_columns, self.outlier_values
@@ -99,18 +106,16 @@ class QuantizedLinear(nn.Module):
         return made if self.bias is None else made + self.bias
 
     def _product(self, x: Tensor) -> Tensor:
-        scheme, per_row = self.scheme, self.scale.shape[0] == self.out_features
-        if scheme.activations == "int8" and per_row:
-            return int8_linear(x, self.packed, self.scale)
-        if scheme.activations == "fp8" and per_row and can_multiply_fp8(x, self.out_features):
+        scheme, scale = self.scheme, self.scale if self._has_row_scales else None
+        if scheme.activations == "int8" and scale is not None:
+            return int8_linear(x, self.packed, scale)
+        if scheme.activations == "fp8" and scale is not None and can_multiply_fp8(x, self.out_features):
             rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]).contiguous())
-            return fp8_matmul(rows, self.packed, row_scale, self.scale.float(), x.dtype).view(*x.shape[:-1], -1)
+            return fp8_matmul(rows, self.packed, row_scale, scale.float(), x.dtype).view(*x.shape[:-1], -1)
         if scheme.activations == "fp8":
             return F.linear(rounded(x, "fp8"), self.dequantize(x.dtype))
-        if self.is_packed:
-            return quantized_linear(
-                x, self.packed, self.scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl
-            )
+        if self.is_packed and scale is not None:
+            return quantized_linear(x, self.packed, scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl)
         return F.linear(x, self.dequantize(x.dtype))
 
     def _with_outlier_channels(self, x: Tensor) -> Tensor:
@@ -135,6 +140,17 @@ def can_multiply_fp8(x: Tensor, outputs: int) -> bool:
     """Whether the GPU of `x` has a product of 8-bit floats for such a layer."""
     aligned = x.shape[-1] % ALIGNED == 0 and outputs % ALIGNED == 0
     return x.is_cuda and aligned and x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device) >= NEEDED
+
+
+def _buffer(name: str) -> str:
+    """What a coded scale is called in the layer."""
+    return f"coded_{name}"
+
+
+def _half_where_exact(scale: Tensor) -> Tensor:
+    """Scales in float16 where it holds them exactly, as it does those of groups, which files have in it."""
+    half = scale.to(torch.float16)
+    return half if bool((half.to(torch.float32) == scale).all()) else scale
 
 
 def _narrow(zero: Tensor | None) -> Tensor | None:

@@ -23,7 +23,11 @@ Activations = Literal["int8", "fp8", "llm.int8"]
 KINDS: tuple[Kind, ...] = ("int", "binary", "nf4", "mxfp4", "nvfp4", "fp8")
 FIXED_GROUPS = {"nf4": 64, "mxfp4": 32, "nvfp4": 16}
 FIXED_BITS = {"binary": 1, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "fp8": 8}
+TABLED = ("binary", "nf4", "mxfp4", "nvfp4")
+"""Kinds whose codes stand for the numbers of a table."""
 WORD = 32
+TILE_WORDS = 16
+"""Words of a tile of the kernels (kernels/packing.py)."""
 NESTED_BLOCK = 256
 """Scales of NF4 that share a float32 scale of their own."""
 
@@ -85,6 +89,33 @@ class Scheme:
         words = -(-inputs * self.bits // WORD)
         return outputs * words * 4 + self._scale_bytes(outputs, self.groups(inputs))
 
+    def held_bytes(self, outputs: int, inputs: int) -> int:
+        """The same in memory (linear.py): a zero point takes a byte there, and the mean of NF4's scales four."""
+        groups = self.groups(inputs)
+        narrow = 0 if self.outliers else outputs * groups - self._zero_bytes(outputs, groups)
+        return self.weight_bytes(outputs, inputs) + (0 if self.symmetric else narrow) + 4 * (self.kind == "nf4")
+
+    def expanded_bytes(self, outputs: int, inputs: int) -> int:
+        """What multiplying by the matrix takes beside it on a GPU: itself in 16 bits, and the way there.
+
+        Integers that kernels read are expanded at once, where rows are many. Others go through float32, those of tables
+        through numbers of their codes too; 8-bit integers whose inputs are rounded are multiplied as they are.
+        """
+        if self.activations == "int8":
+            return 0
+        return outputs * inputs * (2 if self.is_read_packed(inputs) else 10 if self.kind in TABLED else 7)
+
+    def is_read_packed(self, inputs: int) -> bool:
+        """Whether kernels/quantized_linear.py reads rows of so many codes as they are."""
+        if self.kind != "int" or self.outliers or self.activations is not None or self.bits not in (2, 4, 8):
+            return False
+        tile, group = TILE_WORDS * WORD // self.bits, max(self.group, 0)
+        return inputs % tile == 0 and group % WORD == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
+
+    def _zero_bytes(self, outputs: int, groups: int) -> int:
+        """Zero points in files, packed as codes are."""
+        return 0 if self.symmetric else -(-outputs * self.bits // WORD) * 4 * groups
+
     def _scale_bytes(self, outputs: int, groups: int) -> int:
         count = outputs * groups
         if self.outliers:  # 3 bits each for scale and zero point, and two float16 pairs per 16 rows
@@ -94,8 +125,7 @@ class Scheme:
         if self.kind in ("mxfp4", "nvfp4"):
             return count + 4 * (self.kind == "nvfp4")
         per_scale = 2 if self.group > 0 else 4
-        zeros = 0 if self.symmetric else -(-outputs * self.bits // WORD) * 4 * groups
-        return (1 if self.group < 0 else count) * per_scale + zeros
+        return (1 if self.group < 0 else count) * per_scale + self._zero_bytes(outputs, groups)
 
     def describe(self) -> str:
         """As people write it: int4 g128 asym, fp8, nf4."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack_awq, unpack_awq
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.formats.format import Config, FileFormat, one_scheme, stored, wanted
+from tightfit.models.quantized.formats.format import FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import Scheme
 
 
@@ -62,12 +62,3 @@ class Awq(FileFormat):
             "version": "gemm",
             "modules_to_not_convert": kept or None,
         }
-
-    def scheme(self, config: Config, module: str) -> Scheme:
-        version = config.get("version", "gemm")
-        if str(version).lower() != "gemm":
-            raise UserError(f"quantization_config says AWQ version {version!r}; the version that is read is gemm")
-        group = wanted(config, "group_size", int, "awq")
-        return Scheme(
-            bits=wanted(config, "bits", int, "awq"), group=group, symmetric=not config.get("zero_point", True)
-        )

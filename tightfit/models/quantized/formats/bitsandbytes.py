@@ -22,19 +22,18 @@ from tightfit.errors import UserError
 from tightfit.kernels.packing import pack_nibbles, unpack_nibbles
 from tightfit.models.quantized.codebooks import NF4, dynamic_map
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.formats.format import Config, FileFormat, one_scheme, stored
+from tightfit.models.quantized.described import INT8_SCHEME, NF4_SCHEME
+from tightfit.models.quantized.formats.format import FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import FIXED_GROUPS, NESTED_BLOCK, Scheme
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
 BLOCK = FIXED_GROUPS["nf4"]
-NF4_SCHEME = Scheme(kind="nf4", bits=4, group=BLOCK)
 NF4_CONFIG = {
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": "float32",
     "bnb_4bit_quant_storage": "uint8",
 }
-INT8_SCHEME = Scheme(bits=8, group=0, activations="llm.int8")
 
 
 class BitsAndBytes(FileFormat):
@@ -123,14 +122,6 @@ class BitsAndBytes(FileFormat):
             "llm_int8_skip_modules": ["lm_head", *kept],
         }
         return made | (NF4_CONFIG if four else {})
-
-    def scheme(self, config: Config, module: str) -> Scheme:
-        if config.get("load_in_8bit", config.get("_load_in_8bit")):
-            return INT8_SCHEME
-        kind = config.get("bnb_4bit_quant_type")
-        if kind != "nf4":
-            raise UserError(f"quantization_config says bitsandbytes 4-bit type {kind!r}; nf4 is what is read")
-        return NF4_SCHEME
 
 
 def nested_scales(coded: Mapping[str, Tensor]) -> Tensor:

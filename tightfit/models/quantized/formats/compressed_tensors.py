@@ -12,7 +12,6 @@ Codes of a directory may differ by module: each scheme is a config group with th
 Integers are stored with 2^(bits − 1) added, so that symmetric and asymmetric codes look the same.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, pack_nibbles, unpack, unpack_nibbles
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.formats.format import Config, FileFormat, stored, wanted
+from tightfit.models.quantized.formats.format import FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme
 
 EXPONENT_BIAS = 127
@@ -109,13 +108,6 @@ class CompressedTensors(FileFormat):
             "kv_cache_scheme": None,
         }
 
-    def scheme(self, config: Config, module: str) -> Scheme:
-        groups = wanted(config, "config_groups", dict, self.name)
-        for group in groups.values():
-            if isinstance(group, dict) and any(_meant(target, module) for target in group.get("targets") or []):
-                return _scheme(group)
-        raise UserError(f"no config group of quantization_config names {module}, though it is quantized")
-
 
 def _layout(scheme: Scheme) -> str:
     if scheme.kind in ("mxfp4", "nvfp4"):
@@ -148,49 +140,6 @@ def _activation_args(scheme: Scheme) -> dict[str, Any] | None:
         return None
     kind = "int" if scheme.activations == "int8" else "float"
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
-
-
-def _meant(target: Any, module: str) -> bool:
-    """Whether a config group's target is this module: its name, a regular expression, or every linear layer."""
-    if not isinstance(target, str):
-        return False
-    return target == "Linear" or target == module or (target.startswith("re:") and _matches(target[3:], module))
-
-
-def _matches(pattern: str, module: str) -> bool:
-    try:
-        return re.match(pattern, module) is not None
-    except re.error:
-        raise UserError(f"quantization_config has the target re:{pattern}, which is no regular expression") from None
-
-
-def _scheme(group: Mapping[str, Any]) -> Scheme:
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, dict):
-        raise UserError("a config group of quantization_config says nothing of weights; such models are not read")
-    bits, strategy = wanted(weights, "num_bits", int, "compressed-tensors"), weights.get("strategy")
-    spans: dict[Any, Any] = {
-        "group": weights.get("group_size"),
-        "tensor_group": weights.get("group_size"),
-        "channel": 0,
-        "tensor": -1,
-    }
-    if strategy not in spans or not isinstance(spans[strategy], int):
-        raise UserError(f"quantization_config scales weights by {strategy!r}; group, channel and tensor are read")
-    activations: Any = None
-    if isinstance(inputs, dict):
-        if not inputs.get("dynamic") or inputs.get("strategy") != "token":
-            raise UserError(
-                "quantization_config rounds activations by fixed scales; only dynamic ones a token are read"
-            )
-        activations = "int8" if inputs.get("type") == "int" else "fp8"
-    if weights.get("type") == "int":
-        return Scheme(
-            bits=bits, group=spans[strategy], symmetric=bool(weights.get("symmetric", True)), activations=activations
-        )
-    if bits == 8:
-        return Scheme(kind="fp8", bits=8, group=spans[strategy], activations=activations)
-    return Scheme(kind="mxfp4" if spans[strategy] == 32 else "nvfp4", bits=4, group=spans[strategy])
 
 
 def small_float_scales(coded: Mapping[str, Tensor]) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.described import Config, described_scheme
 from tightfit.models.quantized.scheme import Scheme
-
-Config = Mapping[str, Any]
 
 
 class FileFormat(ABC):
@@ -44,9 +43,9 @@ class FileFormat(ABC):
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
         """The quantization_config of a model with these quantized and these `plain` linear modules."""
 
-    @abstractmethod
     def scheme(self, config: Config, module: str) -> Scheme:
         """How the quantized `module` is coded, by a quantization_config."""
+        return described_scheme(self.name, config, module)
 
     def check(self, schemes: Mapping[str, Scheme]) -> None:
         """Refuse schemes that this format cannot hold."""
@@ -63,14 +62,6 @@ def one_scheme(schemes: Mapping[str, Scheme], name: str) -> Scheme:
             f"layers are coded as {' and '.join(different)}, but {name} has one scheme for all; use compressed-tensors"
         )
     return next(iter(schemes.values()))
-
-
-def wanted(config: Config, name: str, kind: type, source: str, default: Any = None) -> Any:
-    """Field `name` of a quantization_config, of the right type."""
-    value = config.get(name, default)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"quantization_config says {name} = {value!r}; {source} needs a {kind.__name__} there")
-    return value
 
 
 def stored(tensors: Mapping[str, Tensor], suffix: str, module: str) -> Tensor:

@@ -16,10 +16,9 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.formats.format import Config, FileFormat, one_scheme, stored, wanted
+from tightfit.models.quantized.described import GPTQ_BITS
+from tightfit.models.quantized.formats.format import FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import Scheme
-
-BITS = (2, 3, 4, 8)
 
 
 class Gptq(FileFormat):
@@ -35,8 +34,8 @@ class Gptq(FileFormat):
     def refuse(self, scheme: Scheme) -> str | None:
         if scheme.kind != "int" or scheme.outliers or scheme.activations is not None:
             return "it has integers only, and no rounded activations"
-        if scheme.bits not in BITS:
-            return f"it has {', '.join(map(str, BITS))} bits"
+        if scheme.bits not in GPTQ_BITS:
+            return f"it has {', '.join(map(str, GPTQ_BITS))} bits"
         return "it has a scale per row at least" if scheme.group < 0 else None
 
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
@@ -92,9 +91,3 @@ class Gptq(FileFormat):
             "lm_head": False,
             "checkpoint_format": "gptq" if self.zeros_minus_one else "gptq_v2",
         }
-
-    def scheme(self, config: Config, module: str) -> Scheme:
-        bits, group = wanted(config, "bits", int, "gptq"), wanted(config, "group_size", int, "gptq")
-        if bits not in BITS:
-            raise UserError(f"quantization_config says {bits} bits; GPTQ has {', '.join(map(str, BITS))}")
-        return Scheme(bits=bits, group=max(group, 0), symmetric=bool(config.get("sym", True)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
-from tightfit.models.quantized.formats.format import Config, FileFormat, stored, wanted
+from tightfit.models.quantized.formats.format import FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme
 
 SUPER = 16
@@ -81,17 +81,6 @@ class Own(FileFormat):
 
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
         return {"quant_method": "tightfit", "modules": {module: asdict(scheme) for module, scheme in schemes.items()}}
-
-    def scheme(self, config: Config, module: str) -> Scheme:
-        known = wanted(config, "modules", dict, self.name).get(module)
-        if not isinstance(known, dict):
-            raise UserError(f"quantization_config says nothing of {module}, though it is quantized")
-        try:
-            return Scheme(**known)
-        except TypeError:
-            raise UserError(
-                f"quantization_config describes {module} by {sorted(known)}; a newer tightfit may read it"
-            ) from None
 
 
 def code_statistic(values: Tensor, name: str) -> dict[str, Tensor]:

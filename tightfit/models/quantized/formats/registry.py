@@ -1,10 +1,11 @@
 """Every layout of quantized weights, by the name that `quant_method` in config.json gives it."""
 
 from tightfit.errors import UserError
+from tightfit.models.quantized.described import Config
 from tightfit.models.quantized.formats.awq import Awq
 from tightfit.models.quantized.formats.bitsandbytes import BitsAndBytes
 from tightfit.models.quantized.formats.compressed_tensors import CompressedTensors
-from tightfit.models.quantized.formats.format import Config, FileFormat
+from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.quantized.formats.own import Own
 

@@ -1,0 +1,159 @@
+"""What a compressed model takes: read from headers, computed from the scheme, and counted when it is loaded."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.test_verbs import Run
+from tests.compress.conftest import SPEC
+from tests.compress.held import assert_held_as_said, counted_bytes
+from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.conversion import convert
+from tightfit.compress.cost import schemes
+from tightfit.compress.matrices import matrices
+from tightfit.compress.recipe import Recipe, Step, recipe_of
+from tightfit.errors import UserError
+from tightfit.kernels.quantized_linear import can_be_fused
+from tightfit.memory.tracing import Tracer
+from tightfit.models.loading import load_model
+from tightfit.models.quantized.formats.registry import FORMATS
+from tightfit.models.quantized.held_weights import HELD, expanded_bytes, held_weights
+from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.quantized.ranges import fit_grid
+from tightfit.models.quantized.scheme import KINDS, Scheme
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+
+
+def rounded(tiny: Path, out: Path, recipe: Recipe, **more: Any) -> Path:
+    compress(
+        CompressionJob(model=str(tiny), out=out, recipe=recipe, **more),
+        lambda cost: None,
+        lambda done, total, layer: None,
+    )
+    return out
+
+
+WIDTHS: list[dict[str, Any]] = [
+    {"bits": 2, "group": 32},
+    {"bits": 3, "group": 16},
+    {"bits": 5, "group": 64, "symmetric": True},
+    {"bits": 6, "group": 0},
+    {"bits": 7, "group": -1, "symmetric": True},
+    {"bits": 8},
+]
+
+
+@pytest.mark.parametrize("options", WIDTHS, ids=str)
+def test_every_width(options: dict[str, Any], tiny: Path, tmp_path: Path) -> None:
+    """From headers as when loaded, and the scheme knows it too."""
+    recipe = recipe_of("rtn", **options)
+    held = assert_held_as_said(rounded(tiny, tmp_path / "small", recipe))
+    shapes = matrices(SPEC)
+    known = {name: scheme.held_bytes(*shapes[name][1:]) for name, scheme in schemes(SPEC, recipe).items()}
+    assert held.coded_bytes == sum(known.values())
+    assert held.plain_bytes == 2 * (SPEC.params() - sum(outputs * inputs for _, outputs, inputs in shapes.values()))
+
+
+def test_every_layout(tiny: Path, tmp_path: Path) -> None:
+    """The same codes in three layouts take the same; ones whose groups are out of order a number an input more."""
+    small = rounded(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32))
+    assert {small.name: assert_held_as_said(small).description} == {"small": "int4 g32 asym"}
+    for form in ("gptq", "awq"):
+        convert(str(small), tmp_path / form, form)
+        assert assert_held_as_said(tmp_path / form).total_bytes == counted_bytes(small)
+    assert assert_held_as_said(rounded(tiny, tmp_path / "signs", recipe_of("binary", group=32))).expanded_bytes > 0
+    for method in ("nf4", "llm.int8"):
+        assert_held_as_said(rounded(tiny, tmp_path / method, recipe_of(method)))
+
+
+def test_parts_left_alone(tiny: Path, tmp_path: Path) -> None:
+    steps = (Step(method="rtn", bits=4, group=32), Step(method="keep", layers=("layers.0.*",)))
+    held = assert_held_as_said(rounded(tiny, tmp_path / "small", Recipe(steps)))
+    assert held.plain_bytes > 2 * SPEC.vocab_size * SPEC.hidden_size + 2 * SPEC.layer_params(0)
+
+
+def test_layouts_have_the_tensors_that_are_read() -> None:
+    assert {name: set(rules) for name, rules in HELD.items()} == {
+        name: set(form.suffixes) for name, form in FORMATS.items()
+    }
+
+
+def test_the_engine_counts_the_same(tiny: Path, tmp_path: Path) -> None:
+    """Its budget, and what it holds once projections of one input are joined."""
+    small = rounded(tiny, tmp_path / "small", recipe_of("fp8"))
+    held = assert_held_as_said(small)
+    loaded = load_model(str(small), dtype=torch.bfloat16)
+    engine = Engine(loaded.model, None, EngineConfig(max_sequences=2, max_length=64))
+    assert engine.budget.weight_bytes == held.total_bytes
+    storages = [tensor.untyped_storage() for tensor in loaded.model.state_dict().values()]
+    assert sum({each.data_ptr(): each.nbytes() for each in storages}.values()) == held.total_bytes
+
+
+def coded_linear(scheme: Scheme, outputs: int, inputs: int) -> QuantizedLinear:
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    return QuantizedLinear(fit_grid(weight, scheme).code(weight))
+
+
+def expanding_schemes() -> list[Scheme]:
+    integers = [Scheme(bits=bits, group=56, symmetric=bits % 2 == 0) for bits in range(2, 9)]
+    others = [Scheme(kind=kind, bits=1 if kind == "binary" else 4, group=group) for kind, group in SMALL.items()]
+    return [*integers, *others, Scheme(kind="fp8", bits=8, group=0), Scheme(bits=8, group=0, activations="llm.int8")]
+
+
+SMALL: dict[Any, int] = {"nf4": 64, "mxfp4": 32, "nvfp4": 16, "binary": 64}
+
+
+@pytest.mark.parametrize("scheme", expanding_schemes(), ids=lambda scheme: scheme.describe())
+def test_what_a_product_takes_beside_its_weight(scheme: Scheme) -> None:
+    """Counted on the path that every device has; kernels that read packed codes need only the matrix in 16 bits."""
+    outputs, inputs = 256, 448  # neither tiles nor groups are those kernels'
+    layer = coded_linear(scheme, outputs, inputs)
+    x = torch.zeros(1, inputs, dtype=torch.bfloat16)
+    with torch.no_grad(), Tracer() as tracer:
+        layer(x)
+    counted = tracer.trace.replay().peak_allocated_bytes
+    said = scheme.expanded_bytes(outputs, inputs)
+    assert 0.75 * said < counted <= 1.03 * said
+
+
+def test_which_codes_kernels_read() -> None:
+    for bits, group, inputs in product(range(2, 9), (0, 16, 32, 64, 96, 128, 256), (64, 128, 448, 512, 4096)):
+        scheme = Scheme(bits=bits, group=group)
+        assert scheme.is_read_packed(inputs) == can_be_fused(inputs, bits, group), (bits, group, inputs)
+    assert not Scheme(bits=4, group=128, outliers=True, symmetric=False).is_read_packed(4096)
+    assert len(KINDS) == len(SMALL) + 2
+    joint = Scheme(bits=4, group=64).expanded_bytes(2 * SPEC.mlp_size, SPEC.hidden_size)
+    assert expanded_bytes(SPEC, Scheme(bits=4, group=64)) == joint  # gate over up
+
+
+def test_plan_of_a_compressed_directory(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = rounded(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32))
+    arguments = ("plan", str(small), "--on", "T4", "--serve", "--context", "64", "--json")
+    planned = Run(capfd, monkeypatch, *arguments).json
+    weights = [line for line in planned["ledger"] if line["component"] == "weights" and line["phase"] == "forward"]
+    assert [line["bytes"] for line in weights] == [counted_bytes(small)]
+    assert planned["quantize"] == "int4 g32 asym"
+    wide = Run(capfd, monkeypatch, *arguments, "--quantize", "bf16").json
+    assert [line["bytes"] for line in wide["ledger"] if line["component"] == "weights"] == [2 * SPEC.params()] * 2
+    assert wide["tokens_per_second"] < planned["tokens_per_second"]
+
+
+def test_damaged_files_are_a_sentence(tiny: Path, tmp_path: Path) -> None:
+    small = rounded(tiny, tmp_path / "small", recipe_of("rtn", bits=8))
+    shard = sorted(small.glob("*.safetensors"))[0]
+    whole = shard.read_bytes()
+    header = json.dumps({"a": {"dtype": "F16"}}).encode()
+    for content in ((2**60).to_bytes(8, "little"), len(header).to_bytes(8, "little") + header, b"\x02\0\0\0\0\0\0\0{]"):
+        shard.write_bytes(content)
+        with pytest.raises(UserError, match=r"header.*download it again"):
+            held_weights(small, SPEC)
+    shard.write_bytes(whole)
+    assert_held_as_said(small)
+    assert held_weights(tiny, SPEC) is None

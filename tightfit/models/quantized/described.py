@@ -1,0 +1,125 @@
+"""From the `quantization_config` of a config.json to the Scheme of a module, for every layout. Nothing imports torch.
+
+What other programs write is checked as it is read: a sentence names the field that cannot be.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.models.quantized.scheme import FIXED_GROUPS, Scheme
+
+Config = Mapping[str, Any]
+GPTQ_BITS = (2, 3, 4, 8)
+NF4_SCHEME = Scheme(kind="nf4", bits=4, group=FIXED_GROUPS["nf4"])
+INT8_SCHEME = Scheme(bits=8, group=0, activations="llm.int8")
+
+
+def described_scheme(method: str, config: Config, module: str) -> Scheme:
+    """How the quantized `module` is coded in the layout `method`."""
+    return _READERS[method](config, module)
+
+
+def wanted(config: Config, name: str, kind: type, source: str, default: Any = None) -> Any:
+    """Field `name` of a quantization_config, of the right type."""
+    value = config.get(name, default)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UserError(f"quantization_config says {name} = {value!r}; {source} needs a {kind.__name__} there")
+    return value
+
+
+def _gptq(config: Config, module: str) -> Scheme:
+    bits, group = wanted(config, "bits", int, "gptq"), wanted(config, "group_size", int, "gptq")
+    if bits not in GPTQ_BITS:
+        raise UserError(f"quantization_config says {bits} bits; GPTQ has {', '.join(map(str, GPTQ_BITS))}")
+    return Scheme(bits=bits, group=max(group, 0), symmetric=bool(config.get("sym", True)))
+
+
+def _awq(config: Config, module: str) -> Scheme:
+    version = config.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise UserError(f"quantization_config says AWQ version {version!r}; the version that is read is gemm")
+    group = wanted(config, "group_size", int, "awq")
+    return Scheme(bits=wanted(config, "bits", int, "awq"), group=group, symmetric=not config.get("zero_point", True))
+
+
+def _bitsandbytes(config: Config, module: str) -> Scheme:
+    if config.get("load_in_8bit", config.get("_load_in_8bit")):
+        return INT8_SCHEME
+    kind = config.get("bnb_4bit_quant_type")
+    if kind != "nf4":
+        raise UserError(f"quantization_config says bitsandbytes 4-bit type {kind!r}; nf4 is what is read")
+    return NF4_SCHEME
+
+
+def _own(config: Config, module: str) -> Scheme:
+    known = wanted(config, "modules", dict, "tightfit").get(module)
+    if not isinstance(known, dict):
+        raise UserError(f"quantization_config says nothing of {module}, though it is quantized")
+    try:
+        return Scheme(**known)
+    except TypeError:
+        raise UserError(
+            f"quantization_config describes {module} by {sorted(known)}; a newer tightfit may read it"
+        ) from None
+
+
+def _compressed_tensors(config: Config, module: str) -> Scheme:
+    groups = wanted(config, "config_groups", dict, "compressed-tensors")
+    for group in groups.values():
+        if isinstance(group, dict) and any(_meant(target, module) for target in group.get("targets") or []):
+            return _config_group(group)
+    raise UserError(f"no config group of quantization_config names {module}, though it is quantized")
+
+
+def _meant(target: Any, module: str) -> bool:
+    """Whether a config group's target is this module: its name, a regular expression, or every linear layer."""
+    if not isinstance(target, str):
+        return False
+    return target == "Linear" or target == module or (target.startswith("re:") and _matches(target[3:], module))
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        raise UserError(f"quantization_config has the target re:{pattern}, which is no regular expression") from None
+
+
+def _config_group(group: Config) -> Scheme:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict):
+        raise UserError("a config group of quantization_config says nothing of weights; such models are not read")
+    bits, strategy = wanted(weights, "num_bits", int, "compressed-tensors"), weights.get("strategy")
+    spans: dict[Any, Any] = {
+        "group": weights.get("group_size"),
+        "tensor_group": weights.get("group_size"),
+        "channel": 0,
+        "tensor": -1,
+    }
+    if strategy not in spans or not isinstance(spans[strategy], int):
+        raise UserError(f"quantization_config scales weights by {strategy!r}; group, channel and tensor are read")
+    activations: Any = None
+    if isinstance(inputs, dict):
+        if not inputs.get("dynamic") or inputs.get("strategy") != "token":
+            raise UserError(
+                "quantization_config rounds activations by fixed scales; only dynamic ones a token are read"
+            )
+        activations = "int8" if inputs.get("type") == "int" else "fp8"
+    if weights.get("type") == "int":
+        return Scheme(
+            bits=bits, group=spans[strategy], symmetric=bool(weights.get("symmetric", True)), activations=activations
+        )
+    if bits == 8:
+        return Scheme(kind="fp8", bits=8, group=spans[strategy], activations=activations)
+    return Scheme(kind="mxfp4" if spans[strategy] == 32 else "nvfp4", bits=4, group=spans[strategy])
+
+
+_READERS: dict[str, Callable[[Config, str], Scheme]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "tightfit": _own,
+}

@@ -1,0 +1,205 @@
+"""What a compressed model takes in memory, from its config.json and the headers of its files alone.
+
+| in the files | in memory (linear.py) |
+|---|---|
+| codes, scales, coded scales, outliers | as they are |
+| zero points, as many bits as a code | a byte each: as many as there are scales |
+| g_idx | four bytes an input, where groups are out of order |
+| the numbers of NF4's codes, shapes, descriptions | – |
+| what is not quantized, factors of low rank among it | 16 bits |
+
+Nothing here imports torch, and no weight is read.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from tightfit.errors import UserError
+from tightfit.models.quantized.described import described_scheme
+from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.resolve import read_config
+from tightfit.models.spec import ModelSpec
+
+PLAIN_BYTES = 2
+LARGEST_HEADER_BYTES = 100 * 2**20
+"""As safetensors has it."""
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FLOAT8 = "F8_"
+Held = Literal["stored", "zeros", "order", "offset", "nothing"]
+HELD: dict[str, dict[str, Held]] = {
+    "compressed-tensors": {
+        "weight": "stored",
+        "weight_packed": "stored",
+        "weight_scale": "stored",
+        "weight_shape": "nothing",
+        "weight_zero_point": "zeros",
+        "weight_global_scale": "stored",
+    },
+    "gptq": {"qweight": "stored", "qzeros": "zeros", "scales": "stored", "g_idx": "order"},
+    "awq": {"qweight": "stored", "qzeros": "zeros", "scales": "stored"},
+    "bitsandbytes": {
+        "weight": "stored",
+        "weight.absmax": "stored",
+        "weight.quant_map": "nothing",
+        "weight.nested_absmax": "stored",
+        "weight.nested_quant_map": "offset",
+        "weight.quant_state.bitsandbytes__nf4": "nothing",
+        "SCB": "stored",
+        "weight_format": "nothing",
+    },
+    "tightfit": {
+        "weight_packed": "stored",
+        "weight_shape": "nothing",
+        "weight_scale": "stored",
+        "weight_zero": "zeros",
+        "weight_scale_codes": "stored",
+        "weight_scale_range": "stored",
+        "weight_zero_codes": "stored",
+        "weight_zero_range": "stored",
+        "outlier_starts": "stored",
+        "outlier_columns": "stored",
+        "outlier_values": "stored",
+    },
+}
+"""What a layer keeps of every tensor of a quantized module, by layout and suffix."""
+SCALES = ("weight_scale", "scales")
+"""Of which a module has as many as zero points."""
+ONLY_CODED = re.compile(r"\.(weight_packed|weight_scale|qweight|SCB|weight\.quant_state\.bitsandbytes__nf4)$")
+"""What a quantized module has and a plain one has not."""
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """Bytes of the quantized modules, of everything else, and of the largest matrix in use; and how all is coded."""
+
+    coded_bytes: int
+    plain_bytes: int
+    expanded_bytes: int
+    description: str
+
+    @property
+    def total_bytes(self) -> int:
+        """All weights."""
+        return self.coded_bytes + self.plain_bytes
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file: its type and shape, and where its bytes begin."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        """As stored."""
+        return prod(self.shape) * (1 if self.dtype.startswith(FLOAT8) else DTYPE_BYTES.get(self.dtype, 0))
+
+
+def held_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
+    """Of the model in `directory`; None where it is not compressed, or its weights are not there."""
+    config = read_config(directory / "config.json")
+    tensors = stored_tensors(directory)
+    described = config.get("quantization_config") if isinstance(config, dict) else None
+    if not tensors:
+        return None
+    if isinstance(described, dict) and described.get("quant_method") in HELD:
+        return _quantized(tensors, described, spec)
+    if isinstance(config, dict) and "low_rank" in config:
+        return HeldWeights(0, _plain_bytes(tensors, spec), 0, "low rank")
+    return None
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the directory's safetensors files, by name."""
+    found: dict[str, StoredTensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > min(LARGEST_HEADER_BYTES, path.stat().st_size):
+                raise UserError(f"{path} has a header of {size:,} bytes, which no weights have; download it again")
+            header = file.read(size)
+        found |= _tensors_of(path, header)
+    return found
+
+
+def _tensors_of(path: Path, header: bytes) -> dict[str, StoredTensor]:
+    try:
+        described = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        return {
+            name: StoredTensor(
+                str(entry["dtype"]),
+                tuple(int(size) for size in entry["shape"]),
+                path,
+                8 + len(header) + int(entry["data_offsets"][0]),
+            )
+            for name, entry in described.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise UserError(f"{path} does not begin with a header of safetensors; download it again") from None
+
+
+def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], spec: ModelSpec) -> HeldWeights:
+    method = config["quant_method"]
+    modules = {ONLY_CODED.sub("", name) for name in tensors if ONLY_CODED.search(name)}
+    schemes = {module: described_scheme(method, config, module) for module in modules}
+    own = {module: _module(tensors, module, method) for module in modules}
+    coded = {f"{module}.{suffix}" for module, parts in own.items() for suffix in parts}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in coded}
+    held = sum(_held(parts, schemes[module], method) for module, parts in own.items())
+    told = sorted({scheme.describe() for scheme in schemes.values()})
+    expanded = max((expanded_bytes(spec, scheme) for scheme in set(schemes.values())), default=0)
+    return HeldWeights(held, _plain_bytes(plain, spec), expanded, ", ".join(told))
+
+
+def _module(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:
+    """The tensors of a quantized module, by suffix."""
+    return {suffix: tensors[f"{module}.{suffix}"] for suffix in HELD[method] if f"{module}.{suffix}" in tensors}
+
+
+def _held(parts: Mapping[str, StoredTensor], scheme: Scheme, method: str) -> int:
+    """What a layer keeps of a module's tensors."""
+    scales = sum(prod(parts[name].shape) for name in SCALES if name in parts)
+    rules = HELD[method]
+    kept = sum(tensor.bytes for suffix, tensor in parts.items() if rules[suffix] == "stored")
+    kept += scales if not scheme.symmetric and "zeros" in {rules[suffix] for suffix in parts} else 0
+    kept += 4 if "offset" in {rules[suffix] for suffix in parts} else 0
+    return kept + sum(_order_bytes(tensor, scheme) for suffix, tensor in parts.items() if rules[suffix] == "order")
+
+
+def _order_bytes(order: StoredTensor, scheme: Scheme) -> int:
+    """Groups out of order are kept; those in order follow from a column's number."""
+    if scheme.group <= 0 or order.dtype != "I32":
+        return 0
+    with order.path.open("rb") as file:
+        file.seek(order.start)
+        groups = array("i", file.read(order.bytes))
+    return order.bytes if any(group != i // scheme.group for i, group in enumerate(groups)) else 0
+
+
+def _plain_bytes(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> int:
+    """Of what is not quantized; a tied output projection that was written all the same is not held twice."""
+    kept = [t for name, t in tensors.items() if not (spec.tied and name == "lm_head.weight")]
+    return PLAIN_BYTES * sum(prod(tensor.shape) for tensor in kept)
+
+
+def expanded_bytes(spec: ModelSpec, scheme: Scheme) -> int:
+    """What the largest product takes beside its weight: the layers of one input are one matrix to the engine.
+
+    All experts of a layer are expanded for its length, and one of the three stacks twice as it is put together.
+    """
+    sets = [(spec.query_size + 2 * spec.kv_size, spec.hidden_size), (spec.hidden_size, spec.query_size)]
+    if spec.experts is None or any(not spec.is_routed(i) for i in range(spec.layers)):
+        sets += [((1 + spec.gated) * spec.mlp_size, spec.hidden_size), (spec.hidden_size, spec.mlp_size)]
+    largest = max(scheme.expanded_bytes(outputs, inputs) for outputs, inputs in sets)
+    if spec.experts is None:
+        return largest
+    return max(largest, 4 * PLAIN_BYTES * spec.experts.count * spec.experts.mlp_size * spec.hidden_size)
