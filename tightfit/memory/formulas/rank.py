@@ -31,8 +31,6 @@ class RankMemory:
     stage: StageMemory
     loss: LossCost
     states: States
-    resident: Resident
-    host: OnHost
     gradients: Gradients
     weights: WorkingWeights
     """As forward and backward use them."""
@@ -41,6 +39,8 @@ class RankMemory:
     arriving_bytes: int
     """A checkpoint on its way from the host."""
     teacher: TeacherMemory
+    resident: Resident = field(init=False)
+    host: OnHost = field(init=False)
     second_backward: "RankMemory | None" = None
     """The same rank where it may be fuller in its second backward than in its first, which has no earlier gradients."""
     throughout: dict[str, int] = field(init=False)
@@ -63,7 +63,14 @@ def rank_memory(
     """Everything about pipeline rank `rank`, in its first backward and, where that may be fuller, in its second."""
     shape, micro_batches = local_shape(workload, layout, levers), layout_micro_batches(workload, layout)
     stage = stage_memory(workload, layout, levers, shape, rank)
-    states = _rank_states(workload, layout, levers, stage)
+    states = resident_states(
+        workload,
+        layout,
+        levers,
+        stage.params,
+        layer_weights=stage.layer_weights,
+        widest_layer=_streamed_at_once(layout, stage),
+    )
     loss, teacher = _loss_and_teacher(workload, levers, shape)
     in_flight = _in_flight(layout, stage, loss, micro_batches)
     weights = working_weights(layout, levers, stage, states, micro_batches, rounds=workload.rounding is not None)
@@ -75,22 +82,15 @@ def rank_memory(
         stage=stage,
         loss=loss,
         states=states,
-        resident=states.resident._replace(
-            inputs=2 * INDEX * shape.tokens,
-            cublas=overheads.workspace_bytes,
-            teacher=teacher.gpu_weights,
-            scales=0 if workload.rounding is None else workload.rounding.scale_bytes(stage.layer_weights),
-        ),
-        host=states.host._replace(
-            checkpoints=_waiting_checkpoints(layout, stage, micro_batches) * one_checkpoint_bytes,
-            teacher=teacher.host_weights,
-        ),
         gradients=make_gradients(layout, levers, stage, states, sums_whole=weights.sums_whole, summed=in_flight.summed),
         weights=weights,
         other_micro_batches_bytes=in_flight.other_bytes,
         arriving_bytes=one_checkpoint_bytes,
         teacher=teacher,
     )
+    memory.resident = _resident(memory, workload, overheads)
+    checkpoints = _waiting_checkpoints(layout, stage, micro_batches)
+    memory.host = states.host._replace(checkpoints=checkpoints * one_checkpoint_bytes, teacher=teacher.host_weights)
     if in_flight.gone_bytes is not None:
         memory.second_backward = _second_backward(memory, in_flight.gone_bytes, micro_batches)
     return memory
@@ -111,22 +111,25 @@ def _second_backward(first: RankMemory, gone_bytes: int, micro_batches: int) -> 
     )
 
 
-def _rank_states(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory) -> States:
-    """What lives as long as the run, with what the allocator adds."""
-    states = resident_states(
-        workload,
-        layout,
-        levers,
-        stage.params,
-        layer_weights=stage.layer_weights,
-        widest_layer=_streamed_at_once(layout, stage),
+def _resident(rank: RankMemory, workload: Workload, overheads: Overheads) -> Resident:
+    """What is on the GPU from the first step to the last."""
+    states, two_versions = rank.states, rank.layout.has_two_versions
+    return states.resident._replace(
+        unsplit=_unsplit_bytes(workload, rank.layout, rank.levers, rank.stage, states),
+        inputs=2 * INDEX * rank.shape.tokens,
+        cublas=overheads.workspace_bytes,
+        teacher=rank.teacher.gpu_weights,
+        scales=0 if workload.rounding is None else workload.rounding.scale_bytes(rank.stage.layer_weights),
+        older_weights=states.resident.weights if two_versions else 0,
+        finished_gradients=_finished_gradients(rank) if two_versions else 0,
     )
-    unsplit = _unsplit_bytes(workload, layout, levers, stage, states)
-    resident = states.resident._replace(unsplit=unsplit) if unsplit else states.resident
-    if layout.has_two_versions and workload.spec.tied and stage.stage.has_head:  # the first stage's are awaited
-        awaited_bytes = states.kept_gradient_bytes * stage.vocabulary
-        resident = resident._replace(finished_gradients=resident.finished_gradients + awaited_bytes)
-    return states._replace(resident=resident)
+
+
+def _finished_gradients(rank: RankMemory) -> int:
+    """Of a step that is over in a pipeline without a flush: they wait for the norm, and where the embedding is tied the
+    last stage's copy of it for the first stage's gradients."""
+    awaited = rank.stage.vocabulary if rank.shape.spec.tied and rank.stage.stage.has_head else 0
+    return rank.states.kept_gradient_bytes * (rank.states.owned + awaited)
 
 
 def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> tuple[LossCost, TeacherMemory]:

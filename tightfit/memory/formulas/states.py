@@ -66,8 +66,6 @@ def resident_states(
             weights=0 if shards_are_masters else element_bytes * owned,  # 16-bit copies exist while they are gathered
             masters=MASTER * owned if has_masters else 0,
             moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
-            older_weights=element_bytes * owned if layout.has_two_versions else 0,
-            finished_gradients=whole_gradient_bytes * owned if layout.has_two_versions else 0,
         ),
     )
     if levers.offload == "none":
