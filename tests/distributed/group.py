@@ -2,10 +2,11 @@
 
 import multiprocessing
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,8 @@ Function = Callable[..., Any]
 PRELOADED = ["tests.preloaded"]
 ANSWER_S = 300
 """How long a rank may take: minutes only where the machine has much else to do."""
+FAILED_S = 20
+"""How long it may take when another has failed, whom it may wait for."""
 
 
 class Group:
@@ -42,9 +45,14 @@ class Group:
         """What `function(*arguments)` returns on every rank, in their order; a failure of any of them fails here."""
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, arguments)))
-        answers = [
-            pickle.loads(pipe.recv_bytes()) if pipe.poll(ANSWER_S) else (False, "no answer") for pipe in self.pipes
-        ]
+        answers: list[tuple[bool, Any]] = [(False, "no answer")] * len(self.pipes)
+        waiting, until = list(self.pipes), time.monotonic() + ANSWER_S
+        while waiting and (ready := wait(waiting, max(0.0, until - time.monotonic()))):
+            for pipe in waiting[:]:
+                if pipe in ready:
+                    waiting.remove(pipe)
+                    answers[self.pipes.index(pipe)] = fine, _ = pickle.loads(pipe.recv_bytes())
+                    until = until if fine else min(until, time.monotonic() + FAILED_S)
         failed = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]

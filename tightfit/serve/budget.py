@@ -103,7 +103,7 @@ def decide_budget(
         cache_bytes=blocks * per_block,
         free_bytes=free,
         half_bytes=copy_bytes,
-        embedding_bytes=0 if model.spec.tied else model.embed.weight.nbytes,
+        embedding_bytes=0 if model.spec.tied or model.embed is None else model.embed.weight.nbytes,
     )
 
 

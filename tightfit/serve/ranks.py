@@ -127,7 +127,8 @@ def load_share(source: str, spread: Spread, device: torch.device, dtype: torch.d
 
 def agreed_budget(share: RankShare, config: EngineConfig) -> Budget:
     """This rank's budget, with as many blocks as all ranks have room for."""
-    own = decide_budget(share.model, config, spec=share.local_spec)
+    # Each rank multiplies by the weights of its own layers as they are.
+    own = decide_budget(share.model, replace(config, half_weights=False), spec=share.local_spec)
     least = torch.tensor([own.blocks], device=share.weight.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     blocks = int(least)
