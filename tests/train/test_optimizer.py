@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.train.models import assert_trained_alike, ragged_batch, tiny_model
+from tightfit.compress.pruning import Sparsity, magnitude
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.train.optimizer import adamw as optimizer_module
@@ -56,6 +57,42 @@ def test_masters_follow_float32_adamw_fed_with_the_same_gradients(dtype: torch.d
         assert torch.allclose(master, references[name], rtol=1e-4, atol=1e-6), name
         assert torch.equal(p, master.to(dtype)), name
         assert p.grad is None
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_l1_is_a_proximal_step_after_the_update(dtype: torch.dtype | None) -> None:
+    """w ← sign(w) · max(|w| − lr · l1, 0) of matrices, and of their float32 masters; others only decay."""
+    plain, shrunk = tiny_model(), tiny_model()
+    lr, l1 = 1e-2, 0.3
+    before, after = (
+        MasterAdamW(model, SETTINGS.model_copy(update={"l1": by}), dtype) for model, by in ((plain, 0.0), (shrunk, l1))
+    )
+    for model, optimizer in ((plain, before), (shrunk, after)):
+        accumulate(model, [ragged_batch(4, seed=0)], CPU)
+        optimizer.step(lr)
+    updated = dict(plain.named_parameters()) if dtype is None else before.state()
+    for name, weight in shrunk.named_parameters():
+        master = weight if dtype is None else after.state()[f"master/{name}"]
+        start = updated[name if dtype is None else f"master/{name}"].double()
+        expected = start.sign() * (start.abs() - lr * l1).clamp(min=0) if decays(name, weight) else start
+        torch.testing.assert_close(master.double(), expected, rtol=1e-6, atol=1e-9)
+        assert torch.equal(weight, master.to(weight.dtype))
+        assert bool((master == 0).any()) is decays(name, weight)
+
+
+def test_half_of_what_was_trained_with_l1_can_go() -> None:
+    """The loss of one batch after half of every matrix was pruned by magnitude."""
+    batch, pruned_losses = ragged_batch(4, seed=0), {}
+    for l1 in (0.0, 0.2):
+        model = tiny_model()
+        optimizer = MasterAdamW(model, Optimizer(lr=1e-2, weight_decay=0.0, clip_norm=0.0, l1=l1))
+        for _ in range(60):
+            train_step(model, optimizer, [batch], CPU, 1e-2, LossScale())
+        with torch.no_grad():
+            for matrix in (p for p in model.parameters() if p.ndim >= 2):
+                matrix.copy_(magnitude(matrix, Sparsity(share=0.5)))
+        pruned_losses[l1] = float(accumulate(model, [batch], CPU)[0])
+    assert pruned_losses[0.2] < 0.6 * pruned_losses[0.0]
 
 
 def test_master_weights_keep_updates_that_bf16_alone_would_lose() -> None:

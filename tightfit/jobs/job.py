@@ -105,6 +105,8 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay of matrices; norms, biases and positions are never decayed."""
+    l1: float = Field(default=0.0, ge=0)
+    """Decoupled L1 of matrices: a step moves each weight towards zero by lr × l1, where it stays. For pruning after."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -279,6 +281,7 @@ class Job(Section):
             compares_features=self.distill.features > 0 or self.distill.attention > 0,
             compares_attention=self.distill.attention > 0,
             rounding=self.quantize.rounding,
+            shrinks=self.optimizer.l1 > 0,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 

@@ -31,6 +31,16 @@ def learned_scales_stay_on_the_gpu(run: Run) -> str | None:
     return None
 
 
+@rule(RUN_RULES, "levers.offload", "optimizer.l1")
+def pieces_do_not_shrink(run: Run) -> str | None:
+    if run.levers.offload != "none" and run.shrinks:
+        return (
+            f"levers.offload is {run.levers.offload}, whose weights are updated piece by piece where optimizer.l1 does "
+            "not reach them; set levers.offload to none or optimizer.l1 to 0"
+        )
+    return None
+
+
 @rule(RUN_RULES, "layout.schedule", "levers.offload")
 def two_versions_are_weights_on_the_gpu(run: Run) -> str | None:
     if run.layout.has_two_versions and run.levers.offload != "none":

@@ -32,6 +32,8 @@ class Run:
     compares_attention: bool = False
     rounding: "WeightRounding | None" = None
     """How weights are rounded while they are trained."""
+    shrinks: bool = False
+    """Whether every step moves weights towards zero (optimizer.l1)."""
 
 
 @dataclass(frozen=True)

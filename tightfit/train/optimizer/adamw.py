@@ -12,8 +12,8 @@ kernels (updaters.py), which take gradients of any dtype. States of matrices may
 the weight is used.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,8 @@ class Bucket:
     parameters: list[Tensor]
     masters: list[Tensor]
     updater: Updater
+    decays: bool = True
+    """Whether these are matrices that weight decay and L1 apply to."""
 
     @property
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -119,7 +121,7 @@ class MasterAdamW:
         sharded = module if self.is_sharded else None
         self.offloading = Offloading.asked_for(named, levers, device or named[0][1].device, compute_dtype, sharded)
         self.buckets = [
-            self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype)
+            replace(self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype), decays=decayed)
             for decayed in (True, False)
             for part in _split([(n, p) for n, p in named if decays(n, p) is decayed], self._bucket_bytes())
         ]
@@ -250,6 +252,8 @@ class MasterAdamW:
         gradients = [self._cast_gradient(*pair) if cast else _gradient(pair[0]) for pair in bucket.pairs]
         copies = [local(p) for p in bucket.parameters] if self.casts_gradients else None
         bucket.updater.update(gradients, copies, lr, factor)
+        if self.settings.l1 and bucket.decays:
+            _shrink(bucket.masters, copies, by=lr * self.settings.l1)
         # DDP's buckets are zeroed once they have been read; by the next forward pass DDP may have moved them.
         in_flight = self.keep_gradient_memory and isinstance(bucket.updater, StreamedUpdater)
         for parameter, master in bucket.pairs:
@@ -334,6 +338,14 @@ def is_optional(name: str) -> bool:
 def _gradient(parameter: Tensor) -> Tensor | None:
     """The gradient as backward left it; of a shard, the local one."""
     return None if parameter.grad is None else local(parameter.grad)
+
+
+def _shrink(weights: Sequence[Tensor], copies: Sequence[Tensor] | None, *, by: float) -> None:
+    """The proximal step of `by` · Σ |w|: towards zero, and no further."""
+    for index, weight in enumerate(weights):
+        torch.ops.aten.softshrink.out(weight, by, out=weight)
+        if copies is not None:
+            copies[index].copy_(weight)
 
 
 def decays(name: str, parameter: Tensor) -> bool:
