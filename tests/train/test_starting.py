@@ -102,8 +102,8 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
     needed: list[int] = []
     real = room.checkpoint_bytes
 
-    def counted(*given: Any) -> int:
-        needed.append(real(*given))
+    def counted(*given: Any, **named: Any) -> int:
+        needed.append(real(*given, **named))
         return needed[-1]
 
     monkeypatch.setattr(room, "checkpoint_bytes", counted)

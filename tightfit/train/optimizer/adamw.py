@@ -119,7 +119,7 @@ class MasterAdamW:
         self.buffered: BufferedSteps | None = None
         """Of a pipeline that is not flushed between steps, what makes them."""
         sharded = module if self.is_sharded else None
-        self.offloading = Offloading.asked_for(named, levers, device or named[0][1].device, compute_dtype, sharded)
+        self.offloading = Offloading.asked_for(named, levers, device, compute_dtype, sharded)
         self.buckets = [
             replace(self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype), decays=decayed)
             for decayed in (True, False)

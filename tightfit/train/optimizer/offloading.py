@@ -60,14 +60,15 @@ class Offloading:
         cls,
         named: Named,
         levers: Levers,
-        device: torch.device,
+        device: torch.device | None,
         compute_dtype: torch.dtype | None,
         sharded: nn.Module | None,
     ) -> "Offloading | None":
-        """None where all states stay on the GPU; FSDP2's modules are looked for in `sharded`."""
+        """None where all states stay on the GPU; `device` is that of the parameters unless given, and FSDP2's modules
+        are looked for in `sharded`."""
         if not offloads_states(levers):
             return None
-        return cls(named, levers, device, compute_dtype, Shards(sharded))
+        return cls(named, levers, device or named[0][1].device, compute_dtype, Shards(sharded))
 
     def is_offloaded(self, name: str) -> bool:
         """Whether this parameter's states are on the host."""
