@@ -309,6 +309,13 @@ def test_mistakes_are_one_sentence_and_exit_code_2(arguments: list[str], words: 
         assert word in made.err
 
 
+def test_a_wrong_export_is_refused_before_anything_is_saved(tightfit: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    made = tightfit("plan", "llama-3.2-1b", "--on", "H100-80GB", "--save", str(saved), "--export", "megatron=x")
+    assert made.code == 2
+    assert not saved.exists()
+
+
 def test_the_pages_commands_run_as_written(tightfit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     commands = re.findall(r"^(tightfit .+)$", page, flags=re.MULTILINE)

@@ -90,7 +90,6 @@ def plan(
         if given is not None:
             raise UserError(f"--{name} is {given}, which is about serving; add --serve or leave it out")
     from tightfit.plan.answer import answer
-    from tightfit.plan.plan import refuse_overwriting
     from tightfit.report.plan import print_answer
     from tightfit.report.waiting import waiting
 
@@ -107,8 +106,7 @@ def plan(
         pins=pin or [],
         lossy=allow_lossy,
     )
-    if save is not None:
-        refuse_overwriting(save)
+    _check_outputs(save, export or [])
     with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
         found = answer(question)
     with waiting("rehearsing the step on fake tensors"):
@@ -127,6 +125,19 @@ def plan(
     print_answer(found, as_json=as_json, extra=extra, said=said)
     if not found.plan.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _check_outputs(save: Path | None, exports: list[str]) -> None:
+    """Refuse what could not be written, before a plan is looked for."""
+    if save is not None:
+        from tightfit.plan.plan import refuse_overwriting
+
+        refuse_overwriting(save)
+    if exports:
+        from tightfit.plan.export.files import check_export
+
+        for wanted in exports:
+            check_export(wanted)
 
 
 def _shape(job: "Job") -> dict[str, int]:

@@ -37,8 +37,16 @@ ENGINE_OF: dict[str, EngineName] = {"deepspeed": "deepspeed", "accelerate": "hf"
 """Exports that other code runs: whose memory and time they are written with."""
 
 
+def check_export(wanted: str) -> None:
+    """Refuse a kind that does not exist, before anything is looked for or written."""
+    kind, equals, _ = wanted.partition("=")
+    if equals and kind not in EXPORTS:
+        raise UserError(f"there is no export {kind!r}; write one of {', '.join(EXPORTS)}, or a folder for all")
+
+
 def export(plan: Plan, wanted: str) -> list[str]:
     """Write `KIND=FILE`, or everything into the folder `wanted`; returns what was written or why it was not."""
+    check_export(wanted)
     kind, equals, place = wanted.partition("=")
     if equals:
         return _export_one(plan, kind, Path(place))
@@ -54,8 +62,6 @@ def export(plan: Plan, wanted: str) -> list[str]:
 
 
 def _export_one(plan: Plan, kind: str, path: Path) -> list[str]:
-    if kind not in EXPORTS:
-        raise UserError(f"there is no export {kind!r}; write one of {', '.join(EXPORTS)}, or a folder for all")
     plan_file = path.with_name(f"{path.stem}.{PLAN_FILE}")
     said = [_written(plan, kind, path, plan_file)]
     if kind in NEEDS_PLAN:
