@@ -5,7 +5,7 @@ same in both runs (convergence.py says which). A row for each goes to benchmarks
 curves to docs/pictures/pipeline_convergence.png.
 
     python -m benchmarks.pipeline_convergence
-    python -m benchmarks.pipeline_convergence --steps 4 --seq 32 --results /tmp/results
+    python -m benchmarks.pipeline_convergence --steps 4 --seq 32 --results results
 """
 
 import time

@@ -65,10 +65,14 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def newest_of_schedules(path: Path) -> dict[str, dict[str, str]]:
+    """The newest row of each schedule of a pipeline."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return {row["schedule"]: row for row in csv.DictReader(file)}
+
+
 def flow_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """The newest record of each schedule over several steps, from what benchmarks/pipeline_flow.py wrote."""
-    with path.open(encoding="utf-8", newline="") as file:
-        newest = {row["schedule"]: row for row in csv.DictReader(file)}
     rows = [
         (
             f"`{name}`",
@@ -79,15 +83,13 @@ def flow_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
             f"{float(row['waited']):.1%}",
             f"{float(row['formula']):.1%}",
         )
-        for name, row in newest.items()
+        for name, row in newest_of_schedules(path).items()
     ]
     return ("schedule", "K", "M", "steps", "took", "ranks waited", "formula"), rows
 
 
 def flushed_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """The newest curve with and without a flush, from what benchmarks/pipeline_convergence.py wrote."""
-    with path.open(encoding="utf-8", newline="") as file:
-        newest = {row["schedule"]: row for row in csv.DictReader(file)}
     rows = [
         (
             f"`{name}`",
@@ -96,15 +98,13 @@ def flushed_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
             f"{float(row['above_first']):+.3f}",
             f"{float(row['largest_difference']):.3f}",
         )
-        for name, row in newest.items()
+        for name, row in newest_of_schedules(path).items()
     ]
     return ("schedule", "steps × rows × tokens", "loss of the last 20", "above `1f1b`", "largest difference"), rows
 
 
 def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """The newest recorded bubble of each schedule, from what benchmarks/pipeline_bubble.py wrote."""
-    with path.open(encoding="utf-8", newline="") as file:
-        newest = {row["schedule"]: row for row in csv.DictReader(file)}
     rows = [
         (
             f"`{name}`",
@@ -114,7 +114,7 @@ def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
             f"{float(row['waited']):.1%}",
             f"{float(row['formula']):.1%}",
         )
-        for name, row in newest.items()
+        for name, row in newest_of_schedules(path).items()
     ]
     return ("schedule", "K", "M", "v", "ranks waited", "(K−1)/(K−1+vM)"), rows
 
