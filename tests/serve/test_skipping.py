@@ -52,11 +52,10 @@ def test_greedy_answers_stay_the_same(deep: Decoder, skipped: int) -> None:
     assert engine.pool.free == engine.pool.size
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe"])
 def test_families_guess_for_themselves(name: str) -> None:
     model = pair(name).ours
-    if model.spec.layers < 3:
-        pytest.skip("no layer between first and last")
+    assert model.spec.layers >= 3, "one is skipped between first and last"
     engine = Engine(model, None, replace(SMALL, speculation="skip", skipped_layers=1, speculated_tokens=2))
     found = engine.generate(greedy(name))
     assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == expected(name)
