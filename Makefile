@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 3
 # glibc fills new memory with 0x7f: a test that reads what nobody wrote gets huge numbers on every machine, not on some.
 export MALLOC_PERTURB_ ?= 128
+# Byte code is kept even where the environment says not to: what many processes import is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run install test test-all lint style types suite suite-all test-rounding test-gpu docs clean
 
