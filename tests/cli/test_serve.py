@@ -19,6 +19,14 @@ MISTAKES = {
     "no body": (["--max-body-mib", "nan"], "--max-body-mib is nan; give"),
     "more than the positions": (["--max-length", "2048"], "--max-length is 2048, but tiny-llama has 256 positions"),
     "nobody's name": (["--host", "nonsense..name"], "--host is 'nonsense..name', which has no address; give 127.0.0.1"),
+    "the same answers by guesses": (
+        ["--batch-invariant", "--lookup"],
+        "--batch-invariant does not go with --lookup; leave one of them out",
+    ),
+    "the same answers on two cards": (
+        ["--batch-invariant", "--tensor", "2"],
+        "--batch-invariant does not go with --ten",
+    ),
     "somebody else's address": (["--host", "192.0.2.1"], "--host is '192.0.2.1', which is no address of this machine"),
 }
 

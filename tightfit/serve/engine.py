@@ -19,7 +19,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.adapters import AdapterSet, refuse_folded
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.budget import Budget, decide_budget
-from tightfit.serve.chooser import Asked, Chosen, choose
+from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
@@ -80,6 +80,8 @@ class Engine:
         refuse_folded(self.adapters, model.spec)
         adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())
         self.spread = ranks is not None
+        if self.config.batch_invariant:
+            self._check_invariant()
         self.budget: Budget = (
             ranks.steps.budget
             if ranks is not None
@@ -201,7 +203,7 @@ class Engine:
         asked = [self._asked(chunk, drafts.get(chunk.sequence)) for chunk in choosing]
         for chunk in chunks:
             chunk.sequence.stored = chunk.end
-        chosen = choose(logits, asked) if asked else []
+        chosen = (choose_alone if self.config.batch_invariant else choose)(logits, asked) if asked else []
         outputs = [self._took(chunk, made) for chunk, made in zip(choosing, chosen, strict=True)]
         for chunk in chunks:
             self.scheduler.settle(chunk.sequence)
@@ -225,6 +227,8 @@ class Engine:
         cache = make_cache(
             self.model.spec, self.budget.blocks, config.block_size, weight.device, weight.dtype, config.cache_format
         )
+        if config.batch_invariant and cache.storage.is_cuda and not cache.has_row_kernel:
+            raise UserError("batch_invariant is on, but there is no kernel here for this model's attention; use cpu")
         return Runner(
             self.model,
             cache,
@@ -233,7 +237,14 @@ class Engine:
             overlap=config.overlap,
             adapters=AdapterSet(self.model, self.adapters) if self.adapters else None,
             half=self.budget.half_bytes > 0,
+            batch_invariant=config.batch_invariant,
         )
+
+    def _check_invariant(self) -> None:
+        """Refuse what the batch would show in."""
+        if self.spread or self.adapters:
+            beside = "ranks" if self.spread else "adapters"
+            raise UserError(f"batch_invariant is on, which is not there for {beside} yet; leave one of them out")
 
     def _limits(self) -> Limits:
         config, change = self.config, length_of_change(self.model.spec)
