@@ -38,7 +38,8 @@ def test_company_changes_no_bit(small: Decoder, changes: Any) -> None:
     assert sum(seen.compared for seen in trials) > 24
     assert sum(seen.preemptions for seen in trials) > 0
     assert sum(seen.cached for seen in trials) > 0
-    tiles = Engine(small, None, config).runner.tiles  # type: ignore[union-attr]
+    tiles = Engine(small, None, config).runner.tiles
+    assert tiles is not None
     print(f"{small.embed.weight.dtype}: passes of {tiles.sizes} rows, {tiles.head_sizes} of the output projection")
     assert 1 not in tiles.sizes, "no size but one row at a time was steady: right, and slow"
 

@@ -71,3 +71,5 @@ def generate(
     if not made:
         return typer.echo(f"{target} has all the answers already; name another --out to make them anew")
     typer.echo(f"{made} prompts answered, {engine.counts.answer_tokens} tokens, in {target}")
+    if (hint := engine.guessing_hint) is not None:
+        typer.echo(hint)

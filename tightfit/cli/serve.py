@@ -199,6 +199,8 @@ def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: A
         typer.echo(engine.describe())
         typer.echo(f"{source} on http://{options.host}:{options.port} (chat page at /, OpenAI clients at /v1)")
         run_server(loaded, engine, options)
+        if (hint := engine.guessing_hint) is not None:
+            typer.echo(hint)
 
 
 def _engine_config(asked: Any) -> "EngineConfig":

@@ -18,6 +18,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.adapters import AdapterSet, refuse_folded
 from tightfit.serve.block_pool import BlockPool
+from tightfit.serve.break_even import break_even_share, hint
 from tightfit.serve.budget import Budget, decide_budget
 from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
 from tightfit.serve.config import EngineConfig
@@ -92,6 +93,7 @@ class Engine:
         self.runner: Runner | RankRunner = ranks if ranks is not None else self._make_runner()
         self.counts = Counts()
         self._proposer = self._make_proposer(draft)
+        self.break_even = self._measure_break_even()
         self.host = self._make_host()
         self.scheduler = Scheduler(self.pool, self._limits(), self.host)
         self._running: dict[Sequence, Running] = {}
@@ -118,7 +120,16 @@ class Engine:
         """What was predicted and what was allocated, in a line each."""
         predicted, allocated = (f"{b / 2**20:,.0f} MiB" for b in (self.budget.standing_bytes, self.allocated_bytes))
         budget = self.budget.describe(self.config.block_size)
-        return f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+        told = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+        if self.break_even is None:
+            return told
+        pays = f"pays from {self.break_even:.0%} kept on" if self.break_even <= 1 else "cannot pay here"
+        return f"{told}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
+
+    @property
+    def guessing_hint(self) -> str | None:
+        """A sentence where guesses cost more time than they save; else None."""
+        return hint(self.counts.kept, self.counts.guessed, self.break_even)
 
     def check(self, request: Request) -> Request:
         """The request with its answer no longer than there is room for; a UserError where it cannot be done."""
@@ -288,6 +299,13 @@ class Engine:
         if draft is None:
             raise UserError("speculation is 'draft', but no draft model was given")
         return DraftModel(make_draft_runner(draft, self.model, self.budget, self.config))
+
+    def _measure_break_even(self) -> float | None:
+        """From which share of kept guesses on they pay; None where nobody guesses, or it is not known."""
+        if self._proposer is None or not isinstance(self.runner, Runner) or self.runner.device.type == "cuda":
+            return None
+        guesses = self.config.speculated_tokens
+        return break_even_share(self.runner, self._proposer, self.pool, guesses, self.max_length)
 
     def _make(self, request: Request, index: int) -> Running:
         sampling = request.sampling
