@@ -8,18 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.compress.conftest import SPEC, random_model
 from tests.models.huggingface.reference import pair
 from tests.serve.company import BASE, assert_company_changes_nothing
 from tests.serve.conftest import SHAPE
 from tests.serve.test_families import LENGTHS, expected, greedy
+from tests.serve.test_packed_weight import coded_as, in_8_bit_floats, quantized
 from tightfit.errors import UserError
 from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.initialisation import init_weights
+from tightfit.models.quantized.described import INT8_SCHEME
+from tightfit.models.quantized.linear import OUTLIER
+from tightfit.serve import half_weight
 from tightfit.serve.budget import decide_budget
 from tightfit.serve.config import EngineConfig, Speculation
 from tightfit.serve.engine import Engine
+from tightfit.serve.half_weight import ENGINES
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.request import Answer, Request
 from tightfit.serve.row_tiles import cut_rows, steady_sizes
@@ -56,6 +62,42 @@ def test_families(name: str) -> None:
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_keys_and_values_in_a_byte(model: Decoder, form: CacheFormat) -> None:
     assert_company_changes_nothing(model, replace(BASE, cache_format=form), seed=5, count=7, longest=32)
+
+
+@pytest.mark.parametrize("kind", ["packed", "not joined", "fp8", "fp8 inputs", "llm.int8"])
+def test_compressed_models(kind: str) -> None:
+    """LLM.int8 keeps channels wide that are large in any row, so its rows see one another: one at a time."""
+    made = {
+        "packed": lambda: quantized(),
+        "not joined": lambda: quantized(alike=False),
+        "fp8": lambda: in_8_bit_floats(rounded=False),
+        "fp8 inputs": lambda: in_8_bit_floats(rounded=True),
+        "llm.int8": lambda: in_8_bits_with_outliers(),
+    }
+    model = made[kind]()
+    assert_company_changes_nothing(model, BASE, seed=3, count=7, longest=20)
+    tiles = Engine(model, None, BASE).runner.tiles
+    assert tiles is not None
+    assert (tiles.sizes == (1,)) == (kind == "llm.int8")
+
+
+def in_8_bits_with_outliers() -> Decoder:
+    """With embeddings so large that some inputs of every layer are outliers."""
+    model = random_model(SPEC)
+    for layer in model.layers:
+        mlp: Any = layer.mlp
+        mlp.gate, mlp.up = (coded_as(part, INT8_SCHEME) for part in (mlp.gate, mlp.up))
+        torch.nn.init.constant_(layer.mlp_norm.weight, OUTLIER / 2)  # type: ignore[arg-type, union-attr]
+    return model
+
+
+@pytest.mark.skipif(torch.backends.quantized.engine not in ENGINES, reason="this CPU's torch has no such products")
+def test_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch, model: Decoder) -> None:
+    monkeypatch.setattr(half_weight, "FEWEST", 1)
+    published = Decoder(SHAPE)
+    published.load_state_dict({name: part.bfloat16().float() for name, part in model.state_dict().items()})
+    assert Engine(published, None, BASE).budget.half_bytes > 0
+    assert_company_changes_nothing(published, BASE, seed=6, count=7, longest=32)
 
 
 def test_steps_launched_ahead_choose_the_same(model: Decoder) -> None:

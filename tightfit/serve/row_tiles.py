@@ -10,7 +10,7 @@ That is tried when an engine starts: a pass of one token over and over must give
 used if it gives those bits too. Sums in another order differ in float32 at once; rounded to 16 bits they show in one of
 ten thousand numbers, so a model too small for that has one size only. One row at a time is always right, and what is
 left where nothing else is. Routed layers gather rows by expert, so how many are multiplied together is up to the
-others: their models run one token at a time.
+others, and LLM.int8 keeps channels wide that are large in any row: such models run one token at a time.
 
 (He et al. 2025, "Defeating Nondeterminism in LLM Inference", of kernels written for this.)
 """
@@ -95,12 +95,14 @@ class RowTiles:
         positions: int,
         block_size: int,
         padding_block: int,
+        rows_mix: bool = False,
     ) -> None:
+        """`rows_mix`: what is computed for a row depends on others, for another reason than experts."""
         self.passes, self.block_size, self.padding_block, self.device = passes, block_size, padding_block, device
         chance = np.random.default_rng(0)
         probes = [(int(chance.integers(spec.vocab_size)), int(chance.integers(positions))) for _ in range(PROBES)]
         in_layer = spec.query_size + 2 * spec.kv_size + 2 * spec.mlp_size + 2 * spec.hidden_size
-        sizes = ONE if spec.experts is not None else _sizes(device, dtype, spec.layers * in_layer)
+        sizes = ONE if rows_mix or spec.experts is not None else _sizes(device, dtype, spec.layers * in_layer)
         self.sizes = steady_sizes(lambda size, probe: self._tried(size, *probes[probe]), sizes)
         states = [self._tried(self.sizes[0], *probe)[:1] for probe in probes]
         of_head = _sizes(device, dtype, spec.vocab_size)

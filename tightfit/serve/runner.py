@@ -17,6 +17,7 @@ from tightfit.kernels.cross_entropy import softcapped
 from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder, ForwardContext
 from tightfit.models.latent_attention import Expansion
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec, Rope
 from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.cpu_products import fastest_products
@@ -127,6 +128,7 @@ class Runner:
             positions=length,
             block_size=self.cache.block_size,
             padding_block=self.cache.storage.shape[2] - 1,
+            rows_mix=any(isinstance(part, QuantizedLinear) and part.rows_mix for part in self.model.modules()),
         )
 
     def _through_layers(self, step: Step) -> Tensor:
