@@ -87,7 +87,7 @@ def in_8_bits_with_outliers() -> Decoder:
     for layer in model.layers:
         mlp: Any = layer.mlp
         mlp.gate, mlp.up = (coded_as(part, INT8_SCHEME) for part in (mlp.gate, mlp.up))
-        torch.nn.init.constant_(layer.mlp_norm.weight, OUTLIER / 2)  # type: ignore[arg-type, union-attr]
+        torch.nn.init.constant_(layer.mlp_norm.weight, OUTLIER / 2)  # type: ignore[arg-type]
     return model
 
 
