@@ -211,7 +211,7 @@ def measure(subject: Subject, arguments: argparse.Namespace) -> None:
     engines = {way: make_engine(subject, way, arguments) for way in ways}
     for kind, prompts in subject.prompts.items():
         for streams in STREAMS:
-            taken = prompts[: arguments.prompts]
+            taken = prompts[: max(streams, arguments.prompts)]
             found: dict[str, Run] = {}
             for way, engine in engines.items():
                 run(engine, taken[:1], 4)  # what is made on first use is not timed
@@ -253,8 +253,8 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.8, help="with --shape: the share of guesses left alone")
     parser.add_argument("--skip", type=int, default=10, help="layers left out of the draft and when skipping")
     parser.add_argument("--guesses", type=int, default=4)
-    parser.add_argument("--answer", type=int, default=96, help="tokens of an answer")
-    parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--prompts", type=int, default=4, help="of each kind, for one stream")
     parser.add_argument("--threads", type=int, help="as torch has them by default")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
