@@ -75,7 +75,7 @@ class Program:
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
         x = self.model.embed_tokens(step.tokens, step.positions)[0]
-        if self.own_attention and not step.pieces and not self.ropes.by_length and len(x) == 1:
+        if self.own_attention and len(x) == 1 and not (step.pieces or step.row_by_row or self.ropes.by_length):
             return self._one(x, step)
         return self._many(x, step)
 
@@ -109,7 +109,8 @@ class Program:
         """Attention of all tokens, [N, heads · D]."""
         qkv = self.product(normed, layer.qkv, layer.qkv_bias)
         if self.own_attention and not self.ropes.by_length:
-            return self.decode(qkv, layer, step) if not step.pieces else self.mixed(qkv, layer, step)
+            apart = step.pieces or step.row_by_row
+            return self.mixed(qkv, layer, step) if apart else self.decode(qkv, layer, step)
         if self._is_lean(step):
             return self._singles(qkv, layer, step, ropes[layer.rope])
         spec = self.spec
@@ -285,7 +286,8 @@ class Program:
 
     def _is_lean(self, step: Step) -> bool:
         """Whether attention is one token each on a CPU, with nothing that torch's own has not."""
-        return self.on_cpu and not step.pieces and not self.cache.is_quantized and self.spec.attention_softcap is None
+        plain = not self.cache.is_quantized and self.spec.attention_softcap is None
+        return self.on_cpu and plain and not (step.pieces or step.row_by_row)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as the model has it."""
