@@ -105,7 +105,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _dropped(x: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
     """x where it is kept, made larger for what is not."""
-    return x if kept is None else x * kept * (1 / (1 - dropout))
+    return x if kept is None else (x * kept).mul_(1 / (1 - dropout))
 
 
 def attach(model: Decoder, settings: AdapterTraining, dtype: torch.dtype) -> None:

@@ -79,7 +79,8 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Predicted share of the machine's peak that goes into the model's own operations."""
-        flops = token_flops(self.workload.spec, self.workload.sequence_length)
+        frozen = self.workload.adapted is not None
+        flops = token_flops(self.workload.spec, self.workload.sequence_length, frozen=frozen)
         return flops * self.tokens_per_second / peak_flop_s(self.workload.precision, self.machine)
 
     def confirmed(self, simulated: Ledger) -> dict[str, Any]:

@@ -429,7 +429,9 @@ class _Run:
             return None
         memory_bytes = torch.cuda.get_device_properties(p.device).total_memory
         peak = peak_flops(device_name(p.device), memory_bytes, p.precision)
-        spent = self.pace.tokens_per_second * token_flops(p.model.spec, self.job.data.sequence_length)
+        frozen = self.job.adapter.rank is not None
+        flops = token_flops(p.model.spec, self.job.data.sequence_length, frozen=frozen)
+        spent = self.pace.tokens_per_second * flops
         return None if peak is None else spent / (peak * self.ranks.processes)
 
     def _samples(self) -> list[tuple[str, str]]:
