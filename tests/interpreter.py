@@ -107,7 +107,7 @@ def share_types() -> None:
         known = vars(type).setdefault("_of_tensors", {})
         if not known:
             make_tensor(self, handle, type)
-            known.update(vars(self))
+            known.update({name: value for name, value in vars(self).items() if name not in ("handle", "type")})
         vars(self).update(known, handle=handle, type=type)
 
     def named_type(type: Any) -> Any:

@@ -3,11 +3,14 @@
 The interpreter accepts much that Triton's compiler refuses. Each launch is caught and its kernel compiled for the given
 compute capabilities from the very arguments of that launch; a line per kernel says which, and the target of its PTX.
 Needs a process in which kernels are not interpreted.
+
+Of the variants of a kernel each card gets some, so that two cards together get all; with `all`, each gets all.
 """
 
 import re
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,6 +54,21 @@ TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
 }
+Variant = TypeVar("Variant")
+Parts = dict[str, Any]
+
+
+class Card:
+    """One of those that are compiled for, and its share of variants: of each kind, every second."""
+
+    def __init__(self, capability: int, number: int, *, gets_all: bool) -> None:
+        self.capability = capability
+        self.narrow = torch.float16 if capability < 80 else torch.bfloat16
+        self.share = slice(None) if gets_all else slice(number % 2, None, 2)
+
+    def some(self, *variants: Variant) -> Iterable[Variant]:
+        """This card's of these."""
+        return variants[self.share]
 
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], warps: int, capability: int) -> Any:
@@ -86,42 +104,42 @@ def catch_launches(capability: int) -> None:
     triton.JITFunction.run = run
 
 
-def launch_everything(dtype: torch.dtype) -> None:
+def launch_everything(card: Card) -> None:
     """Each operator, forward and backward, with and without its optional parts."""
-    ops = torch.ops.tightfit
+    ops, dtype = torch.ops.tightfit, card.narrow
     x, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, dtype=dtype)
-    for bias, residual, centred in ((None, None, False), (weight, x, True)):
+    for bias, residual, centred in card.some((None, None, False), (weight, x, True)):
         _, _, stats = ops.row_norm(x, weight, bias, residual, 1e-6, 0.0, centred)
         ops.row_norm_backward(x, residual, x, weight, stats, 0.0, 2 if centred else 1)
-    for activation in tightfit.kernels.glu.ACTIVATIONS:
+    for activation in card.some(*tightfit.kernels.glu.ACTIVATIONS):
         ops.glu_backward(x, x, x, activation)
     ops.glu(x, None, "relu2", False)
     rows = torch.zeros(len(x), 2, dtype=torch.long)
     ops.gather_rows(x, rows.flatten())
-    for other, shares in ((None, None), (x, x[:, :2])):
+    for other, shares in card.some((None, None), (x, x[:, :2])):
         ops.combine_rows(x, other, shares, rows)
     ops.routed_mlp_row_gradients_(x, x, x, x[:, 0].contiguous(), x, x, x[:, 0].contiguous(), "silu")
     q, k, table = torch.ones(2, 4, 8, 64, dtype=dtype), torch.ones(2, 2, 8, 64, dtype=dtype), torch.ones(1, 1, 8, 24)
-    for interleaved in (False, True):
+    for interleaved in card.some(False, True):
         ops.rope(q, k, table, table, interleaved, True)
     logs = torch.ones(q.shape[:3])
-    tightfit.kernels.join_parts._launch(q, q, q.float(), (logs, logs))
-    tightfit.kernels.join_parts._launch(q.float(), q, q, None)
+    for joined in card.some((q, q, q.float(), (logs, logs)), (q.float(), q, q, None)):
+        tightfit.kernels.join_parts._launch(*joined)
     sums = tightfit.kernels.split_sum.SplitSum(x)
-    for sums.is_empty in (True, False):
+    for sums.is_empty in card.some(True, False):
         sums.add(0, x.float())
     sums.rounded(torch.ones(1), in_place=True)
-    launch_updates(x)
+    launch_updates(card, x)
 
 
-def launch_updates(x: Tensor) -> None:
+def launch_updates(card: Card, x: Tensor) -> None:
     """AdamW over float32 masters with a narrow copy, over narrow weights rounded stochastically, and over lists."""
     m, m_scale, v, v_scale = tightfit.kernels.adamw8bit.zero_moments(x)
-    for weight, copy, factor, key in ((x.float(), x, torch.ones(()), None), (x, None, None, 2**31 + 1)):
+    for weight, copy, factor, key in card.some((x.float(), x, torch.ones(()), None), (x, None, None, 2**31 + 1)):
         numbers = tightfit.kernels.adamw.Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1, key)
         tightfit.kernels.adamw._launch(weight, copy, x, x.float(), x, factor, numbers)
         tightfit.kernels.adamw8bit._launch(weight, copy, x, m, m_scale, v, v_scale, factor, numbers)
-    for tensor in (x, x.float()[:, 1:].contiguous()):
+    for tensor in card.some(x, x.float()[:, 1:].contiguous()):
         tightfit.kernels.adamw_list._launch(([tensor],) * 4, None, numbers)
         tightfit.kernels.gradient_norm._launch([tensor])
 
@@ -150,29 +168,32 @@ def launch_coded_products(dtype: torch.dtype) -> None:
     rows.expand_fp8(codes, scale, dtype)
 
 
-def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
+def launch_decoding(card: Card) -> None:
     """What a decoding step launches, for one token and for several, and prompts beside it."""
+    dtype, overlap = card.narrow, card.capability >= 90
     packed, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(256, 2, dtype=torch.float16)
     cut = tightfit.kernels.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
     tightfit.kernels.quantized_linear.launch_some(torch.ones(17, 256, dtype=dtype), packed, scale, None, 4, 128, cut)
     rows, few = tightfit.kernels.packed_rows, torch.ones(3, 256, dtype=dtype)
     share = rows.RowTiles(block_n=32, parts=2, stages=3)
-    rows.launch_packed_rows(few, packed, scale, None, 4, 128, share, few, overlap=overlap)
-    rows.launch_packed_rows(few, packed, scale, scale, 4, 128, share, activation="silu", overlap=overlap)
-    one = torch.ones(1, 256, dtype=dtype)
-    vector, bias = tightfit.kernels.packed_vector.packed_vector, packed[:, 0].to(dtype)
-    vector(one, packed, scale, None, 4, 128, residual=one, overlap=overlap)
-    vector(one, packed, scale, scale, 4, 128, norm=one[0], bias=bias, activation="silu", overlap=overlap)
+    added: Parts = {"zero": None, "residual": few}
+    for parts in card.some(added, {"zero": scale, "activation": "silu"}):
+        rows.launch_packed_rows(few, packed, scale, bits=4, group=128, tiles=share, **parts, overlap=overlap)
+    one, bias = torch.ones(1, 256, dtype=dtype), packed[:, 0].to(dtype)
+    around: Parts = {"zero": scale, "norm": one[0], "bias": bias, "activation": "silu"}
+    for parts in card.some({"zero": None, "residual": one}, around):
+        tightfit.kernels.packed_vector.packed_vector(one, packed, scale, bits=4, group=128, **parts, overlap=overlap)
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)
     numbers, half = torch.ones(3, dtype=torch.int64), torch.ones(8, 32, dtype=dtype)
     x, residual = torch.ones(1, 128, dtype=dtype), torch.ones(1, 256, dtype=dtype)
-    decode.decode_linear(x, weight, norm=norm, bias=weight[:, 0].contiguous(), overlap=overlap)
-    decode.decode_linear(x, weight, activation="silu", norm=norm, overlap=overlap)
-    decode.decode_linear(x, weight, residual=residual, out_dtype=torch.float32, overlap=overlap)
+    biased: Parts = {"norm": norm, "bias": weight[:, 0].contiguous()}
+    added = {"residual": residual, "out_dtype": torch.float32}
+    for parts in card.some(biased, {"activation": "silu", "norm": norm}, added):
+        decode.decode_linear(x, weight, **parts, overlap=overlap)
     qkv, counters = torch.ones(3, 8 * 64, dtype=dtype), torch.zeros(8, dtype=torch.int32)
-    for weights in ((None, None), (cache[0, 0, 0], cache[0, 0, 0])):
+    for weights in card.some((None, None), (cache[0, 0, 0], cache[0, 0, 0])):
         tightfit.kernels.rotate_store.rotate_store(
             qkv, cache, cache, numbers, numbers, half, half, heads=4, q_norm=weights[0], k_norm=weights[1]
         )
@@ -196,36 +217,31 @@ def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
     )
     blocks = tightfit.kernels.flash_blocks.Blocks(64, 32, 4, 1)
     query, tiles = qkv[:, :256].view(3, 4, 64), torch.ones(2, 4, dtype=torch.int32)
-    tightfit.kernels.paged_prefill.paged_prefill(
-        query, cache, cache, tables, tiles, query, scale=1.0, window=9, blocks=blocks
-    )
     sinks = query[0, :, 0].contiguous()
-    tightfit.kernels.paged_prefill.paged_prefill(
-        query, cache, cache, tables, tiles, query, scale=1.0, window=9, sinks=sinks, blocks=blocks
-    )
-    tightfit.kernels.paged_attention.paged_attention(
-        query, cache, cache, tables, numbers, scale=1.0, window=9, sinks=sinks, splits=4
-    )
+    for own_sinks in card.some(None, sinks):
+        tightfit.kernels.paged_prefill.paged_prefill(
+            query, cache, cache, tables, tiles, query, scale=1.0, window=9, sinks=own_sinks, blocks=blocks
+        )
     tightfit.kernels.greedy.launch(qkv, numbers, numbers, counters)
-    for splits in (1, 4):
+    sunk: Parts = {"splits": 4, "sinks": sinks}
+    for parts in card.some(sunk, {"splits": 4, "softcap": 2.0}, {"splits": 1, "softcap": 2.0}):
         tightfit.kernels.paged_attention.paged_attention(
-            query,
-            cache,
-            cache,
-            tables,
-            numbers,
-            scale=1.0,
-            window=9,
-            softcap=2.0,
-            splits=splits,
+            query, cache, cache, tables, numbers, scale=1.0, window=9, **parts
         )
 
 
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        catch_launches(int(argument))
-        narrow = torch.float16 if int(argument) < 80 else torch.bfloat16
-        launch_everything(narrow)
-        launch_decoding(narrow, overlap=int(argument) >= 90)
-        if int(argument) >= 90:
+def main(*arguments: str) -> None:
+    """For each compute capability among `arguments`."""
+    gets_all = "all" in arguments
+    capabilities = [int(argument) for argument in arguments if argument != "all"]
+    for number, capability in enumerate(capabilities):
+        catch_launches(capability)
+        card = Card(capability, number, gets_all=gets_all)
+        launch_everything(card)
+        launch_decoding(card)
+        if capability >= 90:
             launch_codes(torch.ones(64, 1024, dtype=torch.bfloat16))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
