@@ -30,6 +30,7 @@ from tests.distributed.training import (
 )
 from tests.train.models import TINY_ROUTED
 from tightfit.collectives.shards import is_shard
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import Quantize
@@ -125,6 +126,23 @@ def test_rounded_weights_train_as_on_one_process(group: Make, zero: int, scales:
     assert bool(learned) == (scales == "learned")
     for name in learned:
         assert distance(found.states[name], alone.states[name]) < NEAR, name
+
+
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_adapters_train_as_on_one_process(group: Make, micro_batch: int) -> None:
+    case = Case(data=2, micro_batch=micro_batch, adapter=AdapterTraining(rank=3), states=True)
+    found, alone = together(group(2).run(run_rank, case)), truth(case.alone())
+    for ours, theirs in zip(found.results, alone.results, strict=True):
+        assert (ours.loss, ours.gradient_norm) == pytest.approx((theirs.loss, theirs.gradient_norm), rel=NEAR)
+    trained = {name for name in alone.last if not torch.equal(alone.last[name], alone.first[name])}
+    assert trained == alone.gradients[0].keys() == {name for name in alone.last if "lora_" in name}
+    for name in alone.last:
+        assert distance(found.last[name], alone.last[name]) < NEAR, name
+    for step, gradients in enumerate(alone.gradients):
+        for name, gradient in gradients.items():
+            is_first = step == 0 and name.endswith("lora_a")  # while B is zero, A has no gradient
+            assert bool(gradient.any()) != is_first
+            assert is_first or distance(found.gradients[step][name], gradient) < NEAR, name
 
 
 def test_sharded_weights_are_written_whole_as_codes(group: Make) -> None:

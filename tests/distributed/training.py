@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.distributed.parts import Parts, held, united
 from tests.train.models import TINY, ragged_batch
 from tightfit.collectives.shards import as_dtensor, splits_of
+from tightfit.jobs.adapter import NOT_ADAPTED, AdapterTraining
 from tightfit.jobs.job import Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import NOT_QUANTIZED, Quantize
+from tightfit.levers.adapter import attach, initialise
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.spec import ModelSpec
@@ -77,6 +79,7 @@ class Case:
     levers: Levers = PLAIN
     settings: Optimizer = SETTINGS
     quantize: Quantize = NOT_QUANTIZED
+    adapter: AdapterTraining = NOT_ADAPTED
     states: bool = False
     """Whether the optimizer's states are gathered at the end: two messages a weight, for those who look at them."""
 
@@ -192,7 +195,11 @@ def build(case: Case, mesh: DeviceMesh | None) -> tuple[Decoder, torch.nn.Module
     def fill(model: Decoder) -> None:
         torch.manual_seed(5)
         init_weights(model)
+        if case.adapter.rank is not None:
+            initialise(model, 5)
 
+    if case.adapter.rank is not None:
+        attach(decoder, case.adapter, torch.float32)
     module, optimizer = assemble(
         decoder, mesh, case.layout, case.levers, case.precision, case.settings, CPU, fill, quantize=case.quantize
     )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.experts import ExpertTraining
 from tightfit.jobs.job import Job
 from tightfit.jobs.layout import Layout
@@ -46,6 +47,7 @@ BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
 PIPED = {"pipeline": 2}
 SQUARE = {"tensor": 4, "tensor_mesh": "2d", "micro_batch": 2}
 ROUNDING = WeightRounding(bits=3, group=64, learned=True)
+ADAPTED = AdapterTraining(rank=8).adapted()
 BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "stochastic_rounding_is_for_weights_without_masters": ({}, {"rounding": "stochastic"}, {"precision": "bf16"}),
     "factored_states_need_whole_weights": ({"data": 2, "zero": 1}, {"optimizer_states": "factored"}, {}),
@@ -107,6 +109,28 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"update_in_backward": True},
         {"rounding": ROUNDING},
     ),
+    "frozen_weights_are_whole": ({"data": 2, "zero": 3}, {}, {"adapted": ADAPTED}),
+    "frozen_weights_have_no_fp8_codes": ({}, {"matmul": "fp8-row"}, {"adapted": ADAPTED}),
+    "adapters_are_updated_after_backward": ({}, {"update_in_backward": True}, {"adapted": ADAPTED}),
+    "frozen_products_are_not_kept": (
+        {},
+        {"checkpoint_every": 1, "checkpoint_keep": "matmuls"},
+        {"adapted": ADAPTED},
+    ),
+    "adapters_learn_from_data": ({}, {}, {"adapted": ADAPTED, "distills": True}),
+    "adapters_are_of_dense_layers": ({}, {}, {"adapted": ADAPTED, "spec": ROUTED}),
+    "adapters_have_a_target": (
+        {},
+        {},
+        {"adapted": AdapterTraining(rank=8, targets=["gate"]).adapted(), "spec": preset("gpt2-xl")},
+    ),
+    "held_rows_are_whole_groups": (
+        {},
+        {},
+        {"adapted": AdapterTraining(rank=8, bits=4).adapted(), "spec": replace(SPEC, mlp_size=8200)},
+    ),
+    "adapters_stay_on_the_gpu": ({}, {"offload": "optimizer"}, {"adapted": ADAPTED}),
+    "tiles_drop_nothing": ({}, {"tiles": 2}, {"adapted": AdapterTraining(rank=8, dropout=0.1).adapted()}),
     "small_steps_need_float32": ({}, {}, {"shrinks": True, "precision": "pure-bf16"}),
     "pieces_do_not_shrink": ({}, {"offload": "optimizer"}, {"shrinks": True}),
     "two_versions_shrink_apart": (PIPED | {"schedule": "2bw"}, {}, {"shrinks": True}),
@@ -116,6 +140,7 @@ BROKEN_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]
     "deepspeed_splits_over_data_ranks": ({"tensor": 2}, {}, {}),
     "deepspeed_has_no_teacher": ({"data": 2, "zero": 1}, {}, {"distills": True}),
     "deepspeed_rounds_nothing": ({"data": 2, "zero": 1}, {}, {"rounding": ROUNDING}),
+    "deepspeed_has_no_adapters": ({"data": 2, "zero": 1}, {}, {"adapted": ADAPTED}),
     "deepspeed_does_not_shrink": ({"data": 2, "zero": 1}, {}, {"shrinks": True}),
     "deepspeed_has_something_to_do": ({"data": 2}, {}, {}),
     "deepspeed_does_not_correct_choices": (

@@ -40,6 +40,12 @@ def plan(
         list[str] | None,
         typer.Option("-o", "--pin", help="Decide a field: -o layout.zero=3 -o levers.offload=none. May be repeated."),
     ] = None,
+    adapter: Annotated[
+        int | None, typer.Option(help="Train adapters of this rank (LoRA) on the model, which stays frozen.")
+    ] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="With --adapter: bits that the frozen model is held in, 2, 4 or 8 (QLoRA).")
+    ] = None,
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Let the planner narrow optimizer states.")
     ] = False,
@@ -75,6 +81,7 @@ def plan(
     tightfit plan llama-3.1-8b --on 8xV100-32GB --seq 512 --global-batch 64
     tightfit plan llama-3.1-405b --on 128x8xH100-80GB --seq 8192 --batch-tokens 16M --tokens 15T
     tightfit plan llama-3.1-8b --on H100-80GB -o levers.offload=none
+    tightfit plan llama-3.1-8b --on RTX3090-24GB --adapter 16 --bits 4
     tightfit plan llama-3.1-8b --on T4 --serve --quantize q8_0 --context 4096
     tightfit plan compressed-model --on T4 --serve
     """
@@ -105,6 +112,7 @@ def plan(
         tokens=tokens,
         pins=pin or [],
         lossy=allow_lossy,
+        adapter=_adapter_fields(adapter, bits),
     )
     _check_outputs(save, export or [])
     with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
@@ -119,12 +127,26 @@ def plan(
         from tightfit.plan.export.files import export as write_export
 
         said += [line for wanted in export for line in write_export(found.plan, wanted)]
-    if (small := _compressed_weights(found.plan.model, found.plan.workload.spec)) is not None:
+    frozen = found.plan.workload.adapted is not None
+    if not frozen and (small := _compressed_weights(found.plan.model, found.plan.workload.spec)) is not None:
         extra["expanded"] = small.description
         said.append(f"{found.plan.model} is compressed ({small.description}); training expands it and counts all of it")
     print_answer(found, as_json=as_json, extra=extra, said=said)
     if not found.plan.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _adapter_fields(rank: int | None, bits: int | None) -> dict[str, int]:
+    """What a job says of adapters, where options ask for some."""
+    from tightfit.errors import UserError
+
+    if rank is None and bits is not None:
+        raise UserError(
+            f"--bits is {bits}, which is about the model under adapters; add --adapter RANK or leave it out"
+        )
+    if rank is None:
+        return {}
+    return {"rank": rank} if bits is None else {"rank": rank, "bits": bits}
 
 
 def _check_outputs(save: Path | None, exports: list[str]) -> None:
@@ -161,6 +183,7 @@ def _question(
     tokens: str | None,
     pins: list[str],
     lossy: bool,
+    adapter: dict[str, int],
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
@@ -202,6 +225,10 @@ def _question(
     )
     if taught is not None:
         workload = with_teacher(workload, taught)
+    if adapter:
+        from tightfit.plan.adapters import with_adapters
+
+        workload, job = with_adapters(workload, model, adapter), {**job, "adapter": adapter}
     return Question(
         model=model,
         workload=workload,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.distill import Distill
 from tightfit.jobs.experts import ExpertTraining
 from tightfit.jobs.layout import Layout
@@ -193,6 +194,8 @@ class Job(Section):
     """A teacher whose predictions are learned besides the data."""
     quantize: Quantize = Quantize()
     """Weights that are rounded while they are trained, for a compressed model at the end."""
+    adapter: AdapterTraining = AdapterTraining()
+    """Low-rank matrices that are trained on top of the model, which stays as it is (LoRA, QLoRA)."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
     steps: int | None = Field(default=None, ge=1, le=10**12)
@@ -281,15 +284,16 @@ class Job(Section):
             compares_features=self.distill.features > 0 or self.distill.attention > 0,
             compares_attention=self.distill.attention > 0,
             rounding=self.quantize.rounding,
+            adapted=self.adapter.adapted(),
             shrinks=self.optimizer.l1 > 0,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 
     @property
     def saves_sharded(self) -> bool:
-        """Whether ranks write their own parts of a checkpoint."""
+        """Whether ranks write their own parts of a checkpoint; adapters are small, and the first one's."""
         wanted = self.engine == "tightfit" if self.saving.sharded is None else self.saving.sharded
-        return wanted and self.layout.ranks > 1
+        return wanted and self.layout.ranks > 1 and self.adapter.rank is None
 
     @property
     def accumulation(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tightfit.errors import UserError
+from tightfit.jobs.adapter import Adapted
 from tightfit.jobs.engine import ENGINES, Engine, EngineName
 from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.quantize import WeightRounding
@@ -28,6 +29,8 @@ class Workload:
     teacher: Teacher | None = None
     rounding: WeightRounding | None = None
     """How weights are rounded while they are trained."""
+    adapted: Adapted | None = None
+    """Adapters that are trained on top of a frozen model."""
 
     def __post_init__(self) -> None:
         for name, least in (("sequence_length", 2), ("global_batch", 1)):
@@ -51,6 +54,7 @@ class Workload:
             global_batch=job.global_batch,
             precision=precision,
             rounding=job.quantize.rounding,
+            adapted=job.adapter.on(job.model.source, spec),
         )
 
     @property
@@ -94,9 +98,10 @@ def teacher_of(job: "Job", spec: ModelSpec, precision: PrecisionName) -> Teacher
 
 
 def with_teacher(workload: Workload, job: "Job") -> Workload:
-    """`workload` with the teacher of `job` and its rounded weights, where it has such; without torch, so of a directory
-    or a preset's shape."""
-    workload = replace(workload, rounding=job.quantize.rounding)
+    """`workload` with the teacher of `job`, its rounded weights and its adapters, where it has such; without torch, so
+    of a directory or a preset's shape."""
+    adapted = job.adapter.on(job.model.source, workload.spec)
+    workload = replace(workload, rounding=job.quantize.rounding, adapted=adapted)
     if job.distill.teacher is None:
         return workload
     spec = resolve_spec(job.model.source if job.distill.teacher == SELF else job.distill.teacher)

@@ -93,6 +93,26 @@ def quantized_linear_eager(
     return F.linear(x, expanded_eager(words, scale, zero, bits, x.shape[-1], x.dtype))
 
 
+def expanded(
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bits: int,
+    inputs: int,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """The matrix [N, K] that the codes stand for."""
+    if not (use_triton(impl, scale) and can_be_fused(inputs, bits, group)):
+        return expanded_eager(words, scale, zero, bits, inputs, dtype)
+    if zero is not None and zero.stride() != scale.stride():
+        scale, zero = by_group(scale), by_group(zero)
+    matrix: Tensor = _expand(words, scale, zero, bits, group, dtype)
+    return matrix
+
+
 def expanded_eager(
     words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, inputs: int, dtype: torch.dtype
 ) -> Tensor:
@@ -264,7 +284,7 @@ def tiles_for(M: int, N: int, K: int, bits: int, device: torch.device) -> Tiles:
 
 
 @cache
-def _counters(device: torch.device) -> Tensor:
+def finish_counters(device: torch.device) -> Tensor:
     """Of programs that have finished their share of an output; the last sets its counter back to zero. Launches of one
     stream, one after the other, share them."""
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
@@ -297,7 +317,7 @@ def launch_some(
             words if zero is None else zero,
             y,
             partial,
-            _counters(x.device),
+            finish_counters(x.device),
             M,
             N,
             K,

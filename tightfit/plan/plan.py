@@ -15,6 +15,7 @@ from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, machine_of_json
+from tightfit.jobs.adapter import Adapted, FrozenBase
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import WeightRounding
@@ -22,6 +23,7 @@ from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.ledger import Ledger
+from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.steptime import StepTime
@@ -77,7 +79,8 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Predicted share of the machine's peak that goes into the model's own operations."""
-        flops = token_flops(self.workload.spec, self.workload.sequence_length)
+        frozen = self.workload.adapted is not None
+        flops = token_flops(self.workload.spec, self.workload.sequence_length, frozen=frozen)
         return flops * self.tokens_per_second / peak_flop_s(self.workload.precision, self.machine)
 
     def confirmed(self, simulated: Ledger) -> dict[str, Any]:
@@ -187,7 +190,15 @@ def _workload_from_json(data: Mapping[str, Any]) -> Workload:
     teacher = None if taught is None else Teacher(**{**taught, "spec": spec_from_json(taught["spec"])})
     rounded = data.get("rounding")
     rounding = None if rounded is None else WeightRounding(**rounded)
-    return Workload(**{**data, "spec": spec_from_json(data["spec"]), "teacher": teacher, "rounding": rounding})
+    adapted = data.get("adapted")
+    parts = {"teacher": teacher, "rounding": rounding, "adapted": None if adapted is None else _adapted(adapted)}
+    return Workload(**{**data, "spec": spec_from_json(data["spec"]), **parts})
+
+
+def _adapted(data: Mapping[str, Any]) -> Adapted:
+    scheme = data["base"]["scheme"]
+    base = FrozenBase(**{**data["base"], "scheme": None if scheme is None else Scheme(**scheme)})
+    return Adapted(**{**data, "projections": tuple(data["projections"]), "base": base})
 
 
 def spec_from_json(data: Mapping[str, Any]) -> ModelSpec:

@@ -101,6 +101,7 @@ class SearchSpace:
             sequence_length=workload.sequence_length,
             distills=workload.teacher is not None,
             rounding=workload.rounding,
+            adapted=workload.adapted,
         )
         return refused_by_trainer(run)
 

@@ -6,7 +6,7 @@ are compared with measurements.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import NOT_QUANTIZED
 from tightfit.jobs.workload import Workload
+from tightfit.levers.adapter import attach, hold_in_codes
 from tightfit.levers.policy.offload import offloads_states
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
@@ -195,6 +196,9 @@ def build(
 ) -> Program:
     """A training step on random tokens, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, levers, device, impl, tracer)
+    if workload.adapted is not None:
+        with nullcontext() if tracer is None else tracer.pause():  # in training it comes as it is held
+            _adapt(decoder, workload, device, impl)
     if tracer is not None:
         if layout.zero or offloads_states(levers):
             with tracer.pause():  # in training this model is on the meta device, or on the host
@@ -218,6 +222,16 @@ def build(
     return Program(module, decoder, optimizer, _batches(workload, layout), device, scale, Ranks.of(mesh))
 
 
+def _adapt(decoder: Decoder, workload: Workload, device: torch.device, impl: Implementations) -> None:
+    """Freeze a decoder, hold it in codes where the workload does, and give it adapters."""
+    adapted = workload.adapted
+    assert adapted is not None
+    if adapted.base.scheme is not None:
+        hold_in_codes(decoder, adapted.base.scheme, device, impl.glu)
+    dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
+    attach(decoder, adapted.settings, dtype)
+
+
 def _unfilled(
     workload: Workload,
     layout: Layout,
@@ -232,15 +246,16 @@ def _unfilled(
     built on the host.
     """
     faking, offloaded = isinstance(torch.empty(0), FakeTensor), offloads_states(levers)
+    has_masters = workload.has_masters and workload.adapted is None  # a frozen model has none
     shared = layout.zero > 0 or layout.tensor * layout.pipeline > 1
     if offloaded and not faking and not shared:
-        dtype = torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision]
+        dtype = torch.float32 if has_masters else COMPUTE_DTYPES[workload.precision]
         return blank_decoder(workload.spec, "cpu", dtype, impl)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if workload.has_masters else COMPUTE_DTYPES[workload.precision])
+    torch.set_default_dtype(torch.float32 if has_masters else COMPUTE_DTYPES[workload.precision])
     try:
         with torch.device("meta" if shared and not faking else device):
-            if tracer is not None and (shared or offloaded):
+            if tracer is not None and (shared or offloaded or workload.adapted is not None):
                 with tracer.pause():
                     return Decoder(workload.spec, impl)
             return Decoder(workload.spec, impl)
@@ -254,7 +269,7 @@ def claim_tensors(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period
     Backward is divided into sections of `period` layers.
     """
     tracer.name_modules(model)
-    tracer.claim(model.parameters(), "weights")
+    tracer.claim((*model.parameters(), *model.buffers()), "weights")
     if optimizer.buffered is not None:
         tracer.claim(optimizer.buffered.model.versions.older, "weights")
     tracer.claim_gradients(model.parameters())

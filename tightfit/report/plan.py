@@ -12,7 +12,7 @@ from tightfit.hardware.catalog import CATALOG
 from tightfit.memory.ledger import Component, Ledger
 from tightfit.plan.answer import Answer
 from tightfit.plan.batch import Batch, batch_of, warning
-from tightfit.plan.describe import describe_layout, describe_levers
+from tightfit.plan.describe import describe_adapters, describe_layout, describe_levers
 from tightfit.plan.plan import Plan
 from tightfit.plan.serving import Serving
 from tightfit.report.escaping import escape
@@ -85,6 +85,7 @@ def _facts(answer: Answer) -> Table:
         ("layout", describe_layout(plan.layout)),
         ("levers", describe_levers(plan.levers)),
         ("precision", plan.workload.precision),
+        *((("adapters", said),) if (said := describe_adapters(plan.workload)) else ()),
         ("batch", str(batch_of(plan.workload, plan.layout))),
     ]
     rows.append(("MFU", f"{plan.mfu:.1%} of the {plan.machine.accelerator.name}'s peak"))

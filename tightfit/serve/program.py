@@ -15,8 +15,10 @@ from torch import Tensor
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.kernels.decode_attention import decode_attention
 from tightfit.kernels.decode_linear import decode_linear
+from tightfit.kernels.fp8_vector import fp8_vector
 from tightfit.kernels.glu import glu
 from tightfit.kernels.overlap import can_overlap
+from tightfit.kernels.packed_vector import packed_vector
 from tightfit.kernels.rms_norm import rms_norm
 from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
@@ -204,16 +206,14 @@ class Program:
         ]
 
     def coded_products(self, rows: int) -> list[Callable[[], Tensor]]:
-        """Those of a layer for several tokens that run through kernels of ours: of packed weights."""
+        """Those of a layer for several tokens that run through kernels of ours: of coded weights."""
         layer = self.layers[0]
-        weights = [weight for weight in (layer.qkv, layer.o, layer.down) if isinstance(weight, PackedWeight)]
-        inputs = [torch.zeros((rows, weight.inputs), device=self.device, dtype=self.dtype) for weight in weights]
-        calls: list[Callable[[], Tensor]] = [
-            partial(weight.product, x, None) for weight, x in zip(weights, inputs, strict=True)
-        ]
-        if isinstance(layer.gate_up, PackedWeight):
-            x = torch.zeros((rows, layer.gate_up.inputs), device=self.device, dtype=self.dtype)
-            calls.append(partial(self.gated_product, x, layer.gate_up, None))
+        calls: list[Callable[[], Tensor]] = []
+        for weight in (layer.qkv, layer.o, layer.down, layer.gate_up):
+            if isinstance(weight, PackedWeight | Fp8Weight):
+                x = torch.zeros((rows, weight.inputs), device=self.device, dtype=self.dtype)
+                gated = weight is layer.gate_up
+                calls.append(partial(self.gated_product if gated else self.product, x, weight, None))
         return calls
 
     def _one_product(
@@ -227,16 +227,41 @@ class Program:
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A product of one token with what stands before and after it, all in one kernel but norms of packed ones."""
+        """A product of one token with what stands before and after it, fused where our kernels take the weight."""
         if isinstance(weight, Fp8Weight) and not weight.can_decode:
             x = x if norm is None else self.norm(x, norm)
             made = self.gated_product(x, weight, bias) if gated else weight.product(x, bias)
             return made if residual is None else made + residual
+        if isinstance(weight, PackedWeight) and weight.takes_vector(x.dtype):
+            return packed_vector(
+                x,
+                *weight,
+                bias=bias,
+                norm=norm,
+                norm_eps=self.spec.norm_eps,
+                norm_offset=self.offset,
+                activation=self.spec.activation if gated else "",
+                residual=residual,
+                overlap=self.overlap,
+            )
         if isinstance(weight, PackedWeight):
             x = x if norm is None else self.norm(x, norm)
             if gated:
                 return weight.gated_product(x, bias, self.spec.activation, overlap=self.overlap)
             return weight.product(x, bias, residual, overlap=self.overlap)
+        if isinstance(weight, Fp8Weight) and weight.takes_vector(x.dtype):
+            return fp8_vector(
+                x,
+                *weight,
+                bias=bias,
+                norm=norm,
+                norm_eps=self.spec.norm_eps,
+                norm_offset=self.offset,
+                activation=self.spec.activation if gated else "",
+                residual=residual,
+                out_dtype=out_dtype,
+                overlap=self.overlap,
+            )
         assert not isinstance(weight, HalfWeight), "those are a CPU's"
         codes, scale = weight if isinstance(weight, Fp8Weight) else (weight, None)
         return decode_linear(

@@ -14,11 +14,12 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.experts import AS_SAVED
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
-from tightfit.models.loading import has_weights, source_spec
+from tightfit.models.loading import digest_of, has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
@@ -90,8 +91,10 @@ def check_run(
     spec, tokenizer, data = _found(job, checkpoint, say, show_bars, ranks)
     check_teacher(job, spec, tokenizer)
     facts = {"precision": precision, "data": data.store.fingerprint, "rows": len(data.train)}
+    if job.adapter.rank is not None and saves:
+        facts["base"] = _base_digest(job)
     _refuse_other_facts(job, facts, position, checkpoint, ranks)
-    _tell_model(spec, precision, device, ranks, say)
+    _tell_model(job, spec, precision, device, ranks, say)
     total = total_steps(job, len(data.train))
     _refuse_passed(position, checkpoint, total)
     checked = CheckedRun(
@@ -168,9 +171,11 @@ def _refuse_split(spec: ModelSpec, job: Job) -> None:
         raise UserError(sentence)
 
 
-def _tell_model(spec: ModelSpec, precision: str, device: torch.device, ranks: Ranks, say: Say) -> None:
+def _tell_model(job: Job, spec: ModelSpec, precision: str, device: torch.device, ranks: Ranks, say: Say) -> None:
     place = device.type if ranks.processes == 1 else f"{ranks.processes} × {device.type}"
-    say(f"model: {spec.params():,} parameters, {precision} on {place}")
+    adapted = job.adapter.adapted()
+    trained = "" if adapted is None else f" frozen, {adapted.params(spec):,} of adapters"
+    say(f"model: {spec.params():,} parameters{trained}, {precision} on {place}")
     if device.type == "cpu" and "bf16" in precision and not has_native_bf16():
         say("this CPU has no bf16 instructions: expect some 200 times fp32's time, or set precision=fp32")
 
@@ -243,6 +248,16 @@ def wants_weights(job: Job) -> bool:
     return found and job.model.weights != "random"
 
 
+def _base_digest(job: Job) -> str:
+    """Of the model under adapters, which must be there for others to load them."""
+    if not wants_weights(job):
+        raise UserError(
+            f"adapter.rank trains on top of a model's weights, but the run would begin {job.model.source} at random; "
+            "name a directory or a GGUF file that has weights, and set model.weights=auto"
+        )
+    return digest_of(job.model.source)
+
+
 def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
     """A model that starts at random takes the vocabulary of the tokenizer trained for it."""
     if job.tokenizer.source != "train":
@@ -281,6 +296,8 @@ def _refuse_contradictions(job: Job, precision: str, position: Position, checkpo
     sources = [_look_up(fields, "tokenizer.source") for fields in (position.job, now)]
     if any(source in ("model", "train") for source in sources):
         pairs.append(("tokenizer.source", *sources))
+    adapters = [AdapterTraining.model_validate(fields.get("adapter") or {}) for fields in (position.job, now)]
+    pairs += [(f"adapter.{name}", *(getattr(each, name) for each in adapters)) for name in AdapterTraining.model_fields]
     for name, saved, wanted in pairs:
         if saved != wanted:
             raise UserError(

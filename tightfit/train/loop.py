@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,7 @@ from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.distillation import teacher_spec
 from tightfit.train.evaluation import Evaluation, evaluate
 from tightfit.train.expert_load import ExpertMeter, LayerLoad
+from tightfit.train.frozen_base import saved_adapter
 from tightfit.train.metrics import METRICS_FILE, MetricsLog, SideFiles, read_metrics
 from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.pace import Pace, peak_flops
@@ -390,6 +391,7 @@ class _Run:
             self.saver.save(self.job.output, p.model, p.optimizer, dtype, p.tokenizer, position, **kept)
         else:
             content = gathered(p.model, p.optimizer, dtype, self.ranks)
+            content = replace(content, adapter=saved_adapter(self.job, p.facts, p.precision))
             if self.ranks.first:
                 save_checkpoint(self.job.output, content, p.tokenizer, position, **kept)
             self.ranks.barrier()
@@ -427,7 +429,9 @@ class _Run:
             return None
         memory_bytes = torch.cuda.get_device_properties(p.device).total_memory
         peak = peak_flops(device_name(p.device), memory_bytes, p.precision)
-        spent = self.pace.tokens_per_second * token_flops(p.model.spec, self.job.data.sequence_length)
+        frozen = self.job.adapter.rank is not None
+        flops = token_flops(p.model.spec, self.job.data.sequence_length, frozen=frozen)
+        spent = self.pace.tokens_per_second * flops
         return None if peak is None else spent / (peak * self.ranks.processes)
 
     def _samples(self) -> list[tuple[str, str]]:

@@ -152,7 +152,8 @@ def _place(error: BaseException, model: nn.Module) -> tuple[str, str]:
 def _layer_at_work(model: nn.Module) -> str:
     """Backward leaves no module on the stack, but gradients behind it: it was at the last layer that lacks some."""
     layers = list(getattr(model, "layers", []))
-    lacking = [i for i, layer in enumerate(layers) if any(p.grad is None for p in layer.parameters())]
+    trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+    lacking = [i for i, parameters in enumerate(trained) if any(p.grad is None for p in parameters)]
     if not lacking:
         return "embed" if layers else ""
     return f"layers.{lacking[-1]}" if lacking[-1] < len(layers) - 1 else f"layers.{lacking[-1]} or the loss"

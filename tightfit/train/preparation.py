@@ -26,6 +26,7 @@ from tightfit.train.checks import CheckedRun, check_run, wants_weights
 from tightfit.train.data.loader import Loader, make_loader
 from tightfit.train.deepspeed_engine import deepspeed_assembled
 from tightfit.train.distillation import teach
+from tightfit.train.frozen_base import frozen_model
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.run_data import Rows
@@ -122,7 +123,7 @@ def _assembled(checked: CheckedRun, mesh: DeviceMesh | None) -> tuple[Decoder, n
     """Weights from the checkpoint, the source or the seed, split and optimized as the job says."""
     job, spec, device, precision = checked.job, checked.spec, checked.device, checked.precision
 
-    def fill(model: Decoder) -> None:
+    def load(model: Decoder) -> None:
         torch.manual_seed(job.seed)
         if checked.checkpoint is not None:
             restore_weights(checked.checkpoint, model)
@@ -132,8 +133,11 @@ def _assembled(checked: CheckedRun, mesh: DeviceMesh | None) -> tuple[Decoder, n
             init_weights(model, device=device)
 
     if job.engine == "deepspeed":
-        return deepspeed_assembled(job, spec, device, precision, fill)
-    model = unfilled(spec, job.layout, precision, device, job.levers)
+        return deepspeed_assembled(job, spec, device, precision, load)
+    if job.adapter.rank is not None:
+        model, fill = frozen_model(checked)
+    else:
+        model, fill = unfilled(spec, job.layout, precision, device, job.levers), load
     module, optimizer = assemble(
         model,
         mesh,

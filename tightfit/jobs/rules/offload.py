@@ -31,6 +31,16 @@ def learned_scales_stay_on_the_gpu(run: Run) -> str | None:
     return None
 
 
+@rule(RUN_RULES, "levers.offload", "adapter.rank")
+def adapters_stay_on_the_gpu(run: Run) -> str | None:
+    if run.levers.offload != "none" and run.adapted is not None:
+        return (
+            f"levers.offload is {run.levers.offload}, but the states of adapters are small and their model is frozen; "
+            "set it to none, and adapter.bits=4 for less memory"
+        )
+    return None
+
+
 @rule(RUN_RULES, "levers.offload", "optimizer.l1")
 def pieces_do_not_shrink(run: Run) -> str | None:
     if run.levers.offload != "none" and run.shrinks:

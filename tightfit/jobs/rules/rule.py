@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from tightfit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from tightfit.jobs.adapter import Adapted
     from tightfit.jobs.layout import Layout
     from tightfit.jobs.levers import Levers
     from tightfit.jobs.quantize import WeightRounding
@@ -32,6 +33,8 @@ class Run:
     compares_attention: bool = False
     rounding: "WeightRounding | None" = None
     """How weights are rounded while they are trained."""
+    adapted: "Adapted | None" = None
+    """Adapters that are trained on top of a frozen model."""
     shrinks: bool = False
     """Whether every step moves weights towards zero (optimizer.l1)."""
 

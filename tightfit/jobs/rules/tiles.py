@@ -32,6 +32,16 @@ def tiles_attend_in_groups_of_heads(run: Run) -> str | None:
     return None if run.spec is None else whole_attention(run.spec, "levers.tiles", run.levers.tiles)
 
 
+@rule(RUN_RULES, "levers.tiles", "adapter.dropout")
+def tiles_drop_nothing(run: Run) -> str | None:
+    if run.levers.tiles > 1 and run.adapted is not None and run.adapted.drops:
+        return (
+            f"levers.tiles is {run.levers.tiles}, whose layers are computed twice alike, but adapter.dropout draws "
+            "anew; set it to 0"
+        )
+    return None
+
+
 @rule(RUN_RULES, "levers.tiles", "layout.tensor_mesh")
 def a_mesh_sends_all_tokens_at_once(run: Run) -> str | None:
     tiles, kind = run.levers.tiles, run.layout.tensor_mesh

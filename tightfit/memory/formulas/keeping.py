@@ -53,9 +53,13 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
     """Bytes on the GPU and seconds again of one layer at each level.
 
     What tiles compute again is not kept either: `matmuls` is then the same as the level before, which is taken.
+    Products of frozen layers, which adapters add to, are not kept at all: that level is no better than the others.
     """
     options: list[KeepOption] = []
     for level, seconds in zip(KEEP_LEVELS, _recompute_seconds(shape, layer), strict=True):
+        if level == "matmuls" and shape.adapted is not None:
+            options.append(KeepOption(options[-1].bytes, options[0].seconds))
+            continue
         if level == "matmuls" and shape.has_tiles:
             options.append(options[-1])
             continue

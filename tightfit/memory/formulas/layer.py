@@ -3,10 +3,12 @@
 Tiled or not is decided here; saved.py and layer_moments.py are about whole layers, tiles.py about tiled ones.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from tightfit.jobs.engine import ENGINES
 from tightfit.levers.policy.recompute import KeepLevel
+from tightfit.memory.formulas.adapter import trained_moments
 from tightfit.memory.formulas.layer_moments import LayerCost, untiled_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import (
@@ -57,6 +59,11 @@ def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
 @lru_cache(maxsize=4096)
 def layer_cost(shape: LocalShape, layer: int) -> LayerCost:
     """All of layer `layer`'s bytes on one rank."""
+    cost = _layer_cost(shape, layer)
+    return cost if shape.adapted is None else replace(cost, backward=trained_moments(shape, cost.backward))
+
+
+def _layer_cost(shape: LocalShape, layer: int) -> LayerCost:
     if shape.is_tiled(layer):
         return tiled_cost(shape, layer)
     attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))

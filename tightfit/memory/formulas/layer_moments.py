@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tightfit.levers.policy.recompute import needs_last_product
+from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import STATISTIC
 from tightfit.memory.formulas.tensor_mesh import CubicMlp, cubic_mlp
@@ -67,6 +68,9 @@ def untiled_cost(shape: LocalShape, layer: int, attention_bytes: int, mlp_bytes:
     again_bytes = shape.routed_bytes if is_routed else 0  # tokens, once per expert, for gate and up
     if gathered_bytes or needs_last_product(shape.spec, layer):
         again_bytes = extra_bytes + gathered_bytes
+    if shape.adapted is not None:  # a coded matrix beside what is there before the product
+        inner_bytes = shape.inner_bytes(shape.spec.mlp_size) if shape.trains("down") else 0
+        again_bytes = max(again_bytes, expanded_bytes(shape, "up") - inner_bytes)
     cost = LayerCost(
         forward_extra=extra_bytes,
         forward_working=max(working_bytes, attention_bytes) + gathered_bytes,
@@ -101,14 +105,16 @@ def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[Laye
 def _mlp_extra(shape: LocalShape) -> int:
     """When the MLP of a forward pass that keeps what it must ends: its product, unless that is kept, and its result."""
     spec = shape.spec
-    product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not spec.mlp_bias else 0
-    return product_bytes + shape.hidden_bytes
+    keeps_product = spec.mlp_bias if shape.adapted is None else shape.trains("down")
+    product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not keeps_product else 0
+    return product_bytes + shape.hidden_bytes + expanded_bytes(shape, "down")
 
 
 def _mlp_working(shape: LocalShape) -> int:
     """When the MLP of a forward pass that keeps nothing ends: the sum, its norm, gate, up and product, its result."""
     inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
-    return 2 * shape.stream_bytes + (3 if shape.spec.gated else 2) * inner_bytes + shape.hidden_bytes
+    made_bytes = (3 if shape.spec.gated else 2) * inner_bytes + shape.hidden_bytes
+    return 2 * shape.stream_bytes + made_bytes + expanded_bytes(shape, "down")
 
 
 def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
@@ -120,13 +126,18 @@ def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...
         "gradient of the MLP's product",
         saved_bytes=saved_bytes,
         gradient_bytes=stream_bytes + shape.inner_bytes(spec.mlp_size),
+        workspace_bytes=expanded_bytes(shape, "down"),
         complete_weights=matrix,
         new_weights=matrix,
     )
+    is_apart = shape.adapted is not None
     inputs = LayerMoment(
         "gradient of the MLP's input",
-        saved_bytes=saved_bytes,
-        gradient_bytes=stream_bytes + shape.hidden_bytes,
+        # by then the product that an adapter kept is gone
+        saved_bytes=saved_bytes - (shape.inner_bytes(spec.mlp_size) if is_apart and shape.trains("down") else 0),
+        # of gate and up apart, through one of them and through the other
+        gradient_bytes=stream_bytes + shape.hidden_bytes * (2 if is_apart and spec.gated else 1),
+        workspace_bytes=expanded_bytes(shape, "up"),
         complete_weights=matrices,
         new_weights=matrices,
     )
@@ -200,6 +211,7 @@ def _attention_backward(
         saved_bytes=2 * stream_bytes,  # the norm's input and output
         # of the stream, of q, k and v, and of their input: through one of them, and summed over those before
         gradient_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
+        workspace_bytes=expanded_bytes(shape, "q"),
         complete_weights=mlp_weights + output_weights + qkv_weights,
         new_weights=qkv_weights,
     )

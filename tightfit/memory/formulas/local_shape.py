@@ -5,9 +5,10 @@ Tensor ranks hold heads/t heads and mlp_size/t columns each (Megatron, Shoeybi e
 for a projection is gathered again in backward rather than kept. Context ranks hold length/c tokens of every row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from tightfit.jobs.adapter import Adapted, Projection
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -42,6 +43,8 @@ class LocalShape:
     codes_inputs: bool = False
     """Whether linear layers keep their input as fp8 codes, of a byte each."""
     engine_name: EngineName = "tightfit"
+    adapted: Adapted | None = None
+    """Adapters that are trained, where the model is frozen."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -50,7 +53,7 @@ class LocalShape:
     def _hash(self) -> int:
         """Of what tells shapes of one search apart; formulas are remembered by it."""
         split = self.tensor, self.mesh_ranks, self.sequence_parallel, self.context, self.ring, self.expert, self.tiles
-        return hash((self.spec, self.rows, self.length, self.element_bytes, *split))
+        return hash((self.spec, self.rows, self.length, self.element_bytes, *split, self.adapted is None))
 
     @cached_property
     def tokens(self) -> int:
@@ -151,6 +154,10 @@ class LocalShape:
         width = self.columns(self.spec.experts.mlp_size) if self.spec.experts is not None else 0
         return self.routed_rows * width * self.element_bytes
 
+    def trains(self, *names: Projection) -> bool:
+        """Whether any of these projections needs its input for a gradient of weights."""
+        return self.adapted is None or self.adapted.has(*names)
+
     @property
     def has_tiles(self) -> bool:
         """Whether layers that can work through their tokens in pieces,"""
@@ -177,15 +184,29 @@ _remembered = lru_cache(maxsize=4096)(LocalShape)
 def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
     """The shape on every rank of `layout`."""
     rows, length = ceil(layout.micro_batch, layout.row_parts), ceil(workload.sequence_length, layout.context)
-    return _split_shape(workload.spec, layout, levers, rows, length, workload.weight_bytes, workload.engine_name)
+    shape = _split_shape(workload.spec, layout, levers, rows, length, workload.weight_bytes, workload.engine_name)
+    return shape if workload.adapted is None else _with_adapters(shape, workload.adapted)
 
 
 def shape_of_input(
-    spec: ModelSpec, layout: Layout, levers: Levers, rows: int, length: int, element_bytes: int
+    spec: ModelSpec,
+    layout: Layout,
+    levers: Levers,
+    rows: int,
+    length: int,
+    element_bytes: int,
+    adapted: Adapted | None = None,
 ) -> LocalShape:
     """The shape on a rank of `layout` whose layers take [rows, length, hidden], its part of the sequence."""
     splits_sequence = layout.tensor_mesh == "1d" and layout.sequence_parallel
-    return _split_shape(spec, layout, levers, rows, length * (layout.tensor if splits_sequence else 1), element_bytes)
+    whole_length = length * (layout.tensor if splits_sequence else 1)
+    shape = _split_shape(spec, layout, levers, rows, whole_length, element_bytes)
+    return shape if adapted is None else _with_adapters(shape, adapted)
+
+
+@lru_cache(maxsize=4096)
+def _with_adapters(shape: LocalShape, adapted: Adapted) -> LocalShape:
+    return replace(shape, adapted=adapted)
 
 
 def _split_shape(

@@ -2,7 +2,8 @@
 
 `plain` is linear_cross_entropy_eager: logits, a float32 copy, its log-softmax, and as much again for gradients. `fused`
 is kernels/linear_cross_entropy.py: one buffer of logits, the gradient of the hidden states, and the weight's gradient
-as a float32 sum which becomes a tensor of the weight's dtype in backward. Tensor ranks split the vocabulary.
+as a float32 sum which becomes a tensor of the weight's dtype in backward (a frozen one has none). Tensor ranks split
+the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
     spec, hidden_bytes = shape.spec, shape.hidden_bytes
     row_bytes = shape.tokens * ((STATISTICS + 1) * WIDE + 2 * INDEX)  # statistics and gradient; labels as they are read
     chunk_bytes = logits_chunk_bytes(shape, allowed_bytes, training=True)
-    wide_bytes = sum_bytes * shape.columns(spec.vocab_size) * spec.hidden_size
+    wide_bytes = sum_bytes * shape.columns(spec.vocab_size) * spec.hidden_size if shape.adapted is None else 0
     gathered_bytes = gathered_head_bytes(shape)
     return LossCost(
         logits=chunk_bytes,
@@ -78,6 +79,7 @@ def _plain(shape: LocalShape) -> LossCost:
 def logits_chunk_bytes(shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
     """The fused loss's buffer: what is allowed and, while training, what fits where the weight's gradient will be."""
     columns, element_bytes = shape.columns(shape.spec.vocab_size), shape.element_bytes
-    free_bytes = columns * shape.spec.hidden_size * element_bytes if training and element_bytes < WIDE else 0
+    has_gradient = training and shape.adapted is None and element_bytes < WIDE
+    free_bytes = columns * shape.spec.hidden_size * element_bytes if has_gradient else 0
     row_bytes = padded(columns) * element_bytes
     return min(chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes), shape.tokens) * row_bytes

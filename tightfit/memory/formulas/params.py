@@ -2,7 +2,7 @@
 
 Tensor ranks in a line split matrices and the vocabulary and repeat norms; where there are fewer key heads than ranks,
 their projections are cut inside a head. Experts are split over `expert` data and context ranks. On a mesh of side q
-(2D, 2.5D, 3D) a rank has matrices / (q² or q³) and vectors / q.
+(2D, 2.5D, 3D) a rank has matrices / (q² or q³) and vectors / q. Of a frozen model, its adapters' are counted.
 """
 
 from functools import lru_cache
@@ -36,6 +36,8 @@ class Params(NamedTuple):
 def layer_params(shape: LocalShape, layer: int) -> Params:
     """Of one layer; where FSDP2 pads a stack of experts, with the padding."""
     spec = shape.spec
+    if shape.adapted is not None:
+        return Params(sum(shape.adapted.matrices(spec)))
     if shape.mesh_ranks:
         matrices = sum(_matrices(spec, layer, tensor=1, expert=1))
         vectors = spec.layer_params(layer) - matrices
@@ -60,6 +62,8 @@ def _attention_params(spec: ModelSpec, tensor: int) -> int:
 
 def layer_matrices(shape: LocalShape, layer: int) -> tuple[int, ...]:
     """Sizes of a layer's larger matrices in the model's order: q, k, v, o, then the MLP's; experts are stacked."""
+    if shape.adapted is not None:
+        return shape.adapted.matrices(shape.spec)
     if shape.mesh_ranks:
         whole = _matrices(shape.spec, layer, tensor=1, expert=1)
         return tuple(ceil(size, shape.mesh_ranks) for size in whole)
@@ -85,15 +89,19 @@ def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:
 
 
 def vocabulary_params(shape: LocalShape) -> int:
-    """Of an embedding, or of an output projection."""
+    """Of an embedding, or of an output projection; none where these are frozen."""
     spec = shape.spec
+    if shape.adapted is not None:
+        return 0
     if shape.mesh_ranks:
         return ceil(spec.vocab_size * spec.hidden_size, shape.mesh_ranks)
     return shape.columns(spec.vocab_size) * spec.hidden_size
 
 
 def embedding_params(shape: LocalShape) -> int:
-    """Before the first layer: tokens', and learned positions."""
+    """Before the first layer: tokens', and learned positions; none where these are frozen."""
     spec = shape.spec
+    if shape.adapted is not None:
+        return 0
     positions = spec.max_positions * spec.hidden_size if spec.rope is None else 0
     return vocabulary_params(shape) + (shape.columns(positions) if shape.mesh_ranks else positions)

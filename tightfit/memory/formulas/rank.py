@@ -7,6 +7,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.adapter import frozen_unsplit_bytes
 from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
@@ -114,8 +115,10 @@ def _second_backward(first: RankMemory, gone_bytes: int, micro_batches: int) -> 
 def _resident(rank: RankMemory, workload: Workload, overheads: Overheads) -> Resident:
     """What is on the GPU from the first step to the last."""
     states, two_versions = rank.states, rank.layout.has_two_versions
+    unsplit = _unsplit_bytes(workload, rank.layout, rank.levers, rank.stage, states)
     return states.resident._replace(
-        unsplit=_unsplit_bytes(workload, rank.layout, rank.levers, rank.stage, states),
+        unsplit=unsplit + (0 if rank.shape.adapted is None else frozen_unsplit_bytes(rank.shape)),
+        frozen=frozen_bytes(workload),
         inputs=2 * INDEX * rank.shape.tokens,
         cublas=overheads.workspace_bytes,
         teacher=rank.teacher.gpu_weights,
@@ -123,6 +126,12 @@ def _resident(rank: RankMemory, workload: Workload, overheads: Overheads) -> Res
         older_weights=states.resident.weights if two_versions else 0,
         finished_gradients=_finished_gradients(rank) if two_versions else 0,
     )
+
+
+def frozen_bytes(workload: Workload) -> int:
+    """The model under adapters; 0 where that itself is trained."""
+    adapted = workload.adapted
+    return 0 if adapted is None else adapted.frozen_bytes(workload.spec, workload.weight_bytes)
 
 
 def _finished_gradients(rank: RankMemory) -> int:

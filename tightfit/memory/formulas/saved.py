@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from tightfit.jobs.engine import ENGINES
 from tightfit.levers.policy.recompute import needs_last_product
+from tightfit.memory.formulas.adapter import low_rank_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
 
@@ -47,8 +48,12 @@ def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
     saved = [
         SavedTensor("residual", "layer input", shape.stream_bytes, "row_norm keeps its input"),
         SavedTensor("norms", "attention norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-        SavedTensor("attention", "projections' input", shape.inputs_bytes, "q, k and v share the norm's output"),
     ]
+    if shape.trains("q", "k", "v"):
+        why = "q, k and v share the norm's output"
+        saved.append(SavedTensor("attention", "projections' input", shape.inputs_bytes, why))
+    if low_bytes := low_rank_bytes(shape, "q", "k", "v", "o"):
+        saved.append(SavedTensor("attention", "adapters' A x", low_bytes, "B's gradient needs it"))
     if spec.qk_norm:
         rows = shape.tokens * (2 if spec.qk_norm_joint else shape.heads + shape.kv_heads)
         saved += _norm_saved(spec, "queries and keys", shape.query_bytes + shape.key_bytes, rows)
@@ -108,9 +113,13 @@ def mlp_saved(shape: LocalShape, layer: int) -> tuple[SavedTensor, ...]:
     saved = [
         SavedTensor("residual", "sum after attention", shape.stream_bytes, "row_norm keeps the sum it norms"),
         SavedTensor("norms", "MLP norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-        SavedTensor("mlp", "input", input_bytes, "gate and up projections (or router) share the norm's output"),
         *(_experts_saved(shape) if spec.is_routed(layer) else _dense_saved(shape, spec.mlp_size)),
     ]
+    if shape.trains("gate", "up"):
+        why = "gate and up projections (or router) share the norm's output"
+        saved.append(SavedTensor("mlp", "input", input_bytes, why))
+    if low_bytes := low_rank_bytes(shape, "gate", "up", "down"):
+        saved.append(SavedTensor("mlp", "adapters' A x", low_bytes, "B's gradient needs it"))
     if spec.sandwich_norms:
         saved += _norm_saved(spec, "MLP output", shape.stream_bytes, shape.stream_tokens)
     return tuple(saved)
@@ -120,13 +129,13 @@ def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
     spec, inner_bytes = shape.spec, shape.inner_bytes(width)
     if not spec.gated:
         activated_bytes = inner_bytes // (shape.element_bytes if shape.codes_inputs else 1)
-        return [
-            SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input"),
-            SavedTensor("mlp", "activated", activated_bytes, "the down projection keeps its input"),
-        ]
+        up = SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input")
+        activated = SavedTensor("mlp", "activated", activated_bytes, "the down projection keeps its input")
+        return [up, activated] if shape.trains("down") else [up]
     saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product")]
-    if spec.mlp_bias or shape.mesh_ranks:
-        why = "projections with biases, or on a mesh, are by themselves, and down keeps its input"
+    apart = shape.adapted is not None or spec.mlp_bias or shape.mesh_ranks
+    if apart and shape.trains("down"):
+        why = "projections with biases or adapters, or on a mesh, are by themselves, and down keeps its input"
         saved.append(SavedTensor("mlp", "product", inner_bytes, why))
     return saved
 

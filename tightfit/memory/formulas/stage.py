@@ -184,7 +184,8 @@ def stage_params(shape: LocalShape, stage: PipelineStage) -> tuple[Params, int]:
         in_layers = in_layers.plus(layer_params(shape, example[is_routed]), count)
     before = embedding_params(shape) if stage.has_embedding else 0
     head = 0 if stage.shares_embedding(spec) else vocabulary_params(shape)
-    return in_layers, before + (spec.norm_params + head if stage.has_head else 0)
+    norm = spec.norm_params if shape.adapted is None else 0
+    return in_layers, before + (norm + head if stage.has_head else 0)
 
 
 @lru_cache(maxsize=65536)

@@ -93,7 +93,7 @@ def backward(rank: RankMemory) -> list[StepMoment]:
     moments = [_at_layer(rank, visit) for visit in visits if weights.zero or not visit.is_inner]
     if stage.has_head:
         moments.append(_at_loss(rank))
-    if stage.has_embedding:
+    if stage.has_embedding and rank.shape.adapted is None:
         moments.append(_at_embedding(rank))
     # Whole sums are reduced in the last backward of a step, whose other micro-batches are gone.
     if weights.zero and (rank.gradients.earlier_bytes or not weights.sums_whole):

@@ -15,6 +15,7 @@ KEPT = "kept for backward: saved.py"
 OFFLOADED = "on the host: levers.offload"
 TEACHER = "teacher"
 ROUNDING = "rounding"
+FROZEN = "frozen, under adapters"
 
 
 class About(NamedTuple):
@@ -70,6 +71,7 @@ class Resident(NamedTuple):
     cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")] = 0
     teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
     scales: Annotated[int, About("optimizer states", "learned scales", "16 bytes a scale: quantize.scales")] = 0
+    frozen: Annotated[int, About("weights", FROZEN, "as they are held: no gradients, no states")] = 0
     older_weights: Annotated[int, About("weights", "of one update before", "schedule 2bw: in flight with them")] = 0
     finished_gradients: Annotated[int, About("gradients", "of the step before", "schedule 2bw: wait for the norm")] = 0
 

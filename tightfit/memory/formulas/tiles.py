@@ -5,6 +5,7 @@ gradient of their product for a tile's tokens, beside float32 sums of the weight
 hand. Then attention, a group of heads after another, then the projections, again by tiles.
 """
 
+from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace, ring_workspace
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import STATISTIC, SavedTensor, attended
@@ -17,7 +18,8 @@ def tiled_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
 
 def tiled_cost(shape: LocalShape, layer: int) -> LayerCost:
     """All of a tiled layer's bytes; the new residual stream is what the next layer or the final norm keeps."""
-    saved_bytes, inside_bytes = sum(tensor.bytes for tensor in tiled_saved(shape)), _tile_bytes(shape, inner=3)
+    saved_bytes = sum(tensor.bytes for tensor in tiled_saved(shape))
+    inside_bytes = _tile_bytes(shape, inner=3) + expanded_bytes(shape, "down")
     return LayerCost(
         forward_extra=inside_bytes,
         forward_working=max(saved_bytes - shape.stream_bytes, shape.query_bytes + inside_bytes),
@@ -34,7 +36,10 @@ def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]
     product = LayerMoment(
         "gradient of a tile's product",
         saved_bytes=saved_bytes,
-        gradient_bytes=arrived_bytes + _tile_bytes(shape, inner=3),
+        # beside gate, up and the gradient of their product, that itself where an adapter keeps it
+        gradient_bytes=arrived_bytes
+        + _tile_bytes(shape, inner=3 + (shape.adapted is not None and shape.trains("down"))),
+        workspace_bytes=expanded_bytes(shape, "down"),
         weight_copies=_float32_sums(shape, weights),
     )
     gate_and_up = product._replace(
@@ -69,6 +74,7 @@ def _first_half(shape: LocalShape, layer: int, saved_bytes: int) -> tuple[LayerM
         "a tile of the projections",
         saved_bytes=shape.stream_bytes,
         gradient_bytes=2 * shape.stream_bytes + qkv_bytes + _narrow_tile_bytes(shape),
+        workspace_bytes=expanded_bytes(shape, "q"),
         complete_weights=done_weights + weights,
         new_weights=weights,
         weight_copies=_float32_sums(shape, weights),

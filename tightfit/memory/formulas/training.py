@@ -17,11 +17,11 @@ from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.pipeline import pipeline_stages, telling_ranks
-from tightfit.memory.formulas.rank import RankMemory, rank_memory
+from tightfit.memory.formulas.rank import RankMemory, frozen_bytes, rank_memory
 from tightfit.memory.formulas.stage import stage_params
 from tightfit.memory.formulas.states import resident_states
 from tightfit.memory.formulas.step import backward, evaluation, forward, loss, optimizer
-from tightfit.memory.formulas.story import ROUNDING, TEACHER, StepMoment, fullest, lines, state_bytes
+from tightfit.memory.formulas.story import FROZEN, ROUNDING, TEACHER, StepMoment, fullest, lines, state_bytes
 from tightfit.memory.ledger import Ledger, Line, Phase
 
 SAVED = ("weights", "master weights", "optimizer states")
@@ -70,7 +70,7 @@ def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: O
     states = resident_states(workload, layout, levers, params, layer_weights=in_layers.all, widest_layer=0)
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
-    allocated_bytes = state_bytes(states.resident) + waiting_bytes
+    allocated_bytes = state_bytes(states.resident) + waiting_bytes + frozen_bytes(workload)
     return engine_overheads(workload, overheads).with_these(allocated_bytes)
 
 
@@ -124,7 +124,7 @@ def _written(rank: RankMemory, number: int) -> Iterator[Line]:
     memory, of several what each stages while training goes on (train/checkpoints)."""
     for holder in (rank.resident, rank.host):
         for line in lines(holder, "save", number, "host"):
-            if line.component in SAVED and line.detail not in (TEACHER, ROUNDING):
+            if line.component in SAVED and line.detail not in (TEACHER, ROUNDING, FROZEN):
                 yield replace(line, detail="to be written", why="copied before it is written")
 
 

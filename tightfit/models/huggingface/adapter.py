@@ -55,8 +55,8 @@ class Adapter:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def load_adapter(directory: Path, model: Decoder) -> Adapter:
-    """The adapter in `directory`, in the dtype of `model` and where that is."""
+def load_adapter(directory: Path, model: Decoder, dtype: torch.dtype | None = None) -> Adapter:
+    """The adapter in `directory`, in `dtype` or that of `model`, and where that is."""
     config, weight = read_adapter_config(directory), model.embed.weight
     shapes = _shapes(model.spec)
     changes: dict[str, LowRank] = {}
@@ -70,7 +70,8 @@ def load_adapter(directory: Path, model: Decoder) -> Adapter:
             at = 0
             for ours in mapping.ours:
                 name, size = ours.removesuffix(".weight"), shapes[ours][0]
-                parts = (part.to(weight.device, weight.dtype).contiguous() for part in (down, up[at : at + size]))
+                wanted = dtype or weight.dtype
+                parts = (part.to(weight.device, wanted).contiguous() for part in (down, up[at : at + size]))
                 changes[name] = LowRank(*parts)
                 at += size
     return Adapter(str(directory), rank, changes)

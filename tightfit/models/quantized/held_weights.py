@@ -82,6 +82,8 @@ class HeldWeights:
     plain_bytes: int
     expanded_bytes: int
     description: str
+    scheme: Scheme | None = None
+    """Of the modules that take most in use."""
 
     @property
     def total_bytes(self) -> int:
@@ -156,8 +158,9 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
     plain = {name: tensor for name, tensor in tensors.items() if name not in coded}
     held = sum(_held(parts, schemes[module], method) for module, parts in own.items())
     told = sorted({scheme.describe() for scheme in schemes.values()})
-    expanded = max((expanded_bytes(spec, scheme) for scheme in set(schemes.values())), default=0)
-    return HeldWeights(held, _plain_bytes(plain, spec), expanded, ", ".join(told))
+    used = max(schemes.values(), key=lambda scheme: expanded_bytes(spec, scheme), default=None)
+    expanded = 0 if used is None else expanded_bytes(spec, used)
+    return HeldWeights(held, _plain_bytes(plain, spec), expanded, ", ".join(told), used)
 
 
 def _module(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:

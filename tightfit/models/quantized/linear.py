@@ -16,7 +16,7 @@ from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import ALIGNED, quantize_rows
 from tightfit.kernels.int8_linear import int8_linear
 from tightfit.kernels.packing import pack_tiles, unpack_tiles
-from tightfit.kernels.quantized_linear import quantized_linear
+from tightfit.kernels.quantized_linear import expanded, quantized_linear
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.codebooks import E4M3_LARGEST
 from tightfit.models.quantized.coded_scales import read_scales
@@ -104,6 +104,13 @@ class QuantizedLinear(nn.Module):
         """The whole matrix."""
         return self.coded().dequantize(dtype)
 
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """The same, by the kernel that reads packed codes where there is one."""
+        if not self.is_packed or self.scale is None:
+            return self.dequantize(dtype)
+        scheme, group = self.scheme, max(self.scheme.group, 0)
+        return expanded(self.packed, self.scale, self.zero, scheme.bits, self.in_features, group, dtype, impl=self.impl)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.rows_mix:
             return self._with_outlier_channels(x)
@@ -160,7 +167,7 @@ def _half_where_exact(scale: Tensor) -> Tensor:
 
 def _narrow(zero: Tensor | None) -> Tensor | None:
     """Zero points as bytes where they are whole numbers, which those of most formats are."""
-    if zero is None or bool(((zero != zero.round()) | (zero < 0) | (zero > 255)).any()):
+    if zero is None or not bool(((zero == zero.round()) & (zero >= 0) & (zero <= 255)).all()):
         return zero
     return zero.to(torch.uint8)
 

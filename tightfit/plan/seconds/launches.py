@@ -41,6 +41,7 @@ RECOMPUTED = {
 ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, update_launch, offload_launch)
 """Levers that add launches to every layer: those of a layer with that lever alone, or None where it is not pulled."""
 LAYER_MATRICES = 7
+NOTHING = Launch(0.0, 0.0)
 
 
 def host_share(calibration: Calibration | None) -> float:
@@ -48,20 +49,24 @@ def host_share(calibration: Calibration | None) -> float:
     return 1.0 if calibration is None else calibration.layer_launch_ms / (sum(PLAIN) + UPDATE_MS[""])
 
 
-def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec) -> tuple[float, float]:
-    """Host seconds of forward and backward of one micro-batch through `layers` layers."""
+def launch_s(
+    levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec, more: Launch = NOTHING
+) -> tuple[float, float]:
+    """Host seconds of forward and backward of one micro-batch through `layers` layers, with `more` for each."""
     tiled = tiled_launches(levers)
     forward_ms, backward_ms = PLAIN if tiled is None else tiled.layer
     norms = 2 * (spec.qk_norm + spec.sandwich_norms) * (1 if tiled is None else tiled.pieces)
     biases = _biases(spec)
-    more_forward_ms = norms * NORM.forward_ms + biases * BIAS.forward_ms
+    pieces = 1 if tiled is None else tiled.pieces
+    more_forward_ms = norms * NORM.forward_ms + biases * BIAS.forward_ms + pieces * more.forward_ms
+    more_backward_ms = norms * NORM.backward_ms + biases * BIAS.backward_ms + pieces * more.backward_ms
     forward_ms += more_forward_ms
-    backward_ms += norms * NORM.backward_ms + biases * BIAS.backward_ms + recompute.share * more_forward_ms
+    backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
         backward_ms += max(0, layer_tensors(spec) - USUAL_TENSORS) * TENSOR_UPDATE_MS
-    for share, more, base in _additions(levers, recompute, tiled):
-        forward_ms += share * (more.forward_ms - base.forward_ms)
-        backward_ms += share * (more.backward_ms - base.backward_ms)
+    for share, longer, base in _additions(levers, recompute, tiled):
+        forward_ms += share * (longer.forward_ms - base.forward_ms)
+        backward_ms += share * (longer.backward_ms - base.backward_ms)
     return 1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.adapter import frozen_products
 from tightfit.plan.seconds.attention import Attention, layer_attention
 from tightfit.plan.seconds.elementwise import Elementwise, layer_elementwise
 from tightfit.plan.seconds.products import Products, head_filled_share, head_forward_s, layer_products
@@ -24,6 +25,8 @@ class LayerTime:
     head_forward_s: float
     head_filled_share: float = 1.0
     """The share of the card that is busy while the head's input gradient is made."""
+    frozen_backward_s: float | None = None
+    """Products of a layer's backward where its weights are frozen: for inputs alone."""
 
     @property
     def forward_s(self) -> float:
@@ -32,13 +35,15 @@ class LayerTime:
 
     @property
     def backward_s(self) -> float:
-        """One layer: two products for each of forward's."""
-        return 2 * self.products.forward_s + self.attention.backward_s + self.elementwise.backward_s
+        """One layer: two products for each of forward's, or what frozen weights leave of them."""
+        products_s = 2 * self.products.forward_s if self.frozen_backward_s is None else self.frozen_backward_s
+        return products_s + self.attention.backward_s + self.elementwise.backward_s
 
     @property
     def head_backward_s(self) -> float:
         """The output projection with the fused loss, which makes the gradient of logits a chunk at a time."""
-        return (1 + 1 / self.head_filled_share) * self.head_forward_s + self.elementwise.fused_loss_s
+        products = 1 / self.head_filled_share + (1 if self.frozen_backward_s is None else 0)
+        return products * self.head_forward_s + self.elementwise.fused_loss_s
 
 
 def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
@@ -58,9 +63,14 @@ def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
     """One micro-batch of `layout`."""
     spec, tensor = workload.spec, layout.tensor
     tokens = float(layout.micro_batch * layout.local_length(workload.sequence_length))
+    products = layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes)
+    frozen_backward_s = None
+    if workload.adapted is not None:
+        products, frozen_backward_s = frozen_products(workload, rates, products, tokens)
     return LayerTime(
         tokens=tokens,
-        products=layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
+        products=products,
+        frozen_backward_s=frozen_backward_s,
         attention=layer_attention(
             spec,
             rates,

@@ -5,6 +5,7 @@
         training/state.safetensors                           optimizer states, master weights, RNG
         training/state.json                                  step, loader position, loss scale, the job
 
+A run of adapters has them in the model's place, with the name and the digest of their model (models/adapted.py).
 Each is written whole or not at all (`durable.py`); the newest `keep` stay. No pickle anywhere.
 
 Of several ranks the first one writes: shards are gathered a tensor at a time, on the device, and kept in host memory.
@@ -28,11 +29,14 @@ from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
 from tightfit.collectives.shards import whole
 from tightfit.durable import discard_directory, durable_directory
 from tightfit.errors import UserError
+from tightfit.jobs.adapter import AdapterTraining
+from tightfit.levers.adapter import adapters
+from tightfit.models.adapted import BaseModel, write_adapter
 from tightfit.models.checksums import verify, write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import load_weights, stored_dtype
 from tightfit.models.loading import checkpoints_of, has_sharded, verify_weights
-from tightfit.models.saving import write_model
+from tightfit.models.saving import write_config, write_model
 from tightfit.models.sharded_weights import load_sharded_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
@@ -58,11 +62,38 @@ class Position:
 
 
 @dataclass(frozen=True)
+class SavedAdapter:
+    """What a checkpoint of adapters says beside their values."""
+
+    settings: AdapterTraining
+    base: BaseModel
+
+
+@dataclass(frozen=True)
 class Content:
-    """The tensors of a checkpoint, whole."""
+    """The tensors of a checkpoint, whole; with `adapter`, those of the model's adapters alone."""
 
     model: Decoder
     states: dict[str, Tensor]
+    adapter: SavedAdapter | None = None
+
+    def write(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Into an existing directory, but for the states."""
+        if self.adapter is None:
+            return write_model(folder, self.model, tokenizer)
+        settings, model = self.adapter.settings, self.model
+        assert settings.rank is not None
+        write_config(folder, model.spec, tokenizer, model.embed.weight.dtype)
+        tokenizer.save(folder)
+        write_adapter(
+            folder,
+            model.spec,
+            adapters(model),
+            self.adapter.base,
+            rank=settings.rank,
+            alpha=settings.alpha,
+            dropout=settings.dropout,
+        )
 
 
 def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: Ranks = ALONE) -> Content:
@@ -113,7 +144,7 @@ def save_checkpoint(
         if target.exists():
             discard_directory(target)
         with durable_directory(target) as folder:
-            write_model(folder, content.model, tokenizer)
+            content.write(folder, tokenizer)
             _write_training_state(folder / "training", content.states, position)
             write_checksums(folder)
         for old in superseded(run, keep, keep_best=keep_best):

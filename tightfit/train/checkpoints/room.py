@@ -17,10 +17,11 @@ from tightfit.models.loading import checkpoints_of
 
 
 def checkpoint_bytes(workload: Workload, levers: Levers, *, versions: int = 1) -> int:
-    """What one checkpoint takes, without its small files; `versions` of the weights are in it."""
+    """What one checkpoint takes, without its small files; `versions` of the weights are in it. Of adapters, theirs."""
     master = 4 if workload.has_masters else 0
     per_param = versions * workload.weight_bytes + master + moment_bytes(levers, wide=workload.updates_wide)
-    return int(workload.spec.params() * per_param)
+    trained = workload.spec.params() if workload.adapted is None else workload.adapted.params(workload.spec)
+    return int(trained * per_param)
 
 
 def added_checkpoints(job: Job, first_step: int, total_steps: int, existing: int) -> int:

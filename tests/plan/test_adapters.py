@@ -1,0 +1,96 @@
+"""Plans of adapters: what fits, what it takes beside training the model, what is refused, and the job that runs it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tightfit.cli.main import app
+from tightfit.errors import UserError
+from tightfit.hardware.machine import parse_machine
+from tightfit.jobs.adapter import AdapterTraining
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.models.presets import preset
+from tightfit.plan.adapters import with_adapters
+from tightfit.plan.answer import Question, answer
+from tightfit.plan.cost import Costs
+from tightfit.plan.job import job_of_plan
+from tightfit.plan.mfu import token_flops
+from tightfit.plan.plan import Plan
+
+SPEC = preset("llama-3.1-8b")
+
+
+def workload(**settings: Any) -> Workload:
+    made = Workload(spec=SPEC, sequence_length=2048, global_batch=8)
+    return replace(made, adapted=AdapterTraining.model_validate(settings).adapted()) if settings else made
+
+
+def planned(machine: str, **settings: Any) -> Plan:
+    asked = replace(workload(**settings), precision="fp16" if machine == "T4" else "bf16")
+    question = Question(model="llama-3.1-8b", workload=asked, machine=parse_machine(machine, None))
+    return answer(question).plan
+
+
+def test_what_fits_a_card_of_24_gigabytes() -> None:
+    """The model itself does not, without the host; adapters on 16 bits just do, on 4 bits with room to spare."""
+    packed, plain = planned("RTX3090", rank=16, bits=4), planned("RTX3090", rank=16)
+    assert packed.fits
+    assert plain.fits
+    assert packed.levers.offload == plain.levers.offload == "none"
+    assert plain.step_seconds > packed.step_seconds  # which has less to compute again
+    whole = planned("RTX3090")
+    assert not whole.fits or whole.levers.offload != "none"
+    assert planned("T4", rank=16, bits=4).fits
+    assert not planned("T4", rank=16).fits
+
+
+def test_data_ranks_alone_share_the_work() -> None:
+    plan = planned("4xRTX3090", rank=16, bits=4)
+    assert plan.fits
+    assert (plan.layout.data, plan.layout.zero, plan.layout.splits) == (4, 0, {})
+
+
+def test_a_step_has_two_thirds_of_the_operations() -> None:
+    layout, levers = Layout(micro_batch=4), Levers()
+    machine = parse_machine("H100-80GB", None)
+    times = {
+        name: Costs(workload(**settings), machine).step(layout, levers)
+        for name, settings in {"whole": {}, "plain": {"rank": 16}, "packed": {"rank": 16, "bits": 4}}.items()
+    }
+    assert 0.6 < times["plain"].compute_s / times["whole"].compute_s < 0.85
+    assert 1.0 < times["packed"].compute_s / times["plain"].compute_s < 1.1
+    assert times["plain"].optimizer_s < times["whole"].optimizer_s / 10
+    assert token_flops(SPEC, 2048, frozen=True) < 0.7 * token_flops(SPEC, 2048)
+
+
+def test_fewer_targets_take_less_time_and_memory() -> None:
+    some, every = planned("H100-80GB", rank=16, targets=["q", "v"]), planned("H100-80GB", rank=16)
+    assert some.step_seconds < every.step_seconds
+    assert some.workload.adapted is not None
+    assert some.workload.adapted.params(SPEC) == 32 * 16 * (4096 + 4096 + 4096 + 1024)
+
+
+def test_a_plan_is_saved_and_becomes_a_job(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    asked = ["plan", "tiny-llama", "--on", "RTX3090", "--seq", "64", "--global-batch", "2"]
+    made = CliRunner().invoke(app, [*asked, "--adapter", "8", "--bits", "4", "--save", str(saved)])
+    assert made.exit_code == 0
+    assert "rank 8 on all projections" in made.output
+    plan = Plan.load(saved)
+    assert plan.workload.adapted == AdapterTraining(rank=8, bits=4).adapted()
+    job = job_of_plan(plan, str(saved), ["data.train=x.txt", f"output={tmp_path}", "steps=3"])
+    assert (job.adapter.rank, job.adapter.bits) == (8, 4)
+    assert isinstance(CliRunner().invoke(app, [*asked, "--bits", "4"]).exception, UserError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"), [({"rank": 16, "bits": 5}, "adapter.bits is 5"), ({"rank": 0}, "adapter.rank is 0")]
+)
+def test_what_is_no_adapter_is_refused(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        with_adapters(workload(), "llama-3.1-8b", fields)

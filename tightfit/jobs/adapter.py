@@ -1,0 +1,167 @@
+"""Adapter: the section of a job that trains low-rank matrices on top of a frozen model (LoRA), without torch.
+
+    y = W x + (alpha / rank) · B (A x)        A [rank, inputs], B [outputs, rank]
+
+(Hu et al. 2021.) W has no gradient and no optimizer states; where it is compressed it stays so and is expanded a matrix
+at a time (QLoRA, Dettmers et al. 2023). A begins as torch's linear layers do, B at zero, as in PEFT.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from tightfit.jobs.section import Section
+from tightfit.models.quantized.held_weights import held_weights
+from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.spec import ModelSpec
+
+Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+LARGEST_RANK = 1024
+HELD_GROUP = 64
+"""Neighbouring inputs that share a scale where a base is rounded as it is loaded."""
+
+
+def _short(names: object) -> object:
+    """`q_proj`, as Hugging Face has it, is `q`."""
+    if not isinstance(names, list):
+        return names
+    return [name.removesuffix("_proj") if isinstance(name, str) else name for name in names]
+
+
+class AdapterTraining(Section):
+    rank: int | None = Field(default=None, ge=1, le=LARGEST_RANK)
+    """Rank of the matrices that are trained while the model is frozen (LoRA). Without, the model itself is trained."""
+    alpha: float = Field(default=16.0, gt=0)
+    """What they add is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of their inputs that is dropped while training."""
+    targets: Annotated[Literal["all-linear"] | list[Projection], BeforeValidator(_short)] = "all-linear"
+    """Projections of every layer that get such matrices: all of them, or some of q, k, v, o, gate, up, down."""
+    bits: Literal[2, 4, 8] | None = None
+    """Hold linear layers of an uncompressed model in so many bits, rounded as they are loaded (QLoRA); compressed
+    models stay as they are."""
+
+    @model_validator(mode="after")
+    def _needs_a_rank(self) -> Self:
+        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        given = ", ".join(name for name, default in usual.items() if getattr(self, name) != default)
+        if self.rank is None and given:
+            raise ValueError(f"adapter has {given}, but no rank; set adapter.rank or drop the section")
+        if not self.targets:
+            raise ValueError("adapter.targets is empty, so nothing would be trained; name projections, or all-linear")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        assert self.rank is not None
+        return self.alpha / self.rank
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The targets in the model's order."""
+        return PROJECTIONS if self.targets == "all-linear" else tuple(p for p in PROJECTIONS if p in self.targets)
+
+    @property
+    def held(self) -> Scheme | None:
+        """How linear layers are coded as they are loaded."""
+        return None if self.bits is None else Scheme(bits=self.bits, group=HELD_GROUP, symmetric=False)
+
+    def adapted(self, base: "FrozenBase | None" = None) -> "Adapted | None":
+        """What a plan has to know of it; `base` is a compressed model."""
+        if self.rank is None:
+            return None
+        return Adapted(
+            rank=self.rank,
+            projections=self.projections,
+            drops=self.dropout > 0,
+            base=base or FrozenBase(scheme=self.held),
+        )
+
+    def on(self, source: str, spec: ModelSpec) -> "Adapted | None":
+        """The same on the model at `source`, whose shape is `spec`."""
+        return None if self.rank is None else self.adapted(compressed_base(source, spec))
+
+
+NOT_ADAPTED = AdapterTraining()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenBase:
+    """How a frozen model's linear layers are held: as plain numbers, or coded."""
+
+    scheme: Scheme | None = None
+    coded_bytes: int | None = None
+    """Of all of them, as files say it; None: by the scheme."""
+
+
+def compressed_base(source: str, spec: ModelSpec) -> FrozenBase | None:
+    """The compressed model in the directory `source`; None where it is something else."""
+    folder = Path(source).expanduser()
+    held = held_weights(folder, spec) if (folder / "config.json").is_file() else None
+    if held is None or held.scheme is None:
+        return None
+    return FrozenBase(scheme=held.scheme, coded_bytes=held.coded_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """Adapters and their frozen model in memory."""
+
+    rank: int
+    projections: tuple[Projection, ...]
+    drops: bool = False
+    base: FrozenBase = FrozenBase()
+
+    @property
+    def settings(self) -> AdapterTraining:
+        """The section it comes from, but for what takes no memory."""
+        return AdapterTraining(rank=self.rank, targets=list(self.projections), dropout=0.1 if self.drops else 0.0)
+
+    def has(self, *names: Projection) -> bool:
+        """Whether any of these projections has an adapter."""
+        return any(name in self.projections for name in names)
+
+    def matrices(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Sizes of a layer's A and B, in the model's order."""
+        shapes = [shape for name, shape in linear_shapes(spec).items() if name in self.projections]
+        return tuple(self.rank * size for outputs, inputs in shapes for size in (inputs, outputs))
+
+    def params(self, spec: ModelSpec) -> int:
+        """Weights that are trained."""
+        return spec.layers * sum(self.matrices(spec))
+
+    def frozen_bytes(self, spec: ModelSpec, element_bytes: int) -> int:
+        """The frozen model: numbers of `element_bytes`, or codes and the rest in such numbers."""
+        scheme, shapes = self.base.scheme, linear_shapes(spec).values()
+        if scheme is None:
+            return element_bytes * spec.params()
+        coded = spec.layers * sum(outputs * inputs for outputs, inputs in shapes)
+        by_scheme = spec.layers * sum(scheme.held_bytes(outputs, inputs) for outputs, inputs in shapes)
+        coded_bytes = by_scheme if self.base.coded_bytes is None else self.base.coded_bytes
+        return coded_bytes + element_bytes * (spec.params() - coded)
+
+    def expanded_bytes(self, outputs: int, inputs: int, element_bytes: int) -> int:
+        """What multiplying by a frozen matrix takes beside it: itself expanded, and the way there."""
+        scheme = self.base.scheme
+        if scheme is None:
+            return 0
+        return scheme.expanded_bytes(outputs, inputs) + (element_bytes - 2) * outputs * inputs
+
+
+def linear_shapes(spec: ModelSpec) -> dict[Projection, tuple[int, int]]:
+    """Outputs and inputs of a dense layer's projections."""
+    hidden, query, key, inner = spec.hidden_size, spec.query_size, spec.kv_size, spec.mlp_size
+    shapes: dict[Projection, tuple[int, int]] = {
+        "q": (query, hidden),
+        "k": (key, hidden),
+        "v": (key, hidden),
+        "o": (hidden, query),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+    return shapes if spec.gated else {name: shape for name, shape in shapes.items() if name != "gate"}

@@ -1,0 +1,67 @@
+"""Adapters on a frozen model (levers/adapter.py): what layers keep and hold instead of what they train otherwise.
+
+| what | bytes |
+|---|---|
+| the frozen model | as plain numbers, or as codes; no gradient, no states |
+| x of a projection | kept where its adapter needs it for A's gradient: q, k and v share one, gate and up another |
+| the MLP's product | kept where `down` has an adapter, as its x |
+| A x | rank numbers a token of every adapted projection |
+| a frozen matrix at work | expanded for its product, and again for the gradient of its input, where it is coded |
+
+Weights that gradients and states are counted of are those of A and B.
+"""
+
+from typing import TYPE_CHECKING
+
+from tightfit.jobs.adapter import Projection, linear_shapes
+from tightfit.memory.formulas.segments import unsplit_bytes
+
+if TYPE_CHECKING:  # which these are part of
+    from tightfit.memory.formulas.layer_moments import LayerMoment
+    from tightfit.memory.formulas.local_shape import LocalShape
+
+
+def low_rank_bytes(shape: "LocalShape", *names: Projection) -> int:
+    """A x of those projections that have an adapter, and which of their inputs are dropped."""
+    if shape.adapted is None:
+        return 0
+    shapes, rank = linear_shapes(shape.spec), shape.adapted.rank
+    inputs = [shapes[name][1] for name in names if name in shape.adapted.projections and name in shapes]
+    dropped_bytes = sum(inputs) if shape.adapted.drops else 0
+    return shape.tokens * (len(inputs) * rank * shape.element_bytes + dropped_bytes)
+
+
+def expanded_bytes(shape: "LocalShape", name: Projection) -> int:
+    """A coded matrix while it is multiplied by, or its input without what is dropped, if that is larger."""
+    shapes, adapted = linear_shapes(shape.spec), shape.adapted
+    if adapted is None or name not in shapes:
+        return 0
+    expanded = adapted.expanded_bytes(*shapes[name], shape.element_bytes)
+    drops = adapted.drops and name in adapted.projections
+    return max(expanded, shape.tokens * shapes[name][1] * shape.element_bytes if drops else 0)
+
+
+def trained_moments(shape: "LocalShape", moments: "tuple[LayerMoment, ...]") -> "tuple[LayerMoment, ...]":
+    """The same moments with gradients of A and B in the place of their matrices'."""
+    if shape.adapted is None:
+        return moments
+    whole = sum(outputs * inputs for outputs, inputs in linear_shapes(shape.spec).values())
+    share = sum(shape.adapted.matrices(shape.spec)) / whole
+    return tuple(
+        each._replace(
+            complete_weights=round(share * each.complete_weights),
+            new_weights=round(share * each.new_weights),
+            weight_copies=round(share * each.weight_copies),
+        )
+        for each in moments
+    )
+
+
+def frozen_unsplit_bytes(shape: "LocalShape") -> int:
+    """What the allocator counts with the frozen matrices beyond their bytes."""
+    assert shape.adapted is not None
+    spec, scheme = shape.spec, shape.adapted.base.scheme
+    matrices = tuple(outputs * inputs for outputs, inputs in linear_shapes(spec).values())
+    width = shape.element_bytes if scheme is None else scheme.bits / 8
+    ends = (1 if spec.tied else 2) * unsplit_bytes((spec.vocab_size * spec.hidden_size,), shape.element_bytes, 1)
+    return spec.layers * unsplit_bytes(matrices, width, 1) + ends

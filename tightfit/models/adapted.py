@@ -1,0 +1,201 @@
+"""A trained adapter on disk: a PEFT directory that also says which model it is of, and so is a model.
+
+    adapter_config.json  adapter_model.safetensors     A and B as PEFT has them
+    base.json                                          the frozen model: where it is, a digest of it, how it was held
+    config.json  tokenizer.json …                      its shape and tokenizer
+
+PEFT and `tightfit serve --adapter` read the first two. `load_model` reads all: the frozen model, as rounded as it was
+in training, with what the adapter adds multiplied out and added to its weights. Where a module of theirs holds several
+of ours (Phi-3's qkv), A's are stacked and B is block-diagonal, with a rank and an alpha of its own.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
+from tightfit.errors import UserError
+from tightfit.models.checksums import digest
+from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.adapter import (
+    PREFIX,
+    WEIGHTS_FILE,
+    _matrices,
+    _projections,
+    _reading,
+    _shapes,
+    load_adapter,
+)
+from tightfit.models.huggingface.adapter_config import CONFIG_FILE
+from tightfit.models.huggingface.weight_names import TensorMap
+from tightfit.models.quantized.ranges import fit_grid
+from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.spec import ModelSpec
+
+BASE_FILE = "base.json"
+FORMAT = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Matrices = Mapping[str, tuple[Tensor, Tensor]]
+"""A and B by the name of our layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """The model that an adapter is of."""
+
+    source: str
+    digest: str
+    scheme: dict[str, Any] | None = None
+    """How its linear layers were rounded as they were loaded, as fields of a Scheme,"""
+    dtype: str = "float32"
+    """from numbers of this dtype."""
+
+    @property
+    def rounding(self) -> Scheme | None:
+        """The same as a Scheme."""
+        return None if self.scheme is None else Scheme(**self.scheme)
+
+
+def is_adapted(directory: Path) -> bool:
+    """Whether a directory holds an adapter that names its model."""
+    return (directory / BASE_FILE).is_file()
+
+
+def read_base(directory: Path) -> BaseModel:
+    """What base.json says."""
+    path = directory / BASE_FILE
+    content = read_json(path, LARGEST_RECORD_BYTES, "a base model", remedy="copy the checkpoint again")
+    try:
+        if content.pop("format") != FORMAT:
+            raise UserError(f"{path} was written by another version of tightfit; read it with that one")
+        base = BaseModel(**content)
+        if not all(isinstance(text, str) for text in (base.source, base.digest, base.dtype)):
+            raise TypeError("a field is no text")
+        if base.dtype not in DTYPES:
+            raise TypeError(f"there is no dtype {base.dtype!r:.40}")
+        base.rounding  # noqa: B018  fields of a scheme, or an error
+        return base
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from None
+
+
+def weights_digest(path: Path) -> str:
+    """A digest of the model in a file or directory: of its weights, and of what it is an adapter of."""
+    patterns = ("*.safetensors", "sharded/*.distcp", BASE_FILE)
+    files = [path] if path.is_file() else sorted(found for each in patterns for found in path.glob(each))
+    made = hashlib.sha256()
+    for file in files:
+        made.update(f"{file.name} {digest(file)}\n".encode())
+    return made.hexdigest()
+
+
+def write_adapter(
+    folder: Path, spec: ModelSpec, matrices: Matrices, base: BaseModel, *, rank: int, alpha: float, dropout: float
+) -> None:
+    """adapter_config.json, adapter_model.safetensors and base.json into an existing directory."""
+    tensors: dict[str, Tensor] = {}
+    targets: dict[str, int] = {}
+    transposed = False
+    for mapping, own in _adapted_modules(spec, matrices):
+        module = mapping.theirs.removesuffix(".weight")
+        a, b = _joined(mapping, own, matrices, spec)
+        for matrix, tensor in (("A", a), ("B", b)):
+            tensors[f"{PREFIX}{module}.lora_{matrix}.weight"] = tensor.detach().to("cpu").contiguous()
+        targets[_inside_layer(module)] = len(own)
+        transposed = transposed or mapping.transposed
+    several = {name: count for name, count in targets.items() if count > 1}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.source,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted(targets),
+        "rank_pattern": {name: count * rank for name, count in several.items()},
+        "alpha_pattern": {name: count * alpha for name, count in several.items()},
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / BASE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(base)}, indent=1) + "\n", encoding="utf-8")
+
+
+def _adapted_modules(spec: ModelSpec, names: Iterable[str]) -> Iterator[tuple[TensorMap, list[str]]]:
+    """Their modules that have an adapter, and which of ours in them do."""
+    wanted = set(names)
+    for mapping in _projections(spec, _shapes(spec)):
+        own = [name for ours in mapping.ours if (name := ours.removesuffix(".weight")) in wanted]
+        if own:
+            yield mapping, own
+
+
+def _inside_layer(module: str) -> str:
+    """`self_attn.q_proj` of `model.layers.3.self_attn.q_proj`."""
+    parts = module.split(".")
+    number = next(at for at, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[number + 1 :])
+
+
+def _joined(mapping: TensorMap, own: list[str], matrices: Matrices, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """A and B of their module: A's one above the other, and of B a block for each of ours."""
+    if len(mapping.ours) == 1:
+        return matrices[own[0]]
+    shapes = _shapes(spec)
+    a = torch.cat([matrices[name][0] for name in own])
+    rank = len(a) // len(own)
+    blocks = []
+    for ours in mapping.ours:
+        name, rows = ours.removesuffix(".weight"), shapes[ours][0]
+        block = a.new_zeros(rows, len(a))
+        if name in own:
+            at = own.index(name) * rank
+            block[:, at : at + rank] = matrices[name][1]
+        blocks.append(block)
+    return a, torch.cat(blocks)
+
+
+def read_matrices(folder: Path, spec: ModelSpec, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of our layers `names`, as `write_adapter` had them."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    shapes = _shapes(spec)
+    with _reading(folder / WEIGHTS_FILE) as tensors:
+        stored = _matrices(tensors, spec, shapes, folder)
+        for mapping, own in _adapted_modules(spec, names):
+            module = mapping.theirs.removesuffix(".weight")
+            if module not in stored:
+                continue
+            a, b = (tensors.get_tensor(stored[module][1][matrix]) for matrix in "AB")
+            row, rank = 0, len(a) // len(own)
+            for ours in mapping.ours:
+                name, rows = ours.removesuffix(".weight"), shapes[ours][0]
+                if name in own:
+                    at = own.index(name) * rank
+                    found[name] = a[at : at + rank], b[row : row + rows, at : at + rank]
+                row += rows
+    return found
+
+
+@torch.no_grad()
+def merge(model: Decoder, folder: Path, base: BaseModel) -> None:
+    """Make of `model`, which has the weights of `base`, what was trained: rounded as they were held, and added to."""
+    scheme = base.rounding
+    changes = load_adapter(folder, model, torch.float32).changes
+    for name, module in model.named_modules():
+        if not (name.startswith("layers.") and isinstance(module, torch.nn.Linear)):
+            continue
+        wide = module.weight.to(DTYPES[base.dtype]).float() if scheme is not None else module.weight.float()
+        if scheme is not None:
+            wide = fit_grid(wide, scheme).code(wide).dequantize()
+        if name in changes:
+            wide = wide.addmm(changes[name].up, changes[name].down)
+        module.weight.copy_(wide)

@@ -1,0 +1,85 @@
+"""Adapters: products of a frozen layer, and what its adapters add to them (levers/adapter.py).
+
+Forward has every product of the frozen matrices, backward one for each instead of two: the gradient of the input, none
+of the weight. An adapter's own products are so narrow that reading and writing their tokens is all they take: forward
+reads x and adds to y; backward reads dy twice and x, and adds to dx. A coded matrix is expanded before either product:
+codes are read and the matrix is written; where no kernel does that at once, through float32 copies.
+"""
+
+from dataclasses import replace
+
+from tightfit.hardware.launches import EXPANDED, FROZEN, Launch
+from tightfit.jobs.adapter import Adapted, Projection, linear_shapes
+from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.parameters import RankParams
+from tightfit.plan.seconds.products import Products
+from tightfit.plan.seconds.rates import Rates
+
+COPIES = 3
+"""Times that numbers are written and read on the way from codes that no kernel expands at once."""
+
+
+def frozen_products(workload: Workload, rates: Rates, products: Products, tokens: float) -> tuple[Products, float]:
+    """`products` of a layer with what adapters and codes add to them, and the seconds of products in backward."""
+    adapted = workload.adapted
+    assert adapted is not None
+    shapes = linear_shapes(workload.spec)
+    more = {name: _forward_s(adapted, name, shape, workload, rates, tokens) for name, shape in shapes.items()}
+    weights = sum(outputs * inputs for outputs, inputs in shapes.values())
+    forward = replace(
+        products,
+        qkv_s=products.qkv_s + more["q"] + more["k"] + more["v"],
+        output_s=products.output_s + more["o"],
+        up_s=products.up_s + more.get("gate", 0.0) + more["up"],
+        down_s=products.down_s + more["down"],
+        weights_once_s=products.weights_once_s * sum(adapted.matrices(workload.spec)) / weights,
+    )
+    backward_s = sum(_backward_s(adapted, name, shape, workload, rates, tokens) for name, shape in shapes.items())
+    return forward, products.forward_s + backward_s
+
+
+def _expansion_s(adapted: Adapted, shape: tuple[int, int], element_bytes: int, rates: Rates) -> float:
+    """Seconds from codes to a matrix."""
+    scheme, (outputs, inputs) = adapted.base.scheme, shape
+    if scheme is None:
+        return 0.0
+    passes = 1 if scheme.is_read_packed(inputs) else COPIES * 2
+    return outputs * inputs * (scheme.bits / 8 + passes * element_bytes) / rates.bytes_s
+
+
+def _forward_s(
+    adapted: Adapted, name: Projection, shape: tuple[int, int], workload: Workload, rates: Rates, tokens: float
+) -> float:
+    """Beyond the product with the frozen matrix."""
+    outputs, inputs = shape
+    expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
+    if name not in adapted.projections:
+        return expanded_s
+    return expanded_s + tokens * (inputs + 2 * outputs) * workload.weight_bytes / rates.bytes_s
+
+
+def _backward_s(
+    adapted: Adapted, name: Projection, shape: tuple[int, int], workload: Workload, rates: Rates, tokens: float
+) -> float:
+    """Beyond the gradient of the input through the frozen matrix."""
+    outputs, inputs = shape
+    expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
+    if name not in adapted.projections:
+        return expanded_s
+    return expanded_s + tokens * (2 * outputs + 3 * inputs) * workload.weight_bytes / rates.bytes_s
+
+
+def adapter_launch(workload: Workload) -> Launch:
+    """What the host launches of a layer beyond a trained one's."""
+    adapted = workload.adapted
+    if adapted is None:
+        return Launch(0.0, 0.0)
+    own = len(adapted.matrices(workload.spec)) // 2
+    coded = len(linear_shapes(workload.spec)) if adapted.base.scheme is not None else 0
+    return Launch(*(own * each + coded * more for each, more in zip(FROZEN, EXPANDED, strict=True)))
+
+
+def adapter_params(adapted: Adapted, workload: Workload) -> RankParams:
+    """What a rank updates and sums over data ranks."""
+    own = float(adapted.params(workload.spec))
+    return RankParams(dense=own, experts=0.0, root=0.0, owned=own, owned_embedding=0.0, owned_ends=0.0)
