@@ -50,10 +50,10 @@ CACHE_BYTES = {"cpu": 2**28, "cuda": 2**32}
 SOURCES = (
     "textwrap.dedent",
     "shlex.join",
-    "bisect.bisect_right",
+    "textwrap.shorten",
     "heapq.merge",
     "statistics.median_low",
-    "posixpath.commonprefix",
+    "difflib.get_close_matches",
     "fnmatch.filter",
     "string.capwords",
 )

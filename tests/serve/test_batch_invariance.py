@@ -28,7 +28,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.half_weight import ENGINES
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.request import Answer, Request
-from tightfit.serve.row_tiles import cut_rows, steady_sizes
+from tightfit.serve.row_tiles import PROBES, SIZES, _trial, cut_rows, steady_sizes
 from tightfit.serve.sampling import Sampling
 from tightfit.serve.service import Service
 from tightfit.serve.step import Step
@@ -192,6 +192,22 @@ def test_sizes_whose_rows_disagree_are_left_out() -> None:
     assert steady_sizes(lambda size, _: made(size, at_the_end), (16,)) == (1,)
     later = steady_sizes(lambda size, probe: made(size, [1.0 + (probe == 2 and size == 64)] * 64), (16, 1, 4, 64))
     assert later == (1, 4, 16)
+
+
+def test_what_is_rounded_takes_more_to_try(model: Decoder) -> None:
+    """Of a difference that shows in one of ten thousand numbers; too few of them: one size."""
+    cpu = torch.device("cpu")
+    assert _trial(cpu, None) == (SIZES["cpu"], PROBES)
+    assert _trial(cpu, 2**17) == (SIZES["cpu"], PROBES)
+    assert _trial(cpu, 2**14) == (SIZES["cpu"], 8)
+    assert _trial(cpu, 2**13 - 1) == (SIZES["cpu"][:1], PROBES)
+    for changes in ({"cache_format": "int8"}, {"cache_format": "fp8"}):
+        tiles = Engine(model, None, replace(BASE, **changes)).runner.tiles  # type: ignore[arg-type]
+        assert tiles is not None
+        assert len(tiles.sizes) == 1
+    narrow = Engine(Decoder(SHAPE).bfloat16(), None, BASE).runner.tiles
+    assert narrow is not None
+    assert (len(narrow.sizes), len(narrow.head_sizes)) == (1, 1)
 
 
 def test_every_row_is_in_one_pass() -> None:

@@ -7,10 +7,11 @@ pieces of them, answers and what is computed again after a preemption are rows l
 
 What is left is whether a row's bits depend on its place among the rows of a pass, or on which of the sizes it ran in.
 That is tried when an engine starts: a pass of one token over and over must give equal rows, and another size is only
-used if it gives those bits too. Sums in another order differ in float32 at once; rounded to 16 bits they show in one of
-ten thousand numbers, so a model too small for that has one size only. One row at a time is always right, and what is
-left where nothing else is. Routed layers gather rows by expert, so how many are multiplied together is up to the
-others, and LLM.int8 keeps channels wide that are large in any row: such models run one token at a time.
+used if it gives those bits too. Sums in another order differ in float32 at once; rounded to 16 bits, or to the codes of
+a cache, they show in one of ten thousand numbers, so more tokens are tried, and a model too small for that has one size
+only. One row at a time is always right, and what is left where nothing else is. Routed layers gather rows by expert, so
+how many are multiplied together is up to the others, and LLM.int8 keeps channels wide that are large in any row: such
+models run one token at a time.
 
 (He et al. 2025, "Defeating Nondeterminism in LLM Inference", of kernels written for this.)
 """
@@ -29,10 +30,10 @@ from tightfit.serve.step import Step
 SIZES = {"cpu": (16, 1, 4, 64), "cuda": (64, 16, 256)}
 """Rows of a pass: the first whose rows agree is the measure of the others."""
 ONE = (1,)
-PROBES = 3
+PROBES, MOST_PROBES = 3, 16
 """Tokens that sizes are tried with."""
 SHOWING = 2**17
-"""Numbers rounded to 16 bits among which another order of their sums shows: in a dozen of them."""
+"""Rounded numbers among which another order of their sums shows: in a dozen of them."""
 
 Span = tuple[int, int, int]
 """First row, rows, and the size of the pass they run in."""
@@ -51,9 +52,9 @@ def cut_rows(count: int, sizes: Sequence[int]) -> Iterator[Span]:
         at += size
 
 
-def steady_sizes(run: Callable[[int, int], Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
+def steady_sizes(run: Callable[[int, int], Tensor], sizes: Sequence[int], probes: int = PROBES) -> tuple[int, ...]:
     """Those of `sizes` at which run(size, probe) [size, W] of equal rows gives equal rows, as the first such does."""
-    made = {size: [run(size, probe) for probe in range(PROBES)] for size in sizes}
+    made = {size: [run(size, probe) for probe in range(probes)] for size in sizes}
     steady = [size for size in sizes if all(_are_equal(rows) for rows in made[size])]
     if not steady:
         return ONE
@@ -62,10 +63,12 @@ def steady_sizes(run: Callable[[int, int], Tensor], sizes: Sequence[int]) -> tup
     return tuple(sorted(same))
 
 
-def _sizes(device: torch.device, dtype: torch.dtype, numbers: int) -> tuple[int, ...]:
-    """Sizes worth trying, where a row of a pass is made of so many `numbers`."""
+def _trial(device: torch.device, numbers: int | None) -> tuple[tuple[int, ...], int]:
+    """Sizes to try and the tokens it takes, where the smallest of a row's products make so many `numbers` that are
+    rounded; None: none is."""
     sizes = SIZES[device.type]
-    return sizes if dtype == torch.float32 or PROBES * numbers >= SHOWING else sizes[:1]
+    needed = PROBES if numbers is None else max(PROBES, -(-SHOWING // numbers))
+    return (sizes, needed) if needed <= MOST_PROBES else (sizes[:1], PROBES)
 
 
 def _are_equal(rows: Tensor) -> bool:
@@ -90,23 +93,25 @@ class RowTiles:
         spec: ModelSpec,
         passes: Passes,
         *,
-        dtype: torch.dtype,
         device: torch.device,
+        rounded: bool,
+        kept_rounded: bool,
         positions: int,
         block_size: int,
         padding_block: int,
         rows_mix: bool = False,
     ) -> None:
-        """`rows_mix`: what is computed for a row depends on others, for another reason than experts."""
+        """`rounded`: what products make is rounded to 16 bits; `kept_rounded`: at least keys and values are.
+        `rows_mix`: what is computed for a row depends on others, for another reason than experts."""
         self.passes, self.block_size, self.padding_block, self.device = passes, block_size, padding_block, device
         chance = np.random.default_rng(0)
-        probes = [(int(chance.integers(spec.vocab_size)), int(chance.integers(positions))) for _ in range(PROBES)]
-        in_layer = spec.query_size + 2 * spec.kv_size + 2 * spec.mlp_size + 2 * spec.hidden_size
-        sizes = ONE if rows_mix or spec.experts is not None else _sizes(device, dtype, spec.layers * in_layer)
-        self.sizes = steady_sizes(lambda size, probe: self._tried(size, *probes[probe]), sizes)
-        states = [self._tried(self.sizes[0], *probe)[:1] for probe in probes]
-        of_head = _sizes(device, dtype, spec.vocab_size)
-        self.head_sizes = steady_sizes(lambda size, probe: passes.project(states[probe].repeat(size, 1)), of_head)
+        probes = [(int(chance.integers(spec.vocab_size)), int(chance.integers(positions))) for _ in range(MOST_PROBES)]
+        sizes, needed = _trial(device, spec.layers * spec.kv_size if kept_rounded else None)
+        sizes = ONE if rows_mix or spec.experts is not None else sizes
+        self.sizes = steady_sizes(lambda size, probe: self._tried(size, *probes[probe]), sizes, needed)
+        sizes, needed = _trial(device, spec.vocab_size if rounded else None)
+        states = [self._tried(self.sizes[0], *probe)[:1] for probe in probes[:needed]]
+        self.head_sizes = steady_sizes(lambda size, probe: passes.project(states[probe].repeat(size, 1)), sizes, needed)
 
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""

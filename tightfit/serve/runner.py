@@ -123,8 +123,9 @@ class Runner:
         return RowTiles(
             self.model.spec,
             Passes(self._states, self._project),
-            dtype=self.cache.dtype,
             device=self.device,
+            rounded=self.cache.dtype != torch.float32,
+            kept_rounded=self.cache.storage.dtype != torch.float32,
             positions=length,
             block_size=self.cache.block_size,
             padding_block=self.cache.storage.shape[2] - 1,
