@@ -144,9 +144,7 @@ def _with_adapters(question: "Question", rank: int | None, bits: int | None) -> 
     if rank is not None:
         return with_adapters(question, {"rank": rank} if bits is None else {"rank": rank, "bits": bits})
     if bits is not None:
-        raise UserError(
-            f"--bits is {bits}, which is of a model under adapters; add --adapter RANK or leave it out"
-        )
+        raise UserError(f"--bits is {bits}, which is of a model under adapters; add --adapter RANK or leave it out")
     return question
 
 
