@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 3
 # glibc fills new memory with 0x7f: a test that reads what nobody wrote gets huge numbers on every machine, not on some.
 export MALLOC_PERTURB_ ?= 128
+# Byte code is kept even where the environment says not to: what many processes import is compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run install test test-all lint style types suite suite-all test-rounding test-gpu docs clean
 
@@ -34,12 +36,10 @@ types: install
 
 # Without the tests marked `thorough`: further cases of what others show.
 suite: install
-	@$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not thorough"
-	@$(BIN)/pytest -m "alone and not thorough" $$(grep -rlE "mark\.alone" tests)
+	@$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not thorough"
 
 suite-all: install
-	@$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone"
-	@$(BIN)/pytest -m alone $$(grep -rlE "mark\.alone" tests)
+	@$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 # Types and tests beside each other: a machine with two cores then has no idle one.
 test: style
@@ -50,7 +50,7 @@ test-all: style
 
 # The same tests with products summed in another order: none may hang on the last bit of one CPU's kernels.
 test-rounding: install
-	@TEST_REVERSED_SUMS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not thorough"
+	@TEST_REVERSED_SUMS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not thorough"
 
 test-gpu: install
 	@$(BIN)/pytest tests/gpu tests/kernels

@@ -237,6 +237,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="weights in 8-bit floats, a scale a row")
     parser.add_argument("--no-overlap", action="store_true", help="kernels one after the other")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--case", action="append", choices=[case.__name__ for case in CASES[1:]], help="these alone")
     parser.add_argument("--budget", type=float, default=230.0, help="seconds after which no further case begins")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
@@ -244,7 +245,8 @@ def main() -> None:
     began = time.perf_counter()
     for name in ["tiny"] if arguments.tiny else arguments.model or ["1b", "8b"]:
         bench = Bench(name, arguments)
-        for case in [*CASES, *([profile] if arguments.profile else [])]:
+        wanted = [case for case in CASES if arguments.case is None or case.__name__ in ("start", *arguments.case)]
+        for case in [*wanted, *([profile] if arguments.profile else [])]:
             if time.perf_counter() - began > arguments.budget:
                 print(f"{name:5} {case.__name__:28} passed over: the budget of {arguments.budget:g} s is spent")
                 continue

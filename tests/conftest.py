@@ -25,7 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import pytest
 import torch
 
-from tests.interpreter import ignore_overflows, patch_language_once, read_single_elements
+from tests.interpreter import ignore_overflows, patch_language_once, read_single_elements, share_types
 from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
 from tests.slow_halves import compute_in_float32
 
@@ -38,6 +38,7 @@ if not torch.cuda.is_available():
     read_single_elements()
     patch_language_once()
     ignore_overflows()
+    share_types()
 
 
 def pytest_collection_finish() -> None:

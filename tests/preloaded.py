@@ -17,6 +17,7 @@ import tightfit.train.loop
 tests.interpreter.read_single_elements()
 tests.interpreter.patch_language_once()
 tests.interpreter.ignore_overflows()
+tests.interpreter.share_types()
 tests.slow_halves.compute_in_float32()
 
 __all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "tests", "tightfit"]

@@ -2,12 +2,15 @@
 
 import errno
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.test_verbs import Run
+from tightfit.errors import UserError
 from tightfit.serve import start
+from tightfit.serve.config import EngineConfig
 from tightfit.serve.http.address import check_address
 
 pytest.importorskip("uvicorn", reason="pip install 'tightfit[serve]'")
@@ -19,6 +22,14 @@ MISTAKES = {
     "no body": (["--max-body-mib", "nan"], "--max-body-mib is nan; give"),
     "more than the positions": (["--max-length", "2048"], "--max-length is 2048, but tiny-llama has 256 positions"),
     "nobody's name": (["--host", "nonsense..name"], "--host is 'nonsense..name', which has no address; give 127.0.0.1"),
+    "the same answers by guesses": (
+        ["--batch-invariant", "--lookup"],
+        "--batch-invariant does not go with --lookup; leave one of them out",
+    ),
+    "the same answers on two cards": (
+        ["--batch-invariant", "--tensor", "2"],
+        "--batch-invariant does not go with --ten",
+    ),
     "somebody else's address": (["--host", "192.0.2.1"], "--host is '192.0.2.1', which is no address of this machine"),
 }
 
@@ -57,3 +68,26 @@ def test_ports_of_the_system_need_rights(serve: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(socket.socket, "bind", refused)
     assert "port 80 on 127.0.0.1 needs more rights than this user has; give one above 1023" in serve("--port", 80).err
+
+
+@pytest.mark.parametrize("verb", ["serve", "generate"])
+def test_batch_invariance_is_asked_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
+) -> None:
+    """What the engine is then started with; a draft model beside it is refused before one is loaded."""
+    found = []
+
+    def started(_: str, config: EngineConfig, **__: object) -> None:
+        found.append(config)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(start, "start_engine", started)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n')
+    words = {"serve": [], "generate": ["--in", str(prompts), "--out", str(tmp_path / "answers.jsonl")]}[verb]
+    for more in ([], ["--batch-invariant"]):
+        assert "far enough" in Run(capfd, monkeypatch, verb, "tiny-llama", *words, *more).err
+    assert [config.batch_invariant for config in found] == [False, True]
+    made = Run(capfd, monkeypatch, verb, "tiny-llama", *words, "--batch-invariant", "--draft", "tiny-llama")
+    assert made.err == "tightfit: --batch-invariant does not go with --draft; leave one of them out\n"
+    assert len(found) == 2

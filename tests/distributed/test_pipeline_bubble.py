@@ -1,7 +1,8 @@
 """Recorded schedules of real processes: the share of time their ranks wait, against (K−1)/(K+M−1).
 
 Stages sleep for a known time instead of computing, so that the result hardly depends on how busy the machine is. What
-a busy one adds is waiting: of three records the one that waited least counts.
+a busy one adds is waiting of its own, which does not grow with the work: where a record waited too long, stages sleep
+twice as long in the next.
 """
 
 import json
@@ -27,34 +28,31 @@ from tightfit.train.pipeline_record import record
 from tightfit.train.precision import LossScale
 from tightfit.train.step import ignore, train_step
 
-pytestmark = pytest.mark.alone
 Make = Callable[[int], Group]
-FORWARD_S = 0.06
-ATTEMPTS = 3
+FORWARD_S = 0.04
+ATTEMPTS = 7
+"""The last with 2.6 s instead."""
 
 
-def run_recorded(case: Piped) -> list[dict[str, Any]]:
+def run_recorded(case: Piped, forward_s: float) -> dict[str, Any]:
     mesh = make_mesh(case.layout, "cpu")
     ranks = Ranks.of(mesh)
     _, module, optimizer = build(case, mesh)
     assert isinstance(module, Pipeline)
-    for stage in module.stages:
-        slow_down([*stage.layers][-1], case.stages_per_rank)
     batches = micro_batches(case, 0, ranks.rank)
     train_step(module, optimizer, batches, CPU, 1e-3, LossScale(), ranks=ranks)  # which connects the ranks
-    records = []
-    for _ in range(ATTEMPTS):
-        with record(module, ranks) as found:
-            train_step(module, optimizer, batches, CPU, 1e-3, LossScale(), ranks=ranks)
-        records.append(found)
-    return records
+    for stage in module.stages:
+        slow_down([*stage.layers][-1], forward_s / case.stages_per_rank)
+    with record(module, ranks) as found:
+        train_step(module, optimizer, batches, CPU, 1e-3, LossScale(), ranks=ranks)
+    return found
 
 
-def slow_down(layer: Any, pieces: int) -> None:
+def slow_down(layer: Any, seconds: float) -> None:
     """A layer that sleeps: forward, as long again for the gradient of its input, and for that of its weights."""
 
     def sleep(_: object) -> None:
-        time.sleep(FORWARD_S / pieces)
+        time.sleep(seconds)
 
     def after(module: nn.Module, given: Any, made: tuple[Tensor, Any]) -> None:
         sleep(None)
@@ -64,18 +62,25 @@ def slow_down(layer: Any, pieces: int) -> None:
     layer.attention.o.weight.register_hook(sleep)
 
 
-def recorded(group: Make, schedule: PipelineSchedule, pieces: int = 1) -> Record:
-    case = Piped(schedule=schedule, stages_per_rank=pieces, rows=8, micro_batch=2)
-    records = group(2).run(run_recorded, case)
-    assert not any(records[1]), "the first process has the records of all"
-    made = min((record_of(found) for found in records[0]), key=lambda record: record.waited)
-    assert (made.ranks, made.micro_batches, made.pieces) == (2, 4, pieces)
+def recorded(group: Make, case: Piped, most: float, run: Callable[..., dict[str, Any]] = run_recorded) -> Record:
+    """The first record whose ranks waited for less than `most` of the time, or the last."""
+    for attempt in range(ATTEMPTS):
+        records = group(2).run(run, case, FORWARD_S * 2**attempt)
+        assert not records[1], "the first process has the records of all"
+        made = record_of(records[0])
+        if made.waited < most:
+            break
+    assert (made.ranks, made.micro_batches, made.pieces) == (2, 4, case.stages_per_rank)
     return made
+
+
+def piped(schedule: PipelineSchedule, pieces: int = 1) -> Piped:
+    return Piped(schedule=schedule, stages_per_rank=pieces, rows=8, micro_batch=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", thorough("gpipe")])
 def test_the_measured_bubble_is_the_formulas(group: Make, schedule: PipelineSchedule, tmp_path: Path) -> None:
-    made = recorded(group, schedule)
+    made = recorded(group, piped(schedule), most=1.2 / 5)
     assert len(made.tasks) == 2 * 2 * 4, "a forward and a backward of four micro-batches on two ranks"
     assert all(
         timed.end - timed.start >= FORWARD_S * (1 if timed.task.work == "forward" else 2) for timed in made.tasks
@@ -89,46 +94,41 @@ def test_the_measured_bubble_is_the_formulas(group: Make, schedule: PipelineSche
 
 
 def test_interleaved_and_zero_bubble_wait_less(group: Make) -> None:
-    plain = recorded(group, "1f1b").waited
-    interleaved = recorded(group, "interleaved", 2)
+    """Less than 0.8 of what 1F1B waits, which is (K−1)/(K−1+M) = 1/5 at least."""
+    interleaved = recorded(group, piped("interleaved", 2), most=1.35 / 9)
     assert interleaved.formula == pytest.approx(1 / 9)
     assert interleaved.waited == pytest.approx(interleaved.formula, rel=0.35)
-    split = recorded(group, "zero-bubble")
+    split = recorded(group, piped("zero-bubble"), most=0.8 / 5)
     assert {timed.task.work for timed in split.tasks} == {"forward", "input", "weights"}
-    assert interleaved.waited < 0.8 * plain
-    assert split.waited < 0.8 * plain
-    assert recorded(group, "zb-v", 2).waited < 0.8 * plain
+    assert split.waited < 0.8 / 5
+    assert recorded(group, piped("zb-v", 2), most=0.8 / 5).waited < 0.8 / 5
 
 
 def test_without_a_flush_ranks_wait_once_for_all_steps(group: Make) -> None:
-    """Three steps: 1F1B waits (K−1)/(K−1+M) of the time, 2BW (K−1)/(K−1+3M), as the next step is under way."""
-    case = Piped(schedule="2bw", rows=8, micro_batch=2)
-    found = group(2).run(run_flow, case)[0]
-    made = min((record_of(each) for each in found), key=lambda record: record.waited)
-    assert (made.steps, made.micro_batches) == (3, 4)
+    """Three steps: 1F1B waits (K−1)/(K−1+M) = 1/5 of the time, 2BW (K−1)/(K−1+3M), as the next step is under way."""
+    made = recorded(group, piped("2bw"), most=0.7 / 5, run=run_flow)
+    assert made.steps == 3
     assert made.formula == pytest.approx(1 / 13)
-    assert made.waited < 0.7 * recorded(group, "1f1b").waited
+    assert made.waited < 0.7 / 5
     first_rank = [timed.task for timed in sorted(made.tasks, key=lambda timed: timed.start) if timed.rank == 0]
     assert [(task.work, task.batch) for task in first_rank[7:10]] == [("forward", 0), ("backward", 3), ("forward", 1)]
 
 
-def run_flow(case: Piped) -> list[dict[str, Any]]:
+def run_flow(case: Piped, forward_s: float) -> dict[str, Any]:
     mesh = make_mesh(case.layout, "cpu")
     ranks = Ranks.of(mesh)
     _, module, optimizer = build(case, mesh)
-    buffered, records = optimizer.buffered, []
+    buffered = optimizer.buffered
     assert isinstance(module, Pipeline)
     assert buffered is not None
-    slow_down([*module.stages[0].layers][-1], 1)
     batches = micro_batches(case, 0, ranks.rank)
     buffered.take_alone(batches, CPU, 1e-3, ignore, ranks)  # which connects the ranks
-    for _ in range(ATTEMPTS):
-        with record(module, ranks) as found:
-            for _ in range(3):
-                buffered.take(batches, CPU, 1e-3, ignore, ranks)
-            buffered.finish(ignore, ranks)
-        records.append(found)
-    return records
+    slow_down([*module.stages[0].layers][-1], forward_s)
+    with record(module, ranks) as found:
+        for _ in range(3):
+            buffered.take(batches, CPU, 1e-3, ignore, ranks)
+        buffered.finish(ignore, ranks)
+    return found
 
 
 def test_what_is_no_record_gets_a_sentence(tmp_path: Path) -> None:

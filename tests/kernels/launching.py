@@ -20,12 +20,15 @@ import tightfit.kernels.decode_linear
 import tightfit.kernels.flash_blocks
 import tightfit.kernels.fp8_mlp
 import tightfit.kernels.fp8_quantize
+import tightfit.kernels.fp8_rows
+import tightfit.kernels.fp8_vector
 import tightfit.kernels.gather_rows
 import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
 import tightfit.kernels.join_parts
 import tightfit.kernels.packed_rows
+import tightfit.kernels.packed_vector
 import tightfit.kernels.paged_attention
 import tightfit.kernels.paged_prefill
 import tightfit.kernels.quantized_linear
@@ -130,8 +133,21 @@ def launch_codes(x: Tensor) -> None:
         fp8._launch(x, None, dtype, True, True)
     fp8._launch_rows(x)
     fp8._launch_columns(x)
+    launch_coded_products(x.dtype)
     mlp._launch(x, x, "silu")
     mlp._launch_backward(x, x, x, x, x, "silu")
+
+
+def launch_coded_products(dtype: torch.dtype) -> None:
+    """Products with a weight of 8-bit floats, of one token and of several."""
+    codes, scale, x = torch.ones(64, 512).to(torch.float8_e4m3fn), torch.ones(64), torch.ones(3, 512, dtype=dtype)
+    tightfit.kernels.fp8_vector.fp8_vector(x[:1], codes, scale, norm=x[0], activation="silu", overlap=True)
+    rows = tightfit.kernels.fp8_rows
+    for split in (1, 2):
+        rows.fp8_rows(
+            x, codes, scale, rows.Fp8Tile(block_m=16, block_n=64, block_k=128, split=split, stages=4, warps=4)
+        )
+    rows.expand_fp8(codes, scale, dtype)
 
 
 def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
@@ -143,6 +159,10 @@ def launch_decoding(dtype: torch.dtype, overlap: bool) -> None:
     share = rows.RowTiles(block_n=32, parts=2, stages=3)
     rows.launch_packed_rows(few, packed, scale, None, 4, 128, share, few, overlap=overlap)
     rows.launch_packed_rows(few, packed, scale, scale, 4, 128, share, activation="silu", overlap=overlap)
+    one = torch.ones(1, 256, dtype=dtype)
+    vector, bias = tightfit.kernels.packed_vector.packed_vector, packed[:, 0].to(dtype)
+    vector(one, packed, scale, None, 4, 128, residual=one, overlap=overlap)
+    vector(one, packed, scale, scale, 4, 128, norm=one[0], bias=bias, activation="silu", overlap=overlap)
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)

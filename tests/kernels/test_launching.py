@@ -14,8 +14,9 @@ def test_kernels_compile_for_cards_that_are_not_here() -> None:
     rooms = {line[0].removeprefix("tightfit.kernels.") for line in lines}
     updates = {"adamw", "adamw8bit", "adamw_list", "gradient_norm"}
     decoding = {"decode_linear", "decode_attention", "greedy", "rotate_store", "paged_attention", "paged_prefill"}
-    routed = {"gather_rows", "routed_mlp", "quantized_linear", "packed_rows", "split_sum"}
-    assert rooms == {"row_norm", "glu", "rope", "join_parts", "fp8_quantize", "fp8_mlp"} | updates | decoding | routed
+    routed = {"gather_rows", "routed_mlp", "split_sum"}
+    coded = {"quantized_linear", "packed_rows", "packed_vector", "fp8_quantize", "fp8_mlp", "fp8_vector", "fp8_rows"}
+    assert rooms == {"row_norm", "glu", "rope", "join_parts"} | updates | decoding | routed | coded
     both = [line for line in lines if "fp8" not in line[0]]
     assert [line[2] for line in both] == ["sm_75"] * (len(both) // 2) + ["sm_90a"] * (len(both) // 2)
     assert {line[2] for line in lines if "fp8" in line[0]} == {"sm_90a"}

@@ -46,3 +46,6 @@ def test_what_is_not_finite_stays_so() -> None:
     values = torch.tensor([[float("inf"), -float("inf"), float("nan")]] * 7, device=DEVICE)
     found = summed([values, torch.ones_like(values)]).rounded(torch.ones(1, device=DEVICE), in_place=True)
     assert not bool(found.float().isfinite().any())
+    full = torch.full((7, 3), -1, dtype=torch.int32, device=DEVICE).bitwise_right_shift(1).bitwise_and(0x7FFFFFFF)
+    found = summed([full.view(torch.float32)]).rounded(torch.ones(1, device=DEVICE), in_place=True)
+    assert bool(found.float().isnan().all()), "a GPU's NaN has all bits of its mantissa"

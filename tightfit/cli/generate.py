@@ -24,6 +24,9 @@ def generate(
     ] = 1,
     max_sequences: Annotated[int, typer.Option(help="Answers under way at a time.", min=1)] = 64,
     draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Answers equal to the bit whatever else is in the file; slower.")
+    ] = False,
     device: Device = "auto",
 ) -> None:
     """Answer a file of prompts; killed, it goes on where it was.
@@ -41,7 +44,11 @@ def generate(
 
     read_prompts(source)
     read_finished(target)
-    config = EngineConfig(max_sequences=max_sequences, step_tokens=max(2048, max_sequences))
+    if batch_invariant and draft is not None:
+        raise UserError("--batch-invariant does not go with --draft; leave one of them out")
+    config = EngineConfig(
+        max_sequences=max_sequences, step_tokens=max(2048, max_sequences), batch_invariant=batch_invariant
+    )
     loaded, engine = start_engine(model, config, device=device, draft=draft)
     if loaded.tokenizer is None:
         raise UserError(f"{model} has no tokenizer, so it cannot answer texts")
@@ -64,3 +71,5 @@ def generate(
     if not made:
         return typer.echo(f"{target} has all the answers already; name another --out to make them anew")
     typer.echo(f"{made} prompts answered, {engine.counts.answer_tokens} tokens, in {target}")
+    if (hint := engine.guessing_hint) is not None:
+        typer.echo(hint)

@@ -57,6 +57,9 @@ def serve(
         Literal["model", "int8", "fp8"], typer.Option(help="What keys and values are kept in; int8 and fp8 take half.")
     ] = "model",
     prefix_cache: Annotated[bool, typer.Option(help="Find equal beginnings of prompts in the cache.")] = True,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Answers equal to the bit whatever else is in the batch; slower.")
+    ] = False,
     max_requests: Annotated[int, typer.Option(help="Requests open at a time; more get status 429.", min=1)] = 512,
     max_body_mib: Annotated[float, typer.Option(help="Size of a request's body.")] = 8.0,
     max_seconds: Annotated[float, typer.Option(help="How long a request may take.")] = 600.0,
@@ -104,12 +107,24 @@ def _check(asked: Any) -> None:
     ways = [f"--{way}" for way in ("draft", "lookup", "skip") if getattr(asked, way)]
     if len(ways) > 1:
         raise UserError(f"{' and '.join(ways)} are ways to guess ahead; choose one")
+    if asked.batch_invariant:
+        _check_invariant(asked, ways)
     if asked.export is not None and asked.skip:
         raise UserError(f"--skip is {asked.skip}, which vLLM does not have; use --draft or --lookup with --export")
     _check_sizes(asked)
     for option in () if asked.export is not None else ("on", "weights", "image", "out"):
         if (given := getattr(asked, option)) is not None:
             raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
+
+
+def _check_invariant(asked: Any, ways: list[str]) -> None:
+    """Refuse what --batch-invariant is not there for."""
+    from tightfit.errors import UserError
+
+    beside = [f"--{option}" for option in ("tensor", "pipeline") if (getattr(asked, option) or 1) > 1]
+    beside += [f"--{option}" for option in ("adapter", "export") if getattr(asked, option)]
+    if ways or beside:
+        raise UserError(f"--batch-invariant does not go with {' and '.join(ways + beside)}; leave one of them out")
 
 
 def _check_sizes(asked: Any) -> None:
@@ -184,6 +199,8 @@ def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: A
         typer.echo(engine.describe())
         typer.echo(f"{source} on http://{options.host}:{options.port} (chat page at /, OpenAI clients at /v1)")
         run_server(loaded, engine, options)
+        if (hint := engine.guessing_hint) is not None:
+            typer.echo(hint)
 
 
 def _engine_config(asked: Any) -> "EngineConfig":
@@ -196,6 +213,7 @@ def _engine_config(asked: Any) -> "EngineConfig":
         cache_bytes=None if asked.cache_gib is None else int(asked.cache_gib * 2**30),
         cache_format=asked.cache_format,
         prefix_cache=asked.prefix_cache,
+        batch_invariant=asked.batch_invariant,
         speculation="draft" if asked.draft else "lookup" if asked.lookup else "skip" if asked.skip else "none",
         skipped_layers=asked.skip or 0,
         host_bytes=int(asked.host_cache_gib * 2**30),

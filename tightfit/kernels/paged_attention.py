@@ -41,6 +41,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    block_k: int | None = None,
 ) -> Tensor:
     """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n].
 
@@ -52,7 +53,7 @@ def paged_attention(
     assert keys.stride() == values.stride()
     assert tables.stride(1) == 1
     assert scales is None or scales.is_contiguous()
-    block_k = keys_at_a_time(B * kv_heads)
+    block_k = block_k or keys_at_a_time(B * kv_heads)
     assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
     out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)

@@ -284,7 +284,7 @@ def tiles_for(M: int, N: int, K: int, bits: int, device: torch.device) -> Tiles:
 
 
 @cache
-def _counters(device: torch.device) -> Tensor:
+def finish_counters(device: torch.device) -> Tensor:
     """Of programs that have finished their share of an output; the last sets its counter back to zero. Launches of one
     stream, one after the other, share them."""
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
@@ -317,7 +317,7 @@ def launch_some(
             words if zero is None else zero,
             y,
             partial,
-            _counters(x.device),
+            finish_counters(x.device),
             M,
             N,
             K,

@@ -62,6 +62,12 @@ def _wide(high, low):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _plus(bits, more):  # type: ignore[no-untyped-def]
+    """A float's bits with more added to its mantissa; infinity and NaN as they are, or a carry would make them -0."""
+    return tl.where((bits & 0x7F800000) == 0x7F800000, bits, bits + more)
+
+
+@triton.jit
 def split_add_kernel(product, high, low, count, FIRST: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One block of elements: the sum so far plus the product, to the nearest 24 bits."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +76,7 @@ def split_add_kernel(product, high, low, count, FIRST: tl.constexpr, BLOCK: tl.c
     if not FIRST:
         upper = tl.load(high + at, mask=inside, other=0)
         total += _wide(upper, tl.load(low + at, mask=inside, other=0))
-    bits = total.to(tl.int32, bitcast=True) + 128
+    bits = _plus(total.to(tl.int32, bitcast=True), 128)
     tl.store(high + at, (bits >> 16).to(tl.int16), mask=inside)
     tl.store(low + at, ((bits >> 8) & 255).to(tl.uint8), mask=inside)
 
@@ -82,5 +88,5 @@ def split_round_kernel(high, low, factor, out, count, BLOCK: tl.constexpr):  # t
     inside = at < count
     upper = tl.load(high + at, mask=inside, other=0)
     bits = (_wide(upper, tl.load(low + at, mask=inside, other=0)) * tl.load(factor)).to(tl.int32, bitcast=True)
-    bits += 32767 + ((bits >> 16) & 1)
+    bits = _plus(bits, 32767 + ((bits >> 16) & 1))
     tl.store(out + at, (bits >> 16).to(tl.int16), mask=inside)

@@ -18,6 +18,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.joint_weights import half_bytes
+from tightfit.serve.row_tiles import SIZES
 
 HOST_SHARE = 0.25
 WIDE = 4
@@ -83,7 +84,7 @@ def decide_budget(
     if draft_spec is not None:
         per_block += config.block_size * cache_bytes_per_token(draft_spec, weight.element_size())
     longest = min(config.max_length or spec.max_positions, spec.max_positions)
-    step_bytes = step_activation_bytes(spec, config, weight.element_size())
+    step_bytes = step_activation_bytes(spec, config, weight.element_size(), weight.device)
     free = free_bytes(weight.device)
     useful = config.max_sequences * -(-longest // config.block_size)
     copy_bytes = _half_copy_bytes(model, config, free)
@@ -113,11 +114,14 @@ def _half_copy_bytes(model: Decoder, config: EngineConfig, free: int) -> int:
     return copy_bytes if copy_bytes <= free * HOST_SHARE else 0
 
 
-def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
-    """The largest step: one layer's working set over its tokens, and the logits of all sequences in float32."""
-    working = layer_cost(LocalShape(spec, 1, config.step_tokens, element_bytes), spec.layers - 1).forward_working
+def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int, device: torch.device) -> int:
+    """The largest step: one layer's working set over its tokens, and the logits of all sequences in float32; those of a
+    padded pass besides where steps are cut into such."""
+    padded = max(SIZES[device.type]) if config.batch_invariant else 0
+    tokens = max(config.step_tokens, padded)
+    working = layer_cost(LocalShape(spec, 1, tokens, element_bytes), spec.layers - 1).forward_working
     rows = config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
-    return working + 3 * WIDE * rows * spec.vocab_size
+    return working + WIDE * (3 * rows + padded) * spec.vocab_size
 
 
 def free_bytes(device: torch.device) -> int:

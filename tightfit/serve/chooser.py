@@ -37,6 +37,12 @@ class Chosen:
     chances: list[TokenChance]
 
 
+def choose_alone(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
+    """The same, each by itself: sums over a row are taken in the same order whatever the others ask for."""
+    starts = _starts(asked)
+    return [choose(logits[at : at + own.rows].clone(), [own])[0] for own, at in zip(asked, starts, strict=True)]
+
+
 @torch.inference_mode()
 def choose(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
     """The tokens that follow, given logits [rows of all, V]; changes the logits."""

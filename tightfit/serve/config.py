@@ -38,6 +38,8 @@ class EngineConfig:
     speculated_tokens: int = 4
     skipped_layers: int = 0
     """With speculation "skip": how many layers the model leaves out when it guesses for itself."""
+    batch_invariant: bool = False
+    """Answers are the same to the bit whatever else is in the batch (row_tiles.py); slower."""
     host_bytes: int = 0
     """Memory of the host for keys and values of answers that have to give way; without, they are computed again."""
 
@@ -52,6 +54,11 @@ class EngineConfig:
             )
         if not 0 < self.memory_share <= 1:
             raise UserError(f"memory_share is {self.memory_share}; it must be above 0 and at most 1")
+        if self.batch_invariant and self.speculation != "none":
+            raise UserError(
+                f"speculation is {self.speculation!r} and batch_invariant is on; how far is guessed depends on the "
+                "batch, and so does what is drawn: leave one of them out"
+            )
         if self.host_bytes < 0:
             raise UserError(f"host_bytes is {self.host_bytes}; give 0 (compute again) or more")
         for name in ("max_length", "cache_bytes"):

@@ -18,8 +18,9 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.adapters import AdapterSet, refuse_folded
 from tightfit.serve.block_pool import BlockPool
+from tightfit.serve.break_even import break_even_share, hint
 from tightfit.serve.budget import Budget, decide_budget
-from tightfit.serve.chooser import Asked, Chosen, choose
+from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
@@ -80,6 +81,8 @@ class Engine:
         refuse_folded(self.adapters, model.spec)
         adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())
         self.spread = ranks is not None
+        if self.config.batch_invariant:
+            self._check_invariant()
         self.budget: Budget = (
             ranks.steps.budget
             if ranks is not None
@@ -90,6 +93,7 @@ class Engine:
         self.runner: Runner | RankRunner = ranks if ranks is not None else self._make_runner()
         self.counts = Counts()
         self._proposer = self._make_proposer(draft)
+        self.break_even = self._measure_break_even()
         self.host = self._make_host()
         self.scheduler = Scheduler(self.pool, self._limits(), self.host)
         self._running: dict[Sequence, Running] = {}
@@ -116,7 +120,16 @@ class Engine:
         """What was predicted and what was allocated, in a line each."""
         predicted, allocated = (f"{b / 2**20:,.0f} MiB" for b in (self.budget.standing_bytes, self.allocated_bytes))
         budget = self.budget.describe(self.config.block_size)
-        return f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+        told = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+        if self.break_even is None:
+            return told
+        pays = f"pays from {self.break_even:.0%} kept on" if self.break_even <= 1 else "cannot pay here"
+        return f"{told}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
+
+    @property
+    def guessing_hint(self) -> str | None:
+        """A sentence where guesses cost more time than they save; else None."""
+        return hint(self.counts.kept, self.counts.guessed, self.break_even)
 
     def check(self, request: Request) -> Request:
         """The request with its answer no longer than there is room for; a UserError where it cannot be done."""
@@ -201,7 +214,7 @@ class Engine:
         asked = [self._asked(chunk, drafts.get(chunk.sequence)) for chunk in choosing]
         for chunk in chunks:
             chunk.sequence.stored = chunk.end
-        chosen = choose(logits, asked) if asked else []
+        chosen = (choose_alone if self.config.batch_invariant else choose)(logits, asked) if asked else []
         outputs = [self._took(chunk, made) for chunk, made in zip(choosing, chosen, strict=True)]
         for chunk in chunks:
             self.scheduler.settle(chunk.sequence)
@@ -225,6 +238,8 @@ class Engine:
         cache = make_cache(
             self.model.spec, self.budget.blocks, config.block_size, weight.device, weight.dtype, config.cache_format
         )
+        if config.batch_invariant and cache.storage.is_cuda and not cache.has_row_kernel:
+            raise UserError("batch_invariant is on, but there is no kernel here for this model's attention; use cpu")
         return Runner(
             self.model,
             cache,
@@ -233,7 +248,14 @@ class Engine:
             overlap=config.overlap,
             adapters=AdapterSet(self.model, self.adapters) if self.adapters else None,
             half=self.budget.half_bytes > 0,
+            batch_invariant=config.batch_invariant,
         )
+
+    def _check_invariant(self) -> None:
+        """Refuse what the batch would show in."""
+        if self.spread or self.adapters:
+            beside = "ranks" if self.spread else "adapters"
+            raise UserError(f"batch_invariant is on, which is not there for {beside} yet; leave one of them out")
 
     def _limits(self) -> Limits:
         config, change = self.config, length_of_change(self.model.spec)
@@ -277,6 +299,13 @@ class Engine:
         if draft is None:
             raise UserError("speculation is 'draft', but no draft model was given")
         return DraftModel(make_draft_runner(draft, self.model, self.budget, self.config))
+
+    def _measure_break_even(self) -> float | None:
+        """From which share of kept guesses on they pay; None where nobody guesses, or it is not known."""
+        if self._proposer is None or not isinstance(self.runner, Runner) or self.runner.device.type == "cuda":
+            return None
+        guesses = self.config.speculated_tokens
+        return break_even_share(self.runner, self._proposer, self.pool, guesses, self.max_length)
 
     def _make(self, request: Request, index: int) -> Running:
         sampling = request.sampling

@@ -1,7 +1,7 @@
 """Fp8Weight: a matrix of 8-bit floats as a serving step multiplies by it, inputs as they are.
 
-One token reads the codes once (kernels/decode_linear.py): half the time of 16 bits. Several are multiplied by the codes
-in their own dtype, which hold e4m3 exactly, made anew for every product; scales are applied to what comes out.
+One token reads the codes once (kernels/fp8_vector.py): half the time of 16 bits. So do some (kernels/fp8_rows.py). Many
+are multiplied by the matrix in their own dtype, made anew for every product.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.kernels.fp8_rows import MOST_ROWS, expand_fp8, fp8_rows
+from tightfit.kernels.fp8_vector import CHUNK
 from tightfit.kernels.glu import glu
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import Activation
@@ -26,13 +28,27 @@ class Fp8Weight(NamedTuple):
     scale: Tensor
 
     @property
+    def inputs(self) -> int:
+        """Columns of the matrix."""
+        return self.codes.shape[1]
+
+    @property
     def can_decode(self) -> bool:
         """Whether this GPU's kernels can read the codes."""
         return self.codes.is_cuda and torch.cuda.get_device_capability(self.codes.device) >= NEEDED
 
+    def takes_vector(self, dtype: torch.dtype) -> bool:
+        """Whether kernels/fp8_vector.py multiplies one token by it."""
+        return self.can_decode and self.inputs % CHUNK == 0 and dtype != torch.float32
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x · Wᵀ + b."""
-        made = (F.linear(x, self.codes.to(x.dtype)).to(self.scale.dtype) * self.scale).to(x.dtype)
+        if not self.can_decode or x.dtype == torch.float32:
+            made = (F.linear(x, self.codes.to(x.dtype)).to(self.scale.dtype) * self.scale).to(x.dtype)
+        elif len(x) <= MOST_ROWS:
+            made = fp8_rows(x, self.codes, self.scale)
+        else:
+            made = F.linear(x, expand_fp8(self.codes, self.scale, x.dtype))
         return made if bias is None else made + bias
 
     def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:

@@ -100,13 +100,14 @@ class Graphs:
             self._decoding[size] = decoding = self._captured(partial(self._decode, size))
             self._states[size] = decoding.made if decoding.made is not None else decoding()
             self._choosing[size] = self._captured(partial(self._choose, size))
-        for size in sorted((s for s in PROMPT_SIZES if s <= self.max_length), reverse=True):
+        whole = [size for size in PROMPT_SIZES if size <= self.max_length and self.runner.tiles is None]
+        for size in sorted(whole, reverse=True):
             self._prompts[size] = self._captured(partial(self._read_prompt, size))
 
     def takes_prompt(self, chunk: Chunk) -> bool:
         """Whether a chunk that is alone in its step is a short whole prompt."""
         longest = max((size for size in PROMPT_SIZES if size <= self.max_length), default=0)
-        return chunk.start == 0 and chunk.chooses and chunk.count <= longest
+        return self.runner.tiles is None and chunk.start == 0 and chunk.chooses and chunk.count <= longest
 
     def decode(self, chunks: list[Chunk]) -> Tensor:
         """States [chunks, H] of a step with one token of each sequence; `highest` or a projection comes after."""

@@ -27,6 +27,11 @@ from tightfit.serve.step import Step
 class LatentCache(PagedCache):
     """Small vectors of `blocks` blocks for all layers."""
 
+    @property
+    def has_row_kernel(self) -> bool:
+        """There is none."""
+        return False
+
     def attend_latent(
         self, layer: int, query: Tensor, vectors: Tensor, expansion: Expansion, *, scale: float
     ) -> Tensor:
@@ -35,6 +40,8 @@ class LatentCache(PagedCache):
         step = self.step
         assert step is not None, "a step has to be set before layers run"
         vectors = self._store(layer, 0, step, vectors[:, None])[:, 0]
+        if step.row_by_row:
+            return self._latent_rows(step, query[0], layer, expansion, scale)
         made = []
         if step.singles:
             made.append(self._latent_singles(step, query[0, :, : step.singles], layer, expansion, scale))
@@ -43,17 +50,19 @@ class LatentCache(PagedCache):
 
     def _latent_singles(self, step: Step, query: Tensor, layer: int, expansion: Expansion, scale: float) -> Tensor:
         """Of one query each, [heads, singles, D], over the vectors themselves."""
-        rank, plain = expansion.keys.shape[2], expansion.keys.shape[1]
-        folded = torch.cat([query[..., :plain] @ expansion.keys, query[..., plain:]], dim=-1)  # [heads, singles, …]
         found = self._gathered(layer, 0, step.tables, step.longest)[:, :, 0]  # [singles, positions, …]
-        attended = F.scaled_dot_product_attention(
-            folded.transpose(0, 1)[:, None],
-            found[:, None],
-            found[:, None, :, :rank],
-            attn_mask=step.single_mask(None),
-            scale=scale,
-        )
-        return (attended[:, 0].transpose(0, 1) @ expansion.values.mT)[None]
+        return _absorbed(query, found, expansion, step.single_mask(None), scale)
+
+    def _latent_rows(self, step: Step, query: Tensor, layer: int, expansion: Expansion, scale: float) -> Tensor:
+        """Of queries [heads, N, D] each by itself, as PagedCache.attend_rows does it."""
+        made: list[Tensor] = []
+        for table, lengths in step.runs:
+            found = self._gathered(layer, 0, table, max(lengths))[:, :, 0]
+            for length in lengths:
+                own = query[:, len(made), None].contiguous()
+                made.append(_absorbed(own, found[:, :length], expansion, None, scale))
+        made += [torch.zeros_like(made[0])] * (query.shape[1] - step.singles)
+        return torch.cat(made, dim=2)
 
     def _latent_pieces(
         self, step: Step, group: range, query: Tensor, vectors: Tensor, layer: int, expansion: Expansion, scale: float
@@ -68,3 +77,13 @@ class LatentCache(PagedCache):
         queries = query[0, :, rows].unflatten(1, (count, -1)).transpose(0, 1)
         made = attention(queries, key, value, step.masks[group.start], scale=scale, impl=self.attention)
         return made[..., : expansion.values.shape[1]].transpose(0, 1).flatten(1, 2)[None]
+
+
+def _absorbed(query: Tensor, vectors: Tensor, expansion: Expansion, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention [1, heads, singles, value_dim] of queries [heads, singles, D] over vectors [singles, positions, …]."""
+    rank, plain = expansion.keys.shape[2], expansion.keys.shape[1]
+    folded = torch.cat([query[..., :plain] @ expansion.keys, query[..., plain:]], dim=-1)  # [heads, singles, …]
+    attended = F.scaled_dot_product_attention(
+        folded.transpose(0, 1)[:, None], vectors[:, None], vectors[:, None, :, :rank], attn_mask=mask, scale=scale
+    )
+    return (attended[:, 0].transpose(0, 1) @ expansion.values.mT)[None]

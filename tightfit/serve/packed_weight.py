@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tightfit.kernels.glu import glu
 from tightfit.kernels.packed_rows import by_group
+from tightfit.kernels.packed_vector import takes_vector
 from tightfit.kernels.packing import has_strips
 from tightfit.kernels.quantized_linear import quantized_linear
 from tightfit.models.quantized.linear import QuantizedLinear
@@ -27,6 +28,10 @@ class PackedWeight(NamedTuple):
     def inputs(self) -> int:
         """Columns of the matrix."""
         return self.words.shape[1] * 32 // self.bits
+
+    def takes_vector(self, dtype: torch.dtype) -> bool:
+        """Whether kernels/packed_vector.py multiplies one token by it."""
+        return self.words.is_cuda and takes_vector(self.words, self.bits, self.group, dtype)
 
     def product(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, overlap: bool = False

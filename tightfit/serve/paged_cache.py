@@ -18,7 +18,7 @@ from torch import Tensor
 from tightfit.kernels.attention import AttentionImpl, attention, attention_eager
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.flash_attention import LARGEST_HEAD
-from tightfit.kernels.paged_attention import paged_attention
+from tightfit.kernels.paged_attention import FEW_PAIRS, keys_at_a_time, paged_attention
 from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
 from tightfit.kernels.sink_attention import sink_attention, sink_attention_eager
 from tightfit.kernels.triton_support import Impl, use_triton
@@ -27,6 +27,8 @@ from tightfit.models.spec import ModelSpec
 from tightfit.serve.cache_format import CODES, as_numbers, decode, encode
 from tightfit.serve.step import Piece, Step
 
+ROW_SPLITS = 8
+"""Programs that share the keys of a token that attends by itself: as many in any company."""
 ROUND_LENGTHS = frozenset((64, 128, 256, *range(512, 16_385, 512)))
 
 
@@ -80,6 +82,10 @@ class PagedCache:
         step = self.step
         assert step is not None, "a step has to be set before layers run"
         key, value = self._store(layer, 0, step, key), self._store(layer, 1, step, value)
+        if step.row_by_row:
+            rows = query[0].transpose(0, 1)
+            alone = self.attend_rows(step, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            return alone.transpose(0, 1)[None]
         if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD and not self.is_quantized:
             rows = query[0].transpose(0, 1)
             stored = self.attend_stored(step, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -125,6 +131,8 @@ class PagedCache:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """The same by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
+        if step.row_by_row:
+            return self.attend_rows(step, layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
         keys, values = self.storage[layer, 0], self.storage[layer, 1]
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if not step.pieces:
@@ -144,6 +152,46 @@ class PagedCache:
         else:
             paged_prefill(query, keys, values, step.joint_tables, step.tiles(tile_rows(query)), out, **settings)
         return out
+
+    def attend_rows(
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention [N, heads, D] of tokens whose keys and values are in the cache, each by itself: how one is computed
+        depends on how many keys it sees and on nothing else."""
+        if self.has_row_kernel:
+            settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+            keys, values = self.storage[layer]
+            if self.is_quantized:
+                keys, values = (as_numbers(part, self.form) for part in (keys, values))
+                settings["scales"] = self.scales[layer]
+            blocks = keys_at_a_time(FEW_PAIRS)
+            return paged_attention(
+                query, keys, values, step.tables, step.lengths, splits=ROW_SPLITS, block_k=blocks, **settings
+            )
+        made: list[Tensor] = []
+        for table, lengths in step.runs:
+            every = [self._gathered(layer, part, table, max(lengths)) for part in (0, 1)]  # apart: aligned alike
+            for length in lengths:
+                first = 0 if window is None else max(0, length - window)
+                key, value = (part[:, first:length].transpose(1, 2) for part in every)
+                made.append(_one_query(query[len(made)], key, value, scale=scale, softcap=softcap, sinks=sinks))
+        made += [torch.zeros_like(query[0])] * (len(query) - step.singles)
+        return torch.stack(made)
+
+    @property
+    def has_row_kernel(self) -> bool:
+        """Whether tokens that attend by themselves are one kernel; else each is a few calls of torch."""
+        if not use_triton(self.impl, self.scales) or self.storage.shape[-1] > LARGEST_HEAD:
+            return False
+        return not self.is_quantized or self._kernels_read_codes
 
     def _whole_prompts(
         self,
@@ -269,6 +317,18 @@ class PagedCache:
         if not self.is_quantized:
             return found
         return decode(found, _selected(self.scales[layer, part], tables)[:, :longest], self.form, self.dtype)
+
+
+def _one_query(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention [heads, D] of query [heads, D] over all of key, value [1, kv_heads, keys, D]."""
+    if sinks is not None:
+        return sink_attention_eager(query[None, :, None], key, value, sinks, None, scale=scale)[0, :, 0]
+    if softcap is not None:
+        return attention_eager(query[None, :, None], key, value, None, scale=scale, softcap=softcap)[0, :, 0]
+    grouped = query.reshape(1, key.shape[1], -1, query.shape[1])
+    return F.scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(query.shape)
 
 
 def _selected(part: Tensor, tables: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ class Pipeline:
     def _chosen(self, logits: Tensor, sequences: Items[Sequence]) -> Tensor:
         if all(sequence.sampling.is_greedy for sequence in sequences):
             return logits.argmax(-1)
+        if self.runner.tiles is not None and len(sequences) > 1:  # each by itself, whatever the others ask for
+            return torch.cat([self._chosen(row[None], [own]) for row, own in zip(logits, sequences, strict=True)])
         numbers = [uniform(each.sampling.seed, each.index, each.length) for each in sequences]
         chances = probabilities(logits, [each.sampling for each in sequences])
         return draw(chances, to_device(numbers, self.device, torch.float32))

@@ -15,8 +15,10 @@ from torch import Tensor
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.kernels.decode_attention import decode_attention
 from tightfit.kernels.decode_linear import decode_linear
+from tightfit.kernels.fp8_vector import fp8_vector
 from tightfit.kernels.glu import glu
 from tightfit.kernels.overlap import can_overlap
+from tightfit.kernels.packed_vector import packed_vector
 from tightfit.kernels.rms_norm import rms_norm
 from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
@@ -73,7 +75,7 @@ class Program:
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
         x = self.model.embed_tokens(step.tokens, step.positions)[0]
-        if self.own_attention and not step.pieces and not self.ropes.by_length and len(x) == 1:
+        if self.own_attention and len(x) == 1 and not (step.pieces or step.row_by_row or self.ropes.by_length):
             return self._one(x, step)
         return self._many(x, step)
 
@@ -107,7 +109,8 @@ class Program:
         """Attention of all tokens, [N, heads · D]."""
         qkv = self.product(normed, layer.qkv, layer.qkv_bias)
         if self.own_attention and not self.ropes.by_length:
-            return self.decode(qkv, layer, step) if not step.pieces else self.mixed(qkv, layer, step)
+            apart = step.pieces or step.row_by_row
+            return self.mixed(qkv, layer, step) if apart else self.decode(qkv, layer, step)
         if self._is_lean(step):
             return self._singles(qkv, layer, step, ropes[layer.rope])
         spec = self.spec
@@ -203,16 +206,14 @@ class Program:
         ]
 
     def coded_products(self, rows: int) -> list[Callable[[], Tensor]]:
-        """Those of a layer for several tokens that run through kernels of ours: of packed weights."""
+        """Those of a layer for several tokens that run through kernels of ours: of coded weights."""
         layer = self.layers[0]
-        weights = [weight for weight in (layer.qkv, layer.o, layer.down) if isinstance(weight, PackedWeight)]
-        inputs = [torch.zeros((rows, weight.inputs), device=self.device, dtype=self.dtype) for weight in weights]
-        calls: list[Callable[[], Tensor]] = [
-            partial(weight.product, x, None) for weight, x in zip(weights, inputs, strict=True)
-        ]
-        if isinstance(layer.gate_up, PackedWeight):
-            x = torch.zeros((rows, layer.gate_up.inputs), device=self.device, dtype=self.dtype)
-            calls.append(partial(self.gated_product, x, layer.gate_up, None))
+        calls: list[Callable[[], Tensor]] = []
+        for weight in (layer.qkv, layer.o, layer.down, layer.gate_up):
+            if isinstance(weight, PackedWeight | Fp8Weight):
+                x = torch.zeros((rows, weight.inputs), device=self.device, dtype=self.dtype)
+                gated = weight is layer.gate_up
+                calls.append(partial(self.gated_product if gated else self.product, x, weight, None))
         return calls
 
     def _one_product(
@@ -226,16 +227,41 @@ class Program:
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A product of one token with what stands before and after it, all in one kernel but norms of packed ones."""
+        """A product of one token with what stands before and after it, fused where our kernels take the weight."""
         if isinstance(weight, Fp8Weight) and not weight.can_decode:
             x = x if norm is None else self.norm(x, norm)
             made = self.gated_product(x, weight, bias) if gated else weight.product(x, bias)
             return made if residual is None else made + residual
+        if isinstance(weight, PackedWeight) and weight.takes_vector(x.dtype):
+            return packed_vector(
+                x,
+                *weight,
+                bias=bias,
+                norm=norm,
+                norm_eps=self.spec.norm_eps,
+                norm_offset=self.offset,
+                activation=self.spec.activation if gated else "",
+                residual=residual,
+                overlap=self.overlap,
+            )
         if isinstance(weight, PackedWeight):
             x = x if norm is None else self.norm(x, norm)
             if gated:
                 return weight.gated_product(x, bias, self.spec.activation, overlap=self.overlap)
             return weight.product(x, bias, residual, overlap=self.overlap)
+        if isinstance(weight, Fp8Weight) and weight.takes_vector(x.dtype):
+            return fp8_vector(
+                x,
+                *weight,
+                bias=bias,
+                norm=norm,
+                norm_eps=self.spec.norm_eps,
+                norm_offset=self.offset,
+                activation=self.spec.activation if gated else "",
+                residual=residual,
+                out_dtype=out_dtype,
+                overlap=self.overlap,
+            )
         assert not isinstance(weight, HalfWeight), "those are a CPU's"
         codes, scale = weight if isinstance(weight, Fp8Weight) else (weight, None)
         return decode_linear(
@@ -260,7 +286,8 @@ class Program:
 
     def _is_lean(self, step: Step) -> bool:
         """Whether attention is one token each on a CPU, with nothing that torch's own has not."""
-        return self.on_cpu and not step.pieces and not self.cache.is_quantized and self.spec.attention_softcap is None
+        plain = not self.cache.is_quantized and self.spec.attention_softcap is None
+        return self.on_cpu and plain and not (step.pieces or step.row_by_row)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as the model has it."""

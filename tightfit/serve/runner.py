@@ -17,6 +17,7 @@ from tightfit.kernels.cross_entropy import softcapped
 from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder, ForwardContext
 from tightfit.models.latent_attention import Expansion
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec, Rope
 from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.cpu_products import fastest_products
@@ -25,6 +26,7 @@ from tightfit.serve.latent_cache import LatentCache
 from tightfit.serve.paged_cache import PagedCache
 from tightfit.serve.program import Program
 from tightfit.serve.rope_tables import RopeTables
+from tightfit.serve.row_tiles import Passes, RowTiles
 from tightfit.serve.step import Step
 
 ALL: Mapping[int, int] = MappingProxyType({})
@@ -73,16 +75,19 @@ class Runner:
         overlap: bool = True,
         adapters: AdapterSet | None = None,
         half: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
         self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
         matrices = [weight for weight in model.layers[0].parameters() if weight.ndim == 2]
-        self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if matrices else nullcontext
+        timed = matrices and not batch_invariant  # what is chosen by time may be chosen otherwise the next time
+        self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if timed else nullcontext
         self.adapters = adapters
         self.program = None
         if can_join(model):
             self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences, half=half)
+        self.tiles = self._make_tiles(length) if batch_invariant else None
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
@@ -96,15 +101,35 @@ class Runner:
             if self.adapters is not None and step.adapters:
                 with self.adapters.applied(step.adapters):
                     return self._through_layers(step)
-            return self.program.states(step) if self.program is not None else self._through_layers(step)
+            return self._states(step) if self.tiles is None else self.tiles.states(step)
 
     @torch.inference_mode()
     def project(self, states: Tensor) -> Tensor:
         """Logits [R, V] of states [R, H]."""
         with self.fast_products():
-            if self.program is not None:
-                return self.program.project(states)
-            return softcapped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)
+            return self._project(states) if self.tiles is None else self.tiles.project(states)
+
+    def _states(self, step: Step) -> Tensor:
+        return self.program.states(step) if self.program is not None else self._through_layers(step)
+
+    def _project(self, states: Tensor) -> Tensor:
+        if self.program is not None:
+            return self.program.project(states)
+        return softcapped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)
+
+    @torch.inference_mode()
+    def _make_tiles(self, length: int) -> RowTiles:
+        """Passes of fixed sizes, tried now."""
+        return RowTiles(
+            self.model.spec,
+            Passes(self._states, self._project),
+            dtype=self.cache.dtype,
+            device=self.device,
+            positions=length,
+            block_size=self.cache.block_size,
+            padding_block=self.cache.storage.shape[2] - 1,
+            rows_mix=any(isinstance(part, QuantizedLinear) and part.rows_mix for part in self.model.modules()),
+        )
 
     def _through_layers(self, step: Step) -> Tensor:
         self.cache.step = step

@@ -57,6 +57,9 @@ class Step:
     block_size: int
     adapters: dict[str, Tensor] = field(default_factory=dict)
     """Rows of tokens by the LoRA adapter they use."""
+    row_by_row: bool = False
+    """Whether every token attends by itself: all are singles but for padding, sequences may have several
+    (row_tiles.py)."""
     _tiles: Tensor | None = None
 
     @cached_property
@@ -75,6 +78,13 @@ class Step:
             else:
                 groups.append(range(index, index + 1))
         return groups
+
+    @cached_property
+    def runs(self) -> list[tuple[Tensor, list[int]]]:
+        """Where tokens attend by themselves: blocks [1, n] of neighbours of one sequence, and how much each sees."""
+        tables, counts = torch.unique_consecutive(self.tables[: self.singles], dim=0, return_counts=True)
+        lengths = self.lengths[: self.singles].split(counts.tolist())
+        return [(table[None], own.tolist()) for table, own in zip(tables, lengths, strict=True)]
 
     @cached_property
     def piece_tables(self) -> list[Tensor]:

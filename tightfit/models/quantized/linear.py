@@ -87,6 +87,11 @@ class QuantizedLinear(nn.Module):
         return self.scheme.kind == "int" and self.scheme.activations is None and ordered and self._has_row_scales
 
     @property
+    def rows_mix(self) -> bool:
+        """Whether what is computed for a row depends on others: on where those are large."""
+        return self.scheme.activations == "llm.int8"
+
+    @property
     def _has_row_scales(self) -> bool:
         """Whether every row has a scale, or several, of its own."""
         return self.scale is not None and self.scale.shape[0] == self.out_features
@@ -107,7 +112,7 @@ class QuantizedLinear(nn.Module):
         return expanded(self.packed, self.scale, self.zero, scheme.bits, self.in_features, group, dtype, impl=self.impl)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scheme.activations == "llm.int8":
+        if self.rows_mix:
             return self._with_outlier_channels(x)
         made = self._product(x)
         return made if self.bias is None else made + self.bias

@@ -1,0 +1,57 @@
+"""Batch-invariant engines on a real card: graphs, libraries' products and our kernels, equal bits in any company."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.huggingface.reference import pair
+from tests.serve.company import BASE, assert_company_changes_nothing
+from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.models.resolve import resolve_spec
+from tightfit.serve.engine import Engine
+
+CARD = replace(BASE, block_size=16, cache_bytes=2**26)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def small(request: pytest.FixtureRequest) -> Decoder:
+    """Of SmolLM2's shape with few layers: real widths, nine heads in groups of three."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Decoder(replace(resolve_spec("smollm2-135m"), layers=6))
+    init_weights(model, gain=1.5)
+    return model.to(request.param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"graphs": False}, {"pipelined": False}, {"cache_format": "int8"}],
+    ids=["all", "plain", "host", "int8"],
+)
+def test_company_changes_no_bit(small: Decoder, changes: Any) -> None:
+    config = replace(CARD, **changes)
+    trials = [assert_company_changes_nothing(small, config, seed=seed, count=14, longest=200) for seed in range(3)]
+    assert sum(seen.compared for seen in trials) > 24
+    assert sum(seen.preemptions for seen in trials) > 0
+    assert sum(seen.cached for seen in trials) > 0
+    tiles = Engine(small, None, config).runner.tiles
+    assert tiles is not None
+    print(f"{small.embed.weight.dtype}: passes of {tiles.sizes} rows, {tiles.head_sizes} of the output projection")
+    assert 1 not in tiles.sizes, "no size but one row at a time was steady: right, and slow"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "qwen3", "qwen3_moe", "gpt_oss", "phi3-longrope-long"])
+def test_families(name: str) -> None:
+    model = Decoder(pair(name).ours.spec).cuda()
+    model.load_state_dict(pair(name).ours.state_dict())
+    assert assert_company_changes_nothing(model, CARD, seed=3, count=7, longest=16).compared >= 5
+
+
+def test_latent_attention_has_no_such_kernel() -> None:
+    model = Decoder(pair("deepseek_v3").ours.spec).cuda()
+    with pytest.raises(UserError, match="no kernel here for this model's attention; use cpu"):
+        Engine(model, None, CARD)
