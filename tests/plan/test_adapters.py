@@ -95,3 +95,6 @@ def test_what_is_no_adapter_is_refused(fields: dict[str, int], said: str) -> Non
     asked = Question(model="llama-3.1-8b", workload=workload(), machine=parse_machine("H200", None))
     with pytest.raises(UserError, match=said):
         with_adapters(asked, fields)
+    other = replace(asked, workload=replace(asked.workload, engine_name="megatron"))
+    with pytest.raises(UserError, match="own engine"):
+        with_adapters(other, {"rank": 4})

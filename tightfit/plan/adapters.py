@@ -12,6 +12,9 @@ from tightfit.plan.answer import Question
 
 def with_adapters(question: Question, fields: Mapping[str, int]) -> Question:
     """`question` with adapters on its model, or a sentence where `fields` are none of them."""
+    if question.workload.engine_name != "tightfit":
+        engine = question.workload.engine_name
+        raise UserError(f"--adapter is planned for tightfit's own engine, but --engine is {engine}; leave one out")
     try:
         settings = AdapterTraining.model_validate(dict(fields))
     except ValidationError as error:
