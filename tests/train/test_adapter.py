@@ -48,8 +48,11 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Pa
 @pytest.fixture(scope="module")
 def packed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in 4 bits."""
-    out = tmp_path_factory.mktemp("packed") / "model"
-    job = CompressionJob(model=str(base), out=out, recipe=recipe_of("rtn", bits=4, group=32))
+    return in_four_bits(base, tmp_path_factory.mktemp("packed") / "model")
+
+
+def in_four_bits(source: Path, out: Path) -> Path:
+    job = CompressionJob(model=str(source), out=out, recipe=recipe_of("rtn", bits=4, group=32))
     compress(job, lambda cost: None, lambda done, total, layer: None)
     return out
 
@@ -142,6 +145,9 @@ def test_it_is_a_model_everywhere(trained: Path, base: Path, tmp_path: Path) -> 
     merged = load_model(str(tmp_path / "merged"))
     assert merged.tokenizer is not None
     assert torch.equal(merged.model(TOKENS).logits, wanted(TOKENS).logits)
+    sources = {"of-run": trained, "of-merged": tmp_path / "merged"}
+    small = [load_model(str(in_four_bits(source, tmp_path / name))).model for name, source in sources.items()]
+    assert torch.equal(*(model(TOKENS).logits for model in small))
 
 
 def test_peft_and_the_server_load_its_adapter(trained: Path, base: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
 
 
 def _fill_adapted(model: Decoder, path: Path) -> None:
-    """The weights that an adapter was trained on, with what it adds; of a decoder in parts, put together first."""
+    """The weights that an adapter was trained on, with what it adds; where ranks cut matrices, put together first."""
     base = read_base(path)
     if (found := digest_of(base.source)) != base.digest:
         raise UserError(
@@ -132,11 +132,11 @@ def _fill_adapted(model: Decoder, path: Path) -> None:
             f"{base.digest[:8]}); bring the model back as it was"
         )
     state = whole_state(model)
-    in_parts = any(each.is_meta or is_shard(each) for each in state.values())
-    whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if in_parts else model
+    is_cut = any(is_shard(each) for each in state.values())
+    whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if is_cut else model
     load_into(whole, base.source)
     merge(whole, path, base)
-    if not in_parts:
+    if not is_cut:
         return
     with torch.no_grad():
         for name, tensor in whole.state_dict().items():
