@@ -33,7 +33,7 @@ class Fp8Tile(NamedTuple):
     warps: int
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "split"])
 def fp8_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     codes_ptr,
@@ -43,14 +43,15 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
     counter_ptr,
     M,
     N,
+    split,
     K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M tokens over one of SPLIT shares of the inputs."""
+    """BLOCK_N outputs of BLOCK_M tokens over one of `split` shares of the inputs."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     share, m_block = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -58,7 +59,7 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK_K)
     in_n, in_m = n < N, m < M
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    first, last = BLOCKS * share // SPLIT, BLOCKS * (share + 1) // SPLIT
+    first, last = BLOCKS * share // split, BLOCKS * (share + 1) // split
     at_codes = codes_ptr + tl.where(in_n, n, 0).to(tl.int64)[:, None] * K
     at_x = x_ptr + tl.where(in_m, m, 0)[None, :] * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -73,15 +74,15 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
     total *= tl.load(scale_ptr + n, mask=in_n, other=0.0)[:, None]
     here = in_m[None, :] & in_n[:, None]
     out = m[None, :] * N + n[:, None]
-    if SPLIT > 1:
+    if IS_SHARED:
         tl.store(partial_ptr + share * M * N + out, total, mask=here)
         tl.debug_barrier()  # all of this program's sums are written before it says so
         counter = counter_ptr + m_block * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLIT - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") < split - 1:
             return
         tl.store(counter, 0)
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for other in range(SPLIT):
+        for other in range(split):
             total += tl.load(partial_ptr + other * M * N + out, mask=here, other=0.0, cache_modifier=".cg")
     tl.store(y_ptr + out, total.to(DTYPE), mask=here)
 
@@ -134,8 +135,9 @@ def fp8_rows(x: Tensor, codes: Tensor, scale: Tensor, tile: Fp8Tile | None = Non
             finish_counters(x.device),
             M,
             N,
+            chosen.split,
             K=K,
-            SPLIT=chosen.split,
+            IS_SHARED=chosen.split > 1,
             BLOCK_M=chosen.block_m,
             BLOCK_N=chosen.block_n,
             BLOCK_K=chosen.block_k,

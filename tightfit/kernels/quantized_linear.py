@@ -138,7 +138,7 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, bits: int, group: int) -> No
         )
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "split"])
 def some_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     words_ptr,
@@ -152,17 +152,18 @@ def some_rows_kernel(  # type: ignore[no-untyped-def]
     K,
     row_stride,
     group_stride,
+    split,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     STRIPS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
-    SPLIT: tl.constexpr,
+    IS_SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     LOP3: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M rows over one of SPLIT shares of the inputs."""
+    """BLOCK_N outputs of BLOCK_M rows over one of `split` shares of the inputs."""
     TILE: tl.constexpr = 16
     PER: tl.constexpr = 32 // BITS
     PER_BLOCK: tl.constexpr = 1 if GROUP == 0 or GROUP > TILE * PER else TILE * PER // GROUP  # scales of a tile
@@ -174,7 +175,7 @@ def some_rows_kernel(  # type: ignore[no-untyped-def]
     in_n, in_m = n < N, m < M
     width = K // PER
     steps = width // TILE
-    first, last = steps * share // SPLIT, steps * (share + 1) // SPLIT
+    first, last = steps * share // split, steps * (share + 1) // split
     row = tl.where(in_n, n, 0).to(tl.int64)
     at_row = words_of_row(row, width, STRIPS)
     TILE_STRIDE: tl.constexpr = TILE * 16 if STRIPS else TILE
@@ -206,15 +207,15 @@ def some_rows_kernel(  # type: ignore[no-untyped-def]
                 found = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     here = in_m[None, :] & in_n[:, None]
     out = m[None, :] * N + n[:, None]
-    if SPLIT > 1:
+    if IS_SHARED:
         tl.store(partial_ptr + share * M * N + out, total, mask=here)
         tl.debug_barrier()  # all of this program's sums are written before it says so
         counter = counter_ptr + m_block * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLIT - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") < split - 1:
             return
         tl.store(counter, 0)
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for other in range(SPLIT):
+        for other in range(split):
             total += tl.load(partial_ptr + other * M * N + out, mask=here, other=0.0, cache_modifier=".cg")
     tl.store(y_ptr + out, total.to(DTYPE), mask=here)
 
@@ -323,11 +324,12 @@ def launch_some(
             K,
             scale.stride(0),
             scale.stride(1),
+            tiles.split,
             BITS=bits,
             GROUP=group,
             STRIPS=has_strips(words.shape[0]),
             HAS_ZERO=zero is not None,
-            SPLIT=tiles.split,
+            IS_SHARED=tiles.split > 1,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             STAGES=tiles.stages,

@@ -1,7 +1,7 @@
 """Fill: what a plan leaves free of the card buys time back, byte by byte.
 
 The search tries levers in coarse steps, so a plan that fits may leave gigabytes unused. On one GPU they are spent here:
-on a budget of activations in place of recomputing whole layers (memory/formulas/budget.py picks which), and on
+on a budget of activations in place of recomputing whole layers (levers/policy/budget.py picks which), and on
 optimizer states that need not travel (`offload_keep_bytes`). Each is the largest that still fits, found by halving;
 both orders are tried and the faster plan is taken. What the user has decided is left alone.
 """
