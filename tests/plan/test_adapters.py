@@ -92,5 +92,9 @@ def test_a_plan_is_saved_and_becomes_a_job(tmp_path: Path) -> None:
     ("fields", "said"), [({"rank": 16, "bits": 5}, "adapter.bits is 5"), ({"rank": 0}, "adapter.rank is 0")]
 )
 def test_what_is_no_adapter_is_refused(fields: dict[str, int], said: str) -> None:
+    asked = Question(model="llama-3.1-8b", workload=workload(), machine=parse_machine("H200", None))
     with pytest.raises(UserError, match=said):
-        with_adapters(workload(), "llama-3.1-8b", fields)
+        with_adapters(asked, fields)
+    other = replace(asked, workload=replace(asked.workload, engine_name="megatron"))
+    with pytest.raises(UserError, match="own engine"):
+        with_adapters(other, {"rank": 4})

@@ -15,13 +15,14 @@ from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.job import Job
 from tightfit.jobs.workload import Workload
 from tightfit.models.adapted import read_base
 from tightfit.models.huggingface.adapter import load_adapter
 from tightfit.models.loading import checkpoints_of, load_model, source_spec
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.saving import export_model
+from tightfit.models.saving import export_adapter, export_model
 from tightfit.plan.plan import _workload_from_json
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
@@ -47,8 +48,11 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Pa
 @pytest.fixture(scope="module")
 def packed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in 4 bits."""
-    out = tmp_path_factory.mktemp("packed") / "model"
-    job = CompressionJob(model=str(base), out=out, recipe=recipe_of("rtn", bits=4, group=32))
+    return in_four_bits(base, tmp_path_factory.mktemp("packed") / "model")
+
+
+def in_four_bits(source: Path, out: Path) -> Path:
+    job = CompressionJob(model=str(source), out=out, recipe=recipe_of("rtn", bits=4, group=32))
     compress(job, lambda cost: None, lambda done, total, layer: None)
     return out
 
@@ -141,20 +145,32 @@ def test_it_is_a_model_everywhere(trained: Path, base: Path, tmp_path: Path) -> 
     merged = load_model(str(tmp_path / "merged"))
     assert merged.tokenizer is not None
     assert torch.equal(merged.model(TOKENS).logits, wanted(TOKENS).logits)
+    sources = {"of-run": trained, "of-merged": tmp_path / "merged"}
+    small = [load_model(str(in_four_bits(source, tmp_path / name))).model for name, source in sources.items()]
+    assert torch.equal(*(model(TOKENS).logits for model in small))
 
 
-def test_peft_and_the_server_load_its_checkpoint(trained: Path, base: Path) -> None:
+def test_peft_and_the_server_load_its_adapter(trained: Path, base: Path, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    checkpoint, wanted = checkpoints_of(trained)[-1], load_model(str(trained)).model
+    wanted, adapter = load_model(str(trained)).model, tmp_path / "adapter"
+    made = export_adapter(str(trained), adapter)
+    assert {path.name for path in adapter.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "checksums.json",
+    }
+    assert made.params == AdapterTraining(rank=4).adapted().params(wanted.spec)
+    with pytest.raises(UserError, match="is a model and no adapter"):
+        export_adapter(str(base), tmp_path / "other")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(theirs, str(checkpoint))
+    adapted = peft.PeftModel.from_pretrained(theirs, str(adapter))
     with torch.no_grad():
         torch.testing.assert_close(adapted(TOKENS).logits, wanted(TOKENS).logits, rtol=1e-4, atol=1e-4)
     model = load_model(str(base)).model
     config = EngineConfig(max_sequences=4, step_tokens=64, block_size=4, cache_bytes=2**20)
     sampling = Sampling(max_tokens=8, temperature=0)
     prompt = TOKENS[0, :12].tolist()
-    one = Engine(model, None, config, adapters={"new": load_adapter(checkpoint, model)})
+    one = Engine(model, None, config, adapters={"new": load_adapter(adapter, model)})
     other = Engine(deepcopy(wanted), None, config)
     said = one.generate([Request(id="0", prompt=prompt, sampling=sampling, adapter="new")])
     assert said == other.generate([Request(id="0", prompt=prompt, sampling=sampling)])

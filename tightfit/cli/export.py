@@ -16,11 +16,11 @@ def export(
     model: ModelSource,
     target: Annotated[Path, typer.Argument(help="Directory (hf) or file (gguf) to write; must not exist yet.")],
     form: Annotated[
-        Literal["hf", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes"] | None,
+        Literal["hf", "gguf", "gptq", "awq", "compressed-tensors", "bitsandbytes", "peft"] | None,
         typer.Option(
             "--format",
-            help="A Hugging Face directory, a GGUF file (the default for a name that ends in .gguf), or "
-            "another layout of a compressed model.",
+            help="A Hugging Face directory, a GGUF file (the default for a name that ends in .gguf), "
+            "another layout of a compressed model, or of a run of adapters these alone (peft).",
         ),
     ] = None,
     dtype: Annotated[
@@ -38,10 +38,17 @@ def export(
     \b
     tightfit export runs/stdlib my-model                    transformers, vLLM, …
     tightfit export runs/stdlib my.gguf                      llama.cpp
+    tightfit export runs/tuned merged                       a model with its adapters multiplied out and added
+    tightfit export runs/tuned poet --format peft           the adapters alone, for PEFT and `tightfit serve --adapter`
     tightfit export small other --format gptq               a compressed model's codes as GPTQ's kernels want them
     """
     form = form or ("gguf" if target.suffix.lower() == ".gguf" else "hf")
     refuse_export_options(target, form, dtype, data or [], verify=verify)
+    if form == "peft":
+        from tightfit.models.saving import export_adapter
+        from tightfit.report.tables import print_export
+
+        return print_export(export_adapter(model, target, verified=verify), as_json=as_json)
     if form not in ("hf", "gguf"):
         from tightfit.compress.conversion import convert
         from tightfit.report.tables import print_export
@@ -64,7 +71,9 @@ def refuse_export_options(target: Path, form: str, dtype: str | None, data: list
         raise UserError(f"{target} is named as a GGUF file, but --format is {form}; leave --format out, or .gguf")
     if form != "gguf" and target.suffix.lower() in WEIGHT_FILES:
         raise UserError(f"{target} is named as a file of weights, but {form} is a directory; name one, or a .gguf file")
-    if form not in ("hf", "gguf") and (dtype is not None or not verify):
+    if form == "peft" and dtype is not None:
+        raise UserError(f"--dtype is {dtype}, but adapters are written as they were trained; leave it out")
+    if form not in ("hf", "gguf", "peft") and (dtype is not None or not verify):
         raise UserError(f"--dtype and --no-verify are for hf and gguf; {form} keeps the codes as they are")
     if data and (dtype or "bf16") in WHOLE:
         raise UserError(f"--data is for small GGUF formats, and --dtype is {dtype or 'bf16'}; leave it out")

@@ -112,8 +112,8 @@ def plan(
         tokens=tokens,
         pins=pin or [],
         lossy=allow_lossy,
-        adapter=_adapter_fields(adapter, bits),
     )
+    question = _with_adapters(question, adapter, bits)
     _check_outputs(save, export or [])
     with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
         found = answer(question)
@@ -136,17 +136,16 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _adapter_fields(rank: int | None, bits: int | None) -> dict[str, int]:
-    """What a job says of adapters, where options ask for some."""
+def _with_adapters(question: "Question", rank: int | None, bits: int | None) -> "Question":
+    """The question with adapters on its model, where options ask for some."""
     from tightfit.errors import UserError
+    from tightfit.plan.adapters import with_adapters
 
-    if rank is None and bits is not None:
-        raise UserError(
-            f"--bits is {bits}, which is about the model under adapters; add --adapter RANK or leave it out"
-        )
-    if rank is None:
-        return {}
-    return {"rank": rank} if bits is None else {"rank": rank, "bits": bits}
+    if rank is not None:
+        return with_adapters(question, {"rank": rank} if bits is None else {"rank": rank, "bits": bits})
+    if bits is not None:
+        raise UserError(f"--bits is {bits}, which is of a model under adapters; add --adapter RANK or leave it out")
+    return question
 
 
 def _check_outputs(save: Path | None, exports: list[str]) -> None:
@@ -183,7 +182,6 @@ def _question(
     tokens: str | None,
     pins: list[str],
     lossy: bool,
-    adapter: dict[str, int],
 ) -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
@@ -225,10 +223,6 @@ def _question(
     )
     if taught is not None:
         workload = with_teacher(workload, taught)
-    if adapter:
-        from tightfit.plan.adapters import with_adapters
-
-        workload, job = with_adapters(workload, model, adapter), {**job, "adapter": adapter}
     return Question(
         model=model,
         workload=workload,

@@ -20,6 +20,8 @@ from tightfit.models.spec import ModelSpec
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")
 LARGEST_RANK = 1024
+UNREAD_BYTES = 7
+"""A weight, on its way from codes that no kernel expands: the code, float32 and 16 bits."""
 HELD_GROUP = 64
 """Neighbouring inputs that share a scale where a base is rounded as it is loaded."""
 
@@ -144,12 +146,15 @@ class Adapted:
         coded_bytes = by_scheme if self.base.coded_bytes is None else self.base.coded_bytes
         return coded_bytes + element_bytes * (spec.params() - coded)
 
-    def expanded_bytes(self, outputs: int, inputs: int, element_bytes: int) -> int:
-        """What multiplying by a frozen matrix takes beside it: itself expanded, and the way there."""
-        scheme = self.base.scheme
+    def expanded_bytes(self, outputs: int, inputs: int, element_bytes: int, made_bytes: int) -> int:
+        """What multiplying by a frozen matrix takes beside it: itself expanded, or the way there, if that is more than
+        it and the `made_bytes` of the product, which comes after."""
+        scheme, count = self.base.scheme, outputs * inputs
         if scheme is None:
             return 0
-        return scheme.expanded_bytes(outputs, inputs) + (element_bytes - 2) * outputs * inputs
+        # products of rounded inputs take codes as they are, but gradients of inputs take numbers
+        way_bytes = UNREAD_BYTES * count if scheme.activations is not None else scheme.expanded_bytes(outputs, inputs)
+        return max(element_bytes * count, way_bytes - made_bytes)
 
 
 def linear_shapes(spec: ModelSpec) -> dict[Projection, tuple[int, int]]:

@@ -60,7 +60,7 @@ def load_model(
 
     Weights that came with checksums are `verified`.
     """
-    path = _weights_path(source)
+    path = weights_path(source)
     if path.is_file():
         if verified:
             verify_file(path)
@@ -99,7 +99,7 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
 
 def load_into(model: Decoder, source: str) -> None:
     """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards take their rows."""
-    path = _weights_path(source)
+    path = weights_path(source)
     if path.is_file():
         verify_file(path)
         fill(model, GgufFile(path))
@@ -124,7 +124,7 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
 
 
 def _fill_adapted(model: Decoder, path: Path) -> None:
-    """The weights that an adapter was trained on, with what it adds; of a decoder in parts, put together first."""
+    """The weights that an adapter was trained on, with what it adds; where ranks cut matrices, put together first."""
     base = read_base(path)
     if (found := digest_of(base.source)) != base.digest:
         raise UserError(
@@ -132,11 +132,11 @@ def _fill_adapted(model: Decoder, path: Path) -> None:
             f"{base.digest[:8]}); bring the model back as it was"
         )
     state = whole_state(model)
-    in_parts = any(each.is_meta or is_shard(each) for each in state.values())
-    whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if in_parts else model
+    is_cut = any(is_shard(each) for each in state.values())
+    whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if is_cut else model
     load_into(whole, base.source)
     merge(whole, path, base)
-    if not in_parts:
+    if not is_cut:
         return
     with torch.no_grad():
         for name, tensor in whole.state_dict().items():
@@ -146,7 +146,7 @@ def _fill_adapted(model: Decoder, path: Path) -> None:
 
 def digest_of(source: str) -> str:
     """A digest of the weights at `source`."""
-    return weights_digest(_weights_path(source))
+    return weights_digest(weights_path(source))
 
 
 def verify_weights(path: Path) -> None:
@@ -215,7 +215,7 @@ def _located(source: str) -> Path:
     return found[-1]
 
 
-def _weights_path(source: str) -> Path:
+def weights_path(source: str) -> Path:
     """The GGUF file or the directory with weights at `source`."""
     if source in PRESETS:
         raise UserError(f"{source} is a preset, and a preset has no weights; name a directory or a GGUF file that has")

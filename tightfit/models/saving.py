@@ -1,6 +1,7 @@
 """Models on disk for others: a Hugging Face directory or a GGUF file, written whole or not at all."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,15 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from tightfit.durable import durable_directory, refuse_existing
 from tightfit.errors import UserError
+from tightfit.models.adapted import is_adapted
 from tightfit.models.checksums import list_beside, write_checksums, write_file_checksum
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.adapter import WEIGHTS_FILE
+from tightfit.models.huggingface.adapter_config import CONFIG_FILE
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import save_weights
-from tightfit.models.loading import load_model
+from tightfit.models.loading import load_model, verify_weights, weights_path
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.writer_lock import locked_beside
@@ -70,6 +74,24 @@ def export_model(
             write_file_checksum(target)
     files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
     return Export(target, loaded.model.spec.params(), sum(path.stat().st_size for path in files))
+
+
+def export_adapter(source: str, target: Path, *, verified: bool = True) -> Export:
+    """Write the adapter of the run or checkpoint `source` to `target` as PEFT has it, without its model."""
+    refuse_existing(target)
+    path = weights_path(source)
+    if not is_adapted(path):
+        raise UserError(f"{source} is a model and no adapter; leave --format peft out, or name a run of adapters")
+    if verified:
+        verify_weights(path)
+    with writing_new(target), durable_directory(target) as folder:
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            shutil.copyfile(path / name, folder / name)
+        write_checksums(folder)
+    with safe_open(target / WEIGHTS_FILE, framework="pt") as tensors:
+        shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 (it is no dict)
+    size = sum(file.stat().st_size for file in target.iterdir())
+    return Export(target, sum(rows * columns for rows, columns in shapes), size)
 
 
 @contextmanager

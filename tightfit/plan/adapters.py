@@ -7,15 +7,20 @@ from pydantic import ValidationError
 
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
-from tightfit.jobs.workload import Workload
+from tightfit.plan.answer import Question
 
 
-def with_adapters(workload: Workload, model: str, fields: Mapping[str, int]) -> Workload:
-    """`workload` with adapters on the model that `model` names, or a sentence where `fields` are none of them."""
+def with_adapters(question: Question, fields: Mapping[str, int]) -> Question:
+    """`question` with adapters on its model, or a sentence where `fields` are none of them."""
+    if question.workload.engine_name != "tightfit":
+        engine = question.workload.engine_name
+        raise UserError(f"--adapter is planned for tightfit's own engine, but --engine is {engine}; leave one out")
     try:
         settings = AdapterTraining.model_validate(dict(fields))
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"])) or "adapter"
         raise UserError(f"adapter.{field} is {problem['input']!r:.40}: {problem['msg']}; change it") from None
-    return replace(workload, adapted=settings.on(model, workload.spec))
+    adapted = settings.on(question.model, question.workload.spec)
+    job = {**question.job, "adapter": dict(fields)}
+    return replace(question, workload=replace(question.workload, adapted=adapted), job=job)

@@ -70,7 +70,8 @@ def untiled_cost(shape: LocalShape, layer: int, attention_bytes: int, mlp_bytes:
         again_bytes = extra_bytes + gathered_bytes
     if shape.adapted is not None:  # a coded matrix beside what is there before the product
         inner_bytes = shape.inner_bytes(shape.spec.mlp_size) if shape.trains("down") else 0
-        again_bytes = max(again_bytes, expanded_bytes(shape, "up") - inner_bytes)
+        up_bytes = expanded_bytes(shape, "up", shape.inner_bytes(shape.spec.mlp_size))
+        again_bytes = max(again_bytes, up_bytes - inner_bytes)
     cost = LayerCost(
         forward_extra=extra_bytes,
         forward_working=max(working_bytes, attention_bytes) + gathered_bytes,
@@ -107,14 +108,14 @@ def _mlp_extra(shape: LocalShape) -> int:
     spec = shape.spec
     keeps_product = spec.mlp_bias if shape.adapted is None else shape.trains("down")
     product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not keeps_product else 0
-    return product_bytes + shape.hidden_bytes + expanded_bytes(shape, "down")
+    return product_bytes + shape.hidden_bytes + expanded_bytes(shape, "down", shape.hidden_bytes)
 
 
 def _mlp_working(shape: LocalShape) -> int:
     """When the MLP of a forward pass that keeps nothing ends: the sum, its norm, gate, up and product, its result."""
     inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
     made_bytes = (3 if shape.spec.gated else 2) * inner_bytes + shape.hidden_bytes
-    return 2 * shape.stream_bytes + made_bytes + expanded_bytes(shape, "down")
+    return 2 * shape.stream_bytes + made_bytes + expanded_bytes(shape, "down", shape.hidden_bytes)
 
 
 def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
@@ -126,7 +127,7 @@ def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...
         "gradient of the MLP's product",
         saved_bytes=saved_bytes,
         gradient_bytes=stream_bytes + shape.inner_bytes(spec.mlp_size),
-        workspace_bytes=expanded_bytes(shape, "down"),
+        workspace_bytes=expanded_bytes(shape, "down", shape.inner_bytes(spec.mlp_size)),
         complete_weights=matrix,
         new_weights=matrix,
     )
@@ -137,7 +138,7 @@ def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...
         saved_bytes=saved_bytes - (shape.inner_bytes(spec.mlp_size) if is_apart and shape.trains("down") else 0),
         # of gate and up apart, through one of them and through the other
         gradient_bytes=stream_bytes + shape.hidden_bytes * (2 if is_apart and spec.gated else 1),
-        workspace_bytes=expanded_bytes(shape, "up"),
+        workspace_bytes=expanded_bytes(shape, "up", shape.hidden_bytes),
         complete_weights=matrices,
         new_weights=matrices,
     )
@@ -211,7 +212,7 @@ def _attention_backward(
         saved_bytes=2 * stream_bytes,  # the norm's input and output
         # of the stream, of q, k and v, and of their input: through one of them, and summed over those before
         gradient_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
-        workspace_bytes=expanded_bytes(shape, "q"),
+        workspace_bytes=expanded_bytes(shape, "q", shape.hidden_bytes),
         complete_weights=mlp_weights + output_weights + qkv_weights,
         new_weights=qkv_weights,
     )

@@ -19,7 +19,7 @@ def tiled_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
 def tiled_cost(shape: LocalShape, layer: int) -> LayerCost:
     """All of a tiled layer's bytes; the new residual stream is what the next layer or the final norm keeps."""
     saved_bytes = sum(tensor.bytes for tensor in tiled_saved(shape))
-    inside_bytes = _tile_bytes(shape, inner=3) + expanded_bytes(shape, "down")
+    inside_bytes = _tile_bytes(shape, inner=3) + expanded_bytes(shape, "down", 0)
     return LayerCost(
         forward_extra=inside_bytes,
         forward_working=max(saved_bytes - shape.stream_bytes, shape.query_bytes + inside_bytes),
@@ -39,7 +39,7 @@ def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]
         # beside gate, up and the gradient of their product, that itself where an adapter keeps it
         gradient_bytes=arrived_bytes
         + _tile_bytes(shape, inner=3 + (shape.adapted is not None and shape.trains("down"))),
-        workspace_bytes=expanded_bytes(shape, "down"),
+        workspace_bytes=expanded_bytes(shape, "down", 0),
         weight_copies=_float32_sums(shape, weights),
     )
     gate_and_up = product._replace(
@@ -74,7 +74,7 @@ def _first_half(shape: LocalShape, layer: int, saved_bytes: int) -> tuple[LayerM
         "a tile of the projections",
         saved_bytes=shape.stream_bytes,
         gradient_bytes=2 * shape.stream_bytes + qkv_bytes + _narrow_tile_bytes(shape),
-        workspace_bytes=expanded_bytes(shape, "q"),
+        workspace_bytes=expanded_bytes(shape, "q", 0),
         complete_weights=done_weights + weights,
         new_weights=weights,
         weight_copies=_float32_sums(shape, weights),

@@ -57,7 +57,7 @@ class Adapter:
 
 def load_adapter(directory: Path, model: Decoder, dtype: torch.dtype | None = None) -> Adapter:
     """The adapter in `directory`, in `dtype` or that of `model`, and where that is."""
-    config, weight = read_adapter_config(directory), model.embed.weight
+    config, weight = read_adapter_config(directory), next(model.parameters())
     shapes = _shapes(model.spec)
     changes: dict[str, LowRank] = {}
     rank = 0
