@@ -49,9 +49,8 @@ def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
         if step is None:
             continue
         if coding is not None and coding.method in CANNOT_KEEP_ZEROS:
-            raise UserError(
-                f"{name} is pruned and then coded by {coding.method}, which has no code for zero or would move it; use gptq"
-            )
+            why = "has no code for zero or would move it"
+            raise UserError(f"{name} is pruned and then coded by {coding.method}, which {why}; use gptq")
         if step.kept_of_group is not None and inputs % step.kept_of_group[1]:
             raise UserError(f"{name} has {inputs} inputs, which are no whole groups for pattern {step.pattern}")
         found[name] = step
