@@ -192,7 +192,7 @@ class Bench:
         began = time.monotonic()
         pipeline = PIPELINES.get((entry.package or "tightfit", entry.name))
         if pipeline is not None:
-            model = pipeline(self.model, self.tokenizer, self.calibration.tokens, entry.scheme())
+            model = pipeline(self.model, self.tokenizer, self.calibration.tokens, entry.recipe.steps[-1])
         elif entry.name == GGUF_FEEDBACK:
             model = coded_as_gguf(self.model, entry, self.calibration)
         elif entry.mixture is not None or moments:

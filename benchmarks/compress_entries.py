@@ -12,7 +12,7 @@ from tightfit.models.spec import ModelSpec
 GPTQMODEL_WIDTHS = (8, 4, 3, 2)
 HQQ_STATISTIC_BITS = 32
 """A scale and a zero point of 16 bits each, a group."""
-MIXTURES = {"q8_0": 8, "q6_k": 6, "q5_k_m": 5, "q4_k_m": 4, "q4_0": 4}
+MIXTURES = {"q8_0": 8, "q6_k": 6, "q5_k_m": 5, "q4_k_m": 4, "q4_1": 4, "q4_0": 4}
 
 GGUF_FEEDBACK = "gguf+gptq"
 """The same blocks with codes chosen as `tightfit export --data` chooses them."""
@@ -72,13 +72,23 @@ class Entry:
         return bits / weights
 
 
-def entries(group: int) -> list[Entry]:
+WIDTHS = (4, 3, 2, 5, 6, 8)
+
+
+def entries(group: int, steps: int) -> list[Entry]:
     """Every method at every width in groups of `group` inputs: the longest first, then widths as they are read."""
-    settings = {"group": group, "symmetric": False}
-    made = [Entry("auto-round", recipe_of("rtn", bits=bits, **settings), "auto-round") for bits in (4, 2, 3)]
-    for bits in (4, 3, 2, 5, 6, 8):
+    made = [entry for bits in WIDTHS for entry in _learned(bits, group, steps)]
+    for bits in WIDTHS:
         made += [*_gptq(bits, group), *_nearest(bits, group), *_scaled(bits, group), *_named(bits), *_blocks(bits)]
     return [*made, Entry("binary", recipe_of("binary", group=group))]
+
+
+def _learned(bits: int, group: int, steps: int) -> list[Entry]:
+    """Rounding learned in so many steps a layer: ours, the same after a rotation, and AutoRound's."""
+    settings = {"bits": bits, "group": group, "symmetric": False, "steps": steps}
+    plain = recipe_of("round", **settings)
+    made = [Entry("auto-round", plain, "auto-round"), Entry("round", plain)]
+    return [*made, Entry("rotate+round", recipe_of("rotate+round", **settings))] if bits < 8 else made
 
 
 def _gptq(bits: int, group: int) -> list[Entry]:
@@ -104,11 +114,12 @@ def _nearest(bits: int, group: int) -> list[Entry]:
 
 def _scaled(bits: int, group: int) -> list[Entry]:
     """Methods that move scales first."""
-    if bits == 8:
-        recipe = recipe_of("smoothquant")
-        return [Entry("smoothquant", recipe), Entry("smoothquant", recipe, "llm-compressor")]
     recipe = recipe_of("awq", bits=bits, group=group, symmetric=False)
-    return [Entry("awq", recipe), Entry("awq", recipe, "llm-compressor")]
+    made = [Entry("awq", recipe), Entry("awq", recipe, "llm-compressor")]
+    if bits < 8:
+        return made
+    smooth = recipe_of("smoothquant")
+    return [*made, Entry("smoothquant", smooth), Entry("smoothquant", smooth, "llm-compressor")]
 
 
 def _named(bits: int) -> list[Entry]:

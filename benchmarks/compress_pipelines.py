@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tightfit.compress.matrices import matrices
+from tightfit.compress.recipe import Step
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import quantize_linear
 from tightfit.models.quantized.ranges import fit_grid
@@ -36,9 +37,15 @@ NAMES = {
     "mlp.down": "mlp.down_proj",
 }
 """Modules of a Llama layer, ours and transformers'."""
-AUTOROUND_STEPS = 200
 
 Made = Callable[[nn.Module], Tensor]
+
+
+def scheme_of(step: Step) -> Scheme:
+    """How a step that codes codes."""
+    scheme = step.scheme()
+    assert scheme is not None
+    return scheme
 
 
 @torch.no_grad()
@@ -64,11 +71,11 @@ def huggingface(model: Decoder, tokenizer: Tokenizer) -> Iterator[tuple[Any, Any
         yield made.to(model.embed.weight.device), AutoTokenizer.from_pretrained(folder)
 
 
-def auto_round(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, scheme: Scheme) -> Decoder:
-    """AutoRound: roundings and ranges of a layer trained by signed gradients, 200 steps as it does by default."""
+def auto_round(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, step: Step) -> Decoder:
+    """AutoRound: roundings and ranges of a layer trained by signed gradients, in 200 steps by default."""
     from auto_round import AutoRound
 
-    device = str(model.embed.weight.device)
+    scheme, device = scheme_of(step), str(model.embed.weight.device)
     with huggingface(model, tokenizer) as (made, words):
         rounder = AutoRound(
             made,
@@ -77,7 +84,7 @@ def auto_round(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, scheme: Sch
             group_size=scheme.group,
             sym=scheme.symmetric,
             dataset=_rows(tokens, 8),
-            iters=AUTOROUND_STEPS,
+            iters=step.steps,
             seqlen=tokens.shape[1],
             nsamples=len(tokens),
             device_map=device,
@@ -88,13 +95,14 @@ def auto_round(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, scheme: Sch
     return returned(model, tuned.to(device), lambda module: module.weight)  # type: ignore[arg-type, return-value]
 
 
-def awq(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, scheme: Scheme) -> Decoder:
+def awq(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, step: Step) -> Decoder:
     """llm-compressor's AWQ, then its rounding in ranges of least squared error."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
+    scheme = scheme_of(step)
     args = QuantizationArgs(num_bits=scheme.bits, symmetric=scheme.symmetric, strategy="group", group_size=scheme.group)
     rounding = QuantizationModifier(
         config_groups={"all": QuantizationScheme(targets=["Linear"], weights=args)}, ignore=["lm_head"]
@@ -108,12 +116,13 @@ def awq(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, scheme: Scheme) ->
     return returned(model, made, rounded)
 
 
-def smoothquant(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, scheme: Scheme) -> Decoder:
+def smoothquant(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, step: Step) -> Decoder:
     """llm-compressor's SmoothQuant at the strength of its examples (0.8); our int8 weights and activations."""
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
     made = _oneshot(model, tokenizer, tokens, [SmoothQuantModifier(smoothing_strength=0.8)])
     smoothed = returned(model, made, lambda module: module.weight)  # type: ignore[arg-type, return-value]
+    scheme = scheme_of(step)
     for name in matrices(smoothed.spec):
         parent, _, own = name.rpartition(".")
         module = smoothed.get_submodule(name)

@@ -112,7 +112,7 @@ def chosen(arguments: argparse.Namespace) -> list[Entry]:
     done = measured(arguments)
     return [
         entry
-        for entry in entries(arguments.group)
+        for entry in entries(arguments.group, arguments.steps)
         if wanted(entry, arguments) and (entry.package or "tightfit", entry.name, entry.describe()) not in done
     ]
 
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, action="append", help="window sizes; 512 and 2048 if not given")
     parser.add_argument("--samples", type=int, default=64, help="calibration windows of 512 tokens")
     parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=200, help="of learned rounding, for each layer")
     parser.add_argument("--way", choices=("sequential", "shared"), default="sequential", help="how layers calibrate")
     parser.add_argument("--only", action="append", help="methods by name, such as gptq")
     parser.add_argument("--bits", type=int, action="append", help="widths, such as 4")

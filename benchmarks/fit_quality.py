@@ -9,6 +9,7 @@ Appends to benchmarks/results/fit_quality.csv and draws fit_quality.png beside i
 """
 
 import argparse
+import csv
 import random
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -84,6 +85,14 @@ def compared(model: Decoder, rows: Sequence[Tensor], reference: Sequence[Tensor]
     return total / count, kl / count
 
 
+def measured_already(path: Path, test: str) -> set[str]:
+    """Mixes that the results have over the same test rows."""
+    if not path.exists():
+        return set()
+    with path.open(encoding="utf-8", newline="") as file:
+        return {row["mix"] for row in csv.DictReader(file) if row["test"] == test}
+
+
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Predicted against measured, and perplexity over size."""
     with panels(path, 1, 2, width=10, height=4.4) as (_, grid):
@@ -123,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="calibration rows")
     parser.add_argument("--windows", type=int, default=8, help="test rows")
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--missing", action="store_true", help="only mixes that the results do not have yet")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/tightfit"))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -148,7 +158,11 @@ def main() -> None:
     reference, original = reference_predictions(loaded.model, texts[1])
     quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
     rows = []
+    test = f"{len(texts[1])} x {chosen.length}"
+    done = measured_already(chosen.results / "fit_quality.csv", test) if chosen.missing else set()
     for name, mix in mixes(spec, measured, group).items():
+        if name in done:
+            continue
         with rounded_to(loaded.model, mix.bits, group):
             loss, kl = compared(loaded.model, texts[1], reference)
         row: dict[str, Any] = {
@@ -162,12 +176,12 @@ def main() -> None:
             "measured_perplexity": round(exp(loss), 3),
             "original_perplexity": round(exp(original), 3),
             "calibration": f"{len(texts[0])} x {chosen.length}",
-            "test": f"{len(texts[1])} x {chosen.length}",
+            "test": test,
         }
         rows.append(row)
         append_row("fit_quality", row, folder=chosen.results, commit=chosen.commit)
         print(row, flush=True)
-    if find_spec("matplotlib") is not None:
+    if rows and not done and find_spec("matplotlib") is not None:
         draw(rows, chosen.results / "fit_quality.png")
 
 

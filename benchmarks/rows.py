@@ -1,9 +1,12 @@
 """Append-only results: every row names the commit, the device and the versions it was measured with."""
 
 import csv
+import fcntl
+import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -25,8 +28,23 @@ def picture_folder(results: Path) -> Path:
 def append_row(name: str, values: Mapping[str, Any], *, folder: Path = RESULTS, commit: str | None = None) -> None:
     """Add one row to `folder/name.csv`; the columns of an existing file are kept."""
     row = {**_conditions(commit), **values}
-    path = folder / f"{name}.csv"
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):  # processes that share a table append to it
+        _append(folder / f"{name}.csv", row)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else appends to tables of `folder` meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
     fresh = not path.exists()
     columns = list(row)
     if not fresh:

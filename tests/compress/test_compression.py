@@ -34,6 +34,7 @@ from tightfit.writer_lock import locked_beside
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 8},
     "gptq": {"bits": 4, "group": 32},
+    "round": {"bits": 4, "group": 32, "steps": 5},
     "awq": {"bits": 4, "group": 32},
     "smoothquant": {},
     "spqr": {"bits": 3},

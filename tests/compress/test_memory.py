@@ -34,6 +34,7 @@ LONG = replace(ONE, mlp_size=64)
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 4, "group": 64},
     "gptq": {"bits": 4, "group": 64},
+    "round": {"bits": 4, "group": 64, "steps": 2},
     "awq": {"bits": 4, "group": 64},
     "smoothquant": {},
     "spqr": {},
@@ -43,13 +44,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = ("gptq", "spqr")
+SLOW = ("gptq", "spqr", "round")
 """Column by column, which a tracer follows slowly: where their own moments are the fullest."""
 CASES = [
     (method, *case)
     for case in ((WIDE, 1, 64, "coding"), (SQUARE, 1, 64, "coding"), (TALL, 2, 256, None), (WIDE, 4, 512, "forward"))
     for method in METHODS
-    if method not in SLOW or (case[0] is WIDE and case[1] == 1) or (method, case[0]) == ("gptq", SQUARE)
+    if method not in SLOW or (case[0] is WIDE and case[1] == 1) or (method in ("gptq", "round") and case[0] is SQUARE)
 ]
 
 

@@ -38,7 +38,7 @@ class CompressionCost:
     """What `memory_bytes` is made of, predicted only."""
 
 
-CANNOT_KEEP_ZEROS = ("spqr", "binary")
+CANNOT_KEEP_ZEROS = ("spqr", "binary", "round")
 
 
 def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
@@ -49,7 +49,8 @@ def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
         if step is None:
             continue
         if coding is not None and coding.method in CANNOT_KEEP_ZEROS:
-            raise UserError(f"{name} is pruned and then coded by {coding.method}, which has no code for zero; use gptq")
+            why = "has no code for zero or would move it"
+            raise UserError(f"{name} is pruned and then coded by {coding.method}, which {why}; use gptq")
         if step.kept_of_group is not None and inputs % step.kept_of_group[1]:
             raise UserError(f"{name} has {inputs} inputs, which are no whole groups for pattern {step.pattern}")
         found[name] = step

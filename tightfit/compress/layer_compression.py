@@ -2,7 +2,8 @@
 
 Every set of linear layers sees inputs that came through the sets already coded, so that later ones can make up for
 earlier ones (GPTQ's "true sequential"). AWQ and SmoothQuant first move scales inside the layer, judged on one forward
-pass of the unquantized layer. In place of a coded layer stands what its codes mean, so forward passes cost as before.
+pass of the unquantized layer. Learned rounding begins when all sets are coded, and leaves their own errors as reported.
+In place of a coded layer stands what its codes mean, so forward passes cost as before.
 """
 
 import time
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from tightfit.compress.awq import code_clipped, scale_channels
 from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.learned_rounding import LayerTask, learn_rounding
 from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear, linear_sets
 from tightfit.compress.observation import observe, run_layer
 from tightfit.compress.pruning import prune_weight
@@ -69,6 +71,8 @@ def compress_layer(
     work.move_scales()
     for group in linear_sets(model.spec, index):
         work.code_set(group)
+    if inputs and work.originals:
+        work.learn(wanted)
     if model.spec.is_routed(index):
         work.code_experts()
     for name, parameter in layer.named_parameters():
@@ -94,6 +98,8 @@ class _LayerWork:
         self.code: Coder = code_weight
         self.coded: Coded = {}
         self.errors: dict[str, float] = {}
+        self.originals: dict[str, Tensor] = {}
+        """Of matrices whose rounding is learned when all are coded."""
 
     def step_of(self, name: str) -> Step | None:
         """The step that codes a linear layer of this one."""
@@ -130,11 +136,24 @@ class _LayerWork:
         for name in names:
             module = linear(self.layer, name)
             wanted = module.weight.float()
+            if (step := self.step_of(name)) is not None and step.method == "round":
+                self.originals[name] = wanted.clone()
             weight, coded = self.compressed(name, wanted, seen)
             self.errors[name] = _relative_error(weight if coded is None else coded.dequantize(), wanted, seen)
             if coded is not None:
                 self.coded[name] = coded
             self._put(name, module, weight, coded)
+
+    def learn(self, wanted: Sequence[Tensor]) -> None:
+        """Learn the rounding of the matrices that a step `round` names, for these outputs of the layer."""
+        coded = {name: self.coded[name] for name in self.originals}
+        step = self.step_of(next(iter(coded)))
+        assert step is not None
+        task = LayerTask(self.model, self.layer, self.inputs, wanted)
+        learned = learn_rounding(task, coded, self.originals, steps=step.steps, seed=step.seed)  # type: ignore[arg-type]
+        for name, weight in learned.items():
+            self.coded[name] = weight
+            linear(self.layer, name).weight.copy_(weight.dequantize())
 
     def compressed(self, name: str, weight: Tensor, seen: InputStatistics | None) -> tuple[Tensor, CodedWeight | None]:
         """One matrix pruned and coded, where the recipe says so."""
@@ -184,7 +203,7 @@ def code_weight(
     assert scheme is not None
     if step.method not in CALIBRATED or seen is None:
         return _nearest(weight, scheme, step, None if seen is None else seen.hessian.diagonal())
-    if step.method == "gptq":
+    if step.method in ("gptq", "round"):  # whose codes learned rounding begins with
         options = GptqOptions(
             act_order=step.act_order, damping=step.damping, ranges=step.ranges or "mse", keep_zeros=keep_zeros
         )

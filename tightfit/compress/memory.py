@@ -16,7 +16,8 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | the fullest moment of any matrix [m, n]: copies of it and of its inputs' second moment | a · 4 m n + b · 4 n² |
 
 The moments of a matrix are those of its method, each a line below with what is alive in it. The scales of AWQ and
-SmoothQuant are searched while the second moments of all sets of layers are there. Nothing here imports torch.
+SmoothQuant are searched while the second moments of all sets of layers are there. Learned rounding trains a whole layer
+(`_learning`) and keeps it as it was until then. Nothing here imports torch.
 """
 
 from collections.abc import Sequence
@@ -71,7 +72,10 @@ MOMENTS: dict[str, tuple[CodingMoment, ...]] = {
     ),
 }
 """Beside rounding and the error, which every method has."""
+MOMENTS["round"] = MOMENTS["gptq"]
 FACTORED = ("svd", "whitened")
+LEARNING_TOKENS = 4096
+"""Of a step of learned rounding, in whole rows (learned_rounding.py)."""
 SEARCH = 5
 """Copies of what a scale is tried on: itself scaled, w / S, + Z, rounded; the change before it, or all of a set."""
 
@@ -95,7 +99,7 @@ def compression_ledger(
     ]
     coding = [
         Line(component="inputs", phase="coding", bytes=2 * stream_bytes, why="2 · 4 T h"),
-        *_fullest(spec, recipe, rewritten, has_rows=stream_bytes > 0),
+        *_fullest(spec, recipe, rewritten, rows, length),
     ]
     return Ledger("formulas", (*load, *_layer(spec, recipe, rewritten), *forward, *coding))
 
@@ -140,10 +144,11 @@ def _width(spec: ModelSpec) -> int:
     return max(spec.mlp_size, spec.experts.per_token * spec.experts.mlp_size)
 
 
-def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, *, has_rows: bool) -> Sequence[Line]:
-    """The moment of any matrix in which most is alive."""
+def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, rows: int, length: int) -> Sequence[Line]:
+    """The moment of any matrix, or of a layer that learns, in which most is alive."""
+    has_rows = rows * length > 0
     found = [
-        _moment_lines(moment, outputs, inputs, has_rows=has_rows)
+        [*_moment_lines(moment, outputs, inputs, has_rows=has_rows), *_originals(spec, recipe, name)]
         for name, (_, outputs, inputs) in matrices(spec).items()
         for moment in (
             _moments(recipe.coding(name), recipe.pruning(name)) if rewritten is None else (ERROR, *MOMENTS[rewritten])
@@ -151,6 +156,8 @@ def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, *, has_rows
     ]
     if has_rows:
         found += [lines for layer in range(spec.layers) if (lines := _search(spec, recipe, layer))]
+        tokens = min(rows, max(LEARNING_TOKENS // length, 1)) * length
+        found += [lines for layer in range(spec.layers) if (lines := _learning(spec, recipe, layer, tokens))]
     return max(found, key=lambda lines: sum(line.bytes for line in lines), default=())
 
 
@@ -203,6 +210,54 @@ def _search(spec: ModelSpec, recipe: Recipe, layer: int) -> list[Line]:
         squares_bytes=FLOAT * (moments + hessian),
         why=(f"{SEARCH} · 4 m n (scales tried)", "Σ 4 n² over the sets of layers"),
     )
+
+
+def _learned_sizes(spec: ModelSpec, recipe: Recipe, layer: str) -> dict[str, int]:
+    """Weights of every matrix of a layer whose rounding is learned; experts' is not."""
+    return {
+        name: outputs * inputs
+        for name, (_, outputs, inputs) in matrices(spec).items()
+        if name.split(".")[1] == layer
+        and ".experts." not in name
+        and (step := recipe.coding(name)) is not None
+        and step.method == "round"
+    }
+
+
+def _originals(spec: ModelSpec, recipe: Recipe, name: str) -> list[Line]:
+    """Weights as they were, which learned rounding begins with when all matrices of the layer of `name` are coded."""
+    kept = sum(_learned_sizes(spec, recipe, name.split(".")[1]).values())
+    line = Line(component="weights", phase="coding", bytes=FLOAT * kept, detail="the layer as it was", why="4 P")
+    return [line] if kept else []
+
+
+def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[Line]:
+    """A step of learned rounding inside the MLP's backward pass, behind it, or at its end.
+
+    Places u, Adam's two moments and rounded ŵ of all matrices are there throughout, gradients from where the backward
+    pass has come. In the MLP there are gate, its activation, up and the gradients of the three.
+    """
+    sizes = _learned_sizes(spec, recipe, str(layer))
+    if not sizes:
+        return []
+    mlp = sum(size for name, size in sizes.items() if ".mlp." in name)
+    attention_kept = 5 * spec.hidden_size + 2 * spec.query_size + 2 * spec.kv_size
+    moments = (
+        (4 * sum(sizes.values()), attention_kept + 5 * spec.hidden_size + 6 * _width(spec)),
+        (4 * sum(sizes.values()) + mlp, attention_kept + spec.hidden_size),
+        (5 * sum(sizes.values()) + max(sizes.values()), 3 * spec.hidden_size),
+    )
+    weights, kept = max(moments, key=lambda moment: moment[0] + moment[1] * tokens)
+    why = "u, ŵ, Adam's moments and gradients: 4 to 5 · 4 P"
+    return [
+        Line(component="workspace", phase="coding", bytes=FLOAT * weights, detail="learned rounding", why=why),
+        Line(
+            component="activations",
+            phase="coding",
+            bytes=FLOAT * kept * tokens,
+            why="at most 4 B (10 h + 2 q + 2 k + 6 f)",
+        ),
+    ]
 
 
 def _scaled_sets(spec: ModelSpec, layer: int) -> list[tuple[str, ...]]:

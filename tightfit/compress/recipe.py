@@ -28,13 +28,15 @@ from tightfit.bounded_yaml import read_yaml_file
 from tightfit.errors import UserError
 from tightfit.models.quantized.scheme import FIXED_BITS, FIXED_GROUPS, Scheme
 
-Coding = Literal["rtn", "gptq", "awq", "smoothquant", "spqr", "nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary"]
+Coding = Literal[
+    "rtn", "gptq", "round", "awq", "smoothquant", "spqr", "nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary"
+]
 Pruning = Literal["magnitude", "wanda", "sparsegpt"]
 Method = Literal["rotate", "keep", Coding, Pruning]
 METHODS: tuple[str, ...] = get_args(Method)
 PRUNING: tuple[str, ...] = get_args(Pruning)
 CODING: tuple[str, ...] = get_args(Coding)
-CALIBRATED = ("gptq", "awq", "smoothquant", "spqr", "wanda", "sparsegpt")
+CALIBRATED = ("gptq", "round", "awq", "smoothquant", "spqr", "wanda", "sparsegpt")
 """Methods that look at the inputs of layers."""
 KINDS = ("nf4", "mxfp4", "nvfp4", "binary", "fp8")
 SPQR_GROUP = 16
@@ -63,6 +65,8 @@ class Step:
     """The share of weights that pruning makes zero."""
     pattern: str | None = None
     """N:M instead: of every M neighbouring inputs, N stay, such as 2:4."""
+    steps: int = 200
+    """Of learned rounding (round), for each layer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,6 +78,12 @@ class Step:
             raise UserError(f"alpha is {self.alpha}; it lies between 0 and 1")
         if not 0 < self.sparsity < 1:
             raise UserError(f"sparsity is {self.sparsity}; it is the share of weights to prune, between 0 and 1")
+        if self.steps < 1:
+            raise UserError(f"steps is {self.steps}; learned rounding takes at least one")
+        if self.method == "round" and (
+            self.numbers not in (None, "int") or self.activations or self.act_order == "groups"
+        ):
+            raise UserError("round learns integers in plain groups beside unrounded activations; use gptq for others")
         if self.pattern is not None and self.kept_of_group is None:
             raise UserError(f"pattern is {self.pattern!r}; give N:M with N below M, such as 2:4")
 
@@ -203,7 +213,7 @@ def _check_type(name: str, value: Any, field: Any, source: str) -> None:
     """Numbers where numbers belong: a YAML file can say anything."""
     told = str(field.type)
     allowed = get_args(field.type) if not isinstance(field.type, str) else ()
-    if name in ("bits", "group", "seed"):
+    if name in ("bits", "group", "steps", "seed"):
         ok = isinstance(value, int) and not isinstance(value, bool)
     elif name in ("damping", "alpha", "outlier_share", "sparsity"):
         ok = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,158 @@
+"""Learned rounding: which way weights are rounded is trained on the outputs of the whole decoder layer.
+
+    ŵ = round(u) · S · f,   least over u and f:   Σ over tokens of ‖layer(x; ŵ) − layer(x; w)‖² / ‖layer(x; w)‖²
+
+Gradients pass `round` as if it were not there, as in AutoRound (Cheng et al. 2023), which begins with w / S in the
+range of the weights and moves every u by the sign of its gradient. Here GPTQ's codes are the beginning, in its ranges:
+u is w / S where that rounds to GPTQ's code, else a number near its code's end. From there signs alone lead away: with
+GPTQ's codes most gradients are noise, and Adam averages it out. The rate falls to zero; f multiplies the scale of a
+group. Tokens count alike, as a few have many times the others' magnitude.
+
+A layer whose error over all calibration rows did not fall keeps GPTQ's codes. Integers only; experts, which compute
+apart, keep GPTQ's codes too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from tightfit.compress.observation import tensor_float32
+from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.quantized.coded_weight import CodedWeight
+from tightfit.models.quantized.rounding import store_scales
+
+BATCH_TOKENS = 4096
+RATE = 0.25
+"""Adam's rate for u times steps: how far a number goes whose gradients agree, were the rate constant."""
+SCALE_RATE = 0.1
+"""The rate of f beside that of u."""
+EDGE = 0.3
+"""How far from its code a number begins that GPTQ rounded elsewhere than to its nearest; at 0.5 it would flip."""
+
+
+class _Rounded(torch.autograd.Function):
+    """round(u) · S with a scale per group; gradients pass the rounding, and nothing but u and S is kept for them."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(place, scale)
+        return _in_groups(place.round(), scale).mul_(scale[..., None]).view_as(place)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        place, scale = ctx.saved_tensors
+        gradient = _in_groups(gradients[0], scale)
+        of_scale = _in_groups(place.round(), scale).mul_(gradient).sum(-1)
+        return (gradient * scale[..., None]).view_as(place), of_scale
+
+
+def _in_groups(values: Tensor, scale: Tensor) -> Tensor:
+    """[outputs, inputs] as [outputs, groups, group]."""
+    return values.view(*scale.shape, -1)
+
+
+@dataclass
+class LearnedMatrix:
+    """A matrix on its way: `place` is u [outputs, inputs], `factor` f [outputs, groups]."""
+
+    coded: CodedWeight
+    place: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, coded: CodedWeight, weight: Tensor) -> "LearnedMatrix":
+        """Begin with the codes of the float32 matrix `weight`."""
+        scale, zero = coded.scale, _zero(coded)[..., None]
+        codes = _in_groups(coded.codes.float(), scale) - zero
+        place = (_in_groups(weight, scale) / scale[..., None]).clamp_(codes - EDGE, codes + EDGE)
+        return cls(coded, place.view_as(weight).requires_grad_(), torch.ones_like(scale, requires_grad=True))
+
+    def rounded(self) -> Tensor:
+        """ŵ, through which gradients reach u and f."""
+        made: Tensor = _Rounded.apply(self.place, self.coded.scale * self.factor)
+        return made
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Keep u within the range of codes."""
+        zero, last = _zero(self.coded)[..., None], self.coded.scheme.levels - 1
+        _in_groups(self.place, self.factor).clamp_(-zero - EDGE, last - zero + EDGE)
+
+    @torch.no_grad()
+    def finished(self) -> CodedWeight:
+        """The codes that were learned."""
+        codes = _in_groups(self.place.round(), self.factor).add_(_zero(self.coded)[..., None])
+        scale = store_scales(self.coded.scale * self.factor, self.coded.scheme).scale
+        return replace(self.coded, codes=codes.view_as(self.place).to(torch.uint8), scale=scale)
+
+
+def _zero(coded: CodedWeight) -> Tensor:
+    """Z of every group."""
+    return torch.full_like(coded.scale, coded.scheme.middle) if coded.zero is None else coded.zero
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """A layer, its calibration inputs [B, T, H] and the outputs wanted of it."""
+
+    model: Decoder
+    layer: Layer
+    inputs: Sequence[Tensor]
+    wanted: Sequence[Tensor]
+
+    def error(self, weights: Mapping[str, Tensor], x: Tensor, wanted: Tensor) -> Tensor:
+        """Squared error of the outputs with `weights` in place, relative to each token's own, summed."""
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        with tensor_float32(x.device):
+            made, _ = functional_call(
+                self.layer, dict(weights), (x, self.model.forward_context(x, positions, None, None))
+            )
+        return ((made - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).sum()
+
+    @torch.no_grad()
+    def total_error(self, coded: Mapping[str, CodedWeight]) -> float:
+        """Over all rows."""
+        weights = {f"{name}.weight": weight.dequantize() for name, weight in coded.items()}
+        return sum(float(self.error(weights, x, y)) for x, y in zip(self.inputs, self.wanted, strict=True))
+
+    def some_rows(self, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random rows of one batch, about 4096 tokens."""
+        batch = int(torch.randint(len(self.inputs), (), generator=chance))
+        x = self.inputs[batch]
+        count = max(BATCH_TOKENS // x.shape[1], 1)
+        chosen = torch.randperm(len(x), generator=chance)[:count].to(x.device)
+        return x[chosen], self.wanted[batch][chosen]
+
+
+def learn_rounding(
+    task: LayerTask, coded: Mapping[str, CodedWeight], weights: dict[str, Tensor], *, steps: int, seed: int
+) -> dict[str, CodedWeight]:
+    """Better codes for matrices with float32 `weights`, which are used up; those of `coded` where none were found."""
+    learned = {name: LearnedMatrix.of(coded[name], weights.pop(name)) for name in coded}
+    matrices = list(learned.values())
+    optimizer = torch.optim.Adam(
+        [
+            {"params": [m.place for m in matrices], "share": 1.0},
+            {"params": [m.factor for m in matrices], "share": SCALE_RATE},
+        ],
+        fused=True,
+    )
+    chance = torch.Generator().manual_seed(seed)
+    for number in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group["share"] * RATE / steps * (1 - number / steps)
+        x, wanted = task.some_rows(chance)
+        with torch.enable_grad():
+            made = {f"{name}.weight": matrix.rounded() for name, matrix in learned.items()}
+            task.error(made, x, wanted).backward(inputs=[t for m in matrices for t in (m.place, m.factor)])
+        del made
+        optimizer.step()
+        optimizer.zero_grad()
+        for matrix in matrices:
+            matrix.clamp()
+    finished = {name: matrix.finished() for name, matrix in learned.items()}
+    return finished if task.total_error(finished) < task.total_error(coded) else dict(coded)
