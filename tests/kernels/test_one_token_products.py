@@ -97,10 +97,11 @@ def coded(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn).to(DEVICE), (torch.rand(outputs) * 0.4 + 0.1).to(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", AROUND, ids=str)
-def test_8_bit_floats(case: dict[str, Any], dtype: torch.dtype) -> None:
+def test_8_bit_floats(case: dict[str, Any]) -> None:
+    """In bfloat16; the interpreter, which multiplies in float32, gets float16."""
     torch.manual_seed(0)
+    dtype = DTYPES[-1]
     outputs, inputs = 10, 3 * CHUNK
     tensors, rest = surroundings(case, outputs, inputs, dtype)
     codes, scale = coded(outputs * (2 if "activation" in case else 1), inputs)

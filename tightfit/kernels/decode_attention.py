@@ -94,7 +94,7 @@ def decode_attention(
             GROUP=group,
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
-            BLOCK_K=keys_at_a_time(pairs),
+            BLOCK_K=keys_at_a_time(),
             LEAST_BLOCKS=1 if pairs < MANY_PAIRS else 4,
             MOST=MOST_SPLITS,
             OVERLAP=overlap,

@@ -1,12 +1,13 @@
 """x · Wᵀ for a weight of 8-bit floats with a scale a row and one token, with what stands around it.
 
-    y[n] = S[n] · Σ_c s[c] · Σ_{k in c} W[n, k] · X[k]        x[k] = s[c] · X[k], |X| ≤ 1
+    y[n] = S[n] · Σ_c s[c] · Σ_{k in c} W[n, k] · X[k]        x[k] = s[c] · X[k], |X| < 1, s a power of two
 
-A small kernel makes X, in float16, with a scale for each chunk c of inputs: exact but for what is 2¹⁶ times smaller
-than the chunk's largest. Products with codes in float16, two to an instruction, round by 2⁻¹² each and are summed in
-pairs; all further sums are float32. What limits such a product is the way from the L2 cache: a program has many rows of
-the weight, or it would read as much of x as of them, and reads X, not x and a norm's weights. Before and after the
-product: as in kernels/packed_vector.py. Inputs must be whole chunks.
+A small kernel makes X, in float16, with a scale for each chunk c of inputs. Of bfloat16 inputs it is exact but for what
+is 2¹⁴ times smaller than the chunk's largest; after a norm it is rounded to 11 bits, where a norm alone leaves 8.
+Products with codes are float16, two to an instruction: 4 bits times 11, rounded to 11, and summed in pairs; all further
+sums are float32. What limits such a product is the way from the L2 cache: a program has many rows of the weight, or it
+would read as much of x as of them, and reads X, not x and a norm's weights. Before and after the product: as in
+kernels/packed_vector.py. Inputs must be whole chunks.
 """
 
 from typing import Literal, NamedTuple
@@ -86,8 +87,9 @@ def halves_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums_ptr + CHUNKS + chunk, tl.sum(x * x, 0))
         x *= tl.load(norm_ptr + k).to(tl.float32) + offset
     peak = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
-    tl.store(sums_ptr + chunk, peak)
-    tl.store(halves_ptr + k, (x / peak).to(tl.float16))
+    above = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0  # the next power of two
+    tl.store(sums_ptr + chunk, above)
+    tl.store(halves_ptr + k, (x / above).to(tl.float16))
 
 
 @triton.jit

@@ -20,9 +20,6 @@ from tightfit.kernels.sink_attention import sink_attention_eager
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 
 BLOCK_K = 64
-SHORT_BLOCK_K = 32
-"""Keys of a block where there are few sequences: more programs can share one."""
-FEW_PAIRS = 64
 MOST_SPLITS = 32
 WAVES = 4
 """Programs per multiprocessor that splitting aims at."""
@@ -53,7 +50,7 @@ def paged_attention(
     assert keys.stride() == values.stride()
     assert tables.stride(1) == 1
     assert scales is None or scales.is_contiguous()
-    block_k = block_k or keys_at_a_time(B * kv_heads)
+    block_k = block_k or keys_at_a_time()
     assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
     out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)
@@ -114,12 +111,12 @@ def _join(parts: Tensor, norms: Tensor, out: Tensor) -> None:
 def split_count(pairs: int, capacity: int, device: torch.device) -> int:
     """How many programs share a sequence of up to `capacity` keys, given pairs of sequence and key head."""
     wanted = -(-WAVES * multiprocessors(device) // pairs)
-    return max(1, min(wanted, -(-capacity // keys_at_a_time(pairs)), MOST_SPLITS))
+    return max(1, min(wanted, -(-capacity // keys_at_a_time()), MOST_SPLITS))
 
 
-def keys_at_a_time(pairs: int) -> int:
-    """Keys of a block, given pairs of sequence and key head."""
-    return 16 if is_interpreted() else SHORT_BLOCK_K if pairs < FEW_PAIRS else BLOCK_K
+def keys_at_a_time() -> int:
+    """Keys of a block."""
+    return 16 if is_interpreted() else BLOCK_K
 
 
 def paged_attention_eager(

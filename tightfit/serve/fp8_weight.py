@@ -39,7 +39,7 @@ class Fp8Weight(NamedTuple):
 
     def takes_vector(self, dtype: torch.dtype) -> bool:
         """Whether kernels/fp8_vector.py multiplies one token by it."""
-        return self.can_decode and self.inputs % CHUNK == 0 and dtype != torch.float32
+        return self.can_decode and self.inputs % CHUNK == 0 and dtype == torch.bfloat16
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x · Wᵀ + b."""

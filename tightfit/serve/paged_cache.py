@@ -18,7 +18,7 @@ from torch import Tensor
 from tightfit.kernels.attention import AttentionImpl, attention, attention_eager
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.flash_attention import LARGEST_HEAD
-from tightfit.kernels.paged_attention import FEW_PAIRS, keys_at_a_time, paged_attention
+from tightfit.kernels.paged_attention import keys_at_a_time, paged_attention
 from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
 from tightfit.kernels.sink_attention import sink_attention, sink_attention_eager
 from tightfit.kernels.triton_support import Impl, use_triton
@@ -172,7 +172,7 @@ class PagedCache:
             if self.is_quantized:
                 keys, values = (as_numbers(part, self.form) for part in (keys, values))
                 settings["scales"] = self.scales[layer]
-            blocks = keys_at_a_time(FEW_PAIRS)
+            blocks = keys_at_a_time()
             return paged_attention(
                 query, keys, values, step.tables, step.lengths, splits=ROW_SPLITS, block_k=blocks, **settings
             )
