@@ -46,6 +46,7 @@ from tightfit.serve.skipping import kept_layers
 from tightfit.serve.speculation import Proposer
 
 STREAMS = (1, 8)
+WAYS = ("lookup", "skip", "draft")
 CACHE_BYTES = {"cpu": 2**28, "cuda": 2**32}
 SOURCES = (
     "textwrap.dedent",
@@ -207,9 +208,11 @@ def one_by_one(engine: Engine, prompts: list[list[int]], answer: int, streams: i
 
 def measure(subject: Subject, arguments: argparse.Namespace) -> None:
     """Rows for every way, kind of prompt and number of streams."""
-    ways = ("none", "lookup", "skip", "draft") if subject.keep is None else ("none", "skip", "draft")
+    ways = ["none", *(way for way in arguments.ways if way != "lookup" or subject.keep is None)]
     engines = {way: make_engine(subject, way, arguments) for way in ways}
     for kind, prompts in subject.prompts.items():
+        if arguments.kind not in (None, kind):
+            continue
         for streams in STREAMS:
             taken = prompts[: max(streams, arguments.prompts)]
             found: dict[str, Run] = {}
@@ -255,6 +258,8 @@ def main() -> None:
     parser.add_argument("--guesses", type=int, default=4)
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--prompts", type=int, default=4, help="of each kind, for one stream")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--kind", choices=("repeating", "open"), help="of SmolLM2's prompts; both where not given")
     parser.add_argument("--threads", type=int, help="as torch has them by default")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
