@@ -4,8 +4,6 @@ NF4: quantiles of a standard normal distribution, scaled to ±1 and with an exac
 e2m1: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0). Code 8 is −0.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -53,12 +51,19 @@ def nearest(values: Tensor, kind: Kind) -> Tensor:
     return codes[torch.bucketize(values, (ascending[1:] + ascending[:-1]) / 2)]
 
 
-@lru_cache
-def dynamic_map() -> Tensor:
-    """bitsandbytes' signed 8-bit dynamic map: 256 numbers from −1 to 1, ascending, denser near zero."""
+def _dynamic_numbers() -> tuple[float, ...]:
     made = [0.0, 1.0]
     for decade in range(7):
         bounds = torch.linspace(0.1, 1, 2**decade + 1)
         middles = (10.0 ** (decade - 6) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
         made += middles + [-value for value in middles]
-    return torch.tensor(sorted(made))
+    return tuple(sorted(made))
+
+
+DYNAMIC_NUMBERS = _dynamic_numbers()
+"""Kept as numbers: a tensor that is kept would be a real one among fake ones, or a fake one among real ones."""
+
+
+def dynamic_map() -> Tensor:
+    """bitsandbytes' signed 8-bit dynamic map: 256 numbers from −1 to 1, ascending, denser near zero."""
+    return torch.tensor(DYNAMIC_NUMBERS)
