@@ -81,7 +81,7 @@ def test_codes_that_came_out_worse_are_not_taken(monkeypatch: pytest.MonkeyPatch
     made = compressed("round", inputs, steps=2)
     assert made.layer_error == wanted.layer_error
     for name, coded in wanted.coded.items():
-        assert torch.equal(made.coded[name].codes, coded.codes)  # type: ignore[union-attr]
+        assert torch.equal(made.coded[name].codes, coded.codes)
 
 
 def test_the_same_seed_learns_the_same() -> None:
