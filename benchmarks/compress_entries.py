@@ -9,7 +9,6 @@ from tightfit.compress.recipe import Recipe, recipe_of
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
-GPTQMODEL_WIDTHS = (8, 4, 3, 2)
 HQQ_STATISTIC_BITS = 32
 """A scale and a zero point of 16 bits each, a group."""
 MIXTURES = {"q8_0": 8, "q6_k": 6, "q5_k_m": 5, "q4_k_m": 4, "q4_1": 4, "q4_0": 4}
@@ -98,7 +97,7 @@ def _gptq(bits: int, group: int) -> list[Entry]:
     made = [
         Entry("gptq", recipe_of("gptq", **settings)),
         Entry("gptq", plain, "llm-compressor"),
-        *([Entry("gptq", plain, "gptqmodel")] if bits in GPTQMODEL_WIDTHS else []),
+        Entry("gptq", plain, "gptqmodel"),
     ]
     if bits < 8:
         made.append(Entry("gptq act-order", recipe_of("gptq", **settings, act_order="groups")))
