@@ -10,6 +10,7 @@ import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.models.huggingface.reference import pair
 from tests.serve.running import running
@@ -17,6 +18,10 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter, load_adapter
 from tightfit.models.loading import LoadedModel
+from tightfit.models.quantized.directory import replace_module
+from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.quantized.ranges import fit_grid
+from tightfit.models.quantized.scheme import Scheme
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -86,6 +91,30 @@ def test_adapters_in_one_batch_answer_as_each_merged_alone(
     again = engine.generate([request(9, "second")])["9"][0]
     assert (again.tokens, again.cached) == (wanted[2], 8)  # prefixes are found, but only one's own adapter's
     assert engine.pool.free == engine.pool.size
+
+
+def packed(model: Decoder) -> tuple[Decoder, Decoder]:
+    """The model with every projection of its layers in 4 bits, and with what those codes stand for."""
+    coded, plain = deepcopy(model), deepcopy(model)
+    scheme = Scheme(kind="int", bits=4, group=16, symmetric=False)
+    for name, linear in list(model.layers.named_modules()):
+        if isinstance(linear, nn.Linear):
+            codes = fit_grid(linear.weight.detach(), scheme).code(linear.weight.detach())
+            replace_module(coded, f"layers.{name}.weight", QuantizedLinear(codes))
+            same: Any = plain.get_submodule(f"layers.{name}")
+            same.weight.data.copy_(codes.dequantize())
+    return coded, plain
+
+
+def test_adapters_are_added_to_packed_weights(model: Decoder, adapters: dict[str, Adapter]) -> None:
+    coded, plain = packed(model)
+    engine = Engine(coded, None, CONFIG, adapters=adapters)
+    found = engine.generate([request(index, name) for index, name in enumerate([None, *adapters])])
+    wanted = [plain, *(merged(plain, adapter) for adapter in adapters.values())]
+    for index, each in enumerate(wanted):
+        alone = Engine(each, None, CONFIG).generate([request(0, None)])["0"][0].tokens
+        assert found[str(index)][0].tokens == alone
+    assert len({tuple(each[0].tokens) for each in found.values()}) == 3
 
 
 def test_adapters_leave_nothing_behind(model: Decoder, adapters: dict[str, Adapter]) -> None:
