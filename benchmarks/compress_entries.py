@@ -75,19 +75,20 @@ WIDTHS = (4, 3, 2, 5, 6, 8)
 
 
 def entries(group: int, steps: int) -> list[Entry]:
-    """Every method at every width in groups of `group` inputs: the longest first, then widths as they are read."""
-    made = [entry for bits in WIDTHS for entry in _learned(bits, group, steps)]
+    """Every method at every width in groups of `group` inputs, what takes minutes a model last: a run that is stopped
+    has most rows of the table then."""
+    made = [Entry("binary", recipe_of("binary", group=group))]
     for bits in WIDTHS:
         made += [*_gptq(bits, group), *_nearest(bits, group), *_scaled(bits, group), *_named(bits), *_blocks(bits)]
-    return [*made, Entry("binary", recipe_of("binary", group=group))]
+    return [*made, *(entry for bits in WIDTHS for entry in _learned(bits, group, steps))]
 
 
 def _learned(bits: int, group: int, steps: int) -> list[Entry]:
     """Rounding learned in so many steps a layer: ours, the same after a rotation, and AutoRound's."""
     settings = {"bits": bits, "group": group, "symmetric": False, "steps": steps}
     plain = recipe_of("round", **settings)
-    made = [Entry("auto-round", plain, "auto-round"), Entry("round", plain)]
-    return [*made, Entry("rotate+round", recipe_of("rotate+round", **settings))] if bits < 8 else made
+    turned = [Entry("rotate+round", recipe_of("rotate+round", **settings))] if bits < 8 else []
+    return [Entry("round", plain), *turned, Entry("auto-round", plain, "auto-round")]
 
 
 def _gptq(bits: int, group: int) -> list[Entry]:
