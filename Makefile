@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 3
-# glibc fills new memory with 0x7f: a test that reads what nobody wrote gets huge numbers on every machine, not on some.
-export MALLOC_PERTURB_ ?= 128
+# In tests glibc fills new memory with 0x7f: what reads what nobody wrote gets huge numbers on every machine, not on some.
+MALLOC_PERTURB_ ?= 128
+suite suite-all test-rounding fuzz: export MALLOC_PERTURB_ := $(MALLOC_PERTURB_)
 # Byte code is kept even where the environment says not to: what many processes import is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
