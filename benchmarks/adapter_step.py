@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.peers.checkpointing import checkpoint_layers
 from benchmarks.rows import RESULTS, append_row
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.adapter import AdapterTraining
@@ -114,7 +115,7 @@ def pefts(case: Case) -> Step:
     with torch.device(case.device):
         base: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     if case.levers.checkpoint_every:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(base)
         base.enable_input_require_grads()
     targets = [f"{name}_proj" for name in case.adapter.projections]
     settings = peft.LoraConfig(r=case.adapter.rank, lora_alpha=case.adapter.alpha, target_modules=targets)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.peers.checkpointing import checkpoint_layers
 from benchmarks.truth.prediction import Case as Truth
 from benchmarks.truth.prediction import huggingface_step
 from tightfit.jobs.workload import Workload
@@ -97,6 +98,6 @@ def _engine(spec: ModelSpec, rows: int, device: torch.device) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
     if device.type == "cuda" and find_spec("liger_kernel"):
         with_liger(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
     settings = {"train_micro_batch_size_per_gpu": rows, **SETTINGS}
     return deepspeed.initialize(model=model.train(), model_parameters=model.parameters(), config=settings)[0]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.peers.checkpointing import checkpoint_layers
 from benchmarks.truth.case import Case as Case
 from tightfit.collectives.shards import local
 from tightfit.hardware.machine import parse_machine
@@ -200,7 +201,7 @@ def huggingface_step(
     if prepare is not None:
         prepare(model)
     if case.checkpoint_every:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_layers(model)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(case.workload.spec.vocab_size, (case.micro_batch, case.sequence_length), device=device)

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from benchmarks.peers.checkpointing import checkpoint_layers
 from tests.covering import thorough
 from tests.hf.models import FAMILIES, gradients, make_batch, make_model, make_twins
 from tightfit.hf import accelerate, undo
@@ -98,7 +99,7 @@ def test_generation_gives_the_same_tokens(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "paligemma"])
 def test_gradient_checkpointing(family: str) -> None:
     plain, ours = make_twins(family)
-    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(ours)
     batch = make_batch(family)
     for model in (plain, ours):
         model(**batch).loss.backward()
