@@ -65,7 +65,7 @@ def _written(given: Materials) -> Path:
 
 FAULTS = {
     "a traceback": (lambda: [][0], "IndexError"),
-    "memory": (lambda: len(b"x" * (300 * 2**20)), "takes 0.3 GiB"),
+    "memory": (lambda: len(b"x" * (448 * 2**20)), "takes 0.4 GiB"),  # far from both bounds, 1/4 and 1/2 GiB
     "an end": (lambda: os._exit(3), "ends the process (3)"),
     "a program": (lambda: os.system("true"), "executes"),
     "no sentence": (lambda: (_ for _ in ()).throw(UserError("")), "no sentence"),
