@@ -90,7 +90,7 @@ def _launch(d_product: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: T
     if not gate.numel():
         return
     with on_device_of(gate):
-        _backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
+        _backward_kernel[(-(-gate.numel() // BLOCK),)](
             d_product, gate, up, d_gate, d_up, gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
         )
 
