@@ -6,7 +6,9 @@ from torch import Tensor
 
 from tests.kernels.truth import DEVICE
 from tightfit.kernels.clip_estimate import CLIP_EPSILON, TRUST, clip_estimate, trusted_totals
+from tightfit.kernels.triton_support import Impl
 
+IMPLS: tuple[Impl, ...] = ("torch", "triton")
 COUNT = 37
 LAST_BITS = 8 * torch.finfo(torch.float32).eps
 """Eight operations, each rounded once."""
@@ -17,11 +19,11 @@ def drawn(grown: float = 1.0) -> Tensor:
     return (3 * torch.randn(2, COUNT)).exp() * torch.tensor([[grown], [1.0]])
 
 
-def factors(norms: Tensor, clip_norm: float, impl: str) -> tuple[Tensor, Tensor]:
+def factors(norms: Tensor, clip_norm: float, impl: Impl) -> tuple[Tensor, Tensor]:
     """Of every gradient in turn, and the squares seen then."""
     own = norms.to(DEVICE)
     seen, totals = torch.zeros(2, device=DEVICE), trusted_totals(own[1].square().sum())
-    found = [clip_estimate(own, number, seen, totals, clip_norm, impl) for number in range(COUNT)]  # type: ignore[arg-type]
+    found = [clip_estimate(own, number, seen, totals, clip_norm, impl) for number in range(COUNT)]
     return torch.stack(found), seen
 
 
@@ -34,7 +36,7 @@ def test_it_is_the_formula_in_float64(clip_norm: float, grown: float) -> None:
     total = squares[1].sum()
     estimate = (total * (now + TRUST * total) / (then + TRUST * total)).sqrt()
     wanted = (clip_norm / (estimate + CLIP_EPSILON)).clamp(max=1.0)
-    for impl in ("triton", "torch"):
+    for impl in IMPLS:
         found, seen = factors(norms, clip_norm, impl)
         assert found.double().cpu() == pytest.approx(wanted, rel=COUNT * LAST_BITS)
         assert seen.double().cpu() == pytest.approx(squares.sum(1), rel=COUNT * LAST_BITS)
@@ -42,16 +44,15 @@ def test_it_is_the_formula_in_float64(clip_norm: float, grown: float) -> None:
 
 def test_the_kernel_rounds_as_torch_does() -> None:
     """But for the sum of squares, which a processor may round once or twice: from the same sum, the same bits."""
-    norms, totals = drawn().to(DEVICE), torch.rand(2, device=DEVICE)
-    norms.zero_()
+    norms, totals = torch.zeros(2, COUNT, device=DEVICE), torch.rand(2, device=DEVICE)
     for number in range(COUNT):
         seen = torch.rand(2, device=DEVICE) * 10.0**number
-        plain, ours = (clip_estimate(norms, number, seen.clone(), totals, 0.7, impl) for impl in ("torch", "triton"))  # type: ignore[arg-type]
+        plain, ours = (clip_estimate(norms, number, seen.clone(), totals, 0.7, impl) for impl in IMPLS)
         assert torch.equal(plain, ours), number
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_what_is_no_number_stays_none(impl: str) -> None:
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_no_number_stays_none(impl: Impl) -> None:
     norms = drawn()
     norms[0, 3] = float("nan")
     found, seen = factors(norms, 1.0, impl)

@@ -66,10 +66,21 @@ tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "exchangin
 class Costs:
     """Step times of one workload on one machine."""
 
-    def __init__(self, workload: Workload, machine: Machine, efficiency: Efficiency = MEASURED) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        efficiency: Efficiency = MEASURED,
+        *,
+        layer_launch_ms: float | None = None,
+    ) -> None:
+        """`layer_launch_ms` is what the host takes to launch a plain layer and its update, where that was measured."""
         if machine.calibration is not None:
             efficiency = machine.calibration.efficiency(machine.accelerator)
+            layer_launch_ms = machine.calibration.layer_launch_ms
         self.workload, self.machine, self.efficiency = workload, machine, efficiency
+        self.host_share = host_share(layer_launch_ms)
+        self.launch_share = workload.engine.launch_share * self.host_share
         self.rates = card_rates(workload, machine, efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
         self._layers: dict[object, LayerTime] = {}
@@ -257,8 +268,7 @@ class LayoutCost:
         """Of a step that is otherwise ahead of its host; ranks of a pipeline wait for one another instead."""
         if self.layout.pipeline > 1:
             return 0.0
-        workload, machine = self.costs.workload, self.costs.machine
-        return 1e-3 * STEP_IDLE_MS * workload.engine.launch_share * host_share(machine.calibration)
+        return 1e-3 * STEP_IDLE_MS * self.costs.launch_share
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
@@ -280,9 +290,8 @@ class LayoutCost:
         launches of one layer at least.
         """
         workload = self.costs.workload
-        engine_share = workload.engine.launch_share * host_share(self.costs.machine.calibration)
         host_forward_s, host_backward_s = (
-            engine_share * each
+            self.costs.launch_share * each
             for each in launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
         )
         if self.layout.splits_backward:
@@ -312,7 +321,7 @@ class LayoutCost:
         if levers.update_in_backward:
             return 0.0
         workload, model = self.costs.workload, model_params(self.costs.workload.spec)
-        return update_launch_s(
+        return self.costs.host_share * update_launch_s(
             levers,
             wide=workload.updates_wide,
             layers=self.layers,

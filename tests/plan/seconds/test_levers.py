@@ -40,6 +40,25 @@ def test_a_long_step_does_not_wait_for_the_host() -> None:
         assert frame("llama-3.1-8b", 65536).step(levers).launch_s == pytest.approx(1e-3 * STEP_IDLE_MS)
 
 
+def test_a_slower_host_is_a_longer_step_where_it_bounds() -> None:
+    asked = question("smollm2-135m", "H200", 512, 8)
+    plain_ms = sum(LAYER[""]) + UPDATE_MS[""]
+    usual, same, slow = (
+        Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(Layout(micro_batch=8), Levers())
+        for ms in (None, plain_ms, 2 * plain_ms)
+    )
+    assert usual == same
+    waits_s = usual.step_s - usual.compute_s - usual.optimizer_s
+    more_s = 2 * (usual.compute_s + waits_s) - usual.compute_s - waits_s
+    assert slow.launch_s == pytest.approx(usual.launch_s + more_s)
+    assert slow.optimizer_s == pytest.approx(2 * usual.optimizer_s)
+    asked = question("llama-3.1-8b", "H200", 8192, 1)
+    fast, slow = (
+        Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(ONE, Levers()) for ms in (plain_ms, 2 * plain_ms)
+    )
+    assert slow.step_s - fast.step_s == pytest.approx(1e-3 * STEP_IDLE_MS)
+
+
 def test_each_tile_launches_as_much_as_the_one_before() -> None:
     times = [launched_s(frame("smollm2-135m", 512).step(Levers(tiles=tiles))) for tiles in (2, 4, 6, 8)]
     steps = [after - before for before, after in pairwise(times)]
