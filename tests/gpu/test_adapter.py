@@ -12,11 +12,12 @@ from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.levers.adapter import adapters, attach, frozen_linears, hold_in_codes, initialise
+from tightfit.levers.adapter import adapters, attach, frozen_linears, initialise
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
+from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.prove.rehearsal import build, rehearse
 from tightfit.train.step import ignore

@@ -25,11 +25,8 @@ from torch.autograd.function import once_differentiable
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.kernels.recomputation import is_result_wanted, placeholder
-from tightfit.kernels.triton_support import Impl
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.quantized.ranges import fit_grid
-from tightfit.models.quantized.scheme import Scheme
 
 A, B = "lora_a", "lora_b"
 ADAPTED = "adapted"
@@ -160,16 +157,3 @@ def restore(model: Decoder, saved: Mapping[str, tuple[Tensor, Tensor]], source: 
                     f"{source}: an adapter of {name} is {list(stored.shape)}, this run's is {list(matrix.shape)}"
                 )
             matrix.copy_(stored)
-
-
-@torch.no_grad()
-def hold_in_codes(model: Decoder, scheme: Scheme, device: torch.device, impl: Impl = "auto") -> None:
-    """Round the linear layers of a plain model and hold them packed on `device`, one after another."""
-    for name, layer in list(frozen_linears(model)):
-        if isinstance(layer, nn.Linear):
-            scheme.check(layer.out_features, layer.in_features, name)
-            weight = layer.weight.to(device).float()
-            bias = None if layer.bias is None else layer.bias.detach().to(device)
-            holder, _, own = name.rpartition(".")
-            coded = fit_grid(weight, scheme).code(weight)
-            setattr(model.get_submodule(holder), own, QuantizedLinear(coded, bias, impl))
