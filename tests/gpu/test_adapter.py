@@ -90,7 +90,7 @@ def beside_packed(dtype: torch.dtype) -> Decoder:
 @pytest.mark.parametrize("rows", [1, 2, 16, 300])
 def test_joint_weights_with_adapters_multiply_as_their_sum(rows: int) -> None:
     """No further from float32 than the layers apart are, but for a quarter."""
-    attention: Any = beside_packed(torch.bfloat16).layers[0].attention  # type: ignore[union-attr]
+    attention: Any = beside_packed(torch.bfloat16).layers[0].attention
     layers = (attention.q, attention.k, attention.v)
     whole = torch.cat([layer.dequantize(torch.float32) for layer in layers])
     x = torch.randn(rows, whole.shape[1], device=CUDA).bfloat16()

@@ -267,7 +267,8 @@ def test_adapters_need_a_model_with_weights(make: Make) -> None:
     [
         ({"alpha": 2}, "no rank"),
         ({"rank": 4, "targets": []}, "nothing would be trained"),
-        ({"rank": 4, "targets": ["qkv"]}, "adapter.targets"),
+        ({"rank": 4, "targets": ["qkv"]}, "adapter.targets has 'qkv', which no family calls a projection"),
+        ({"rank": 4, "targets": "q_proj" * 40}, "a name of 240 characters"),
         ({"rank": 0}, "rank"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from tightfit.jobs.adapter import linear_shapes
+from tightfit.jobs.projections import linear_shapes
 from tightfit.models.base_model import BaseModel, is_adapted, read_base
 from tightfit.models.quantized.held_weights import (
     PLAIN_BYTES,

@@ -111,9 +111,10 @@ def attach(model: Decoder, settings: AdapterTraining, dtype: torch.dtype) -> Non
     if not isinstance(model.head, nn.Linear):
         raise UserError("adapter.rank needs the output projection as it is, but the model's is compressed; leave it so")
     model.requires_grad_(False)
-    vars(model)[ADAPTED] = settings.adapted()
+    projections = settings.projections(model.spec)
+    vars(model)[ADAPTED] = settings.adapted(spec=model.spec)
     for name, layer in frozen_linears(model):
-        if name.rpartition(".")[2] in settings.projections:
+        if name.rpartition(".")[2] in projections:
             like = next(model.parameters())
             for own, shape in ((A, (settings.rank, layer.in_features)), (B, (layer.out_features, settings.rank))):
                 layer.register_parameter(own, nn.Parameter(torch.empty(shape, dtype=dtype, device=like.device)))
