@@ -269,11 +269,14 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
 def _compressed_weights(model: str, spec: "ModelSpec") -> "CompressedWeights | None":
     """What the weights of a compressed model take, where `model` is the directory of one."""
     from tightfit.models.presets import PRESETS
-    from tightfit.models.quantized.held_weights import held_weights
     from tightfit.plan.serving import CompressedWeights
 
     folder = Path(model).expanduser()
-    held = held_weights(folder, spec) if model not in PRESETS and (folder / "config.json").is_file() else None
+    if model in PRESETS or not (folder / "config.json").is_file():
+        return None
+    from tightfit.jobs.served_weights import served_weights
+
+    held = served_weights(folder, spec)
     return None if held is None else CompressedWeights(held.total_bytes, held.expanded_bytes, held.description)
 
 
