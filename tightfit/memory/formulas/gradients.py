@@ -161,7 +161,7 @@ def _left_bytes(layout: Layout, stage: StageMemory, states: States, late_bytes: 
     on_gpu_bytes, on_host_bytes = states.resident.moments, states.host.moments
     away = stage.weights * on_host_bytes // max(1, on_host_bytes + on_gpu_bytes)
     if not on_gpu_bytes:
-        waited_for = stage.root + stage.embedding if layout.zero else stage.vocabulary
+        waited_for = stage.outside if layout.zero else stage.vocabulary
         away -= stage.embedding if is_limited else waited_for
     away_bytes = round(_shard_bytes(layout, stage, states) * away)
     if not is_limited:

@@ -98,10 +98,7 @@ def _first_alike(spec: ModelSpec, stages: tuple[PipelineStage, ...], *, every: i
     first: dict[tuple[object, ...], int] = {}
     found = []
     for rank, stage in enumerate(stages):
-        kinds = (
-            (spec.is_routed(layer), spec.window_of(layer) is not None, layer in recomputed)
-            for layer in range(stage.first, stage.last)
-        )
+        kinds = ((*spec.traits_of(layer), layer in recomputed) for layer in range(stage.first, stage.last))
         found.append(first.setdefault((stage.has_embedding, stage.has_head, *kinds), rank))
     return tuple(found)
 

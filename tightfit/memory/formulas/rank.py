@@ -64,16 +64,10 @@ def rank_memory(
     """Everything about pipeline rank `rank`, in its first backward and, where that may be fuller, in its second."""
     shape, micro_batches = local_shape(workload, layout, levers), layout_micro_batches(workload, layout)
     stage = stage_memory(workload, layout, levers, shape, rank)
-    states = resident_states(
-        workload,
-        layout,
-        levers,
-        stage.params,
-        layer_weights=stage.layer_weights,
-        widest_layer=_streamed_at_once(layout, stage),
-    )
+    streamed_at_once = _streamed_at_once(layout, stage)
+    states = resident_states(workload, layout, levers, stage.params, stage.layer_params, streamed_at_once)
     loss, teacher = _loss_and_teacher(workload, levers, shape)
-    in_flight = _in_flight(layout, stage, loss, micro_batches)
+    in_flight = _in_flight(layout, stage, loss, micro_batches, shape.stream_bytes)
     weights = working_weights(layout, levers, stage, states, micro_batches, rounds=workload.rounding is not None)
     one_checkpoint_bytes = checkpoint_bytes(shape, levers) if stage.offloaded else 0
     memory = RankMemory(
@@ -195,11 +189,11 @@ class InFlight(NamedTuple):
     """Where that is its first backward: how much less is kept once gradients of all its layers are there."""
 
 
-def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int) -> InFlight:
+def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int, stream_bytes: int) -> InFlight:
     if layout.pipeline == 1:
         return InFlight(0, micro_batches)
     rank, chunks = stage.stage.rank, layout.stages_per_rank
-    sent_bytes = (chunks - stage.stage.has_head) * stage.stream_bytes
+    sent_bytes = (chunks - stage.stage.has_head) * stream_bytes
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = loss.kept if stage.stage.has_head else 0
     pieces = pieces_in_flight(layout, rank, micro_batches)

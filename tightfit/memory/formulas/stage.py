@@ -94,10 +94,12 @@ class StageMemory:
     """Weights of the embedding or the output projection."""
     shares_embedding: bool
     """Whether these two are one."""
-    root: int
-    """Weights outside layers but for an untied embedding: final norm, output projection, tied embedding, positions."""
+    outside: int
+    """Weights outside layers: of an untied embedding, and of the root."""
     embedding: int
     """Weights of an untied embedding; 0 on other stages."""
+    root: int
+    """Weights of FSDP2's group of what is in no other: final norm, output projection, tied embedding, positions."""
     last_layer_matrices: tuple[int, ...]
     """Weights of each matrix of the last layer."""
     offloaded: int
@@ -112,8 +114,6 @@ class StageMemory:
     """Alive besides when forward ends its last layer."""
     working_bytes: int
     """Alive in a forward that keeps nothing."""
-    stream_bytes: int
-    """The residual stream between two layers."""
     for_weights_bytes: int
     """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
     visits: tuple[LayerVisit, ...]
@@ -143,15 +143,16 @@ def remembered_stage(
     """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
     kinds = _layer_kinds(shape, stage.first, levels)
     counts = Counter(kinds)
-    in_layers, outside = stage_params(shape, stage)
+    params, in_layers = stage_params(shape, stage)
+    outside = params.all - in_layers.all
     shares_embedding, vocabulary = stage.shares_embedding(shape.spec), vocabulary_params(shape)
     embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
     tables_bytes = _tables_bytes(shape, stage)
     final_norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if stage.has_head else 0
     return StageMemory(
         stage=stage,
-        params=in_layers.plus(Params(outside)),
-        weights=in_layers.all + outside,
+        params=params,
+        weights=params.all,
         layer_params=in_layers,
         layer_weights=in_layers.all,
         padding_weights=sum(count * kind.padding_weights for kind, count in counts.items()),
@@ -160,6 +161,7 @@ def remembered_stage(
         widest_dense=max(kind.weights - kind.apart_weights for kind in counts),
         vocabulary=vocabulary,
         shares_embedding=shares_embedding,
+        outside=outside,
         root=outside - embedding,
         embedding=embedding,
         last_layer_matrices=layer_matrices(shape, stage.last - 1),
@@ -169,15 +171,14 @@ def remembered_stage(
         tables_bytes=tables_bytes,
         forward_extra_bytes=forward_extra(shape, stage.last - 1, levels[-1]),
         working_bytes=max(kind.working_bytes for kind in counts),
-        stream_bytes=shape.stream_bytes,
         for_weights_bytes=len(levels) * _for_weights_bytes(shape),
         visits=tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1],
     )
 
 
 @lru_cache(maxsize=65536)
-def stage_params(shape: LocalShape, stage: PipelineStage) -> tuple[Params, int]:
-    """Weights of a stage's layers, and outside them: the embedding, the final norm and the output projection."""
+def stage_params(shape: LocalShape, stage: PipelineStage) -> tuple[Params, Params]:
+    """Weights of a stage (with the embedding, the final norm and the output projection it has), and of its layers."""
     spec, in_layers = shape.spec, Params()
     example = {spec.is_routed(layer): layer for layer in range(stage.first, stage.last)}
     for is_routed, count in Counter(spec.is_routed(layer) for layer in range(stage.first, stage.last)).items():
@@ -185,7 +186,7 @@ def stage_params(shape: LocalShape, stage: PipelineStage) -> tuple[Params, int]:
     before = embedding_params(shape) if stage.has_embedding else 0
     head = 0 if stage.shares_embedding(spec) else vocabulary_params(shape)
     norm = spec.norm_params if shape.adapted is None else 0
-    return in_layers, before + (norm + head if stage.has_head else 0)
+    return in_layers.plus(Params(before + (norm + head if stage.has_head else 0))), in_layers
 
 
 @lru_cache(maxsize=65536)
@@ -193,7 +194,7 @@ def _layer_kinds(shape: LocalShape, first: int, levels: tuple[KeepLevel, ...]) -
     """Of the layers from `first` on, which keep `levels`."""
     spec, kinds, found = shape.spec, dict[object, LayerKind](), list[LayerKind]()
     for layer, level in enumerate(levels, first):
-        traits = spec.is_routed(layer), spec.window_of(layer) is not None, level
+        traits = *spec.traits_of(layer), level
         if traits not in kinds:
             kinds[traits] = _layer_kind(shape, layer, level)
         found.append(kinds[traits])

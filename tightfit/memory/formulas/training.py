@@ -15,7 +15,6 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.pipeline import pipeline_stages, telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, frozen_bytes, rank_memory
 from tightfit.memory.formulas.stage import stage_params
@@ -65,9 +64,7 @@ def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: O
     """A lower bound of `peaks`' card that takes no look at activations: states, and gradients beside them when the
     optimizer begins, of the first pipeline rank."""
     stage = pipeline_stages(workload.spec, workload.sequence_length, layout)[0]
-    in_layers, outside = stage_params(local_shape(workload, layout, levers), stage)
-    params = in_layers.plus(Params(outside))
-    states = resident_states(workload, layout, levers, params, layer_weights=in_layers.all, widest_layer=0)
+    states = resident_states(workload, layout, levers, *stage_params(local_shape(workload, layout, levers), stage))
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
     allocated_bytes = state_bytes(states.resident) + waiting_bytes + frozen_bytes(workload)
