@@ -8,10 +8,10 @@ import typer
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
     from tightfit.jobs.job import Job
+    from tightfit.models.quantized.held_weights import HeldWeights
     from tightfit.models.spec import ModelSpec
     from tightfit.plan.answer import Question
     from tightfit.plan.plan import Plan
-    from tightfit.plan.serving import CompressedWeights
 
 JOB_FILES = (".yaml", ".yml")
 DOES_NOT_FIT = 4
@@ -266,15 +266,13 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     return extra
 
 
-def _compressed_weights(model: str, spec: "ModelSpec") -> "CompressedWeights | None":
+def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
     """What the weights of a compressed model take, where `model` is the directory of one."""
     from tightfit.models.presets import PRESETS
     from tightfit.models.quantized.held_weights import held_weights
-    from tightfit.plan.serving import CompressedWeights
 
     folder = Path(model).expanduser()
-    held = held_weights(folder, spec) if model not in PRESETS and (folder / "config.json").is_file() else None
-    return None if held is None else CompressedWeights(held.total_bytes, held.expanded_bytes, held.description)
+    return held_weights(folder, spec) if model not in PRESETS and (folder / "config.json").is_file() else None
 
 
 def _serve(

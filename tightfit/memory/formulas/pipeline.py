@@ -70,7 +70,7 @@ def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[i
     if layout.pipeline == 1:
         return (0,)
     every, count = levers.checkpoint_every, levers.num_checkpoints
-    spec, micro_batches = workload.spec, layout_micro_batches(workload, layout)
+    spec, micro_batches = workload.spec, workload.micro_batches(layout)
     return _telling_ranks(spec, workload.sequence_length, layout, micro_batches, every=every, count=count)
 
 
@@ -101,11 +101,6 @@ def _first_alike(spec: ModelSpec, stages: tuple[PipelineStage, ...], *, every: i
         kinds = ((*spec.traits_of(layer), layer in recomputed) for layer in range(stage.first, stage.last))
         found.append(first.setdefault((stage.has_embedding, stage.has_head, *kinds), rank))
     return tuple(found)
-
-
-def layout_micro_batches(workload: Workload, layout: Layout) -> int:
-    """Micro-batches of a step on each data rank."""
-    return max(1, workload.global_batch // (layout.micro_batch * layout.data))
 
 
 def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:

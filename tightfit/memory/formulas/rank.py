@@ -12,7 +12,7 @@ from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.pipeline import forwards_come_first, layout_micro_batches, pieces_in_flight
+from tightfit.memory.formulas.pipeline import forwards_come_first, pieces_in_flight
 from tightfit.memory.formulas.saved import INDEX
 from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
@@ -62,7 +62,7 @@ def rank_memory(
     workload: Workload, layout: Layout, levers: Levers, rank: int, overheads: Overheads = DEFAULT
 ) -> RankMemory:
     """Everything about pipeline rank `rank`, in its first backward and, where that may be fuller, in its second."""
-    shape, micro_batches = local_shape(workload, layout, levers), layout_micro_batches(workload, layout)
+    shape, micro_batches = local_shape(workload, layout, levers), workload.micro_batches(layout)
     stage = stage_memory(workload, layout, levers, shape, rank)
     streamed_at_once = _streamed_at_once(layout, stage)
     states = resident_states(workload, layout, levers, stage.params, stage.layer_params, streamed_at_once)
