@@ -139,10 +139,9 @@ def plan(
 def _with_adapters(question: "Question", rank: int | None, bits: int | None) -> "Question":
     """The question with adapters on its model, where options ask for some."""
     from tightfit.errors import UserError
-    from tightfit.plan.adapters import with_adapters
 
     if rank is not None:
-        return with_adapters(question, {"rank": rank} if bits is None else {"rank": rank, "bits": bits})
+        return question.with_adapters({"rank": rank} if bits is None else {"rank": rank, "bits": bits})
     if bits is not None:
         raise UserError(f"--bits is {bits}, which is of a model under adapters; add --adapter RANK or leave it out")
     return question

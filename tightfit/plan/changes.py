@@ -14,7 +14,7 @@ from typing import Any
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.links import LINKS
-from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
+from tightfit.hardware.machine import DEFAULT_NETWORK
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.candidate import Candidate, Pricing
@@ -83,7 +83,8 @@ def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, .
 
 def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     if space.machine.host_bytes is not None:
-        yield "more host memory", iter([(STATES_LEVER, replace(space, machine=_any_host(space.machine)))])
+        any_host = replace(space, machine=replace(space.machine, host_bytes=None))
+        yield "more host memory", iter([(STATES_LEVER, any_host)])
     if not space.lossy:
         yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
     if space.workload.has_masters and space.machine.accelerator.rates.bf16:
@@ -133,10 +134,6 @@ def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> b
 def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
     """A step of the leanest layout without levers."""
     return pricing.costs.step(family[0], pricing.space.levers_of(family[0])[0]).step_s
-
-
-def _any_host(machine: Machine) -> Machine:
-    return replace(machine, host_bytes=None)
 
 
 def _fewer_tokens(space: SearchSpace) -> Ways:
