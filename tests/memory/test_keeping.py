@@ -93,7 +93,7 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
     assert list(chosen) == sorted(chosen, key=KEEP_LEVELS.index)
     peaks = {}
     for levels in set(permutations(chosen)):
-        rank.stage = remembered_stage(rank.shape, rank.stage.stage, levels, offloaded=0)
+        rank.stage = remembered_stage(rank.shape, rank.stage.span, levels, offloaded=0)
         peaks[levels] = max(map(sum, backward(rank)))
     assert peaks[chosen] == min(peaks.values())
     assert peaks[chosen] < peaks[chosen[::-1]]

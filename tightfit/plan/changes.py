@@ -18,7 +18,7 @@ from tightfit.hardware.machine import DEFAULT_NETWORK
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.candidate import Candidate, Pricing
-from tightfit.plan.lever_choices import STATES_LEVER, Group
+from tightfit.plan.lever_choices import STATES_LEVER, HostUse
 from tightfit.plan.pins import Pins
 from tightfit.plan.search import search
 from tightfit.plan.seconds.rates import NUMBERS
@@ -121,7 +121,7 @@ def fitting(space: SearchSpace) -> Candidate | None:
     return None
 
 
-def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> bool:
+def _fits_with(pricing: Pricing, family: list[Layout], group: HostUse | None) -> bool:
     """Whether one of `family` fits with the strongest levers of `group`, or with the strongest of all."""
     for layout in pricing.space.leanest(family):
         allowed = pricing.space.levers_of(layout)

@@ -131,7 +131,7 @@ def frozen_bytes(workload: Workload) -> int:
 def _finished_gradients(rank: RankMemory) -> int:
     """Of a step that is over in a pipeline without a flush: they wait for the norm, and where the embedding is tied the
     last stage's copy of it for the first stage's gradients."""
-    awaited = rank.stage.vocabulary if rank.shape.spec.tied and rank.stage.stage.has_head else 0
+    awaited = rank.stage.vocabulary if rank.shape.spec.tied and rank.stage.span.has_head else 0
     return rank.states.kept_gradient_bytes * (rank.states.owned + awaited)
 
 
@@ -152,8 +152,8 @@ def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: St
         widths += [moment_bytes(levers, wide=workload.updates_wide) / moments] * moments
         widths += [MASTER] if states.resident.masters else []
     ranks = states.ranks if layout.zero else 1
-    ends = 1 if stage.shares_embedding else stage.stage.has_embedding + stage.stage.has_head
-    layers = 0 if states.streams_weights else stage.stage.last - stage.stage.first
+    ends = 1 if stage.shares_embedding else stage.span.has_embedding + stage.span.has_head
+    layers = 0 if states.streams_weights else stage.span.last - stage.span.first
     left_bytes = 0
     for width in widths:
         left_bytes += ends * unsplit_bytes((stage.vocabulary,), width, ranks)
@@ -174,7 +174,7 @@ def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int)
     """Inputs on the host at once: of the layers of every piece of a pipeline that is in flight, at most."""
     if not stage.offloaded:
         return 0
-    pieces = max(1, pieces_in_flight(layout, stage.stage.rank, micro_batches))
+    pieces = max(1, pieces_in_flight(layout, stage.span.rank, micro_batches))
     return pieces * ceil(stage.offloaded, layout.stages_per_rank)
 
 
@@ -192,10 +192,10 @@ class InFlight(NamedTuple):
 def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int, stream_bytes: int) -> InFlight:
     if layout.pipeline == 1:
         return InFlight(0, micro_batches)
-    rank, chunks = stage.stage.rank, layout.stages_per_rank
-    sent_bytes = (chunks - stage.stage.has_head) * stream_bytes
+    rank, chunks = stage.span.rank, layout.stages_per_rank
+    sent_bytes = (chunks - stage.span.has_head) * stream_bytes
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
-    loss_bytes = loss.kept if stage.stage.has_head else 0
+    loss_bytes = loss.kept if stage.span.has_head else 0
     pieces = pieces_in_flight(layout, rank, micro_batches)
     other_bytes = each_bytes * max(0, pieces - chunks) // chunks
     if layout.schedule == "zb-v":
@@ -214,6 +214,6 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
 
 def _ending_of_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> int:
     """When forwards are over: K + r pieces, of which 2 r + 1 wait for weights."""
-    rank, ranks = stage.stage.rank, layout.pipeline
+    rank, ranks = stage.span.rank, layout.pipeline
     pieces, waiting = min(2 * micro_batches, ranks + rank), min(2 * micro_batches, 2 * rank + 1)
     return (max(0, pieces - 2) * each_bytes + waiting * stage.for_weights_bytes) // 2

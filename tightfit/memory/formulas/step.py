@@ -77,7 +77,7 @@ def loss(rank: RankMemory) -> StepMoment:
 def evaluation(rank: RankMemory) -> StepMoment:
     """The layer at work or the loss; DDP's buckets stay between steps."""
     stage = rank.stage
-    evaluated_loss_bytes = rank.loss.evaluated if stage.stage.has_head else 0
+    evaluated_loss_bytes = rank.loss.evaluated if stage.span.has_head else 0
     return StepMoment(
         working_weights=rank.weights.in_forward(),
         earlier_gradients=rank.shape.element_bytes * stage.weights if has_buckets(rank.layout) else 0,
@@ -89,7 +89,7 @@ def evaluation(rank: RankMemory) -> StepMoment:
 
 def backward(rank: RankMemory) -> list[StepMoment]:
     """The moments at which it may be fullest."""
-    stage, weights, visits = rank.stage.stage, rank.weights, rank.stage.visits
+    stage, weights, visits = rank.stage.span, rank.weights, rank.stage.visits
     moments = [_at_layer(rank, visit) for visit in visits if weights.zero or not visit.is_inner]
     if stage.has_head:
         moments.append(_at_loss(rank))
@@ -266,7 +266,7 @@ def optimizer(rank: RankMemory) -> StepMoment:
 def _widened_bytes(rank: RankMemory) -> int:
     """Float32 copies less the gradients they replace, which DDP's buckets keep: the embedding's first, alone."""
     stage = rank.stage
-    embedding = stage.vocabulary if stage.stage.has_embedding else 0
+    embedding = stage.vocabulary if stage.span.has_embedding else 0
     freed_bytes = 0 if has_buckets(rank.layout) else rank.shape.element_bytes
     bucket = min(BUCKET_BYTES, WIDE * stage.weights) // WIDE
     return max(
