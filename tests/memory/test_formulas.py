@@ -1,7 +1,6 @@
 """The figures everybody quotes, the constants the code has, and what must hold whatever the numbers are."""
 
 import cProfile
-import pstats
 import random
 import subprocess
 import sys
@@ -353,4 +352,5 @@ def test_a_search_can_ask_often() -> None:
     peak(run, layout, levers)
     profile = cProfile.Profile()
     profile.runcall(peak, run, layout, levers)
-    assert pstats.Stats(profile).total_calls < 600  # type: ignore[attr-defined]
+    # pstats would keep one of the functions that have the same name and line, whichever comes last
+    assert sum(entry.callcount for entry in profile.getstats()) < 700
