@@ -268,10 +268,13 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
 def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
     """What the weights of a compressed model take, where `model` is the directory of one."""
     from tightfit.models.presets import PRESETS
-    from tightfit.models.quantized.held_weights import held_weights
 
     folder = Path(model).expanduser()
-    return held_weights(folder, spec) if model not in PRESETS and (folder / "config.json").is_file() else None
+    if model in PRESETS or not (folder / "config.json").is_file():
+        return None
+    from tightfit.jobs.served_weights import served_weights
+
+    return served_weights(folder, spec)
 
 
 def _serve(

@@ -8,10 +8,11 @@ for a projection is gathered again in backward rather than kept. Context ranks h
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from tightfit.jobs.adapter import Adapted, Projection
+from tightfit.jobs.adapter import Adapted
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.projections import Projection
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.tiles import head_groups, is_tiled
 from tightfit.models.spec import ModelSpec
