@@ -117,7 +117,7 @@ def pefts(case: Case) -> Step:
     if case.levers.checkpoint_every:
         checkpoint_layers(base)
         base.enable_input_require_grads()
-    targets = [f"{name}_proj" for name in case.adapter.projections]
+    targets = [f"{name}_proj" for name in case.adapter.projections()]
     settings = peft.LoraConfig(r=case.adapter.rank, lora_alpha=case.adapter.alpha, target_modules=targets)
     model: Any = peft.get_peft_model(base, settings).train()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-5, fused=True)

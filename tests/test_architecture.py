@@ -19,7 +19,7 @@ FLOORS = [
     ["printable", "errors", "durable", "bounded_files", "bounded_yaml", "writer_lock"],
     ["hardware"],
     ["models.spec", "models.presets", "models.hub", "models.resolve", "models.huggingface"],
-    ["models.quantized.scheme", "models.quantized.described", "models.quantized.held_weights"],
+    ["models.quantized.scheme", "models.quantized.described", "models.quantized.held_weights", "models.base_model"],
     ["jobs"],
     ["levers.policy"],
     ["memory.ledger", "memory.comparison"],

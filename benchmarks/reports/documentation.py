@@ -18,6 +18,7 @@ from benchmarks.reports.compression import (
     ahead_rows,
     cost_rows,
     mix_rows,
+    mix_text,
     predicted_cost_rows,
     quality_rows,
     quality_text,
@@ -30,6 +31,7 @@ from benchmarks.reports.planning import accelerator_rows, efficiency_rows, examp
 from benchmarks.reports.published import engine_rows, group_rows
 from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from benchmarks.reports.scale import plan_rows, published_rows, stage_rows, time_rows
+from benchmarks.reports.serving import speed_commits, speed_rows
 from benchmarks.reports.step_profile import profile_rows
 from benchmarks.reports.truth import measured_on, step_error_rows, summary_rows, truth_rows
 from tightfit.jobs.fields import field_rows
@@ -197,6 +199,12 @@ def compress_quality(length: int) -> str:
     return "\n\n".join(parts)
 
 
+def compress_mixes() -> str:
+    """Mixes of bits, predicted beside measured, and the errors of the predictions."""
+    path = RESULTS / "fit_quality.csv"
+    return f"{mix_text(path)}\n\n{markdown_table(*mix_rows(path))}"
+
+
 def compress_cost() -> str:
     """Seconds and memory of compressing large models."""
     header, rows = cost_rows(RESULTS / "compress_speed.csv")
@@ -281,10 +289,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
     "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
     **{f"compress-quality-{length}": partial(compress_quality, length) for length in (512, 2048)},
-    "compress-mixes": lambda: markdown_table(*mix_rows(RESULTS / "fit_quality.csv")),
+    "compress-mixes": compress_mixes,
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),
+    "serve-speed": lambda: f"{markdown_table(*speed_rows(RESULTS))}\n\n{speed_commits(RESULTS)}",
     "context-rows": lambda: markdown_table(*longest_rows(RESULTS)),
     "context-row-lines": lambda: markdown_table(*longest_row_lines(RESULTS)),
 }

@@ -26,8 +26,11 @@ from tightfit.cli.main import app
 from tightfit.collectives import conjugate
 from tightfit.collectives.shards import local
 from tightfit.errors import UserError
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.levers.adapter import attach
+from tightfit.models.decoder import Decoder
 from tightfit.models.presets import preset
 from tightfit.parallel import data, pipeline, tensor
 from tightfit.parallel.ranks import Ranks
@@ -68,6 +71,27 @@ def test_what_is_right_passes(group: Make, layout: Layout) -> None:
 
 def test_a_routed_model_passes(group: Make) -> None:
     assert group(2).run(judge, CheckTarget(TINY_ROUTED, TENSOR, passes=2))[0].same
+
+
+@pytest.mark.parametrize("fault", [None, "averages"])
+def test_adapters_are_checked_where_a_job_trains_them(group: Make, fault: str | None) -> None:
+    """Gradients are theirs alone, A's among them in the first step; the frozen weights stay as they began."""
+    adapted = target(REPLICAS, adapter=AdapterTraining(rank=3, targets=["q", "down"]))
+    verdict = group(2).run(judge, adapted, fault)[0]
+    steps, matrices, weights = 1 if fault else 2, 2 * 2 * TINY.layers, len(adapted_weights(adapted))
+    copies = start = weights
+    assert verdict.compared == start + steps * (2 + matrices + weights + copies)
+    assert verdict.same == (fault is None), verdict.first
+    if verdict.first is not None:
+        last = TINY.layers - 1
+        assert (verdict.first.kind, verdict.first.layer) == ("gradient", last)
+        assert verdict.first.name.endswith(("lora_a", "lora_b"))
+
+
+def adapted_weights(checked: CheckTarget) -> list[str]:
+    model = Decoder(checked.spec)
+    attach(model, checked.adapter, torch.float32)
+    return [name for name, _ in model.named_parameters()]
 
 
 DEEP = replace(TINY, layers=4, tied=True)
@@ -334,6 +358,18 @@ def test_attention_sinks_and_biased_experts_pass(group: Make, name: str) -> None
     assert small.spec.window_layers
     verdict = group(layout.ranks).run(judge, small, None, 2)[0]
     assert verdict.same, verdict.first
+
+
+@pytest.mark.usefixtures("server")
+def test_the_verb_checks_adapters(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    fields = "model: tiny-llama\ndata: notes.txt\noutput: out\nsteps: 1\nadapter: {rank: 8, bits: 4, dropout: 0.1}\n"
+    job.write_text(f"{fields}layout: {{data: 2, micro_batch: 4}}\n")
+    done = CliRunner().invoke(app, ["check", str(job), "--tiny", "--steps", "1"])
+    assert done.exit_code == 0, done.output
+    assert "frozen, with adapters of rank 4" in " ".join(done.stdout.split())
+    with pytest.raises(UserError, match=r"adapter.rank trains small matrices .* but layout.zero is 3"):
+        run_check(job, ["layout.zero=3"])
 
 
 @pytest.mark.usefixtures("server")

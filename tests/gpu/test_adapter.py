@@ -7,18 +7,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.levers.adapter import adapters, attach, frozen_linears, hold_in_codes, initialise
+from tightfit.levers.adapter import adapters, attach, frozen_linears, initialise
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.huggingface.adapter import LowRank
 from tightfit.models.initialisation import init_weights
+from tightfit.models.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.presets import preset
+from tightfit.models.quantized.directory import replace_module
+from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.prove.rehearsal import build, rehearse
+from tightfit.serve.adapted_weight import AdaptedWeight
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.joint_weights import as_one
+from tightfit.serve.request import Request
+from tightfit.serve.sampling import Sampling
 from tightfit.train.step import ignore
 
 CUDA = torch.device("cuda")
@@ -59,6 +70,55 @@ def test_packed_weights_have_the_gradients_of_expanded_ones(tokens: int) -> None
     for wanted, one, other in zip(truth, found, plain, strict=True):
         error, allowed = ((each - wanted).norm() for each in (one, other))
         assert error <= 1.25 * allowed + 1e-6
+
+
+def beside_packed(dtype: torch.dtype) -> Decoder:
+    """Two layers in four bits with adapters on all but k and up."""
+    torch.manual_seed(0)
+    model = Decoder(replace(preset("llama-3.2-1b"), layers=2, vocab_size=1024)).to(CUDA)
+    init_weights(model, device=CUDA)
+    assert SETTINGS.held is not None
+    hold_in_codes(model.to(dtype), SETTINGS.held, CUDA)
+    for name, layer in list(frozen_linears(model)):
+        if isinstance(layer, QuantizedLinear) and not name.endswith((".k", ".up")):
+            down = torch.randn(16, layer.in_features, device=CUDA, dtype=dtype) / layer.in_features**0.5
+            up = 0.05 * torch.randn(layer.out_features, 16, device=CUDA, dtype=dtype)
+            replace_module(model, f"{name}.weight", LinearPlusAdapter(layer, LowRank(down, up)))
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 300])
+def test_joint_weights_with_adapters_multiply_as_their_sum(rows: int) -> None:
+    """No further from float32 than the layers apart are, but for a quarter."""
+    attention: Any = beside_packed(torch.bfloat16).layers[0].attention
+    layers = (attention.q, attention.k, attention.v)
+    whole = torch.cat([layer.dequantize(torch.float32) for layer in layers])
+    x = torch.randn(rows, whole.shape[1], device=CUDA).bfloat16()
+    with torch.no_grad():
+        apart = torch.cat([layer(x) for layer in layers], dim=-1)
+    joint, truth = as_one(layers), x.float() @ whole.T
+    assert isinstance(joint, AdaptedWeight)
+    error, allowed = ((made.float() - truth).norm() for made in (joint.product(x, None), apart))
+    assert error <= 1.25 * allowed
+
+
+def test_an_engine_over_packed_weights_with_adapters_answers_as_over_their_sum() -> None:
+    """In float32, in captured steps and one after the other."""
+    packed, plain = beside_packed(torch.float32), beside_packed(torch.float32)
+    for name, layer in list(plain.named_modules()):
+        if isinstance(layer, LinearPlusAdapter | QuantizedLinear) and not name.endswith(".base"):
+            linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device=CUDA)
+            linear.weight.data.copy_(layer.dequantize(torch.float32))
+            replace_module(plain, f"{name}.weight", linear)
+    asked = [
+        Request(id=str(i), prompt=[5, 17, 3 + i], sampling=Sampling(max_tokens=24, temperature=0)) for i in range(3)
+    ]
+    said = []
+    for model, graphs in ((plain, True), (packed, True), (packed, False)):
+        config = EngineConfig(max_sequences=4, max_length=128, cache_bytes=2**24, graphs=graphs)
+        made = Engine(model, None, config).generate(asked)
+        said.append([made[request.id][0].tokens for request in asked])
+    assert said[0] == said[1] == said[2]
 
 
 @pytest.mark.parametrize(

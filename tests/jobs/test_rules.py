@@ -119,11 +119,6 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ),
     "adapters_learn_from_data": ({}, {}, {"adapted": ADAPTED, "distills": True}),
     "adapters_are_of_dense_layers": ({}, {}, {"adapted": ADAPTED, "spec": ROUTED}),
-    "adapters_have_a_target": (
-        {},
-        {},
-        {"adapted": AdapterTraining(rank=8, targets=["gate"]).adapted(), "spec": preset("gpt2-xl")},
-    ),
     "held_rows_are_whole_groups": (
         {},
         {},

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.kernels.truth import DEVICE
 from tightfit.kernels.dynamic_map import SIGNED, UNSIGNED, decode, decoded, encode, encoded, table
@@ -55,3 +56,24 @@ def test_kernel_makes_the_same_codes_and_values(decades: int) -> None:
     assert (codes - wanted).abs().max() <= 1
     assert torch.allclose(values, decode(codes, decades), rtol=1e-5)
     assert torch.equal(codes[-(2**decades) :].cpu(), torch.arange(2**decades, dtype=torch.int32))
+
+
+@BOTH
+def test_nothing_of_a_rehearsal_is_kept_for_a_real_step_nor_the_other_way_round(decades: int) -> None:
+    x = torch.rand(50)
+    wanted = encode(x, decades)
+    for _ in range(2):
+        with FakeTensorMode():
+            fake = decode(encode(torch.empty(50), decades), decades)
+        assert isinstance(fake, FakeTensor)
+        assert fake.shape == x.shape
+        assert torch.equal(encode(x, decades), wanted)
+        assert type(decode(wanted, decades)) is torch.Tensor
+
+
+def test_a_rehearsal_may_be_the_first_to_ask() -> None:
+    decades = 5  # of which nobody has asked before
+    with FakeTensorMode():
+        encode(torch.empty(3), decades)
+    codes = torch.arange(2**decades)
+    assert torch.equal(encode(decode(codes, decades), decades), codes)

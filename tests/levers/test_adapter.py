@@ -15,11 +15,13 @@ from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.levers.adapter import adapters, attach, frozen_linears, hold_in_codes, initialise, restore
-from tightfit.models.adapted import BaseModel, read_matrices, write_adapter
+from tightfit.levers.adapter import adapters, attach, frozen_linears, initialise, restore
+from tightfit.models.adapted import read_matrices, write_adapter
+from tightfit.models.base_model import BaseModel
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
+from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.train.assembly import assemble

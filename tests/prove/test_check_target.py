@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.questions import planned
+from tests.plan.questions import planned, question
 from tightfit.errors import UserError
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
-from tightfit.prove.check_target import read_target, target_of, without_rounding
+from tightfit.plan.adapters import with_adapters
+from tightfit.plan.answer import answer
+from tightfit.prove.check_target import miniature, read_target, target_of, without_rounding
 
 PINS = ("layout.data=4", "layout.tensor=2", "layout.pipeline=1", "layout.micro_batch=1", "levers.checkpoint_every=1")
 
@@ -43,6 +46,23 @@ def test_a_job_is_checked_with_its_rows(tmp_path: Path) -> None:
     found = read_target(file, changes)
     assert (found.passes, found.length, found.settings.clip_norm) == (2, 64, 2)
     assert found == target_of(load_job(file, changes))
+
+
+def test_a_job_of_adapters_is_checked_with_them(tmp_path: Path) -> None:
+    """Without what is drawn at random, and on plain weights; of a plan, too."""
+    file = tmp_path / "job.yaml"
+    adapter = "{rank: 16, alpha: 3, bits: 4, dropout: 0.1, targets: '.*(q|v)_proj'}"
+    file.write_text(f"model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nlayout: {{data: 2}}\nadapter: {adapter}\n")
+    found = read_target(file)
+    wanted = AdapterTraining(rank=16, alpha=3, targets=[".*(q|v)_proj"])
+    assert found.adapter == wanted
+    assert miniature(found).adapter == wanted.model_copy(update={"rank": 4})
+    asked = with_adapters(question("llama-3.1-8b", "8xH100-80GB", 4096, 64, "layout.data=8"), {"rank": 16, "bits": 4})
+    plan = answer(asked).plan
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+    assert read_target(tmp_path / "plan.json").adapter.rank == 16
+    assert read_target(tmp_path / "plan.json").adapter.bits is None
 
 
 def test_what_rounds_is_left_out_and_nothing_else() -> None:

@@ -17,16 +17,19 @@ from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.job import Job
+from tightfit.jobs.served_weights import served_weights
 from tightfit.jobs.workload import Workload
-from tightfit.models.adapted import read_base
+from tightfit.models.base_model import read_base
+from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import load_adapter
-from tightfit.models.loading import checkpoints_of, load_model, source_spec
+from tightfit.models.loading import checkpoints_of, load_model, source_spec, weights_path
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import export_adapter, export_model
 from tightfit.plan.plan import _workload_from_json
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
+from tightfit.serve.runner import Runner
 from tightfit.serve.sampling import Sampling
 from tightfit.train.loop import run_job
 from tightfit.train.preparation import prepare
@@ -51,8 +54,8 @@ def packed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return in_four_bits(base, tmp_path_factory.mktemp("packed") / "model")
 
 
-def in_four_bits(source: Path, out: Path) -> Path:
-    job = CompressionJob(model=str(source), out=out, recipe=recipe_of("rtn", bits=4, group=32))
+def in_four_bits(source: Path, out: Path, group: int = 32) -> Path:
+    job = CompressionJob(model=str(source), out=out, recipe=recipe_of("rtn", bits=4, group=group))
     compress(job, lambda cost: None, lambda done, total, layer: None)
     return out
 
@@ -110,6 +113,60 @@ def test_a_new_text_is_learned_and_the_model_stays_as_it_was(bits: Any, make: Ma
         torch.testing.assert_close(loaded.model(TOKENS).logits, wanted, rtol=1e-4, atol=1e-4)
     quantized = [module for module in prepared.model.modules() if isinstance(module, QuantizedLinear)]
     assert len(quantized) == (0 if bits is None else 7 * prepared.model.spec.layers)
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def answers(model: Decoder) -> tuple[list[int], bool]:
+    """What an engine says to a prompt, and whether it multiplies by joint weights."""
+    config = EngineConfig(max_sequences=4, step_tokens=8, block_size=4, cache_bytes=2**20)
+    engine = Engine(model, None, config)
+    prompt, sampling = TOKENS[0, :12].tolist(), Sampling(max_tokens=8, temperature=0)
+    said = engine.generate([Request(id="0", prompt=prompt, sampling=sampling)])["0"][0].tokens
+    assert isinstance(engine.runner, Runner)
+    return said, engine.runner.program is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_packed"),
+    [
+        ({"rank": 4}, True),
+        ({"rank": 4, "targets": ["q", "v", "down"]}, True),
+        ({"rank": 2, "bits": 4}, False),
+        ({"rank": 2, "bits": 4}, True),  # which are no more rounded again than they were in training
+    ],
+)
+def test_a_packed_model_stays_packed_under_its_adapters(
+    settings: dict[str, Any], is_packed: bool, make: Make, base: Path, packed: Path, tmp_path: Path
+) -> None:
+    source = packed if is_packed else base
+    name = f"stays-{settings['rank']}-{len(settings)}-{is_packed}"
+    job = make(name, source, adapter=settings, steps=3, saving={"every": 3})
+    run = str(run_job(job, quiet=True).run)
+    model, expanded = load_model(run).model, load_model(run, packed=False).model
+    coded = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    assert len(coded) == 7 * model.spec.layers
+    assert not any(isinstance(layer, QuantizedLinear) for layer in expanded.modules())
+    with torch.no_grad():
+        wanted = expanded(TOKENS).logits
+        torch.testing.assert_close(model(TOKENS).logits, wanted, rtol=1e-4, atol=1e-4)
+        frozen = load_model(str(packed if is_packed else in_four_bits(base, tmp_path / "held", group=64))).model
+        assert (wanted - frozen(TOKENS).logits).abs().max() > 1e-2, "the adapters have learned nothing"
+    narrow = load_model(run, dtype=torch.bfloat16).model
+    held = served_weights(weights_path(run), narrow.spec)
+    assert held is not None
+    assert held.total_bytes == held_bytes(narrow)
+    said, is_joint = answers(model)
+    assert is_joint
+    assert said == answers(expanded)[0]
+    assert sum(each.nbytes() for each in storages(model)) == held_bytes(model)  # joined, and nothing held twice
+
+
+def storages(model: Decoder) -> list[torch.UntypedStorage]:
+    found = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    return list({each.data_ptr(): each for each in found}.values())
 
 
 @pytest.mark.parametrize(
@@ -210,7 +267,8 @@ def test_adapters_need_a_model_with_weights(make: Make) -> None:
     [
         ({"alpha": 2}, "no rank"),
         ({"rank": 4, "targets": []}, "nothing would be trained"),
-        ({"rank": 4, "targets": ["qkv"]}, "adapter.targets"),
+        ({"rank": 4, "targets": ["qkv"]}, "adapter.targets has 'qkv', which no family calls a projection"),
+        ({"rank": 4, "targets": "q_proj" * 40}, "a name of 240 characters"),
         ({"rank": 0}, "rank"),
     ],
 )

@@ -8,17 +8,16 @@ at a time (QLoRA, Dettmers et al. 2023). A begins as torch's linear layers do, B
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tightfit.jobs.projections import ALL_LINEAR, PROJECTIONS, Projection, check_target, linear_shapes, targeted
 from tightfit.jobs.section import Section
 from tightfit.models.quantized.held_weights import held_weights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
-Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
-PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")
 LARGEST_RANK = 1024
 UNREAD_BYTES = 7
 """A weight, on its way from codes that no kernel expands: the code, float32 and 16 bits."""
@@ -27,10 +26,13 @@ HELD_GROUP = 64
 
 
 def _short(names: object) -> object:
-    """`q_proj`, as Hugging Face has it, is `q`."""
+    """`q_proj`, as Hugging Face has it, is `q`; one name is a list of one."""
+    if isinstance(names, str) and names != ALL_LINEAR:
+        names = [names]
     if not isinstance(names, list):
         return names
-    return [name.removesuffix("_proj") if isinstance(name, str) else name for name in names]
+    plain = [name.removesuffix("_proj") if isinstance(name, str) else name for name in names]
+    return [short if short in PROJECTIONS else name for short, name in zip(plain, names, strict=True)]
 
 
 class AdapterTraining(Section):
@@ -40,8 +42,9 @@ class AdapterTraining(Section):
     """What they add is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of their inputs that is dropped while training."""
-    targets: Annotated[Literal["all-linear"] | list[Projection], BeforeValidator(_short)] = "all-linear"
-    """Projections of every layer that get such matrices: all of them, or some of q, k, v, o, gate, up, down."""
+    targets: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_short)] = "all-linear"
+    """Projections of every layer that get such matrices: all of them, or some of q, k, v, o, gate, up, down, by these
+    names, by Hugging Face's, or by globs or regular expressions of whole names."""
     bits: Literal[2, 4, 8] | None = None
     """Hold linear layers of an uncompressed model in so many bits, rounded as they are loaded (QLoRA); compressed
     models stay as they are."""
@@ -54,6 +57,8 @@ class AdapterTraining(Section):
             raise ValueError(f"adapter has {given}, but no rank; set adapter.rank or drop the section")
         if not self.targets:
             raise ValueError("adapter.targets is empty, so nothing would be trained; name projections, or all-linear")
+        for target in () if self.targets == ALL_LINEAR else self.targets:
+            check_target(target)
         return self
 
     @property
@@ -62,30 +67,33 @@ class AdapterTraining(Section):
         assert self.rank is not None
         return self.alpha / self.rank
 
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """The targets in the model's order."""
-        return PROJECTIONS if self.targets == "all-linear" else tuple(p for p in PROJECTIONS if p in self.targets)
+    def projections(self, spec: ModelSpec | None = None) -> tuple[Projection, ...]:
+        """The targets in the order of the model's shape `spec`; before that is known, those that are named plainly."""
+        if self.targets == ALL_LINEAR:
+            return PROJECTIONS
+        if spec is not None:
+            return targeted(self.targets, spec)
+        return tuple(name for name in PROJECTIONS if name in self.targets)
 
     @property
     def held(self) -> Scheme | None:
         """How linear layers are coded as they are loaded."""
         return None if self.bits is None else Scheme(bits=self.bits, group=HELD_GROUP, symmetric=False)
 
-    def adapted(self, base: "FrozenBase | None" = None) -> "Adapted | None":
-        """What a plan has to know of it; `base` is a compressed model."""
+    def adapted(self, base: "FrozenBase | None" = None, *, spec: ModelSpec | None = None) -> "Adapted | None":
+        """What a plan has to know of it; `base` is a compressed model, `spec` the model's shape where it is known."""
         if self.rank is None:
             return None
         return Adapted(
             rank=self.rank,
-            projections=self.projections,
+            projections=self.projections(spec),
             drops=self.dropout > 0,
             base=base or FrozenBase(scheme=self.held),
         )
 
     def on(self, source: str, spec: ModelSpec) -> "Adapted | None":
         """The same on the model at `source`, whose shape is `spec`."""
-        return None if self.rank is None else self.adapted(compressed_base(source, spec))
+        return None if self.rank is None else self.adapted(compressed_base(source, spec), spec=spec)
 
 
 NOT_ADAPTED = AdapterTraining()
@@ -121,7 +129,8 @@ class Adapted:
     @property
     def settings(self) -> AdapterTraining:
         """The section it comes from, but for what takes no memory."""
-        return AdapterTraining(rank=self.rank, targets=list(self.projections), dropout=0.1 if self.drops else 0.0)
+        targets: Any = ALL_LINEAR if self.projections == PROJECTIONS else list(self.projections)
+        return AdapterTraining(rank=self.rank, targets=targets, dropout=0.1 if self.drops else 0.0)
 
     def has(self, *names: Projection) -> bool:
         """Whether any of these projections has an adapter."""
@@ -155,18 +164,3 @@ class Adapted:
         # products of rounded inputs take codes as they are, but gradients of inputs take numbers
         way_bytes = UNREAD_BYTES * count if scheme.activations is not None else scheme.expanded_bytes(outputs, inputs)
         return max(element_bytes * count, way_bytes - made_bytes)
-
-
-def linear_shapes(spec: ModelSpec) -> dict[Projection, tuple[int, int]]:
-    """Outputs and inputs of a dense layer's projections."""
-    hidden, query, key, inner = spec.hidden_size, spec.query_size, spec.kv_size, spec.mlp_size
-    shapes: dict[Projection, tuple[int, int]] = {
-        "q": (query, hidden),
-        "k": (key, hidden),
-        "v": (key, hidden),
-        "o": (hidden, query),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }
-    return shapes if spec.gated else {name: shape for name, shape in shapes.items() if name != "gate"}

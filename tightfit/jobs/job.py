@@ -284,7 +284,7 @@ class Job(Section):
             compares_features=self.distill.features > 0 or self.distill.attention > 0,
             compares_attention=self.distill.attention > 0,
             rounding=self.quantize.rounding,
-            adapted=self.adapter.adapted(),
+            adapted=self.adapter.adapted(spec=spec),
             shrinks=self.optimizer.l1 > 0,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)

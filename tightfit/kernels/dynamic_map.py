@@ -22,23 +22,28 @@ SIGNED, UNSIGNED = 7, 8
 
 
 @lru_cache
-def table(decades: int) -> Tensor:
-    """The value of every code, ascending, in float32 on the CPU."""
+def _numbers(decades: int) -> tuple[float, ...]:
+    """Kept as numbers: a tensor that is kept would be a real one among fake ones, or a fake one among real ones."""
     values = [0.0]
     for i in range(decades):
         values += [10.0 ** (i - decades + 1) * (0.1 + 0.9 * (j + 1) / 2**i) for j in range(2**i)]
-    return torch.tensor(values, dtype=torch.float64).float()
+    return tuple(values)
+
+
+def table(decades: int, device: torch.device | str = "cpu") -> Tensor:
+    """The value of every code, ascending, in float32."""
+    return torch.tensor(_numbers(decades), dtype=torch.float32, device=device)
 
 
 def encode(x: Tensor, decades: int) -> Tensor:
     """The nearest codes (int64) of numbers from 0 to 1."""
-    values = table(decades).to(x.device)
+    values = table(decades, x.device)
     return torch.bucketize(x, (values[1:] + values[:-1]) / 2, right=True)
 
 
 def decode(codes: Tensor, decades: int) -> Tensor:
     """Their values, float32."""
-    return table(decades).to(codes.device)[codes.long()]
+    return table(decades, codes.device)[codes.long()]
 
 
 @triton.jit

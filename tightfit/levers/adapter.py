@@ -25,11 +25,8 @@ from torch.autograd.function import once_differentiable
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.kernels.recomputation import is_result_wanted, placeholder
-from tightfit.kernels.triton_support import Impl
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.quantized.ranges import fit_grid
-from tightfit.models.quantized.scheme import Scheme
 
 A, B = "lora_a", "lora_b"
 ADAPTED = "adapted"
@@ -114,9 +111,10 @@ def attach(model: Decoder, settings: AdapterTraining, dtype: torch.dtype) -> Non
     if not isinstance(model.head, nn.Linear):
         raise UserError("adapter.rank needs the output projection as it is, but the model's is compressed; leave it so")
     model.requires_grad_(False)
-    vars(model)[ADAPTED] = settings.adapted()
+    projections = settings.projections(model.spec)
+    vars(model)[ADAPTED] = settings.adapted(spec=model.spec)
     for name, layer in frozen_linears(model):
-        if name.rpartition(".")[2] in settings.projections:
+        if name.rpartition(".")[2] in projections:
             like = next(model.parameters())
             for own, shape in ((A, (settings.rank, layer.in_features)), (B, (layer.out_features, settings.rank))):
                 layer.register_parameter(own, nn.Parameter(torch.empty(shape, dtype=dtype, device=like.device)))
@@ -160,16 +158,3 @@ def restore(model: Decoder, saved: Mapping[str, tuple[Tensor, Tensor]], source: 
                     f"{source}: an adapter of {name} is {list(stored.shape)}, this run's is {list(matrix.shape)}"
                 )
             matrix.copy_(stored)
-
-
-@torch.no_grad()
-def hold_in_codes(model: Decoder, scheme: Scheme, device: torch.device, impl: Impl = "auto") -> None:
-    """Round the linear layers of a plain model and hold them packed on `device`, one after another."""
-    for name, layer in list(frozen_linears(model)):
-        if isinstance(layer, nn.Linear):
-            scheme.check(layer.out_features, layer.in_features, name)
-            weight = layer.weight.to(device).float()
-            bias = None if layer.bias is None else layer.bias.detach().to(device)
-            holder, _, own = name.rpartition(".")
-            coded = fit_grid(weight, scheme).code(weight)
-            setattr(model.get_submodule(holder), own, QuantizedLinear(coded, bias, impl))

@@ -4,24 +4,23 @@
     base.json                                          the frozen model: where it is, a digest of it, how it was held
     config.json  tokenizer.json …                      its shape and tokenizer
 
-PEFT and `tightfit serve --adapter` read the first two. `load_model` reads all: the frozen model, as rounded as it was
-in training, with what the adapter adds multiplied out and added to its weights. Where a module of theirs holds several
-of ours (Phi-3's qkv), A's are stacked and B is block-diagonal, with a rank and an alpha of its own.
+PEFT and `tightfit serve --adapter` read the first two. `load_model` reads all: the frozen model as it was held in
+training. What the adapter adds is multiplied out and added to plain weights, and stands beside packed ones. Where a
+module of theirs holds several of ours (Phi-3's qkv), A's are stacked and B is block-diagonal, with a rank and an alpha
+of its own.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
-from tightfit.errors import UserError
+from tightfit.models.base_model import BASE_FILE, FORMAT, BaseModel
 from tightfit.models.checksums import digest
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import (
@@ -35,55 +34,13 @@ from tightfit.models.huggingface.adapter import (
 )
 from tightfit.models.huggingface.adapter_config import CONFIG_FILE
 from tightfit.models.huggingface.weight_names import TensorMap
-from tightfit.models.quantized.ranges import fit_grid
-from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.quantized.directory import replace_module
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
 
-BASE_FILE = "base.json"
-FORMAT = 1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Matrices = Mapping[str, tuple[Tensor, Tensor]]
 """A and B by the name of our layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseModel:
-    """The model that an adapter is of."""
-
-    source: str
-    digest: str
-    scheme: dict[str, Any] | None = None
-    """How its linear layers were rounded as they were loaded, as fields of a Scheme,"""
-    dtype: str = "float32"
-    """from numbers of this dtype."""
-
-    @property
-    def rounding(self) -> Scheme | None:
-        """The same as a Scheme."""
-        return None if self.scheme is None else Scheme(**self.scheme)
-
-
-def is_adapted(directory: Path) -> bool:
-    """Whether a directory holds an adapter that names its model."""
-    return (directory / BASE_FILE).is_file()
-
-
-def read_base(directory: Path) -> BaseModel:
-    """What base.json says."""
-    path = directory / BASE_FILE
-    content = read_json(path, LARGEST_RECORD_BYTES, "a base model", remedy="copy the checkpoint again")
-    try:
-        if content.pop("format") != FORMAT:
-            raise UserError(f"{path} was written by another version of tightfit; read it with that one")
-        base = BaseModel(**content)
-        if not all(isinstance(text, str) for text in (base.source, base.digest, base.dtype)):
-            raise TypeError("a field is no text")
-        if base.dtype not in DTYPES:
-            raise TypeError(f"there is no dtype {base.dtype!r:.40}")
-        base.rounding  # noqa: B018  fields of a scheme, or an error
-        return base
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from None
 
 
 def weights_digest(path: Path) -> str:
@@ -186,16 +143,18 @@ def read_matrices(folder: Path, spec: ModelSpec, names: Iterable[str]) -> dict[s
 
 
 @torch.no_grad()
-def merge(model: Decoder, folder: Path, base: BaseModel) -> None:
-    """Make of `model`, which has the weights of `base`, what was trained: rounded as they were held, and added to."""
-    scheme = base.rounding
-    changes = load_adapter(folder, model, torch.float32).changes
-    for name, module in model.named_modules():
-        if not (name.startswith("layers.") and isinstance(module, torch.nn.Linear)):
-            continue
-        wide = module.weight.to(DTYPES[base.dtype]).float() if scheme is not None else module.weight.float()
-        if scheme is not None:
-            wide = fit_grid(wide, scheme).code(wide).dequantize()
-        if name in changes:
-            wide = wide.addmm(changes[name].up, changes[name].down)
-        module.weight.copy_(wide)
+def add_adapter(model: Decoder, folder: Path) -> None:
+    """Make of `model`, which has the weights an adapter was trained on, what was trained.
+
+    Plain weights are added to, in float32; packed layers stay as they are and get the adapter beside them.
+    """
+    wide = load_adapter(folder, model, torch.float32)
+    narrow = wide.to(next(model.parameters()).dtype)
+    layers = dict(model.named_modules())
+    for name, change in wide.changes.items():
+        layer = layers.get(name)
+        if isinstance(layer, QuantizedLinear):
+            replace_module(model, f"{name}.weight", LinearPlusAdapter(layer, narrow.changes[name]))
+        elif layer is not None:  # which other ranks of a pipeline may have
+            assert isinstance(layer, torch.nn.Linear)
+            layer.weight.copy_(layer.weight.float().addmm(change.up, change.down))

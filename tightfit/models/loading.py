@@ -6,15 +6,18 @@ shapes and have no weights.
 """
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tightfit.bounded_files import user_path
 from tightfit.collectives.shards import copy_whole, is_shard
 from tightfit.errors import UserError
-from tightfit.models.adapted import is_adapted, merge, read_base, weights_digest
+from tightfit.models.adapted import add_adapter, weights_digest
+from tightfit.models.base_model import BaseModel, is_adapted, read_base
 from tightfit.models.blank import blank_decoder, whole_state
 from tightfit.models.checksums import verify, verify_file
 from tightfit.models.decoder import Decoder
@@ -24,14 +27,18 @@ from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_p
 from tightfit.models.gguf.weights import fill
 from tightfit.models.hub import hub_directory, hub_hint, is_hub_name
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
+from tightfit.models.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.low_rank import fill_multiplied, is_low_rank, load_low_rank
 from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
+from tightfit.models.quantized.holding import hold_in_codes, move_plain
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.resolve import refuse_adapter, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
+TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALLEST_DTYPE_BYTES = 2
 """Of what weights are read from."""
 SMALLEST_QUANTIZED_BYTES = 1 / 8
@@ -70,6 +77,10 @@ def load_model(
     spec = resolve_spec(str(path / "config.json"))
     _require_room_for(spec, path)
     tokenizer = _directory_tokenizer(path)
+    if packed and is_adapted(path) and (base := packed_base(path)) is not None:
+        if verified:
+            verify_weights(path)
+        return LoadedModel(_beside_packed(path, base, device, dtype, verified=verified), tokenizer, source)
     if packed and (is_quantized(path) or is_low_rank(path)):
         if verified:
             verify_weights(path)
@@ -123,25 +134,74 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
     load_sharded_weights(model, path)
 
 
-def _fill_adapted(model: Decoder, path: Path) -> None:
-    """The weights that an adapter was trained on, with what it adds; where ranks cut matrices, put together first."""
+def packed_base(path: Path) -> BaseModel | None:
+    """The model that the adapter in `path` is of, where that was packed in training; None where it was plain."""
     base = read_base(path)
+    folder = weights_path(base.source)
+    is_packed = base.rounding is not None or (folder.is_dir() and not is_adapted(folder) and is_quantized(folder))
+    return base if is_packed else None
+
+
+def _beside_packed(
+    path: Path, base: BaseModel, device: str | torch.device, dtype: torch.dtype, *, verified: bool = True
+) -> Decoder:
+    """The model that an adapter was trained on, packed as it was then, and the adapter beside its layers."""
+    _require_unchanged(path, base)
+    if base.rounding is None:
+        model = load_model(base.source, device=device, dtype=dtype, verified=verified).model
+    else:
+        model = load_frozen(base.source, device="cpu", dtype=TRAINED_DTYPES[base.dtype], verified=verified)
+        hold_in_codes(model, base.rounding, device)
+        move_plain(model, device, dtype)
+    add_adapter(model, path)
+    return model
+
+
+def load_frozen(source: str, *, device: str | torch.device, dtype: torch.dtype, verified: bool = True) -> Decoder:
+    """The model at `source` to train adapters on: packed where its own weights are, with the adapters of a run added
+    to it."""
+    path = weights_path(source)
+    packed = path.is_file() or not is_adapted(path)
+    return load_model(source, device=device, dtype=dtype, packed=packed, verified=verified).model
+
+
+def _require_unchanged(path: Path, base: BaseModel) -> None:
     if (found := digest_of(base.source)) != base.digest:
         raise UserError(
             f"{path} is an adapter of {base.source}, which has changed since ({found[:8]} instead of "
             f"{base.digest[:8]}); bring the model back as it was"
         )
-    state = whole_state(model)
+
+
+@torch.no_grad()
+def _fill_adapted(model: Decoder, path: Path) -> None:
+    """The weights that an adapter was trained on, with what it adds; where ranks cut matrices, put together first."""
+    base, state = read_base(path), whole_state(model)
+    if base.rounding is not None:
+        return _copy_whole(_expanded(_beside_packed(path, base, "cpu", torch.float32)), state)
+    _require_unchanged(path, base)
     is_cut = any(is_shard(each) for each in state.values())
     whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if is_cut else model
     load_into(whole, base.source)
-    merge(whole, path, base)
-    if not is_cut:
-        return
-    with torch.no_grad():
-        for name, tensor in whole.state_dict().items():
-            if not state[name].is_meta:
-                copy_whole(state[name], tensor)
+    add_adapter(whole, path)
+    if is_cut:
+        _copy_whole(whole.state_dict().items(), state)
+
+
+def _copy_whole(tensors: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+    """Into what this rank has of a model."""
+    for name, tensor in tensors:
+        if not state[name].is_meta:
+            copy_whole(state[name], tensor)
+
+
+def _expanded(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a packed model as those of a plain one, one at a time; adapters are added to their weights."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear | LinearPlusAdapter) and not name.endswith(".base"):
+            yield f"{name}.weight", layer.dequantize(torch.float32)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name.replace(".base.", "."), parameter
 
 
 def digest_of(source: str) -> str:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from tightfit.durable import durable_directory, refuse_existing
 from tightfit.errors import UserError
-from tightfit.models.adapted import is_adapted
+from tightfit.models.base_model import is_adapted
 from tightfit.models.checksums import list_beside, write_checksums, write_file_checksum
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import WEIGHTS_FILE

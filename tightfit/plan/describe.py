@@ -1,8 +1,8 @@
 """Layouts and levers in words: only what differs from doing nothing."""
 
-from tightfit.jobs.adapter import PROJECTIONS
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import describe_levers as describe_levers
+from tightfit.jobs.projections import PROJECTIONS
 from tightfit.jobs.workload import Workload
 
 

@@ -1,8 +1,8 @@
 """What the equivalence check trains: a model shape with a layout and levers, whole or as a miniature.
 
 A miniature keeps what parallelism could get wrong (grouped heads, tied embeddings, norms, biases, windows, experts, odd
-vocabularies, a layer per stage) and shrinks every size to the least that the layout can split, so that it trains in
-milliseconds on a CPU. Tokens are random: rows of several documents, with different numbers of counted labels.
+vocabularies, a layer per stage, adapters) and shrinks every size to the least that the layout can split, so that it
+trains in milliseconds on a CPU. Tokens are random: rows of several documents, with different numbers of counted labels.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tightfit.jobs.adapter import NOT_ADAPTED, AdapterTraining
 from tightfit.jobs.job import Job, Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -23,7 +24,7 @@ from tightfit.plan.job import PLAN_SUFFIX, job_of_plan
 from tightfit.plan.plan import Plan
 from tightfit.train.step import Batch
 
-HEAD, WIDTH, LENGTH, ROWS = 8, 16, 32, 2
+HEAD, WIDTH, LENGTH, ROWS, SMALL_RANK = 8, 16, 32, 2, 4
 MOST_MICRO_BATCHES = 3
 NO_LEVERS = Levers()
 ROUNDING = ("optimizer_states", "rounding", "matmul", "checkpoint_format")
@@ -45,6 +46,7 @@ class CheckTarget:
     precision: PrecisionName = "fp32"
     settings: Optimizer = SETTINGS
     seed: int = 0
+    adapter: AdapterTraining = NOT_ADAPTED
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Those of all data ranks in the loader's order: the first of rank 0, of rank 1, …"""
@@ -68,8 +70,14 @@ def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
     if overrides:
         return target_of(job_of_plan(plan, str(path), [*NOTHING_TRAINED, *overrides], steps=1))
     rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
+    adapted = plan.workload.adapted
     return CheckTarget(
-        plan.workload.spec, plan.layout, plan.levers, _few(passes // rows, plan.layout), plan.workload.sequence_length
+        plan.workload.spec,
+        plan.layout,
+        plan.levers,
+        _few(passes // rows, plan.layout),
+        plan.workload.sequence_length,
+        adapter=NOT_ADAPTED if adapted is None else exact_adapter(adapted.settings),
     )
 
 
@@ -78,7 +86,22 @@ def target_of(job: Job) -> CheckTarget:
     spec = job.experts.applied(reshaped(source_spec(job.model.source), job.model.shape, job.model.source))
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
     passes = _few(job.accumulation, job.layout)
-    return CheckTarget(spec, job.layout, job.levers, passes, job.data.sequence_length, settings=settings, seed=job.seed)
+    return CheckTarget(
+        spec,
+        job.layout,
+        job.levers,
+        passes,
+        job.data.sequence_length,
+        settings=settings,
+        seed=job.seed,
+        adapter=exact_adapter(job.adapter),
+    )
+
+
+def exact_adapter(adapter: AdapterTraining) -> AdapterTraining:
+    """Adapters on a plain model whose inputs are not dropped: codes are the same on all ranks, what is dropped is
+    not."""
+    return adapter.model_copy(update={"bits": None, "dropout": 0.0})
 
 
 def without_rounding(levers: Levers) -> Levers:
@@ -101,7 +124,10 @@ def miniature(target: CheckTarget) -> CheckTarget:
     layout = target.layout.model_copy(update={"micro_batch": rows})
     passes = max(target.passes, min(_enough(layout), layout.pipeline))
     length = layout.whole_length(LENGTH)
-    return replace(target, spec=_small(target.spec, layout, length), layout=layout, passes=passes, length=length)
+    spec, adapter = _small(target.spec, layout, length), target.adapter
+    if adapter.rank is not None:
+        adapter = adapter.model_copy(update={"rank": min(adapter.rank, SMALL_RANK)})
+    return replace(target, spec=spec, layout=layout, passes=passes, length=length, adapter=adapter)
 
 
 def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:

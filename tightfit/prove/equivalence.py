@@ -13,6 +13,7 @@ one nearest to the fault; those after it in backward may be wrong because of it.
 Under schedule 2bw the process alone computes gradients with the weights of one update before, as that schedule does.
 Limits: the first rank must hold the whole model in float32 beside its shards (use a miniature of a large one); lossy
 levers differ, as they should.
+A job of adapters trains adapters here too, on a frozen model of plain weights.
 """
 
 import hashlib
@@ -28,12 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.collectives.shards import as_dtensor, local, local_region, splits_of
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.levers.adapter import adapters, attach, initialise
+from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.parallel.gathering import gather_to_first
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove.check_target import CheckTarget
-from tightfit.train.assembly import assemble, unfilled
+from tightfit.train.assembly import Fill, assemble, unfilled
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
 from tightfit.train.step import StepResult, train_step
@@ -138,16 +141,39 @@ def _set_weights(decoder: Decoder, weights: dict[str, Tensor]) -> None:
 
 def build_trained(target: CheckTarget, mesh: DeviceMesh | None, device: torch.device) -> TrainedModel:
     """The target's model with weights from its seed, parallelised over `mesh`."""
+    decoder, fill = _whole(target, device) if target.adapter.rank is None else _with_adapters(target, device)
+    module, optimizer = assemble(
+        decoder, mesh, target.layout, target.levers, target.precision, target.settings, device, fill, target.seed
+    )
+    return TrainedModel(decoder, module, optimizer, Ranks.of(mesh), device)
+
+
+def _whole(target: CheckTarget, device: torch.device) -> tuple[Decoder, Fill]:
+    """A model without weights as yet, and what gives it some from the target's seed."""
 
     def fill(model: Decoder) -> None:
         torch.manual_seed(target.seed)
         init_weights(model)
 
-    decoder = unfilled(target.spec, target.layout, target.precision, device, target.levers)
-    module, optimizer = assemble(
-        decoder, mesh, target.layout, target.levers, target.precision, target.settings, device, fill, target.seed
-    )
-    return TrainedModel(decoder, module, optimizer, Ranks.of(mesh), device)
+    return unfilled(target.spec, target.layout, target.precision, device, target.levers), fill
+
+
+def _with_adapters(target: CheckTarget, device: torch.device) -> tuple[Decoder, Fill]:
+    """A frozen model from the target's seed, and what gives its adapters values: B's too, as gradients of A come from
+    them."""
+    decoder = blank_decoder(target.spec, device, torch.float32)
+    torch.manual_seed(target.seed)
+    init_weights(decoder)
+    attach(decoder, target.adapter, torch.float32)
+
+    def fill(model: Decoder) -> None:
+        initialise(model, target.seed)
+        generator = torch.Generator().manual_seed(target.seed)
+        with torch.no_grad():
+            for _, b in adapters(model).values():
+                b.copy_(0.1 * torch.randn(b.shape, generator=generator))
+
+    return decoder, fill
 
 
 def compare(

@@ -36,7 +36,12 @@ def check(
     if target.layout.ranks == 1:
         raise UserError(f"{source} has one rank, which has nothing to differ from; set layout.data or another degree")
     refuse_untrainable(  # before a miniature, which could be split
-        Run(layout=target.layout, levers=target.levers, spec=target.spec)
+        Run(
+            layout=target.layout,
+            levers=target.levers,
+            spec=target.spec,
+            adapted=target.adapter.adapted(spec=target.spec),
+        )
     )
     target = replace(target, levers=without_rounding(target.levers))
     if tiny or (tiny is None and target.spec.params() > SMALL_PARAMS):

@@ -19,7 +19,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import NOT_QUANTIZED
 from tightfit.jobs.workload import Workload
-from tightfit.levers.adapter import attach, hold_in_codes
+from tightfit.levers.adapter import attach
 from tightfit.levers.policy.offload import offloads_states
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
@@ -30,6 +30,7 @@ from tightfit.memory.trace import Replay, Trace, ledger_of_replay
 from tightfit.memory.tracing import Tracer
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder, Implementations
+from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import cut
 from tightfit.parallel.mesh import make_mesh

@@ -16,11 +16,13 @@ def print_verdict(verdict: "Verdict", target: "CheckTarget", *, as_json: bool) -
     """One screen, or one JSON object."""
     if as_json:
         shape = {"spec": asdict(target.spec), "layout": target.layout.model_dump(), "passes": target.passes}
+        shape |= {} if target.adapter.rank is None else {"adapter": target.adapter.model_dump()}
         return print_json({**verdict.to_json(), **shape})
     console = Console(highlight=False)
     spread = ", ".join(f"{name} {value}" for name, value in target.layout.model_dump(exclude_defaults=True).items())
     console.print(f"{verdict.ranks} ranks ({spread}) against one, {verdict.steps} steps")
-    console.print(f"a {target.spec.family} of {target.spec.params():,} weights, {verdict.compared} comparisons")
+    frozen = "" if target.adapter.rank is None else f", frozen, with adapters of rank {target.adapter.rank}"
+    console.print(f"a {target.spec.family} of {target.spec.params():,} weights{frozen}, {verdict.compared} comparisons")
     if verdict.first is None:
         console.print(f"[green]the same[/]: the largest error is {verdict.largest.error:.1e}")
         return

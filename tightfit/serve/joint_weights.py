@@ -1,8 +1,9 @@
 """Projections of one input side by side in memory, so that each is one product: queries, keys and values; gate and up.
 
 The decoder's own parameters become views of the joint matrices, so nothing is held twice. For dense models with gated
-MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain, packed integers or 8-bit floats;
-others run through the decoder's own layers. On a CPU plain ones may have a copy in 16 bits (half_weight.py).
+MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain, packed integers or 8-bit floats
+(with adapters beside them, adapted_weight.py); others run through the decoder's own layers. On a CPU plain ones may
+have a copy in 16 bits (half_weight.py).
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.linear_plus_adapter import base_of
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import Rope
+from tightfit.serve.adapted_weight import AdaptedWeight, with_adapters
 from tightfit.serve.fp8_weight import Fp8Weight, is_fp8, join_fp8
 from tightfit.serve.half_weight import HalfWeight, copy_bytes, halved, has_products, is_exact
 from tightfit.serve.packed_weight import PackedWeight, can_pack, join_packed
 
-Weight = Tensor | PackedWeight | Fp8Weight | HalfWeight
+Weight = Tensor | PackedWeight | Fp8Weight | HalfWeight | AdaptedWeight
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def half_bytes(model: Decoder) -> int:
 
 def can_be_one(linears: Sequence[nn.Module]) -> bool:
     """Whether layers of one input can be multiplied by together."""
-    return _is_plain(linears) or can_pack(linears) or is_fp8(linears)
+    bases = [base_of(linear) for linear in linears]
+    return _is_plain(linears) or can_pack(bases) or is_fp8(bases)
 
 
 def _projections(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
@@ -129,7 +133,8 @@ def as_one(linears: Sequence[nn.Linear], *, half: bool = False) -> Weight:
     if _is_plain(linears):
         joint = _join_parameters(linears, "weight")
         return halved(joint) if half else joint
-    return join_fp8(linears) if is_fp8(linears) else join_packed(linears)  # type: ignore[arg-type]
+    bases: Any = [base_of(linear) for linear in linears]
+    return with_adapters(join_fp8(bases) if is_fp8(bases) else join_packed(bases), linears)
 
 
 def _join_parameters(linears: Sequence[nn.Linear], name: str) -> Tensor:

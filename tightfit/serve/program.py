@@ -24,6 +24,7 @@ from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.decoder import Decoder
+from tightfit.serve.adapted_weight import AdaptedWeight
 from tightfit.serve.cpu_operations import RowNorm, turn_rows, turns
 from tightfit.serve.fp8_weight import Fp8Weight
 from tightfit.serve.half_weight import HalfWeight
@@ -210,7 +211,7 @@ class Program:
         layer = self.layers[0]
         calls: list[Callable[[], Tensor]] = []
         for weight in (layer.qkv, layer.o, layer.down, layer.gate_up):
-            if isinstance(weight, PackedWeight | Fp8Weight):
+            if isinstance(weight, PackedWeight | Fp8Weight | AdaptedWeight):
                 x = torch.zeros((rows, weight.inputs), device=self.device, dtype=self.dtype)
                 gated = weight is layer.gate_up
                 calls.append(partial(self.gated_product if gated else self.product, x, weight, None))
@@ -228,7 +229,7 @@ class Program:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """A product of one token with what stands before and after it, fused where our kernels take the weight."""
-        if isinstance(weight, Fp8Weight) and not weight.can_decode:
+        if isinstance(weight, AdaptedWeight) or (isinstance(weight, Fp8Weight) and not weight.can_decode):
             x = x if norm is None else self.norm(x, norm)
             made = self.gated_product(x, weight, bias) if gated else weight.product(x, bias)
             return made if residual is None else made + residual

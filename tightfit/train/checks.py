@@ -173,7 +173,7 @@ def _refuse_split(spec: ModelSpec, job: Job) -> None:
 
 def _tell_model(job: Job, spec: ModelSpec, precision: str, device: torch.device, ranks: Ranks, say: Say) -> None:
     place = device.type if ranks.processes == 1 else f"{ranks.processes} × {device.type}"
-    adapted = job.adapter.adapted()
+    adapted = job.adapter.adapted(spec=spec)
     trained = "" if adapted is None else f" frozen, {adapted.params(spec):,} of adapters"
     say(f"model: {spec.params():,} parameters{trained}, {precision} on {place}")
     if device.type == "cpu" and "bf16" in precision and not has_native_bf16():

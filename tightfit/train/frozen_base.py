@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from tightfit.jobs.job import Job, PrecisionName
-from tightfit.levers.adapter import adapters, attach, hold_in_codes, initialise, restore
-from tightfit.models.adapted import BaseModel, read_matrices
+from tightfit.levers.adapter import adapters, attach, initialise, restore
+from tightfit.models.adapted import read_matrices
+from tightfit.models.base_model import BaseModel
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.models.loading import load_model, verify_weights
+from tightfit.models.loading import load_frozen, verify_weights
+from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.spec import ModelSpec
 from tightfit.train.assembly import Fill
 from tightfit.train.checkpoints.directory import SavedAdapter
@@ -47,7 +49,7 @@ def _held(job: Job, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -
     scheme = job.adapter.held
     if wants_weights(job):
         place = device if scheme is None else torch.device("cpu")
-        model = load_model(job.model.source, device=place, dtype=dtype).model
+        model = load_frozen(job.model.source, device=place, dtype=dtype)
     else:
         model = blank_decoder(spec, device, dtype)
         torch.manual_seed(job.seed)

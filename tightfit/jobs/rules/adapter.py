@@ -1,6 +1,6 @@
 """What does not go with adapters on a frozen model."""
 
-from tightfit.jobs.adapter import linear_shapes
+from tightfit.jobs.projections import linear_shapes
 from tightfit.jobs.rules.rule import DEEPSPEED_RULES, RUN_RULES, Run, rule
 
 TRAINED = "adapter.rank trains small matrices on a frozen model"
@@ -51,14 +51,6 @@ def adapters_are_of_dense_layers(run: Run) -> str | None:
     if run.adapted is None or run.spec is None or (run.spec.experts is None and run.spec.latent is None):
         return None
     return f"{TRAINED} of dense layers, but {run.spec.family} has experts or latent attention; choose another model"
-
-
-@rule(RUN_RULES, "adapter.targets", "model")
-def adapters_have_a_target(run: Run) -> str | None:
-    if run.adapted is None or run.spec is None or run.adapted.matrices(run.spec):
-        return None
-    there = ", ".join(linear_shapes(run.spec))
-    return f"adapter.targets names projections that {run.spec.family} does not have; name some of {there}"
 
 
 @rule(RUN_RULES, "adapter.bits", "model")

@@ -13,7 +13,7 @@ Weights that gradients and states are counted of are those of A and B.
 
 from typing import TYPE_CHECKING
 
-from tightfit.jobs.adapter import Projection, linear_shapes
+from tightfit.jobs.projections import Projection, linear_shapes
 from tightfit.memory.formulas.segments import unsplit_bytes
 
 if TYPE_CHECKING:  # which these are part of

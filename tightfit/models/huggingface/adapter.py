@@ -50,9 +50,17 @@ class Adapter:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
-        tensors = [tensor for change in self.changes.values() for tensor in (change.down, change.up)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """What it takes; a `down` that several projections share is there once."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def to(self, dtype: torch.dtype) -> "Adapter":
+        """The same in other numbers."""
+        made = {key: tensor.to(dtype) for key, tensor in self._tensors().items()}
+        changes = {name: LowRank(made[id(each.down)], made[id(each.up)]) for name, each in self.changes.items()}
+        return Adapter(self.source, self.rank, changes)
+
+    def _tensors(self) -> dict[int, Tensor]:
+        return {id(tensor): tensor for each in self.changes.values() for tensor in (each.down, each.up)}
 
 
 def load_adapter(directory: Path, model: Decoder, dtype: torch.dtype | None = None) -> Adapter:
@@ -67,12 +75,11 @@ def load_adapter(directory: Path, model: Decoder, dtype: torch.dtype | None = No
             down, up = (tensors.get_tensor(names[matrix]).float() for matrix in "AB")
             rank = max(rank, down.shape[0])
             up = up * scale_of(config, module, down.shape[0], directory)
-            at = 0
+            place = {"device": weight.device, "dtype": dtype or weight.dtype}
+            down, at = down.to(**place), 0
             for ours in mapping.ours:
                 name, size = ours.removesuffix(".weight"), shapes[ours][0]
-                wanted = dtype or weight.dtype
-                parts = (part.to(weight.device, wanted).contiguous() for part in (down, up[at : at + size]))
-                changes[name] = LowRank(*parts)
+                changes[name] = LowRank(down, up[at : at + size].to(**place).contiguous())
                 at += size
     return Adapter(str(directory), rank, changes)
 

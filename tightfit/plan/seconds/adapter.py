@@ -9,7 +9,8 @@ codes are read and the matrix is written; where no kernel does that at once, thr
 from dataclasses import replace
 
 from tightfit.hardware.launches import EXPANDED, FROZEN, Launch
-from tightfit.jobs.adapter import Adapted, Projection, linear_shapes
+from tightfit.jobs.adapter import Adapted
+from tightfit.jobs.projections import Projection, linear_shapes
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.products import Products

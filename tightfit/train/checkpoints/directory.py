@@ -31,7 +31,8 @@ from tightfit.durable import discard_directory, durable_directory
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.levers.adapter import adapters
-from tightfit.models.adapted import BaseModel, write_adapter
+from tightfit.models.adapted import write_adapter
+from tightfit.models.base_model import BaseModel
 from tightfit.models.checksums import verify, write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import load_weights, stored_dtype

@@ -1,0 +1,59 @@
+"""The table of docs/serving.md: how fast the server is on one GPU, beside what vLLM took on such a card."""
+
+from pathlib import Path
+
+from benchmarks.reports.compression import Row, Table, read_rows
+
+MODELS = {"1b": "Llama-3.2-1B's shape", "8b": "Llama-3.1-8B's shape"}
+CASES = {
+    "one_stream_decode": "one stream, tokens/s",
+    "batch": "64 × (256 + 256), tokens/s",
+    "mixed": "256 of mixed lengths, tokens/s",
+    "prefill": "prompts, 16 × 4,096, tokens/s",
+    "first_token": "first token after 256, ms",
+    "start": "first start on a machine, s",
+}
+FEW = 100
+"""Below this a number has a digit after its point."""
+WARM_START = "not a first start"
+"""In the note of a start whose kernels were compiled before."""
+DTYPE = "bfloat16"
+
+
+def newest_speeds(path: Path) -> dict[tuple[str, str], Row]:
+    """The newest row of each model and case with weights in 16 bits; of starts, of a machine's first."""
+    return {
+        (row["model"], row["case"]): row
+        for row in read_rows(path)
+        if row["dtype"] == DTYPE and WARM_START not in row["note"]
+    }
+
+
+def speed_rows(results: Path) -> Table:
+    """A row a case, and for each model ours and the peer's."""
+    ours = newest_speeds(results / "serve_speed.csv")
+    peers = read_rows(results / "serve_peers.csv")
+    theirs = {(row["model"], row["case"]): row for row in peers if row["engine"].startswith("vLLM")}
+    header = ["", *(name for title in MODELS.values() for name in (title, "vLLM"))]
+    rows = [
+        [title, *(_cell(found.get((model, case))) for model in MODELS for found in (ours, theirs))]
+        for case, title in CASES.items()
+    ]
+    return header, rows
+
+
+def speed_commits(results: Path) -> str:
+    """Where our rows were measured."""
+    ours = newest_speeds(results / "serve_speed.csv")
+    found = [ours[model, case] for model in MODELS for case in CASES if (model, case) in ours]
+    commits = dict.fromkeys(f"`{row['commit']}`" for row in found)
+    devices = dict.fromkeys(row["device"] for row in found)
+    return f"Ours on {', '.join(devices)} at {', '.join(commits)}."
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    value = float(row["value"])
+    is_whole = row["unit"] == "tok/s" or value >= FEW or (value.is_integer() and row["unit"] == "s")
+    return f"{value:,.0f}" if is_whole else f"{value:.1f}"

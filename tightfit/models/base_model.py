@@ -1,0 +1,53 @@
+"""BaseModel: the frozen model that an adapter on disk is of, as base.json beside it says; without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
+from tightfit.errors import UserError
+from tightfit.models.quantized.scheme import Scheme
+
+BASE_FILE = "base.json"
+FORMAT = 1
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """The model that an adapter is of."""
+
+    source: str
+    digest: str
+    scheme: dict[str, Any] | None = None
+    """How its plain linear layers were rounded as they were loaded, as fields of a Scheme,"""
+    dtype: str = "float32"
+    """from numbers of this dtype."""
+
+    @property
+    def rounding(self) -> Scheme | None:
+        """The same as a Scheme."""
+        return None if self.scheme is None else Scheme(**self.scheme)
+
+
+def is_adapted(directory: Path) -> bool:
+    """Whether a directory holds an adapter that names its model."""
+    return (directory / BASE_FILE).is_file()
+
+
+def read_base(directory: Path) -> BaseModel:
+    """What base.json says."""
+    path = directory / BASE_FILE
+    content = read_json(path, LARGEST_RECORD_BYTES, "a base model", remedy="copy the checkpoint again")
+    try:
+        if content.pop("format") != FORMAT:
+            raise UserError(f"{path} was written by another version of tightfit; read it with that one")
+        base = BaseModel(**content)
+        if not all(isinstance(text, str) for text in (base.source, base.digest, base.dtype)):
+            raise TypeError("a field is no text")
+        if base.dtype not in DTYPES:
+            raise TypeError(f"there is no dtype {base.dtype!r:.40}")
+        base.rounding  # noqa: B018  fields of a scheme, or an error
+        return base
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from None
