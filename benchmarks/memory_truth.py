@@ -7,7 +7,7 @@ lever_truth.csv with `--levers`, split_truth.csv with `--splits` and family_trut
     python -m benchmarks.memory_truth predict --predictions FILE     (no GPU; minutes)
     python -m benchmarks.memory_truth measure --predictions FILE --results DIR     (an H200; minutes)
     python -m benchmarks.memory_truth repredict      (no GPU: when predictions change and what is measured does not)
-    python -m benchmarks.memory_truth repredict --quick     (seconds: only formulas or costs have changed)
+    python -m benchmarks.memory_truth repredict --quick     (seconds: only formulas or costs have changed; predict too)
 
 The last appends rows with today's predictions beside the newest measurements; `commit` is the measured code's and
 `predicted_commit` that of the predictions.
@@ -286,6 +286,23 @@ def _predict(wanted: list[Case], path: Path, workers: int) -> None:
     path.write_text(json.dumps(made, indent=1), encoding="utf-8")
 
 
+def _predict_quickly(wanted: list[Case], path: Path, folder: Path) -> None:
+    """The same where only formulas and costs have changed: what was simulated is that of a case's newest row."""
+    rows = {Case.of_row(row): row for row in newest(folder / f"{wanted[0].table}.csv")}
+    made = []
+    for case in (case for case in wanted if case in rows):
+        ledger = formulas(case)
+        said = Prediction(
+            ledger.peak_allocated_bytes(),
+            *(round(float(rows[case][name]) * GIB) for name in ("simulated_gib", "simulated_reserved_gib")),
+            step_seconds(case) if case.ranks == 1 else None,
+            ledger.allocated_bytes("backward", place="host"),
+            round(float(rows[case].get("simulated_host_gib") or 0) * GIB),
+        )
+        made.append({"case": case.columns(), "prediction": asdict(said), "commit": current_commit()})
+    path.write_text(json.dumps(made, indent=1), encoding="utf-8")
+
+
 def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | None) -> None:
     known = {_case_of(entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
     for case in (case for case in wanted if case in known):
@@ -381,7 +398,7 @@ def main() -> None:
     parser.add_argument("--families", action="store_true", help="cases of every family, for family_truth.csv")
     parser.add_argument("--host-bound", action="store_true", help="cases whose step depends on how fast the host is")
     parser.add_argument("--new", action="store_true", help="only cases that the table does not have yet")
-    parser.add_argument("--quick", action="store_true", help="repredict by formulas and costs alone")
+    parser.add_argument("--quick", action="store_true", help="predict anew by formulas and costs alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that predict")
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
@@ -404,6 +421,8 @@ def main() -> None:
         return _repredict(wanted, chosen.results, chosen.workers)
     if chosen.predictions is None:
         parser.error("--predictions FILE is where predictions go, and where measure finds them")
+    if chosen.action == "predict" and chosen.quick:
+        return _predict_quickly(wanted, chosen.predictions, chosen.results)
     if chosen.action == "predict":
         return _predict(wanted, chosen.predictions, chosen.workers)
     return _measure(wanted, chosen.predictions, chosen.results, chosen.commit)

@@ -189,7 +189,7 @@ def test_simulated_reserves_are_what_the_table_says(rows: list[Row], monkeypatch
 TARGETS: dict[tuple[str, str], tuple[float, float]] = {
     ("peak allocated", "formulas"): (0.05, 0.12),
     ("peak allocated", "simulation"): (0.03, 0.06),
-    ("peak reserved", "simulation"): (0.06, 1.0),
+    ("peak reserved", "simulation"): (0.015, 1.0),
     ("time of a step", "the planner's costs"): (0.05, 0.30),
 }
 """Mean and worst error; what is reserved has a target for the mean alone."""
@@ -198,7 +198,7 @@ STEP_TARGETS = {"memory_truth": (0.05, 0.30), "lever_truth": (0.05, 0.20), "fami
 """Of step times, by table; steps of several ranks are not timed. Of twenty rows of the families, measured on another
 day, those that the card bounds are within 7 % and those of small models 7 to 19 % too fast, as if that host launched
 slower than the calibrated one, which was not measured. The worst, updates inside backward of many small tensors, are
-bound by the host, which launches twelve kernels for each (docs/LOG.md): more than the costs add up."""
+bound by the host, which launched twelve kernels for each when they were measured (docs/LOG.md): three now."""
 
 
 @pytest.mark.parametrize("name", FLAGS)
