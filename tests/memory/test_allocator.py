@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tightfit.memory.allocator import Block, CachingAllocator, OutOfMemoryError, PlainAllocator
+from tightfit.memory.allocator import HIGHEST_ADDRESS, Block, CachingAllocator, OutOfMemoryError, PlainAllocator
 from tightfit.memory.formulas.segments import rounded, segment_bytes, unsplit_bytes
 
 KIB, MIB = 2**10, 2**20
@@ -64,13 +64,16 @@ def test_the_smallest_free_block_that_is_enough_is_taken() -> None:
     assert allocator.reserved_bytes == 90 * MIB
 
 
-def test_of_equal_blocks_the_first_is_taken() -> None:
+def test_of_equal_blocks_the_lowest_is_taken_and_the_newest_is_lowest() -> None:
+    """As the driver hands out segments: with the first one taken instead, a twelfth of the truth tables' rows reserved
+    2 to 6 % less or more than was measured."""
     allocator = CachingAllocator()
     blocks = [allocator.allocate(20 * MIB) for _ in range(3)]
     starts = [block.address for block in blocks]
-    for block in reversed(blocks):
+    assert starts == [starts[0], starts[0] - 20 * MIB, starts[0] - 40 * MIB]
+    for block in blocks:
         allocator.release(block)
-    assert [allocator.allocate(20 * MIB).address for _ in range(3)] == starts
+    assert [allocator.allocate(20 * MIB).address for _ in range(3)] == starts[::-1]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +103,11 @@ def test_neighbours_join_whatever_order_they_are_freed_in(order: tuple[int, ...]
     allocator = CachingAllocator()
     blocks = [allocator.allocate(6 * MIB) for _ in range(3)]
     assert allocator.reserved_bytes == 20 * MIB
+    first = blocks[0].address
     for at in order:
         allocator.release(blocks[at])
     whole = allocator.allocate(20 * MIB)
-    assert (whole.address, allocator.reserved_bytes) == (0, 20 * MIB)
+    assert (whole.address, allocator.reserved_bytes) == (first, 20 * MIB)
 
 
 def test_a_used_block_between_two_free_ones_keeps_them_apart() -> None:
@@ -195,7 +199,7 @@ class Naive:
     """The same rules with plain lists: every segment a row of pieces, every question answered by looking at all."""
 
     segments: list[tuple[tuple[int, bool], list[Piece]]] = field(default_factory=list)
-    taken: int = 0
+    lowest: int = HIGHEST_ADDRESS
 
     def allocate(self, wanted: int, stream: int) -> Piece:
         size = max(1, (wanted + 511) // 512) * 512
@@ -217,8 +221,8 @@ class Naive:
 
     def take(self, size: int, kind: tuple[int, bool]) -> tuple[int, int, list[Piece], Piece]:
         whole = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-        piece = Piece(self.taken, self.taken + whole)
-        self.taken += whole
+        self.lowest -= whole
+        piece = Piece(self.lowest, self.lowest + whole)
         self.segments.append((kind, [piece]))
         return whole, piece.start, self.segments[-1][1], piece
 
@@ -233,6 +237,10 @@ class Naive:
                     else:
                         merged.append(piece)
                 pieces[:] = merged
+
+    @property
+    def taken(self) -> int:
+        return HIGHEST_ADDRESS - self.lowest
 
     @property
     def allocated(self) -> int:

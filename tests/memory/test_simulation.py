@@ -219,6 +219,23 @@ def _of_depth(
     return moments
 
 
+def test_cublas_takes_its_workspaces_at_the_first_products() -> None:
+    """One of forward's thread and one of autograd's, after the embedding and after the loss, and once in a run."""
+    workload = Workload(spec=TINY, sequence_length=64, global_batch=1, precision="bf16")
+    trace = trace_training_step(workload, Layout(), Levers())
+    taken = [
+        (at, trace.allocations[event].bytes)
+        for at, event in enumerate(trace.events)
+        if event >= 0 and trace.allocations[event].detail == "cuBLAS"
+    ]
+    assert [size for _, size in taken] == [DEFAULT.workspace_bytes // 2] * 2
+    phases = [[phase for start, phase in trace.starts if start <= at][-1] for at, _ in taken]
+    assert phases == ["forward", "backward"]
+    assert all(trace.allocations[trace.events[at]].once for at, _ in taken)
+    in_forward = [each for each in trace.events[trace.step_start : taken[0][0]] if each >= 0]
+    assert any(trace.allocations[each].module == "embed" for each in in_forward)
+
+
 def test_405b_on_1024_ranks_is_a_matter_of_seconds() -> None:
     spec = preset("llama-3.1-405b")
     workload = Workload(spec=spec, sequence_length=8192, global_batch=1024)

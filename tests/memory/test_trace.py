@@ -118,6 +118,19 @@ def test_streams_of_allocations_reach_the_allocator() -> None:
     assert trace.replay(CachingAllocator()).peak_reserved_bytes == 20 * MIB
 
 
+def test_what_is_made_once_is_kept_where_it_is() -> None:
+    """A workspace of 1 MiB that the first step cuts out of a block of 40 stays there: the second needs another."""
+    trace = Trace()
+    trace.begin("forward")
+    trace.step_start = 0
+    trace.free(trace.allocate(Allocation(40 * MIB, "activations")))
+    trace.allocate(Allocation(2 * MIB, "workspace", once=True))
+    assert [trace.replay(steps=steps).peak_reserved_bytes // MIB for steps in (1, 2, 3)] == [40, 80, 80]
+    assert trace.replay().peak_allocated_bytes == 42 * MIB
+    trace.allocations[1].once = False
+    assert trace.replay().peak_reserved_bytes == 80 * MIB, "taken anew after 40 were asked for"
+
+
 def random_trace(seed: int) -> Trace:
     """Allocations of all sizes and a few phases, over and over; some outlive the step."""
     draw, trace = random.Random(seed), Trace()

@@ -3,8 +3,9 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp without expandable segments: requests are rounded to 512 bytes;
 those up to 1 MiB come from segments of 2 MiB, others below 10 MiB from segments of 20 MiB, the rest from segments of
 their own rounded to 2 MiB; the smallest free block that is large enough is taken, and split if what is left over is
-worth keeping; freed blocks join their free neighbours; each stream has pools of its own. With a capacity, segments
-that are wholly free are given back when the device is full, and a request that still does not fit is an error.
+worth keeping; freed blocks join their free neighbours; each stream has pools of its own. Of free blocks of one size the
+lowest is taken, and the driver puts each new segment below those before it. With a capacity, segments that are wholly
+free are given back when the device is full, and a request that still does not fit is an error.
 Limits: no garbage-collection threshold, no maximal split size, no events that delay a free.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from tightfit.memory.formulas.segments import MIN_BLOCK_BYTES, SMALL_BYTES, rounded, segment_bytes
 
+HIGHEST_ADDRESS = 2**62
 Key = tuple[int, int]
 
 
@@ -112,7 +114,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._segments: dict[int, int] = {}
-        self._next_address = 0
+        self._lowest_address = HIGHEST_ADDRESS
 
     def allocate(self, wanted_bytes: int, stream: int = 0) -> Block:
         """A block of at least `wanted_bytes`."""
@@ -155,7 +157,7 @@ class CachingAllocator:
                 raise OutOfMemoryError(size, missing)
         self.reserved_bytes += segment
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        address, self._next_address = self._next_address, self._next_address + segment
+        self._lowest_address = address = self._lowest_address - segment
         self._segments[address] = segment
         return Block(address, segment, pool, address)
 

@@ -34,6 +34,20 @@ TORCH_SCRATCH: dict[Any, Callable[..., int]] = {
 }
 
 
+PRODUCTS = frozenset(
+    (
+        "aten::mm",
+        "aten::addmm",
+        "aten::addmm_",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_scaled_mm",
+        "tightfit::fp8_matmul",
+    )
+)
+"""Operations of cuBLAS, which takes a workspace at the first of them in each thread that calls it."""
+
+
 def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
     """Workspace bytes of `operation` on a GPU."""
     rule: Callable[..., int] | None = SCRATCH.get(operation) or TORCH_SCRATCH.get(operation)

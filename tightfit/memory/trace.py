@@ -25,6 +25,8 @@ class Allocation:
     operation: str = ""
     stream: int = 0
     place: Place = "gpu"
+    once: bool = False
+    """Made in the first of a step's repetitions, and kept."""
 
 
 @dataclass
@@ -151,10 +153,12 @@ class _Player:
     def _play(self, event: int) -> None:
         number = max(event, ~event)
         allocation = self.trace.allocations[number]
-        allocator, survivor = self.allocators[allocation.place], self.blocks.pop(number, None)
+        allocator = self.allocators[allocation.place]
+        stays = allocation.once and number in self.blocks
+        survivor = None if stays else self.blocks.pop(number, None)
         if survivor is not None:  # freed, or left over from the last repetition and replaced
             allocator.release(survivor)
-        if event >= 0:
+        if event >= 0 and not stays:
             self.blocks[event] = allocator.allocate(allocation.bytes, allocation.stream)
         self.played.append(event)
         for place, held in self.allocated.items():

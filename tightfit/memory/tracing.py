@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from tightfit.memory.cuda_rules import PRODUCTS
 from tightfit.memory.host import watched
 from tightfit.memory.ledger import Component, Phase
 from tightfit.memory.trace import Allocation, Trace
@@ -52,6 +53,9 @@ class Tracer(TorchDispatchMode):
         self.phase: Phase = "load"
         self.modules: list[str] = []
         self.paused = False
+        self.product_workspace_bytes = 0
+        """What cuBLAS takes for itself in each thread that multiplies: the one of forward, and autograd's."""
+        self._multiplying: set[bool] = set()
         self._known: dict[int, tuple[int, Any]] = {}
         self._streams: list[Any] = [torch.cpu.current_stream()]
         self._stack, self._listening = ExitStack(), ExitStack()
@@ -160,6 +164,8 @@ class Tracer(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and issubclass(kind, _dtensor()):
                 return NotImplemented  # DTensor's local operations are traced
+        if self.product_workspace_bytes and len(self._multiplying) < 2 and func._schema.name in PRODUCTS:
+            self._take_workspace()
         held = self.scratch(func, args, kwargs)
         number = self.trace.allocate(self._scratch(held, func)) if held else None
         summed = self._summed_in_place(args) if func is SUM and self.phase in BACKWARD else None
@@ -175,6 +181,13 @@ class Tracer(TorchDispatchMode):
         if number is not None:
             self.trace.free(number)
         return result
+
+    def _take_workspace(self) -> None:
+        """With the first product of this thread, whose memory is kept from then on."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward not in self._multiplying:
+            self._multiplying.add(in_backward)
+            self.trace.allocate(Allocation(self.product_workspace_bytes, "workspace", "cuBLAS", once=True))
 
     def _summed_in_place(self, operands: tuple[Any, ...]) -> int | None:
         """The storage into which autograd adds a second gradient in place; with fake tensors it allocates a sum."""
