@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.calibrate_host import FEW, MORE, PHASES, phases_ms
+from benchmarks.calibrate_host import BACK, FEW, MORE, by_layer, narrow_program
 from tightfit.kernels.attention import AttentionMask, attention
 from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from tightfit.kernels.layer_norm import layer_norm
@@ -41,6 +41,7 @@ ATTENTION = (
 GROUPED = ((128, 65_536, 2048, 768), (128, 16_384, 2048, 768), (64, 65_536, 2048, 768), (8, 16_384, 4096, 14_336))
 """Experts, rows, inputs, outputs."""
 FAMILIES = {
+    "llama": "llama-3.2-1b",
     "qwen2": "qwen2.5-0.5b",
     "qwen3": "qwen3-0.6b",
     "gemma2": "gemma-2-2b",
@@ -48,6 +49,9 @@ FAMILIES = {
     "gpt2": "gpt2",
     "mixtral": "mixtral-8x7b",
 }
+
+
+FAMILY_LEVERS = ("", "checkpoint_every=1", BACK)
 
 
 @dataclass(frozen=True)
@@ -170,11 +174,12 @@ def narrow_family(name: str, layers: int, size: int) -> ModelSpec:
 def family_launches(device: torch.device) -> Iterator[tuple[str, float]]:
     """Milliseconds of a layer by family, plain and recomputed."""
     size = 256 if device.type == "cuda" else 16
-    for family in FAMILIES:
-        for text in ("", "checkpoint_every=1"):
-            few, more = (phases_ms(narrow_family(family, layers, size), text, "bf16", device) for layers in (FEW, MORE))
-            for phase in PHASES:
-                each = (more[phase] - few[phase]) / (MORE - FEW)
-                what = f"{phase}, {family}{' ' + text if text else ''}"
-                yield f"a layer's {what}", each
-                yield f"the rest of {what}", few[phase] - FEW * each
+    programs = {
+        (f"{family}{' ' + text if text else ''}", layers): narrow_program(
+            narrow_family(family, layers, size), text, "bf16", device
+        )
+        for family in FAMILIES
+        for text in FAMILY_LEVERS
+        for layers in (FEW, MORE)
+    }
+    yield from by_layer(programs, device)

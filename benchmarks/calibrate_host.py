@@ -25,6 +25,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.pins import parse_pins
 from tightfit.prove.rates import narrow_spec
 from tightfit.prove.rehearsal import Program, build
+from tightfit.train.short_collections import short_collections
 from tightfit.train.step import ignore
 
 BACK = "update_in_backward=true"
@@ -44,6 +45,7 @@ LAUNCHED: tuple[tuple[str, PrecisionName], ...] = (
     ("matmul=fp8-tensor", "bf16"),
     ("matmul=fp8-row", "bf16"),
     (BACK, "bf16"),
+    (f"{BACK} checkpoint_every=1", "bf16"),
     ("optimizer_states=8bit", "bf16"),
     ("optimizer_states=factored", "bf16"),
     ("offload=optimizer", "bf16"),
@@ -51,8 +53,10 @@ LAUNCHED: tuple[tuple[str, PrecisionName], ...] = (
     (f"offload=weights {BACK} checkpoint_every=1", "bf16"),
 )
 FEW, MORE = 2, 8
-STEPS, WARM_UPS = 5, 2
+STEPS, WARM_UPS = 9, 3
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+Programs = dict[tuple[str, int], Program]
+"""By name and number of layers."""
 
 
 def levers_of(text: str) -> Levers:
@@ -62,24 +66,42 @@ def levers_of(text: str) -> Levers:
 
 def launches(device: torch.device) -> Iterator[tuple[str, float]]:
     """Milliseconds of a layer, and of the rest of the step, by phase and levers."""
-    for text, precision in LAUNCHED:
-        size = 256 if device.type == "cuda" else 16
-        few, more = (phases_ms(narrow_spec(layers, size), text, precision, device) for layers in (FEW, MORE))
+    size = 256 if device.type == "cuda" else 16
+    programs = {
+        (f"{precision}{' ' + text if text else ''}", layers): narrow_program(
+            narrow_spec(layers, size), text, precision, device
+        )
+        for text, precision in LAUNCHED
+        for layers in (FEW, MORE)
+    }
+    yield from by_layer(programs, device)
+
+
+def by_layer(programs: Programs, device: torch.device) -> Iterator[tuple[str, float]]:
+    """Of programs by name and depth: a layer's milliseconds in each phase, and the rest of that phase."""
+    medians = phases_ms(programs, device)
+    for name in dict.fromkeys(name for name, _ in programs):
+        few, more = medians[name, FEW], medians[name, MORE]
         for phase in PHASES:
             each = (more[phase] - few[phase]) / (MORE - FEW)
-            what = f"{phase}, {precision}{' ' + text if text else ''}"
-            yield f"a layer's {what}", each
-            yield f"the rest of {what}", few[phase] - FEW * each
+            yield f"a layer's {phase}, {name}", each
+            yield f"the rest of {phase}, {name}", few[phase] - FEW * each
 
 
-def phases_ms(spec: ModelSpec, text: str, precision: PrecisionName, device: torch.device) -> dict[Phase, float]:
-    """The median of each phase of a step on as many tokens as the model is wide."""
+def narrow_program(spec: ModelSpec, text: str, precision: PrecisionName, device: torch.device) -> Program:
+    """A step on as many tokens as the model is wide."""
     workload = Workload(spec=spec, sequence_length=spec.hidden_size, global_batch=1, precision=precision)
-    program = build(workload, Layout(micro_batch=1), levers_of(text), device, Implementations(), fill=filled)
-    steps = [_phases(program, device) for _ in range(WARM_UPS + STEPS)][WARM_UPS:]
-    del program
-    gc.collect()
-    return {phase: statistics.median(step[phase] for step in steps) for phase in PHASES}
+    return build(workload, Layout(micro_batch=1), levers_of(text), device, Implementations(), fill=filled)
+
+
+def phases_ms(programs: Programs, device: torch.device) -> dict[tuple[str, int], dict[Phase, float]]:
+    """The median of each phase of each program's steps, which take turns: a slow minute of the host is everyone's."""
+    for program in programs.values():
+        for _ in range(WARM_UPS):
+            program.step(ignore)
+    with short_collections(device):
+        turns = [{key: _phases(program, device) for key, program in programs.items()} for _ in range(STEPS)]
+    return {key: {phase: statistics.median(turn[key][phase] for turn in turns) for phase in PHASES} for key in programs}
 
 
 def _phases(program: Program, device: torch.device) -> dict[Phase, float]:

@@ -69,6 +69,17 @@ def durable_file(target: Path) -> Iterator[Path]:
         os.close(held)
 
 
+def write_text(target: Path, text: str, *, remedy: str, what: str = "", executable: bool = False) -> None:
+    """`target` with `text`, whole or not at all; where it cannot be written, a sentence ends in the `remedy`."""
+    try:
+        with durable_file(target) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+            if executable:
+                temporary.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"cannot write {what}{target}: {error.strerror}; {remedy}") from None
+
+
 def discard_directory(target: Path) -> None:
     """Remove `target`; it disappears at once by a rename, so a kill never leaves half of it under its own name."""
     hidden = target.parent / f"{DISCARDED_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}"

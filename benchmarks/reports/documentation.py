@@ -18,6 +18,7 @@ from benchmarks.reports.compression import (
     ahead_rows,
     cost_rows,
     mix_rows,
+    mix_text,
     predicted_cost_rows,
     quality_rows,
     quality_text,
@@ -198,6 +199,12 @@ def compress_quality(length: int) -> str:
     return "\n\n".join(parts)
 
 
+def compress_mixes() -> str:
+    """Mixes of bits, predicted beside measured, and the errors of the predictions."""
+    path = RESULTS / "fit_quality.csv"
+    return f"{mix_text(path)}\n\n{markdown_table(*mix_rows(path))}"
+
+
 def compress_cost() -> str:
     """Seconds and memory of compressing large models."""
     header, rows = cost_rows(RESULTS / "compress_speed.csv")
@@ -282,7 +289,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
     "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
     **{f"compress-quality-{length}": partial(compress_quality, length) for length in (512, 2048)},
-    "compress-mixes": lambda: markdown_table(*mix_rows(RESULTS / "fit_quality.csv")),
+    "compress-mixes": compress_mixes,
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),

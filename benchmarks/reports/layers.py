@@ -10,7 +10,7 @@ MODEL, LENGTH = "llama-3.1-8b", 8192
 
 def classic_rows() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of the original layer's table."""
-    return ("part", "kept", "bytes"), [(row.part, row.name, _times(row)) for row in gpt.ROWS]
+    return ("part", "kept", "bytes"), [(row.half, row.name, _times(row)) for row in gpt.ROWS]
 
 
 def _times(row: gpt.Row) -> str:

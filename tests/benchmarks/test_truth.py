@@ -1,16 +1,21 @@
 """Tables of the truth: the newest row of a case counts, errors are those of the numbers beside them."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.memory_truth import for_host, is_host_bound
 from benchmarks.reports.documentation import ROOT, TRUTH
 from benchmarks.reports.scatter import draw_truth, newest
 from benchmarks.reports.truth import measured_on, settings, summary, summary_rows, truth_rows
+from benchmarks.truth.case import Case
+from benchmarks.truth.prediction import Prediction, step_seconds
 from tests.report.test_memory_pictures import words_of
 from tightfit.errors import UserError
+from tightfit.hardware.launches import LAYER, UPDATE_MS
 
 ROW = {
     "commit": "abc",
@@ -50,6 +55,21 @@ def test_the_newest_row_of_each_case_counts(tmp_path: Path) -> None:
     rows = newest(path)
     assert [(row["commit"], row["zero"], row["formula_gib"]) for row in rows] == [("def", "0", "9"), ("abc", "3", "9")]
     assert measured_on(path) == "2 steps on one NVIDIA H200 (torch 2.11, 2.12; commit `abc`, `def`)."
+
+
+def test_a_step_is_predicted_for_the_host_that_runs_it() -> None:
+    """Which changes what the host bounds, and nothing where costs are not those of the prediction."""
+    bound = Case(model="smollm2-135m", sequence_length=512, micro_batch=8)
+    free = Case(model="llama-3.1-8b", sequence_length=8192, micro_batch=1, precision="pure-bf16")
+    assert [is_host_bound(case) for case in (bound, free, replace(bound, ranks=8))] == [True, False, False]
+    for case, longer in ((bound, 1.9), (free, 1.0)):
+        said = Prediction(1, 1, 1, step_seconds(case))
+        slow = for_host(case, said, host_layer_ms=2 * (sum(LAYER[""]) + UPDATE_MS[""]))
+        assert slow.step_s == pytest.approx(longer * step_seconds(case), rel=0.06)
+        assert replace(slow, step_s=said.step_s) == said
+        assert for_host(case, said, None) == said
+        with pytest.raises(UserError, match="predict again"):
+            for_host(case, replace(said, step_s=2 * step_seconds(case)), 3.0)
 
 
 def test_errors_by_hand(tmp_path: Path) -> None:

@@ -165,6 +165,27 @@ def test_spqr_keeps_the_share_of_outliers_and_beats_plain_groups() -> None:
     assert output_error(made - weight, hessian) < 0.5 * output_error(plain.dequantize() - weight, hessian)
 
 
+def test_spqr_rounds_with_the_best_of_its_coded_scales() -> None:
+    """Of all scales and zero points that 3 bits can say, no other pair rounds a row's first group better."""
+    scheme = Scheme(bits=3, group=16, symmetric=False, outliers=True)
+    weight = matrix(16, 16)
+    coded = spqr(weight, torch.eye(16), scheme, SpqrOptions(outlier_share=0.0))
+    scales, zeros = (coded.coded_scales[f"weight_{name}_range"].float()[0, 0] for name in ("scale", "zero"))
+    error = (coded.dequantize() - weight).square().sum(1)
+    for scale in (float(scales[1] + scales[0] * i) for i in range(8)):
+        for zero in (float(zeros[1] + zeros[0] * i) for i in range(8)):
+            other = ((weight / scale + zero).round().clamp(0, 7) - zero) * scale
+            assert bool((error <= (other - weight).square().sum(1) * 1.0001).all())
+
+
+def test_spqr_survives_a_group_of_zeros_beside_large_ones() -> None:
+    """Its scale is next to nothing, and a neighbour's that is rounded to it must not divide by it."""
+    scheme = Scheme(bits=4, group=16, symmetric=False, outliers=True)
+    weight = torch.full((16, 16), -0.5)
+    weight[0], weight[1] = 0, -0.03
+    assert bool(spqr(weight, torch.eye(16), scheme).dequantize().isfinite().all())
+
+
 def test_tables() -> None:
     assert len(set(NF4)) == 16
     assert nearest(torch.tensor([0.0, 5.1, -0.8, 4.9, -6.5]), "mxfp4").tolist() == [0, 7, E2M1.index(-1.0), 6, 15]

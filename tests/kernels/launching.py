@@ -18,6 +18,7 @@ from torch import Tensor
 import tightfit.kernels.adamw
 import tightfit.kernels.adamw8bit
 import tightfit.kernels.adamw_list
+import tightfit.kernels.clip_estimate
 import tightfit.kernels.decode_attention
 import tightfit.kernels.decode_linear
 import tightfit.kernels.flash_blocks
@@ -142,6 +143,8 @@ def launch_updates(card: Card, x: Tensor) -> None:
     for tensor in card.some(x, x.float()[:, 1:].contiguous()):
         tightfit.kernels.adamw_list._launch(([tensor],) * 4, None, numbers)
         tightfit.kernels.gradient_norm._launch([tensor])
+    pair = torch.ones(2)
+    tightfit.kernels.clip_estimate._launch(torch.ones(2, 9), 3, pair, pair, 1.0)
 
 
 def launch_codes(x: Tensor) -> None:

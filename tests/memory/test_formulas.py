@@ -1,7 +1,6 @@
 """The figures everybody quotes, the constants the code has, and what must hold whatever the numbers are."""
 
 import cProfile
-import pstats
 import random
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import logits_chunk_bytes, loss_cost
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
-from tightfit.memory.formulas.pipeline import pieces_in_flight, pipeline_stages
+from tightfit.memory.formulas.pipeline import pieces_in_flight, rank_spans
 from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, serving_ledger, weight_bytes
 from tightfit.memory.formulas.training import least_bytes, peak, training_ledger
 from tightfit.models.presets import preset, preset_names
@@ -71,11 +70,11 @@ def test_the_classic_layer_by_row() -> None:
     b, s, h, a = 1, 16384, 4096, 32
     assert gpt.layer_bytes(b, s, h, a, "attention") == 13 * b * s * h + 5 * b * s * s * a
     assert gpt.layer_bytes(b, s, h, a, "mlp") == 21 * b * s * h
-    by_name = {row.name: (row.bsh, row.bssa) for row in gpt.ROWS if row.part == "attention"}
+    by_name = {row.name: (row.bsh, row.bssa) for row in gpt.ROWS if row.half == "attention"}
     assert by_name["queries and keys"] == (4, 0)
     assert by_name["scores (softmax output)"] == (0, 2)
     assert by_name["softmax dropout mask"] == (0, 1)
-    assert [row.bsh for row in gpt.ROWS if row.part == "mlp"] == [2, 8, 8, 1, 2]
+    assert [row.bsh for row in gpt.ROWS if row.half == "mlp"] == [2, 8, 8, 1, 2]
     assert gpt.score_bytes(b, s, a) == 40 * GIB
     assert (gpt.layer_bytes(b, s, h, a) - gpt.score_bytes(b, s, a)) / GIB == pytest.approx(2.125)
     assert gpt.model_bytes(b, s, h, a, 32) / GIB / 1000 == pytest.approx(1.35, abs=0.005)
@@ -285,10 +284,10 @@ def test_pipelines_hold_what_their_schedules_say() -> None:
     interleaved = Layout(pipeline=4, schedule="interleaved", stages_per_rank=2)
     assert [pieces_in_flight(interleaved, rank, 16) for rank in range(4)] == [11, 9, 7, 5]
     small = replace(preset("llama-3.1-8b"), layers=30, vocab_size=64)
-    spans = [stage[1:3] for stage in pipeline_stages(small, 4096, Layout(pipeline=4))]
+    spans = [span[1:3] for span in rank_spans(small, 4096, Layout(pipeline=4))]
     assert spans == [(0, 7), (7, 15), (15, 23), (23, 30)], "the embedding counts too"
     two_each = Layout(pipeline=2, schedule="interleaved", stages_per_rank=2)
-    pieces = [stage[1:3] for stage in pipeline_stages(small, 4096, two_each)]
+    pieces = [span[1:3] for span in rank_spans(small, 4096, two_each)]
     assert pieces == [(0, 15), (15, 30)]
 
 
@@ -353,4 +352,5 @@ def test_a_search_can_ask_often() -> None:
     peak(run, layout, levers)
     profile = cProfile.Profile()
     profile.runcall(peak, run, layout, levers)
-    assert pstats.Stats(profile).total_calls < 600  # type: ignore[attr-defined]
+    # pstats would keep one of the functions that have the same name and line, whichever comes last
+    assert sum(entry.callcount for entry in profile.getstats()) < 700

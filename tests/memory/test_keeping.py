@@ -12,7 +12,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.recompute import KEEP_LEVELS
 from tightfit.memory.formulas.keeping import layer_levels, level_options
-from tightfit.memory.formulas.layer import layer_kept, level_kept
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape, local_shape, shape_of_input
 from tightfit.memory.formulas.rank import rank_memory
 from tightfit.memory.formulas.stage import remembered_stage
@@ -60,14 +60,14 @@ def test_levels_keep_more_and_compute_less(name: str) -> None:
         options = level_options(shape, layer)
         assert all(less.seconds > more.seconds for less, more in pairwise(options))
         assert options[0].bytes < options[1].bytes < options[2].bytes
-        kept = [sum(one.bytes for one in level_kept(shape, layer, level)) for level in KEEP_LEVELS]
+        kept = [sum(one.bytes for one in layer_kept(shape, layer, level)) for level in KEEP_LEVELS]
         assert kept == [option.bytes for option in options]
         assert kept[3] == sum(one.bytes for one in layer_kept(shape, layer))
 
 
 def test_attention_is_the_first_thing_worth_keeping_at_great_lengths() -> None:
     inputs = 32 * LONG.stream_bytes
-    attention = 32 * sum(one.bytes for one in level_kept(LONG, 0, "attention"))
+    attention = 32 * sum(one.bytes for one in layer_kept(LONG, 0, "attention"))
     for budget, level in ((inputs, "nothing"), (attention, "attention"), (2**40, "everything")):
         assert set(layer_levels(LONG, Levers(checkpoint_budget_bytes=budget), range(32))) == {level}
 
@@ -93,7 +93,7 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
     assert list(chosen) == sorted(chosen, key=KEEP_LEVELS.index)
     peaks = {}
     for levels in set(permutations(chosen)):
-        rank.stage = remembered_stage(rank.shape, rank.stage.stage, levels, offloaded=0)
+        rank.stage = remembered_stage(rank.shape, rank.stage.span, levels, offloaded=0)
         peaks[levels] = max(map(sum, backward(rank)))
     assert peaks[chosen] == min(peaks.values())
     assert peaks[chosen] < peaks[chosen[::-1]]

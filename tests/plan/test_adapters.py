@@ -15,7 +15,6 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.models.presets import preset
-from tightfit.plan.adapters import with_adapters
 from tightfit.plan.answer import Question, answer
 from tightfit.plan.cost import Costs
 from tightfit.plan.job import job_of_plan
@@ -94,7 +93,7 @@ def test_a_plan_is_saved_and_becomes_a_job(tmp_path: Path) -> None:
 def test_what_is_no_adapter_is_refused(fields: dict[str, int], said: str) -> None:
     asked = Question(model="llama-3.1-8b", workload=workload(), machine=parse_machine("H200", None))
     with pytest.raises(UserError, match=said):
-        with_adapters(asked, fields)
+        asked.with_adapters(fields)
     other = replace(asked, workload=replace(asked.workload, engine_name="megatron"))
     with pytest.raises(UserError, match="own engine"):
-        with_adapters(other, {"rank": 4})
+        other.with_adapters({"rank": 4})

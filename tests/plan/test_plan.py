@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ import pytest
 
 from tests.plan.questions import planned
 from tightfit.errors import UserError
+from tightfit.jobs.adapter import Adapted, FrozenBase
 from tightfit.jobs.job import Job
+from tightfit.jobs.quantize import WeightRounding
+from tightfit.jobs.teacher import Teacher
 from tightfit.memory.formulas.training import peak, training_ledger
-from tightfit.plan.plan import Plan, spec_from_json
+from tightfit.models.presets import preset
+from tightfit.models.quantized.scheme import Scheme
+from tightfit.plan.plan import Plan
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +30,26 @@ def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "gemma-3-1b", "phi-3-mini-128k", "gpt2", "tiny-qwen2-moe"])
+@pytest.mark.parametrize(
+    "model", ["mixtral-8x7b", "gemma-3-1b", "phi-3-mini-128k", "gpt2", "tiny-qwen2-moe", "deepseek-v2-lite"]
+)
 def test_every_family_of_models_goes_through_json(model: str, tmp_path: Path) -> None:
     made = planned(model, "8xH200", 256, 8).plan
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").workload == made.workload
-    data = json.loads((tmp_path / "plan.json").read_text())
-    assert spec_from_json(data["workload"]["spec"]) == made.workload.spec
+
+
+def test_what_is_trained_beside_the_model_goes_through_json(plan: Plan, tmp_path: Path) -> None:
+    spec = preset("tiny-deepseek-v2")
+    held = FrozenBase(scheme=Scheme(bits=4, group=64, symmetric=False), coded_bytes=7)
+    workload = replace(
+        plan.workload,
+        teacher=Teacher(spec=spec, weight_bytes=9, place="host", features=1),
+        rounding=WeightRounding(bits=4, group=64, learned=True),
+        adapted=Adapted(rank=4, projections=("q", "v"), base=held),
+    )
+    replace(plan, workload=workload).save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").workload == workload
 
 
 def test_the_ledger_is_the_plans(plan: Plan) -> None:

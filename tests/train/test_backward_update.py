@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.train.models import TINY, assert_trained_alike, ragged_batch, tiny_model
 from tightfit.errors import UserError
@@ -23,6 +24,16 @@ from tightfit.train.step import NotFiniteError, accumulate, train_step
 
 CPU = torch.device("cpu")
 FREE = Optimizer(lr=1e-2, clip_norm=0.0)
+
+
+class CountOperations(TorchDispatchMode):
+    """Operations that are dispatched inside."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 def assembled(settings: Optimizer, precision: Any = "fp32", **levers: Any) -> tuple[Decoder, MasterAdamW]:
@@ -181,6 +192,23 @@ def test_the_simulation_shows_gradients_gone() -> None:
     saved = usual.allocated_bytes("optimizer") - inside.allocated_bytes("optimizer")
     assert saved >= gradients
     assert usual.allocated_bytes("backward") - inside.allocated_bytes("backward") > 9 / 12 * gradients
+
+
+def test_an_update_is_three_operations() -> None:
+    """Its norm, its factor and the update itself: the host launches these for every weight."""
+    settings = Optimizer(lr=1e-2, clip_norm=0.1)
+    model, optimizer = assembled(settings, "bf16")
+    for step in range(2):
+        train_step(model, optimizer, [ragged_batch(4, seed=step)], CPU, 1e-2, LossScale())
+    updates = optimizer.in_backward
+    assert updates is not None
+    updates.begin(1e-2)
+    with CountOperations() as counted:
+        for number, update in enumerate(updates.updates):
+            update.parameter.grad = update.parameter.detach()
+            counted.operations = 0
+            updates.complete(number, update.parameter.grad)
+            assert counted.operations == 3
 
 
 def test_an_optimizer_goes_when_nobody_needs_it() -> None:

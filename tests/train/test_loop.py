@@ -1,5 +1,6 @@
 """The whole loop: it learns, resumes bit-exactly, survives kills, and stops with a sentence when something is wrong."""
 
+import gc
 import json
 import math
 import multiprocessing
@@ -233,6 +234,21 @@ def test_a_second_request_stops_at_once(make: Make, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loop, "train_step", ask_twice)
     with pytest.raises(KeyboardInterrupt):
         run_job(make(steps=100_000), quiet=True)
+
+
+def test_collections_are_short_while_steps_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before the first step is not looked at by the garbage collector; after the last it is again."""
+    set_aside: list[int] = []
+
+    def look(*given: Any, **named: Any) -> Any:
+        set_aside.append(gc.get_freeze_count())
+        return train_step(*given, **named)
+
+    monkeypatch.setattr(loop, "train_step", look)
+    there = len(gc.get_objects())
+    run_job(make(steps=2), quiet=True)
+    assert min(set_aside) > there / 2
+    assert gc.get_freeze_count() == 0
 
 
 def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(

@@ -8,10 +8,10 @@ import typer
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
     from tightfit.jobs.job import Job
+    from tightfit.models.quantized.held_weights import HeldWeights
     from tightfit.models.spec import ModelSpec
     from tightfit.plan.answer import Question
     from tightfit.plan.plan import Plan
-    from tightfit.plan.serving import CompressedWeights
 
 JOB_FILES = (".yaml", ".yml")
 DOES_NOT_FIT = 4
@@ -139,10 +139,9 @@ def plan(
 def _with_adapters(question: "Question", rank: int | None, bits: int | None) -> "Question":
     """The question with adapters on its model, where options ask for some."""
     from tightfit.errors import UserError
-    from tightfit.plan.adapters import with_adapters
 
     if rank is not None:
-        return with_adapters(question, {"rank": rank} if bits is None else {"rank": rank, "bits": bits})
+        return question.with_adapters({"rank": rank} if bits is None else {"rank": rank, "bits": bits})
     if bits is not None:
         raise UserError(f"--bits is {bits}, which is of a model under adapters; add --adapter RANK or leave it out")
     return question
@@ -266,18 +265,16 @@ def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str,
     return extra
 
 
-def _compressed_weights(model: str, spec: "ModelSpec") -> "CompressedWeights | None":
+def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
     """What the weights of a compressed model take, where `model` is the directory of one."""
     from tightfit.models.presets import PRESETS
-    from tightfit.plan.serving import CompressedWeights
 
     folder = Path(model).expanduser()
     if model in PRESETS or not (folder / "config.json").is_file():
         return None
     from tightfit.jobs.served_weights import served_weights
 
-    held = served_weights(folder, spec)
-    return None if held is None else CompressedWeights(held.total_bytes, held.expanded_bytes, held.description)
+    return served_weights(folder, spec)
 
 
 def _serve(

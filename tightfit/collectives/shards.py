@@ -154,8 +154,10 @@ def is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of `tensor`, sharing its memory; all of a plain tensor."""
+    if not is_shard(tensor):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if is_shard(tensor) else tensor
+        return tensor.to_local()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -14,9 +14,14 @@ from torch import Tensor
 
 from tightfit.compress.gptq import inverse_factor, without_dead
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
-from tightfit.models.quantized.formats.own import code_statistic, coded_statistic
+from tightfit.models.quantized.formats.own import (
+    code_statistic,
+    coded_statistic,
+    statistic_choices,
+    statistic_range,
+)
 from tightfit.models.quantized.ranges import fit_grid
-from tightfit.models.quantized.rounding import SMALLEST_SCALE, decode, encode
+from tightfit.models.quantized.rounding import SMALLEST_SCALE, decode, encode, rounded
 from tightfit.models.quantized.scheme import Scheme
 
 GROUP = 16
@@ -42,7 +47,7 @@ def spqr(weight: Tensor, hessian: Tensor, scheme: Scheme, options: SpqrOptions |
     for start in range(0, weight.shape[1], GROUP):
         here = slice(start, start + GROUP)
         is_outlier[:, here] = _sensitivity(left[:, here], upper.diagonal()[here], scheme) > threshold
-        coded = _group_range(left[:, here], is_outlier[:, here], scheme)
+        coded = _group_range(left[:, here], is_outlier[:, here], upper.diagonal()[here], scheme)
         statistics.append(coded)
         scale, zero = (coded_statistic(coded, name, len(left))[:, 0] for name in ("scale", "zero"))
         errors = torch.empty_like(left[:, here])
@@ -72,14 +77,21 @@ def _threshold(weight: Tensor, upper: Tensor, scheme: Scheme, share: float) -> f
     return float(flat.kthvalue(min(max(rank, 1), len(flat))).values)
 
 
-def _group_range(block: Tensor, aside: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """Scale and zero point of each row's group without its outliers, coded."""
+def _group_range(block: Tensor, aside: Tensor, factor: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Scale and zero point of each row's group, coded: of all pairs of codes, the one whose rounding costs least."""
     low = block.masked_fill(aside, 0).amin(1).clamp(max=0)
     high = block.masked_fill(aside, 0).amax(1).clamp(min=0)
-    wanted = ((high - low) / (scheme.levels - 1)).clamp(min=SMALLEST_SCALE)
-    coded = code_statistic(wanted[:, None], "scale")
-    scale = coded_statistic(coded, "scale", len(block))[:, 0]
-    return coded | code_statistic((-low / scale)[:, None], "zero")
+    scale = ((high - low) / (scheme.levels - 1)).clamp(min=SMALLEST_SCALE)
+    ranges = {"scale": statistic_range(scale[:, None]), "zero": statistic_range((-low / scale)[:, None])}
+    scales, zeros = (statistic_choices(ranges[name], len(block))[:, 0] for name in ("scale", "zero"))  # [rows, 8]
+    weights = ~aside / factor.square()
+    repeated, costs = block[:, None].expand(-1, zeros.shape[1], -1), []
+    for choice in scales.T:  # one scale of every row at a time, with all eight zero points
+        made = rounded(repeated, choice[:, None, None], zeros[:, :, None], scheme)
+        costs.append(((made - repeated).square() * weights[:, None]).sum(-1))
+    best = torch.cat(costs, dim=1).argmin(1, keepdim=True)
+    codes = {"scale": best // zeros.shape[1], "zero": best % zeros.shape[1]}
+    return {key: value for name in codes for key, value in code_statistic(codes[name], ranges[name], name).items()}
 
 
 def _collected(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
-from tightfit.durable import durable_file
+from tightfit.durable import write_text
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
 from tightfit.hardware.collective_rates import CollectiveRates
@@ -146,10 +146,5 @@ def write_calibration(found: Calibration, path: Path | None = None) -> Path:
         found = replace(found, collectives=before[found.device].collectives)
     entries = {**before, found.device: found}
     text = json.dumps({"format": FORMAT, "devices": {name: each.to_json() for name, each in entries.items()}}, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with durable_file(path) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; set XDG_CONFIG_HOME to another place") from None
+    write_text(path, text + "\n", remedy="set XDG_CONFIG_HOME to another place")
     return path

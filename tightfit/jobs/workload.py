@@ -14,6 +14,7 @@ from tightfit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
+    from tightfit.jobs.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,10 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of one optimizer step."""
         return self.global_batch * self.sequence_length
+
+    def micro_batches(self, layout: "Layout") -> int:
+        """Micro-batches of a step on each data rank of `layout`."""
+        return max(1, self.global_batch // (layout.micro_batch * layout.data))
 
     @property
     def weight_bytes(self) -> int:

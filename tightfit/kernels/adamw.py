@@ -157,7 +157,7 @@ def _launch(
 ) -> None:
     assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
     with on_device_of(weight):
-        adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
+        adamw_kernel[(-(-weight.numel() // BLOCK),)](
             weight,
             copy,
             gradient.contiguous(),

@@ -180,7 +180,7 @@ def _launch(
     assert all(x is None or x.is_contiguous() for x in (weight, copy, m, v)), "weights that are not contiguous"
     width, count = weight.shape[-1], m_scale.numel()
     with on_device_of(weight):
-        adamw8bit_kernel[(triton.cdiv(count, TILE),)](
+        adamw8bit_kernel[(-(-count // TILE),)](
             weight,
             copy,
             gradient.contiguous(),

@@ -58,10 +58,13 @@ def can_fuse(x: Tensor, *projections: nn.Module) -> bool:
 
 def _is_plain_linear(linear: Any, dtype: torch.dtype) -> bool:
     """Whether calling this module only multiplies by a weight of this dtype."""
-    if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear) or linear.bias is not None:
+    own = vars(linear)  # an attribute of a module costs a search: this is asked of every projection of every layer
+    if type(linear).forward is not nn.Linear.forward or "forward" in own or own["_parameters"].get("bias") is not None:
         return False
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    return not any(hooks) and type(linear.weight) in (nn.Parameter, FakeTensor) and linear.weight.dtype == dtype
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    weight = own["_parameters"].get("weight")
+    return type(weight) in (nn.Parameter, FakeTensor) and weight.dtype == dtype
 
 
 def _check(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
@@ -90,7 +93,7 @@ def _launch(d_product: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: T
     if not gate.numel():
         return
     with on_device_of(gate):
-        _backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
+        _backward_kernel[(-(-gate.numel() // BLOCK),)](
             d_product, gate, up, d_gate, d_up, gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
         )
 

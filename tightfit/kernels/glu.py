@@ -202,7 +202,7 @@ def _forward(gate: Tensor, up: Tensor | None, activation: str, overwrite: bool) 
         return y
     g, u = _in_rows(gate, gate if up is None else up)
     rows, width = g.shape
-    blocks = triton.cdiv(width, BLOCK)
+    blocks = -(-width // BLOCK)
     with on_device_of(g):
         _forward_kernel[(rows * blocks,)](
             g,
@@ -229,7 +229,7 @@ def _launch_backward(
     rows_of = _in_rows(dy, gate, d_gate, *(() if up is None or d_up is None else (up, d_up)))
     y, g, dg, u, du = rows_of if len(rows_of) == 5 else (*rows_of, rows_of[1], rows_of[2])
     rows, width = g.shape
-    blocks = triton.cdiv(width, BLOCK)
+    blocks = -(-width // BLOCK)
     with on_device_of(g):
         _backward_kernel[(rows * blocks,)](
             y,

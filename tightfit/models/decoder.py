@@ -7,21 +7,21 @@ Shapes: B batch, T tokens, H hidden size, D head size, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
+from tightfit.kernels.attention import AttentionImpl, AttentionMask
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.kernels.gated_mlp import can_fuse
 from tightfit.kernels.joint_linear import joint_linear
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
 from tightfit.kernels.rope import rope
-from tightfit.kernels.sink_attention import sink_attention
 from tightfit.kernels.triton_support import Impl
 from tightfit.kernels.vocab_parallel import VocabularyRows
+from tightfit.models.attending import AttentionSettings, attend_masked
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.latent_attention import AttendLatent, LatentAttention
 from tightfit.models.mlp import Mlp, RoutedMlp
@@ -55,11 +55,7 @@ class Attend(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        **settings: Unpack[AttentionSettings],
     ) -> Tensor:
         """Of query [B, heads, T, D] and the new key, value [B, kv_heads, T, D]; made is [B, heads, T, D]."""
 
@@ -80,31 +76,12 @@ class ForwardContext:
 
     def attended(self, layer: "Attention | LatentAttention", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer to what is cached and new, [B, heads, T, D]; by `attend` where that is given."""
+        settings = AttentionSettings(scale=layer.scale, window=layer.window, softcap=layer.softcap, sinks=layer.sinks)
         if self.attend is not None:
-            return self.attend(
-                layer.layer,
-                query,
-                key,
-                value,
-                scale=layer.scale,
-                window=layer.window,
-                softcap=layer.softcap,
-                sinks=layer.sinks,
-            )
+            return self.attend(layer.layer, query, key, value, **settings)
         if self.cache is not None:
             key, value = self.cache.extend(layer.layer, key, value)
-        if layer.sinks is not None:
-            return sink_attention(query, key, value, layer.sinks, self.mask, scale=layer.scale, window=layer.window)
-        return attention(
-            query,
-            key,
-            value,
-            self.mask,
-            scale=layer.scale,
-            window=layer.window,
-            softcap=layer.softcap,
-            impl=layer.impl.attention,
-        )
+        return attend_masked(query, key, value, self.mask, impl=layer.impl.attention, **settings)
 
 
 class LossTarget(Protocol):

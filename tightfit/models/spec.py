@@ -195,9 +195,34 @@ class ModelSpec:
         """The rope of layer `layer`."""
         return self.local_rope if self.local_rope is not None and layer in self.window_layers else self.rope
 
+    def mean_keys_seen(self, layer: int, length: int) -> float:
+        """Keys that a query of layer `layer` attends to, on average over a row of `length` tokens."""
+        window = min(self.window_of(layer) or length, length)
+        return window - window**2 / (2 * length)
+
     def is_routed(self, layer: int) -> bool:
         """Whether layer `layer` routes to experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    def traits_of(self, layer: int) -> tuple[bool, bool]:
+        """Whether layer `layer` is routed, and whether it has a window; layers alike in both are equal in size."""
+        return self.is_routed(layer), self.window_of(layer) is not None
+
+    def active_mlp_size(self, layer: int) -> int:
+        """Width of the MLPs that one token of layer `layer` goes through: the dense one, or its experts together."""
+        if self.experts is None or not self.is_routed(layer):
+            return self.mlp_size
+        return self.experts.per_token * self.experts.mlp_size + self.experts.shared_size
+
+    @property
+    def up_projections(self) -> int:
+        """Matrices that an MLP multiplies its input by: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms over the hidden size in one layer."""
+        return 4 if self.sandwich_norms else 2
 
     @property
     def query_size(self) -> int:
@@ -247,12 +272,12 @@ class ModelSpec:
 
     def mlp_params(self, width: int) -> int:
         """Parameters of one dense MLP of `width`."""
-        inner = 2 if self.gated else 1
-        return (inner + 1) * self.hidden_size * width + (inner * width + self.hidden_size) * self.mlp_bias
+        biases = self.up_projections * width + self.hidden_size
+        return (self.up_projections + 1) * self.hidden_size * width + biases * self.mlp_bias
 
     def layer_params(self, layer: int, *, active: bool = False) -> int:
         """Parameters of layer `layer`; with `active`, those that one token uses."""
-        norms = self.norm_params * (4 if self.sandwich_norms else 2)
+        norms = self.norm_params * self.norms_per_layer
         if not self.is_routed(layer):
             return self.attention_params() + norms + self.mlp_params(self.mlp_size)
         experts = self.experts

@@ -21,7 +21,7 @@ balance their load over the tokens of all pieces of a row, as one process would.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,8 @@ from tightfit.collectives.conjugate import all_reduce
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.rules.shapes import unshared_rows
-from tightfit.kernels.attention import AttentionMask, attention
-from tightfit.kernels.sink_attention import sink_attention
+from tightfit.kernels.attention import AttentionMask
+from tightfit.models.attending import AttentionSettings, attend_masked
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder, ForwardContext
 from tightfit.models.mlp import RoutedMlp
@@ -142,41 +142,27 @@ class Context:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        **settings: Unpack[AttentionSettings],
     ) -> Tensor:
         """Attention of this rank's tokens to all of their rows, [B, heads, t, D]."""
         if self.heads_group is not None:
             query, key, value = gather_rows(query, key, value, self.heads_group)
-            sinks = None if sinks is None else sinks.chunk(self.heads_group.size())[self.heads_group.rank()]
-        attended = self._attend(mask, query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            if (sinks := settings.get("sinks")) is not None:
+                settings["sinks"] = sinks.chunk(self.heads_group.size())[self.heads_group.rank()]
+        attended = self._attend(mask, query, key, value, **settings)
         del query, key, value  # before more is received
         return attended if self.heads_group is None else scatter_rows(attended, self.heads_group)
 
     def _attend(
-        self,
-        mask: AttentionMask,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, mask: AttentionMask, query: Tensor, key: Tensor, value: Tensor, **settings: Unpack[AttentionSettings]
     ) -> Tensor:
-        if self.ring_group is not None:
-            first = self._first_keys(mask, window, len(query))
-            if sinks is not None:
-                return ring_sink_attention(query, key, value, sinks, first, self.ring_group, scale=scale)
-            return ring_attention(query, key, value, first, self.ring_group, scale=scale, softcap=softcap)
-        if sinks is not None:
-            return sink_attention(query, key, value, sinks, mask, scale=scale, window=window)
-        impl = self.model.impl.attention
-        return attention(query, key, value, mask, scale=scale, window=window, softcap=softcap, impl=impl)
+        if self.ring_group is None:
+            return attend_masked(query, key, value, mask, impl=self.model.impl.attention, **settings)
+        scale, first = settings["scale"], self._first_keys(mask, settings["window"], len(query))
+        if (sinks := settings.get("sinks")) is not None:
+            return ring_sink_attention(query, key, value, sinks, first, self.ring_group, scale=scale)
+        softcap = settings.get("softcap")
+        return ring_attention(query, key, value, first, self.ring_group, scale=scale, softcap=softcap)
 
     def _first_keys(self, mask: AttentionMask, window: int | None, rows: int) -> Tensor | None:
         """The first key of every query of this rank's place in the ring, [B, tokens]; None where it is the row's."""

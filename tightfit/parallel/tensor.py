@@ -320,6 +320,6 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
 def _partial_gradients(model: nn.Module) -> Iterator[tuple[DeviceMesh, Tensor]]:
     """Every gradient with each axis that it is partial over."""
     splits = splits_of(model)
-    for name, p in model.named_parameters():
+    for name, p in model.named_parameters() if splits else ():
         if p.grad is not None and name in splits:
             yield from ((axis, local(p.grad)) for axis in splits[name].summed_over)

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import product_share
+from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
@@ -57,6 +60,20 @@ class Question:
         """Where to look for plans."""
         pins = self.pins.with_engine(self.workload.engine)
         return SearchSpace(self.workload, self.machine, pins, self.lossy)
+
+    def with_adapters(self, fields: Mapping[str, int]) -> "Question":
+        """The same with adapters on the model; `fields` are those of a job's section."""
+        workload = self.workload
+        if (engine := workload.engine_name) != "tightfit":
+            raise UserError(f"--adapter is planned for tightfit's own engine, but --engine is {engine}; leave one out")
+        try:
+            settings = AdapterTraining.model_validate(dict(fields))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = ".".join(map(str, problem["loc"])) or "adapter"
+            raise UserError(f"adapter.{name} is {problem['input']!r:.40}: {problem['msg']}; change it") from None
+        adapted = settings.on(self.model, workload.spec)
+        return replace(self, workload=replace(workload, adapted=adapted), job={**self.job, "adapter": dict(fields)})
 
     def plan(self, candidate: Candidate) -> Plan:
         """`candidate` as a plan for this question, with its ledger."""

@@ -14,11 +14,11 @@ from typing import Any
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.links import LINKS
-from tightfit.hardware.machine import DEFAULT_NETWORK, Machine
+from tightfit.hardware.machine import DEFAULT_NETWORK
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.candidate import Candidate, Pricing
-from tightfit.plan.lever_choices import STATES_LEVER, Group
+from tightfit.plan.lever_choices import STATES_LEVER, HostUse
 from tightfit.plan.pins import Pins
 from tightfit.plan.search import search
 from tightfit.plan.seconds.rates import NUMBERS
@@ -83,7 +83,8 @@ def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, .
 
 def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     if space.machine.host_bytes is not None:
-        yield "more host memory", iter([(STATES_LEVER, replace(space, machine=_any_host(space.machine)))])
+        any_host = replace(space, machine=replace(space.machine, host_bytes=None))
+        yield "more host memory", iter([(STATES_LEVER, any_host)])
     if not space.lossy:
         yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
     if space.workload.has_masters and space.machine.accelerator.rates.bf16:
@@ -120,7 +121,7 @@ def fitting(space: SearchSpace) -> Candidate | None:
     return None
 
 
-def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> bool:
+def _fits_with(pricing: Pricing, family: list[Layout], group: HostUse | None) -> bool:
     """Whether one of `family` fits with the strongest levers of `group`, or with the strongest of all."""
     for layout in pricing.space.leanest(family):
         allowed = pricing.space.levers_of(layout)
@@ -133,10 +134,6 @@ def _fits_with(pricing: Pricing, family: list[Layout], group: Group | None) -> b
 def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
     """A step of the leanest layout without levers."""
     return pricing.costs.step(family[0], pricing.space.levers_of(family[0])[0]).step_s
-
-
-def _any_host(machine: Machine) -> Machine:
-    return replace(machine, host_bytes=None)
 
 
 def _fewer_tokens(space: SearchSpace) -> Ways:

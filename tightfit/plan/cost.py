@@ -66,10 +66,21 @@ tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "exchangin
 class Costs:
     """Step times of one workload on one machine."""
 
-    def __init__(self, workload: Workload, machine: Machine, efficiency: Efficiency = MEASURED) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        efficiency: Efficiency = MEASURED,
+        *,
+        layer_launch_ms: float | None = None,
+    ) -> None:
+        """`layer_launch_ms` is what the host takes to launch a plain layer and its update, where that was measured."""
         if machine.calibration is not None:
             efficiency = machine.calibration.efficiency(machine.accelerator)
+            layer_launch_ms = machine.calibration.layer_launch_ms
         self.workload, self.machine, self.efficiency = workload, machine, efficiency
+        self.host_share = host_share(layer_launch_ms)
+        self.launch_share = workload.engine.launch_share * self.host_share
         self.rates = card_rates(workload, machine, efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
         self._layers: dict[object, LayerTime] = {}
@@ -211,7 +222,10 @@ class LayoutCost:
         forward_s, backward_s = self._compute_s(levers)
         again = recompute(costs.workload, layout, levers, self.layer, self.layers)
         update = self._update_s(levers)
-        waits_s = self._waits_s(levers, again, forward_s=forward_s, backward_s=backward_s, update_s=update)
+        host = self._host_s(levers, again)
+        card_backward_s = backward_s + again.seconds
+        waits = self._waits_s(levers, host, forward_s=forward_s, backward_s=card_backward_s, update_s=update)
+        waits_s = sum(waits)
 
         # And its traffic that waits in line.
         kept_share = 1 - again.share
@@ -244,8 +258,9 @@ class LayoutCost:
             offload_s=self.offload.step_s(
                 levers,
                 checkpoint_bytes=again.share * self.layers * self.stream_bytes,  # layers' inputs
-                forward_s=whole_forward_s,
-                backward_s=hiding_s,
+                passes_s=(whole_forward_s + waits[0], whole_backward_s + again.seconds + waits[1]),
+                host_s=host,
+                host_share=costs.host_share,
             ),
             optimizer_s=max(update, self._update_launch_s(levers)),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
@@ -257,8 +272,7 @@ class LayoutCost:
         """Of a step that is otherwise ahead of its host; ranks of a pipeline wait for one another instead."""
         if self.layout.pipeline > 1:
             return 0.0
-        workload, machine = self.costs.workload, self.costs.machine
-        return 1e-3 * STEP_IDLE_MS * workload.engine.launch_share * host_share(machine.calibration)
+        return 1e-3 * STEP_IDLE_MS * self.costs.launch_share
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
@@ -271,28 +285,30 @@ class LayoutCost:
         forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
         return forward_s, self.backward_s + self.layers * (fp8[1] + tiled[1]) + plain_loss_s
 
+    def _host_s(self, levers: Levers, again: Recompute) -> tuple[float, float]:
+        """The host's seconds of launching a micro-batch's forward and backward."""
+        workload = self.costs.workload
+        layers_s = launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
+        forward_s, backward_s = (self.costs.launch_share * each for each in layers_s)
+        if self.layout.splits_backward:
+            backward_s *= 2  # autograd goes back twice, for inputs and for weights
+        return forward_s, backward_s
+
     def _waits_s(
-        self, levers: Levers, again: Recompute, *, forward_s: float, backward_s: float, update_s: float
-    ) -> float:
-        """What a micro-batch waits for the host, which is ahead of the card or behind it.
+        self, levers: Levers, host_s: tuple[float, float], *, forward_s: float, backward_s: float, update_s: float
+    ) -> tuple[float, float]:
+        """What a micro-batch waits for the host in forward and in backward, which is ahead of the card or behind it.
 
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
-        workload = self.costs.workload
-        engine_share = workload.engine.launch_share * host_share(self.costs.machine.calibration)
-        host_forward_s, host_backward_s = (
-            engine_share * each
-            for each in launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
-        )
-        if self.layout.splits_backward:
-            host_backward_s *= 2  # autograd goes back twice, for inputs and for weights
+        host_forward_s, host_backward_s = host_s
         forward_late_s = max(0.0, host_forward_s - forward_s)
-        card_backward_s = backward_s + again.seconds
         if levers.update_in_backward:
             one_layer_s = host_backward_s / self.layers
-            return forward_late_s + max(one_layer_s, host_backward_s - card_backward_s - update_s)
-        return max(forward_late_s, host_forward_s + host_backward_s - forward_s - card_backward_s)
+            return forward_late_s, max(one_layer_s, host_backward_s - backward_s - update_s)
+        late_s = host_forward_s + host_backward_s - forward_s - backward_s
+        return forward_late_s, max(0.0, late_s - forward_late_s)
 
     def _update_s(self, levers: Levers) -> float:
         """The card's seconds of AdamW and of adding up gradients."""
@@ -312,7 +328,7 @@ class LayoutCost:
         if levers.update_in_backward:
             return 0.0
         workload, model = self.costs.workload, model_params(self.costs.workload.spec)
-        return update_launch_s(
+        return self.costs.host_share * update_launch_s(
             levers,
             wide=workload.updates_wide,
             layers=self.layers,

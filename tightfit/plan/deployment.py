@@ -133,20 +133,15 @@ def make_deployment(
     wanted = min(4096, spec.max_positions) if length is None else length
     if not 2 <= wanted <= spec.max_positions:
         raise UserError(f"--max-length is {wanted}, but the model has {spec.max_positions} positions; give 2 to that")
-    asked = Deployment(
-        model=model,
-        spec=spec,
-        machine=machine,
-        length=wanted,
-        requests=requests,
-        cache=cache,
-    )
+    asked = Deployment(model=model, spec=spec, machine=machine, length=wanted, requests=requests, cache=cache)
     for number, name in ((tensor, "tensor"), (pipeline, "pipeline"), (replicas, "replicas")):
         if number is not None and number < 1:
             raise UserError(f"--{name} is {number}; give at least 1")
     tried = list(_splits(asked, tensor, pipeline))
-    fewer = [made for each in tried if (made := _with_fewer_requests(each)).fits]
-    found = next((each for each in tried if each.fits), max(fewer, key=_requests_per_card, default=None))
+    found = next((each for each in tried if each.fits), None)
+    if found is None:
+        fewer = (smaller for each in tried if (smaller := _with_fewer_requests(each)).fits)
+        found = max(fewer, key=lambda each: each.requests / each.cards, default=None)
     if found is None:
         raise UserError(_does_not_fit(asked, tried))
     return _replicated(found, replicas)
@@ -165,18 +160,11 @@ def _splits(asked: Deployment, tensor: int | None, pipeline: int | None) -> Iter
         raise UserError(sentence.replace("layout.tensor", "--tensor"))
     tensors = [tensor] if tensor else [t for t in range(1, machine.per_node + 1) if indivisible(asked.spec, t) is None]
     stages = [pipeline] if pipeline else list(range(1, min(machine.ranks, asked.spec.layers) + 1))
-    pairs = [(t, p) for t in tensors for p in stages if t * p <= machine.ranks and _on_whole_nodes(machine, t, p)]
+    # A copy lies within a node, or takes whole nodes.
+    cards = {*range(1, machine.per_node + 1), *range(machine.per_node, machine.ranks + 1, machine.per_node)}
+    pairs = [(t, p) for t in tensors for p in stages if t * p in cards]
     for t, p in sorted(pairs, key=lambda pair: (pair[1] > 1, pair[0] * pair[1], pair[1])):
         yield replace(asked, tensor=t, pipeline=p)
-
-
-def _on_whole_nodes(machine: Machine, tensor: int, pipeline: int) -> bool:
-    """Whether a copy lies within a node, or takes whole nodes."""
-    return tensor * pipeline <= machine.per_node or tensor * pipeline % machine.per_node == 0
-
-
-def _requests_per_card(deployment: Deployment) -> float:
-    return deployment.requests / deployment.cards
 
 
 def _with_fewer_requests(asked: Deployment) -> Deployment:

@@ -20,7 +20,8 @@ TILED_LENGTH = 16384
 SEARCHED = tuple((row, row.values) for row in LEVER_TABLE if row.values is not None)
 STATES_LEVER = "offload"
 """The lever that says which states are on the host."""
-Group = tuple[str, str, bool]
+HostUse = tuple[str, str, bool]
+"""What levers keep on the host: which states, in which format, and whether checkpoints."""
 
 
 def lever_sets(wanted: Wanted, pinned: Mapping[str, Any]) -> list[Levers]:
@@ -58,21 +59,16 @@ states_on_host = attrgetter(STATES_LEVER, "optimizer_states")
 """What states levers keep on the host, and in which format."""
 
 
-def host_group(levers: Levers) -> Group:
-    """All that these levers keep on the host."""
-    return *states_on_host(levers), levers.offload_checkpoints
-
-
 class LeverSets(tuple[Levers, ...]):
     """Sets of levers that a layout can have, the simplest first and the strongest last."""
 
     @cached_property
-    def groups(self) -> dict[Group, list[Levers]]:
+    def groups(self) -> dict[HostUse, list[Levers]]:
         """Those that keep the same on the host. When the last of them, the strongest, does not fit, none of them does,
         be it the card or the host that is short."""
-        found: dict[Group, list[Levers]] = {}
+        found: dict[HostUse, list[Levers]] = {}
         for levers in self:
-            found.setdefault(host_group(levers), []).append(levers)
+            found.setdefault((*states_on_host(levers), levers.offload_checkpoints), []).append(levers)
         return found
 
     def strongest(self, *, any_host: bool) -> list[Levers]:

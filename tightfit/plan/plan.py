@@ -7,24 +7,19 @@ from a model's name alone).
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
-from tightfit.durable import durable_file
+from tightfit.durable import write_text
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, machine_of_json
-from tightfit.jobs.adapter import Adapted, FrozenBase
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.quantize import WeightRounding
-from tightfit.jobs.teacher import Teacher
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.ledger import Ledger
-from tightfit.models.quantized.scheme import Scheme
-from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
 from tightfit.plan.mfu import peak_flop_s, token_flops
 from tightfit.plan.steptime import StepTime
 
@@ -128,11 +123,7 @@ class Plan:
     def save(self, path: Path) -> None:
         """Write the plan to `path`, whole or not at all."""
         refuse_overwriting(path)
-        try:
-            with durable_file(path) as temporary:
-                temporary.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write plan {path}: {error.strerror}; choose another place") from None
+        write_text(path, json.dumps(self.to_json(), indent=1), what="plan ", remedy="choose another place")
 
     @classmethod
     def load(cls, path: Path) -> "Plan":
@@ -148,7 +139,7 @@ class Plan:
                 raise ValueError(f"format {data['format']!r} instead of {FORMAT}")
             return cls(
                 model=str(data["model"]),
-                workload=_workload_from_json(data["workload"]),
+                workload=_from_json(Workload, data["workload"]),
                 machine=machine_of_json(data["machine"]),
                 layout=Layout.model_validate(data["layout"]),
                 levers=Levers.model_validate(data["levers"]),
@@ -185,34 +176,12 @@ def _is_plan(path: Path) -> bool:
         return False
 
 
-def _workload_from_json(data: Mapping[str, Any]) -> Workload:
-    taught = data.get("teacher")
-    teacher = None if taught is None else Teacher(**{**taught, "spec": spec_from_json(taught["spec"])})
-    rounded = data.get("rounding")
-    rounding = None if rounded is None else WeightRounding(**rounded)
-    adapted = data.get("adapted")
-    parts = {"teacher": teacher, "rounding": rounding, "adapted": None if adapted is None else _adapted(adapted)}
-    return Workload(**{**data, "spec": spec_from_json(data["spec"]), **parts})
-
-
-def _adapted(data: Mapping[str, Any]) -> Adapted:
-    scheme = data["base"]["scheme"]
-    base = FrozenBase(**{**data["base"], "scheme": None if scheme is None else Scheme(**scheme)})
-    return Adapted(**{**data, "projections": tuple(data["projections"]), "base": base})
-
-
-def spec_from_json(data: Mapping[str, Any]) -> ModelSpec:
-    """A ModelSpec from `asdict` of one that went through JSON."""
-    fields = dict(data)
-    for name in ("rope", "local_rope"):
-        if fields.get(name) is not None:
-            fields[name] = Rope(**{key: _frozen(value) for key, value in fields[name].items()})
-    if fields.get("experts") is not None:
-        fields["experts"] = Experts(**{key: _frozen(value) for key, value in fields["experts"].items()})
-    if fields.get("latent") is not None:
-        fields["latent"] = Latent(**fields["latent"])
-    return ModelSpec(**{key: _frozen(value) for key, value in fields.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
+def _from_json(annotation: Any, value: Any) -> Any:
+    """A frozen dataclass, with those inside it, from `asdict` of one that went through JSON."""
+    if isinstance(value, list):
+        return tuple(_from_json(None, each) for each in value)
+    kind: Any = next((each for each in (annotation, *get_args(annotation)) if is_dataclass(each)), None)
+    if kind is None or (value is None and kind is not annotation):  # of `Rope | None`
+        return value
+    annotations = get_type_hints(kind)
+    return kind(**{name: _from_json(annotations.get(name), each) for name, each in value.items()})

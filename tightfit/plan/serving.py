@@ -14,19 +14,11 @@ from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.machine import Machine
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
+from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.spec import ModelSpec
 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
-
-
-@dataclass(frozen=True)
-class CompressedWeights:
-    """Weights that are in few bits already: what they take, what the largest takes beside itself in use, their name."""
-
-    bytes: int
-    expanded_bytes: int
-    description: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +35,7 @@ class Serving:
     length: int
     requests: int
     cache: CacheFormat = "model"
-    compressed: CompressedWeights | None = None
+    compressed: HeldWeights | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -55,7 +47,7 @@ class Serving:
             requests=self.requests,
             length=self.length,
             cache=self.cache,
-            stored_bytes=None if small is None else small.bytes,
+            stored_bytes=None if small is None else small.total_bytes,
             expanded_bytes=0 if small is None else small.expanded_bytes,
         )
 
@@ -67,7 +59,7 @@ class Serving:
     @property
     def weight_bytes(self) -> int:
         """All weights."""
-        return weight_bytes(self.spec, self.form) if self.compressed is None else self.compressed.bytes
+        return weight_bytes(self.spec, self.form) if self.compressed is None else self.compressed.total_bytes
 
     @property
     def gpu_peak_bytes(self) -> int:
@@ -135,7 +127,7 @@ def make_serving(
     length: int | None,
     requests: int,
     cache: CacheFormat = "model",
-    compressed: CompressedWeights | None = None,
+    compressed: HeldWeights | None = None,
 ) -> Serving:
     """The question as the user put it, checked; `compressed` weights are taken as they are."""
     if form not in FORMATS:

@@ -96,7 +96,7 @@ class SearchSpace:
             layout=layout,
             levers=levers,
             precision=workload.precision,
-            accumulation=self.micro_batches(layout),
+            accumulation=workload.micro_batches(layout),
             spec=workload.spec,
             sequence_length=workload.sequence_length,
             distills=workload.teacher is not None,
@@ -117,17 +117,13 @@ class SearchSpace:
 
     def fills_pipeline(self, layout: Layout) -> bool:
         """Whether as many micro-batches are in flight as ever are, so that larger ones can only need more memory."""
-        count = self.micro_batches(layout)
+        count = self.workload.micro_batches(layout)
         many = count + layout.pipeline * (layout.stages_per_rank + 1)
         return pieces_in_flight(layout, 0, count) == pieces_in_flight(layout, 0, many)
 
     def accumulates(self, layout: Layout) -> bool:
         """Whether a step has several micro-batches, so that gradients wait between them."""
-        return self.micro_batches(layout) > 1
-
-    def micro_batches(self, layout: Layout) -> int:
-        """Of a data rank per step."""
-        return self.workload.global_batch // (layout.micro_batch * layout.data)
+        return self.workload.micro_batches(layout) > 1
 
     def _allows(self, name: str, value: Any) -> bool:
         return bool(self.pins.layout.get(name, value) == value)

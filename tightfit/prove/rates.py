@@ -5,6 +5,7 @@ benchmarks/calibrate.py (more shapes). Nothing here is a training step of a real
 predictions.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,11 +25,13 @@ from tightfit.levers.host_update import fused_adamw
 from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
-from tightfit.prove.rehearsal import build
+from tightfit.prove.rehearsal import Program, build
 from tightfit.prove.timing import Do, looped_ms, timed_ms, wait
+from tightfit.train.short_collections import short_collections
 from tightfit.train.step import ignore
 
 FEW_LAYERS, MORE_LAYERS = 2, 8
+STEPS, TURNS = 3, 5
 HEADS, KV_HEADS = 16, 4
 
 
@@ -156,23 +159,32 @@ def narrow_spec(layers: int, size: int) -> ModelSpec:
 
 
 def layer_launch_ms(device: torch.device, size: int = 256) -> float:
-    """Milliseconds to launch a layer's forward, backward and update, by models so narrow that the device waits."""
-    taken = [_step_ms(device, narrow_spec(layers, size)) for layers in (FEW_LAYERS, MORE_LAYERS)]
-    return max(0.0, (taken[1] - taken[0]) / (MORE_LAYERS - FEW_LAYERS))
+    """Milliseconds to launch a layer's forward, backward and update, by models so narrow that the device waits.
+
+    Hosts are slower now and then: two depths are timed in turns, and the median turn counts.
+    """
+    few, more = (_narrow_program(device, narrow_spec(layers, size)) for layers in (FEW_LAYERS, MORE_LAYERS))
+    for program in (few, more, few, more):
+        program.step(ignore)
+    with short_collections(device):
+        taken = [_steps_ms(device, more) - _steps_ms(device, few) for _ in range(TURNS)]
+    return max(0.0, statistics.median(taken) / (MORE_LAYERS - FEW_LAYERS))
 
 
-def _step_ms(device: torch.device, spec: ModelSpec) -> float:
+def _narrow_program(device: torch.device, spec: ModelSpec) -> Program:
     precision: PrecisionName = "bf16" if device.type == "cuda" else "fp32"
     workload = Workload(spec=spec, sequence_length=spec.hidden_size, global_batch=1, precision=precision)
-    program = build(workload, Layout(micro_batch=1), Levers(), device, Implementations(), fill=small_values)
-    for _ in range(2):
-        program.step(ignore)
+    return build(workload, Layout(micro_batch=1), Levers(), device, Implementations(), fill=small_values)
+
+
+def _steps_ms(device: torch.device, program: Program) -> float:
+    """Of one step among a few."""
     wait(device)
     began = time.perf_counter()
-    for _ in range(5):
+    for _ in range(STEPS):
         program.step(ignore)
     wait(device)
-    return (time.perf_counter() - began) * 1e3 / 5
+    return (time.perf_counter() - began) * 1e3 / STEPS
 
 
 @torch.no_grad()

@@ -9,20 +9,20 @@ blocks are gathered: the queries of one group of heads are the rows of one produ
 Windowed layers keep all positions: blocks are shared by all layers, and one table serves them.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.kernels.attention import AttentionImpl, attention, attention_eager
-from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.attention import AttentionImpl, attention_eager
 from tightfit.kernels.flash_attention import LARGEST_HEAD
 from tightfit.kernels.paged_attention import keys_at_a_time, paged_attention
 from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
-from tightfit.kernels.sink_attention import sink_attention, sink_attention_eager
+from tightfit.kernels.sink_attention import sink_attention_eager
 from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.memory.formulas.serving import CacheFormat, stored_vectors
+from tightfit.models.attending import AttentionSettings, attend_masked
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.cache_format import CODES, as_numbers, decode, encode
 from tightfit.serve.step import Piece, Step
@@ -72,11 +72,7 @@ class PagedCache:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        **settings: Unpack[AttentionSettings],
     ) -> Tensor:
         """Attention of query [1, heads, N, D] of the step's tokens, whose key, value [1, kv_heads, N, D] are stored."""
         step = self.step
@@ -84,29 +80,26 @@ class PagedCache:
         key, value = self._store(layer, 0, step, key), self._store(layer, 1, step, value)
         if step.row_by_row:
             rows = query[0].transpose(0, 1)
-            alone = self.attend_rows(step, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
-            return alone.transpose(0, 1)[None]
+            return self.attend_rows(step, layer, rows, **settings).transpose(0, 1)[None]
         if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD and not self.is_quantized:
             rows = query[0].transpose(0, 1)
-            stored = self.attend_stored(step, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
-            return stored.transpose(0, 1)[None]
+            return self.attend_stored(step, layer, rows, **settings).transpose(0, 1)[None]
         made = []
         if step.singles:
             rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
-            single = self._singles(step, rows, layer, scale, window, softcap, sinks)
-            made.append(single.transpose(0, 1)[None])
+            made.append(self._singles(step, layer, rows, **settings).transpose(0, 1)[None])
         for group in step.groups:
-            made.append(self._pieces(step, group, query, key, value, layer, scale, window, softcap, sinks))
+            made.append(self._pieces(step, group, layer, query, key, value, **settings))
         return made[0] if len(made) == 1 else torch.cat(made, dim=2)
 
     def attend_singles(
-        self, step: Step, layer: int, query: Tensor, key_value: Tensor, *, scale: float, window: int | None
+        self, step: Step, layer: int, query: Tensor, key_value: Tensor, **settings: Unpack[AttentionSettings]
     ) -> Tensor:
         """Attention [N, heads, D] of one query each, whose key and value [N, 2, kv_heads, D] are stored: in as few
         operations as torch has for it, since for one token they take longer to call than to compute."""
         assert not self.is_quantized
         self.storage[layer].flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
-        return self._singles(step, query, layer, scale, window, None, None)
+        return self._singles(step, layer, query, **settings)
 
     def _store(self, layer: int, part: int, step: Step, given: Tensor) -> Tensor:
         """Keys or values [1, kv_heads, N, D] into the cache; returned as they will be read from it."""
@@ -119,70 +112,42 @@ class PagedCache:
         self.scales[layer, part].flatten(0, 1).index_copy_(0, step.slots, scales)
         return decode(codes, scales, self.form, given.dtype).transpose(0, 1)[None]
 
-    def attend_stored(
-        self,
-        step: Step,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_stored(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
         """The same by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
         if step.row_by_row:
-            return self.attend_rows(step, layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            return self.attend_rows(step, layer, query, **settings)
         keys, values = self.storage[layer, 0], self.storage[layer, 1]
-        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if not step.pieces:
             return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
         whole = all(_has_round_length(piece) for piece in step.pieces)
         if whole and not step.singles and len(step.groups) == 1:
-            return self._whole_prompts(step, step.groups[0], query, keys, values, settings)
+            return self._whole_prompts(step, step.groups[0], query, keys, values, **settings)
         out = torch.empty(query.shape, device=query.device, dtype=query.dtype)
         if step.singles:
             single = query[: step.singles]
             out[: step.singles] = paged_attention(single, keys, values, step.tables, step.lengths, **settings)
         if whole:
             for group in step.groups:
-                made = self._whole_prompts(step, group, query, keys, values, settings)
+                made = self._whole_prompts(step, group, query, keys, values, **settings)
                 at = step.pieces[group.start].at
                 out[at : at + len(made)] = made
         else:
             paged_prefill(query, keys, values, step.joint_tables, step.tiles(tile_rows(query)), out, **settings)
         return out
 
-    def attend_rows(
-        self,
-        step: Step,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend_rows(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
         """Attention [N, heads, D] of tokens whose keys and values are in the cache, each by itself: how one is computed
         depends on how many keys it sees and on nothing else."""
         if self.has_row_kernel:
-            settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-            keys, values = self.storage[layer]
-            if self.is_quantized:
-                keys, values = (as_numbers(part, self.form) for part in (keys, values))
-                settings["scales"] = self.scales[layer]
-            blocks = keys_at_a_time()
-            return paged_attention(
-                query, keys, values, step.tables, step.lengths, splits=ROW_SPLITS, block_k=blocks, **settings
-            )
+            return self._paged_attention(step, layer, query, splits=ROW_SPLITS, block_k=keys_at_a_time(), **settings)
+        window = settings["window"]
         made: list[Tensor] = []
         for table, lengths in step.runs:
             every = [self._gathered(layer, part, table, max(lengths)) for part in (0, 1)]  # apart: aligned alike
             for length in lengths:
                 first = 0 if window is None else max(0, length - window)
                 key, value = (part[:, first:length].transpose(1, 2) for part in every)
-                made.append(_one_query(query[len(made)], key, value, scale=scale, softcap=softcap, sinks=sinks))
+                made.append(_single_attention(query[len(made), None], key, value, None, **settings)[0])
         made += [torch.zeros_like(query[0])] * (len(query) - step.singles)
         return torch.stack(made)
 
@@ -193,6 +158,14 @@ class PagedCache:
             return False
         return not self.is_quantized or self._kernels_read_codes
 
+    def _paged_attention(self, step: Step, layer: int, query: Tensor, **settings: Any) -> Tensor:
+        """Attention [N, heads, D] of one query each by our kernel, which reads codes as well."""
+        keys, values = self.storage[layer]
+        if self.is_quantized:
+            keys, values = (as_numbers(part, self.form) for part in (keys, values))
+            settings["scales"] = self.scales[layer]
+        return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
+
     def _whole_prompts(
         self,
         step: Step,
@@ -200,49 +173,22 @@ class PagedCache:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        settings: dict[str, Any],
+        **settings: Unpack[AttentionSettings],
     ) -> Tensor:
         """Attention [tokens, heads, D] of prompts of one length that begin at position 0, by the fastest there is."""
         piece, count = step.pieces[group.start], len(group)
         rows = slice(piece.at, piece.at + count * piece.count)
         own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
-        made = self._attention(q, k, v, step.masks[group.start], **settings)
+        made = attend_masked(q, k, v, step.masks[group.start], impl=self.attention, **settings)
         return made.transpose(1, 2).flatten(0, 1)
 
-    def _singles(
-        self,
-        step: Step,
-        query: Tensor,
-        layer: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _singles(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
         """Attention of one query each, [singles, heads, D], over the blocks of their tables."""
         if use_triton(self.impl, query) and self._kernels_read_codes:
-            return paged_attention(
-                query,
-                as_numbers(self.storage[layer, 0], self.form),
-                as_numbers(self.storage[layer, 1], self.form),
-                step.tables,
-                step.lengths,
-                scales=self.scales[layer],
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )
-        count, heads, D = query.shape
+            return self._paged_attention(step, layer, query, **settings)
         key, value = self._single_keys_values(step, layer)
-        mask = step.single_mask(window)
-        if sinks is not None:
-            return sink_attention_eager(query[:, :, None], key, value, sinks, mask, scale=scale)[:, :, 0]
-        if softcap is not None:
-            return attention_eager(query[:, :, None], key, value, mask, scale=scale, softcap=softcap)[:, :, 0]
-        grouped, bias = query.reshape(count, key.shape[1], -1, D), step.single_bias(window, query.dtype)
-        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale).reshape(count, heads, D)
+        return _single_attention(query, key, value, step, **settings)
 
     def _single_keys_values(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the single tokens' sequences, [singles, kv_heads, keys, D] each."""
@@ -256,14 +202,11 @@ class PagedCache:
         self,
         step: Step,
         group: range,
+        layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        layer: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        **settings: Unpack[AttentionSettings],
     ) -> Tensor:
         """Attention of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, D]."""
         piece, count = step.pieces[group.start], len(group)
@@ -273,34 +216,8 @@ class PagedCache:
             table = step.piece_tables[group.start]
             both = (self._gathered(layer, part, table, piece.end) for part in (0, 1))
             own_key, own_value = (part.transpose(1, 2) for part in both)
-        made = self._attention(
-            own_query,
-            own_key,
-            own_value,
-            step.masks[group.start],
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        made = attend_masked(own_query, own_key, own_value, step.masks[group.start], impl=self.attention, **settings)
         return made.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: AttentionMask,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        if sinks is not None:
-            return sink_attention(query, key, value, sinks, mask, scale=scale, window=window)
-        impl = self.attention
-        return attention(query, key, value, mask, scale=scale, window=window, softcap=softcap, impl=impl)
 
     @property
     def _kernels_read_codes(self) -> bool:
@@ -319,16 +236,20 @@ class PagedCache:
         return decode(found, _selected(self.scales[layer, part], tables)[:, :longest], self.form, self.dtype)
 
 
-def _one_query(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+def _single_attention(
+    query: Tensor, key: Tensor, value: Tensor, step: Step | None, **settings: Unpack[AttentionSettings]
 ) -> Tensor:
-    """Attention [heads, D] of query [heads, D] over all of key, value [1, kv_heads, keys, D]."""
-    if sinks is not None:
-        return sink_attention_eager(query[None, :, None], key, value, sinks, None, scale=scale)[0, :, 0]
-    if softcap is not None:
-        return attention_eager(query[None, :, None], key, value, None, scale=scale, softcap=softcap)[0, :, 0]
-    grouped = query.reshape(1, key.shape[1], -1, query.shape[1])
-    return F.scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(query.shape)
+    """Attention of one query each, [N, heads, D], over key, value [N, kv_heads, keys, D]: those that the sequences of a
+    `step` see, or all of them."""
+    scale, window = settings["scale"], settings["window"]
+    mask = None if step is None else step.single_mask(window)
+    if (sinks := settings.get("sinks")) is not None:
+        return sink_attention_eager(query[:, :, None], key, value, sinks, mask, scale=scale)[:, :, 0]
+    if (softcap := settings.get("softcap")) is not None:
+        return attention_eager(query[:, :, None], key, value, mask, scale=scale, softcap=softcap)[:, :, 0]
+    bias = None if step is None else step.single_bias(window, query.dtype)
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale).reshape(query.shape)
 
 
 def _selected(part: Tensor, tables: Tensor) -> Tensor:

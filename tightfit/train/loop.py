@@ -48,6 +48,7 @@ from tightfit.train.progress import RunProgress
 from tightfit.train.quantized_result import quantized_parts, write_quantized
 from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, opened, recover
 from tightfit.train.schedule import lr_ratio
+from tightfit.train.short_collections import short_collections
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
 from tightfit.train.stopping import StopRequest
 from tightfit.train.trackers import open_trackers
@@ -231,6 +232,11 @@ class _Run:
             self.metrics.add(step, **values)
 
     def _train(self) -> None:
+        with short_collections(self.p.device):
+            self._take_steps()
+        self._flush()
+
+    def _take_steps(self) -> None:
         batches = iter(self.p.loader)
         while self.step < self.last_step and not self._has_plateaued() and not self._asked_to_stop():
             began = time.perf_counter()
@@ -242,7 +248,6 @@ class _Run:
             rate = self.pace.add(tokens, time.perf_counter() - began)
             self.untold.append(_TakenStep(self.step, lr, rate))
             self._after_step(result)
-        self._flush()
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank was; all of them then say so before the same step."""

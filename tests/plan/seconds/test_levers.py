@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.questions import question
 from tightfit.hardware.efficiency import MEASURED
-from tightfit.hardware.launches import LAYER, REST, STEP_IDLE_MS, UPDATE_MS, UPDATE_REST_MS
+from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, REST, STEP_IDLE_MS, UPDATE_MS, UPDATE_REST_MS
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs, LayoutCost
@@ -38,6 +38,55 @@ def test_a_short_step_takes_what_the_host_needs() -> None:
 def test_a_long_step_does_not_wait_for_the_host() -> None:
     for levers in (Levers(), CHECKPOINTED, Levers(tiles=4, checkpoint_every=1)):
         assert frame("llama-3.1-8b", 65536).step(levers).launch_s == pytest.approx(1e-3 * STEP_IDLE_MS)
+
+
+def test_a_slower_host_is_a_longer_step_where_it_bounds() -> None:
+    asked = question("smollm2-135m", "H200", 512, 8)
+    plain_ms = sum(LAYER[""]) + UPDATE_MS[""]
+    usual, same, slow = (
+        Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(Layout(micro_batch=8), Levers())
+        for ms in (None, plain_ms, 2 * plain_ms)
+    )
+    assert usual == same
+    waits_s = usual.step_s - usual.compute_s - usual.optimizer_s
+    more_s = 2 * (usual.compute_s + waits_s) - usual.compute_s - waits_s
+    assert slow.launch_s == pytest.approx(usual.launch_s + more_s)
+    assert slow.optimizer_s == pytest.approx(2 * usual.optimizer_s)
+    asked = question("llama-3.1-8b", "H200", 8192, 1)
+    fast, slow = (
+        Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(ONE, Levers()) for ms in (plain_ms, 2 * plain_ms)
+    )
+    assert slow.step_s - fast.step_s == pytest.approx(1e-3 * STEP_IDLE_MS)
+
+
+def test_the_host_queues_every_piece_of_states() -> None:
+    """Of a 1B model's layer: four projections in a piece each, three matrices of the MLP in four; none of the ends."""
+    cost = frame("llama-3.2-1b", 8192)
+    pieces_s = 16 * (4 + 3 * 4) * 1e-3 * PIECE_LAUNCH_MS
+    inside, after, on_host = (
+        cost.offload.queued_s(Levers(offload="optimizer", **more))
+        for more in ({"update_in_backward": True}, {}, {"offload_update": "host"})
+    )
+    assert inside == pytest.approx((0.0, pieces_s), rel=0.001)
+    assert after == pytest.approx((pieces_s, 0.0), rel=0.001)
+    assert on_host == (0.0, 0.0)
+
+
+def test_pieces_that_the_host_queues_slowly_are_a_longer_step() -> None:
+    """Many small matrices: the host needs longer for the 28 layers of Qwen2.5-1.5B than the link for their states."""
+    levers = Levers(offload="optimizer", update_in_backward=True)
+    cost = frame("qwen2.5-1.5b", 512)
+    found, passing = cost.step(levers), cost.offload._states(levers)
+    pieces_s = cost.offload.queued_s(levers)[1]
+    without = cost.offload.step_s(levers, checkpoint_bytes=0.0, passes_s=(0.0, 0.0))
+    assert without == pytest.approx(passing.backward_s + passing.after_s)
+    host_backward_s = found.launch_s - (host_forward_s(cost) - cost.forward_s) + cost.backward_s + found.optimizer_s
+    assert host_backward_s + pieces_s > passing.backward_s
+    assert found.offload_s == pytest.approx(pieces_s + found.optimizer_s + passing.after_s, rel=0.01)
+
+
+def host_forward_s(cost: LayoutCost) -> float:
+    return 1e-3 * (REST.forward_ms + cost.layers * LAYER["offload=optimizer"].forward_ms)
 
 
 def test_each_tile_launches_as_much_as_the_one_before() -> None:

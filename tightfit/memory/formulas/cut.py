@@ -44,10 +44,8 @@ def cut(spec: ModelSpec, length: int, stages: int) -> tuple[Span, ...]:
 
 def layer_operations(spec: ModelSpec, layer: int, length: int) -> float:
     """Of one token forward and backward."""
-    window = min(spec.window_of(layer) or length, length)
-    seen = window - window**2 / (2 * length)
     products = PRODUCT_OPERATIONS * spec.layer_params(layer, active=True)
-    return products + ATTENTION_OPERATIONS * spec.query_size * seen
+    return products + ATTENTION_OPERATIONS * spec.query_size * spec.mean_keys_seen(layer, length)
 
 
 def head_operations(spec: ModelSpec) -> float:

@@ -7,13 +7,13 @@ what people quote; layers of today keep other things (see layer.py). The paper's
 
 from typing import Literal, NamedTuple
 
-Part = Literal["attention", "mlp"]
+Half = Literal["attention", "mlp"]
 
 
 class Row(NamedTuple):
     """One kept tensor: `bsh` and `bssa` multiply b·s·h and b·s²·a."""
 
-    part: Part
+    half: Half
     name: str
     bsh: int
     bssa: int
@@ -41,9 +41,9 @@ ROWS = (
 )
 
 
-def layer_bytes(b: int, s: int, h: int, a: int, part: Part | None = None) -> int:
-    """Activations of one layer, or of one `part` of it."""
-    return sum(row.bytes(b, s, h, a) for row in ROWS if part in (None, row.part))
+def layer_bytes(b: int, s: int, h: int, a: int, half: Half | None = None) -> int:
+    """Activations of one layer, or of one `half` of it."""
+    return sum(row.bytes(b, s, h, a) for row in ROWS if half in (None, row.half))
 
 
 def score_bytes(b: int, s: int, a: int) -> int:

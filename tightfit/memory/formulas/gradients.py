@@ -81,7 +81,7 @@ def make_gradients(
     late_bytes = round(element_bytes * owned / stage.weights * put_off)
     sent_head_bytes = element_bytes * stage.vocabulary * owned // stage.weights
     adds_in_place = earlier_bytes > 0 and layout.zero == 0
-    makes_head = stage.stage.has_head and not adds_in_place
+    makes_head = stage.span.has_head and not adds_in_place
     # FSDP2 reduces the root's gradients when backward is over, be they updated inside it or not.
     head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding or layout.zero > 0)
     return Gradients(
@@ -146,7 +146,7 @@ def _put_off_weights(levers: Levers, stage: StageMemory, states: States) -> int:
     levers/offload.py chooses them by their bytes as they are updated; of a shard, by the shard's.
     """
     share = states.owned / stage.weights
-    matrices = stage.last_layer_matrices[::-1] * (stage.stage.last - stage.stage.first)
+    matrices = stage.last_layer_matrices[::-1] * (stage.span.last - stage.span.first)
     sizes_bytes = (states.updated_bytes * share * matrix for matrix in matrices)
     count = whole_that_fit(sizes_bytes, put_off_bytes(levers.offload_gradient_bytes))
     return math.ceil(stage.layer_weights * sum(matrices[:count]) / sum(matrices))
@@ -161,7 +161,7 @@ def _left_bytes(layout: Layout, stage: StageMemory, states: States, late_bytes: 
     on_gpu_bytes, on_host_bytes = states.resident.moments, states.host.moments
     away = stage.weights * on_host_bytes // max(1, on_host_bytes + on_gpu_bytes)
     if not on_gpu_bytes:
-        waited_for = stage.root + stage.embedding if layout.zero else stage.vocabulary
+        waited_for = stage.outside if layout.zero else stage.vocabulary
         away -= stage.embedding if is_limited else waited_for
     away_bytes = round(_shard_bytes(layout, stage, states) * away)
     if not is_limited:

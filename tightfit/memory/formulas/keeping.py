@@ -14,7 +14,7 @@ from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
 from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
 from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, needs_last_product
-from tightfit.memory.formulas.layer import level_kept
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
 
@@ -39,8 +39,7 @@ _fixed_levels = lru_cache(maxsize=65536)(fixed_levels)
 def _budget_levels(
     shape: LocalShape, layers: range | tuple[int, ...], budget_bytes: int, offload: bool
 ) -> tuple[KeepLevel, ...]:
-    spec = shape.spec
-    kinds = [(spec.is_routed(layer), spec.window_of(layer) is not None) for layer in layers]
+    kinds = [shape.spec.traits_of(layer) for layer in layers]
     options: dict[Hashable, Options] = {
         kind: level_options(shape, layers[kinds.index(kind)], offload) for kind in dict.fromkeys(kinds)
     }
@@ -63,7 +62,7 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
         if level == "matmuls" and shape.has_tiles:
             options.append(options[-1])
             continue
-        kept_bytes = sum(tensor.bytes for tensor in level_kept(shape, layer, level))
+        kept_bytes = sum(tensor.bytes for tensor in layer_kept(shape, layer, level))
         on_host_bytes = shape.stream_bytes if offload and level != "everything" else 0
         options.append(KeepOption(kept_bytes - on_host_bytes, seconds))
     return tuple(options)
@@ -90,10 +89,8 @@ def _h200_rates(head_dim: int, element_bytes: int) -> tuple[float, float, float]
 
 def _attention_flops(shape: LocalShape, layer: int) -> float:
     """4 operations per channel and pair of a query with a key it sees."""
-    length = shape.whole_length
-    seen = min(shape.spec.window_of(layer) or length, length)
-    pairs_per_query = seen - seen**2 / (2 * length)
-    return 4 * shape.tokens * pairs_per_query * shape.spec.query_size / shape.tensor
+    keys_seen = shape.spec.mean_keys_seen(layer, shape.whole_length)
+    return 4 * shape.tokens * keys_seen * shape.spec.query_size / shape.tensor
 
 
 def _weights_again(shape: LocalShape, layer: int) -> int:
@@ -107,23 +104,13 @@ def _weights_again(shape: LocalShape, layer: int) -> int:
     attention = spec.hidden_size * (2 * spec.query_size + 2 * spec.kv_size)
     if spec.latent is not None:
         attention = spec.attention_params()
-    return attention + _mlp_products_again(spec, layer) * spec.hidden_size * _mlp_width(spec, layer)
-
-
-def _mlp_products_again(spec: ModelSpec, layer: int) -> int:
-    return (2 if spec.gated else 1) + needs_last_product(spec, layer)
-
-
-def _mlp_width(spec: ModelSpec, layer: int) -> int:
-    if not spec.is_routed(layer):
-        return spec.mlp_size
-    assert spec.experts is not None
-    return spec.experts.per_token * spec.experts.mlp_size + spec.experts.shared_size
+    mlp_products = spec.up_projections + needs_last_product(spec, layer)
+    return attention + mlp_products * spec.hidden_size * spec.active_mlp_size(layer)
 
 
 def _width_again(spec: ModelSpec, layer: int) -> int:
     """Elements a token that norms, rope and (where its product is kept) the activation read and write again."""
-    norms = spec.hidden_size * (12 if spec.sandwich_norms else 6)
+    norms = 3 * spec.norms_per_layer * spec.hidden_size
     rope = 2 * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
-    needs_product = not (_mlp_products_again(spec, layer) == 2 and spec.gated and not spec.mlp_bias)
-    return norms + rope + (3 * _mlp_width(spec, layer) if needs_product else 0)
+    needs_product = not spec.gated or spec.mlp_bias or needs_last_product(spec, layer)
+    return norms + rope + (3 * spec.active_mlp_size(layer) if needs_product else 0)

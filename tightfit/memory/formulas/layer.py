@@ -23,18 +23,13 @@ from tightfit.memory.formulas.saved import (
 from tightfit.memory.formulas.tiles import tiled_cost, tiled_saved
 
 
-def layer_kept(shape: LocalShape, layer: int) -> tuple[SavedTensor, ...]:
-    """Everything layer `layer` keeps for backward where it is not computed again."""
-    if shape.is_tiled(layer):
-        return tiled_saved(shape)
-    return *attention_saved(shape), *mlp_saved(shape, layer), *engine_saved(shape, layer)
-
-
 @lru_cache(maxsize=4096)
-def level_kept(shape: LocalShape, layer: int, level: KeepLevel) -> tuple[SavedTensor, ...]:
+def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -> tuple[SavedTensor, ...]:
     """Everything layer `layer` keeps for backward at `level` (levers/checkpoint_keep.py)."""
     if level == "everything":
-        return layer_kept(shape, layer)
+        if shape.is_tiled(layer):
+            return tiled_saved(shape)
+        return *attention_saved(shape), *mlp_saved(shape, layer), *engine_saved(shape, layer)
     saved = [SavedTensor("residual", "layer input", shape.stream_bytes, "to compute the layer again")]
     of_attention = attended(shape)
     if level != "nothing":
@@ -51,7 +46,7 @@ def level_kept(shape: LocalShape, layer: int, level: KeepLevel) -> tuple[SavedTe
 def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
     """The same, added up by kind."""
     sums = dict.fromkeys(SavedBytes._fields, 0)
-    for tensor in level_kept(shape, layer, level):
+    for tensor in layer_kept(shape, layer, level):
         sums[tensor.kind] += tensor.bytes
     return SavedBytes(**sums)
 
@@ -59,16 +54,12 @@ def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
 @lru_cache(maxsize=4096)
 def layer_cost(shape: LocalShape, layer: int) -> LayerCost:
     """All of layer `layer`'s bytes on one rank."""
-    cost = _layer_cost(shape, layer)
-    return cost if shape.adapted is None else replace(cost, backward=trained_moments(shape, cost.backward))
-
-
-def _layer_cost(shape: LocalShape, layer: int) -> LayerCost:
     if shape.is_tiled(layer):
-        return tiled_cost(shape, layer)
-    attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))
-    mlp_bytes = sum(tensor.bytes for tensor in (*mlp_saved(shape, layer), *engine_saved(shape, layer)))
-    return untiled_cost(shape, layer, attention_bytes, mlp_bytes)
+        cost = tiled_cost(shape, layer)
+    else:
+        saved_bytes = sum(tensor.bytes for tensor in layer_kept(shape, layer))
+        cost = untiled_cost(shape, layer, saved_bytes)
+    return replace(cost, backward=trained_moments(shape, cost.backward))
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import STATISTIC
+from tightfit.memory.formulas.saved import STATISTIC, attention_saved
 from tightfit.memory.formulas.tensor_mesh import CubicMlp, cubic_mlp
 
 AttentionKind = Literal["fused", "own"]
@@ -54,9 +54,10 @@ class LayerCost:
     recompute: LayerMoment
 
 
-def untiled_cost(shape: LocalShape, layer: int, attention_bytes: int, mlp_bytes: int) -> LayerCost:
-    """Of a layer that keeps `attention_bytes` in its first half and `mlp_bytes` in its second."""
-    saved_bytes, is_routed = attention_bytes + mlp_bytes, shape.spec.is_routed(layer)
+def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
+    """Of a layer that keeps `saved_bytes`, its first half and its second together."""
+    is_routed = shape.spec.is_routed(layer)
+    attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))
     # Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
     # Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or
     # recomputed, what attention did; then that and what the layer before's MLP did (parallel/conjugate.py).
@@ -85,7 +86,7 @@ def untiled_cost(shape: LocalShape, layer: int, attention_bytes: int, mlp_bytes:
 def _on_a_cube(shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
     """The same on a 3D mesh, whose products gather what they multiply."""
     down, up, *attention = cost.backward
-    inner = (3 if shape.spec.gated else 2) * shape.inner_bytes(shape.spec.mlp_size)
+    inner = (shape.spec.up_projections + 1) * shape.inner_bytes(shape.spec.mlp_size)
     return replace(
         cost,
         forward_extra=cube.forward_bytes,
@@ -114,7 +115,7 @@ def _mlp_extra(shape: LocalShape) -> int:
 def _mlp_working(shape: LocalShape) -> int:
     """When the MLP of a forward pass that keeps nothing ends: the sum, its norm, gate, up and product, its result."""
     inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
-    made_bytes = (3 if shape.spec.gated else 2) * inner_bytes + shape.hidden_bytes
+    made_bytes = (shape.spec.up_projections + 1) * inner_bytes + shape.hidden_bytes
     return 2 * shape.stream_bytes + made_bytes + expanded_bytes(shape, "down", shape.hidden_bytes)
 
 
@@ -122,7 +123,7 @@ def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...
     """The product's gradient beside the kept gate and up (whose gradients replace them), then the input's gradient."""
     spec, stream_bytes = shape.spec, shape.stream_bytes
     matrix = spec.hidden_size * shape.columns(spec.mlp_size)
-    matrices = (3 if spec.gated else 2) * matrix
+    matrices = (spec.up_projections + 1) * matrix
     product = LayerMoment(
         "gradient of the MLP's product",
         saved_bytes=saved_bytes,
@@ -137,7 +138,7 @@ def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...
         # by then the product that an adapter kept is gone
         saved_bytes=saved_bytes - (shape.inner_bytes(spec.mlp_size) if is_apart and shape.trains("down") else 0),
         # of gate and up apart, through one of them and through the other
-        gradient_bytes=stream_bytes + shape.hidden_bytes * (2 if is_apart and spec.gated else 1),
+        gradient_bytes=stream_bytes + shape.hidden_bytes * (spec.up_projections if is_apart else 1),
         workspace_bytes=expanded_bytes(shape, "up", shape.hidden_bytes),
         complete_weights=matrices,
         new_weights=matrices,

@@ -5,7 +5,7 @@ Tensor ranks hold heads/t heads and mlp_size/t columns each (Megatron, Shoeybi e
 for a projection is gathered again in backward rather than kept. Context ranks hold length/c tokens of every row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tightfit.jobs.adapter import Adapted
@@ -161,16 +161,16 @@ class LocalShape:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether layers that can work through their tokens in pieces,"""
+        """Whether layers that can, work through their tokens in tiles."""
         return self.tiles > 1
 
     def is_tiled(self, layer: int) -> bool:
-        """and whether this one does."""
+        """Whether layer `layer` does."""
         return is_tiled(self.spec, layer, self.tiles)
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of one piece."""
+        """Tokens of one tile."""
         return ceil(self.tokens, self.tiles)
 
     @property
@@ -184,9 +184,15 @@ _remembered = lru_cache(maxsize=4096)(LocalShape)
 
 def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
     """The shape on every rank of `layout`."""
-    rows, length = ceil(layout.micro_batch, layout.row_parts), ceil(workload.sequence_length, layout.context)
-    shape = _split_shape(workload.spec, layout, levers, rows, length, workload.weight_bytes, workload.engine_name)
-    return shape if workload.adapted is None else _with_adapters(shape, workload.adapted)
+    return _remembered(
+        workload.spec,
+        rows=ceil(layout.micro_batch, layout.row_parts),
+        length=ceil(workload.sequence_length, layout.context),
+        element_bytes=workload.weight_bytes,
+        engine_name=workload.engine_name,
+        adapted=workload.adapted,
+        **_split_fields(workload.spec, layout, levers),
+    )
 
 
 def shape_of_input(
@@ -200,42 +206,30 @@ def shape_of_input(
 ) -> LocalShape:
     """The shape on a rank of `layout` whose layers take [rows, length, hidden], its part of the sequence."""
     splits_sequence = layout.tensor_mesh == "1d" and layout.sequence_parallel
-    whole_length = length * (layout.tensor if splits_sequence else 1)
-    shape = _split_shape(spec, layout, levers, rows, whole_length, element_bytes)
-    return shape if adapted is None else _with_adapters(shape, adapted)
-
-
-@lru_cache(maxsize=4096)
-def _with_adapters(shape: LocalShape, adapted: Adapted) -> LocalShape:
-    return replace(shape, adapted=adapted)
-
-
-def _split_shape(
-    spec: ModelSpec,
-    layout: Layout,
-    levers: Levers,
-    rows: int,
-    length: int,
-    element_bytes: int,
-    engine_name: EngineName = "tightfit",
-) -> LocalShape:
-    """Of rows × length tokens that a rank of `layout` computes with."""
     return _remembered(
         spec,
-        rows,
-        length,
-        element_bytes,
-        tensor=layout.tensor_axes[2],
-        mesh_ranks=0 if layout.tensor_mesh == "1d" else layout.weight_ranks,
-        sequence_parallel=layout.tensor_mesh != "1d" or (layout.sequence_parallel and layout.tensor > 1),
-        context=layout.context,
-        ring=layout.ring,
-        expert=layout.expert,
-        padded_experts=_padded_experts(spec, layout),
-        tiles=levers.tiles,
-        codes_inputs=levers.matmul == "fp8-tensor",
-        engine_name=engine_name,
+        rows=rows,
+        length=length * (layout.tensor if splits_sequence else 1),
+        element_bytes=element_bytes,
+        adapted=adapted,
+        **_split_fields(spec, layout, levers),
     )
+
+
+def _split_fields(spec: ModelSpec, layout: Layout, levers: Levers) -> dict[str, int]:
+    """What layout and levers say of a shape."""
+    is_line = layout.tensor_mesh == "1d"
+    return {
+        "tensor": layout.tensor_axes[2],
+        "mesh_ranks": 0 if is_line else layout.weight_ranks,
+        "sequence_parallel": not is_line or (layout.sequence_parallel and layout.tensor > 1),
+        "context": layout.context,
+        "ring": layout.ring,
+        "expert": layout.expert,
+        "padded_experts": _padded_experts(spec, layout),
+        "tiles": levers.tiles,
+        "codes_inputs": levers.matmul == "fp8-tensor",
+    }
 
 
 def _padded_experts(spec: ModelSpec, layout: Layout) -> int:

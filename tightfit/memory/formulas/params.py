@@ -42,7 +42,7 @@ def layer_params(shape: LocalShape, layer: int) -> Params:
         matrices = sum(_matrices(spec, layer, tensor=1, expert=1))
         vectors = spec.layer_params(layer) - matrices
         return Params(ceil(matrices, shape.mesh_ranks) + ceil(vectors, shape.tensor))
-    norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + spec.qk_norm_params
+    norms = spec.norm_params * spec.norms_per_layer + spec.qk_norm_params
     dense = norms + _attention_params(spec, shape.tensor)
     if not spec.is_routed(layer):
         return Params(dense + shape.columns(spec.mlp_params(spec.mlp_size)))
@@ -76,7 +76,7 @@ def _matrices(spec: ModelSpec, layer: int, tensor: int, expert: int) -> tuple[in
     inner = spec.hidden_size * ceil(spec.mlp_size, tensor)
     if spec.is_routed(layer) and spec.experts is not None:
         inner = ceil(spec.experts.count, expert) * spec.hidden_size * ceil(spec.experts.mlp_size, tensor)
-    return (*attention, *(inner,) * (3 if spec.gated else 2))
+    return (*attention, *(inner,) * (spec.up_projections + 1))
 
 
 def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:

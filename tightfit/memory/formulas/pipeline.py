@@ -24,7 +24,7 @@ from tightfit.memory.formulas.cut import cut
 from tightfit.models.spec import ModelSpec
 
 
-class PipelineStage(NamedTuple):
+class RankSpan(NamedTuple):
     """The layers [first, last) of one pipeline rank, and what else it has."""
 
     rank: int
@@ -38,21 +38,19 @@ class PipelineStage(NamedTuple):
         return spec.tied and self.has_embedding and self.has_head
 
 
-def pipeline_stages(spec: ModelSpec, length: int, layout: Layout) -> tuple[PipelineStage, ...]:
+def rank_spans(spec: ModelSpec, length: int, layout: Layout) -> tuple[RankSpan, ...]:
     """What each pipeline rank holds; of several pieces, as many layers as if they were neighbours."""
     if layout.pipeline == 1:
-        return (PipelineStage(rank=0, first=0, last=spec.layers, has_embedding=True, has_head=True),)
-    return _pipeline_stages(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
+        return (RankSpan(rank=0, first=0, last=spec.layers, has_embedding=True, has_head=True),)
+    return _rank_spans(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
 
 
 @lru_cache(maxsize=4096)
-def _pipeline_stages(
-    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool
-) -> tuple[PipelineStage, ...]:
+def _rank_spans(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool) -> tuple[RankSpan, ...]:
     counts = layer_counts(spec, length, pipeline, pieces, in_v=in_v)
     lasts, head_rank = tuple(accumulate(counts)), 0 if in_v else pipeline - 1
     return tuple(
-        PipelineStage(rank, first=last - count, last=last, has_embedding=rank == 0, has_head=rank == head_rank)
+        RankSpan(rank, first=last - count, last=last, has_embedding=rank == 0, has_head=rank == head_rank)
         for rank, (count, last) in enumerate(zip(counts, lasts, strict=True))
     )
 
@@ -70,7 +68,7 @@ def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[i
     if layout.pipeline == 1:
         return (0,)
     every, count = levers.checkpoint_every, levers.num_checkpoints
-    spec, micro_batches = workload.spec, layout_micro_batches(workload, layout)
+    spec, micro_batches = workload.spec, workload.micro_batches(layout)
     return _telling_ranks(spec, workload.sequence_length, layout, micro_batches, every=every, count=count)
 
 
@@ -83,32 +81,24 @@ def _telling_ranks(
     Between them, of those with equal layers (`every` and `count` say which are recomputed) and gradients from before or
     none, the first has most in flight; where backward is split, the last one has most gradients waiting for weights.
     """
-    stages = pipeline_stages(spec, length, layout)
+    spans = rank_spans(spec, length, layout)
     alike: dict[tuple[int, bool], list[int]] = {}
-    for rank, example in enumerate(_first_alike(spec, stages, every=every, count=count)):
+    for rank, example in enumerate(_first_alike(spec, spans, every=every, count=count)):
         alike.setdefault((example, forwards_come_first(layout, rank, micro_batches)), []).append(rank)
     lasts = {ranks[-1] for ranks in alike.values()} if layout.splits_backward else set[int]()
     return tuple(sorted(lasts | {ranks[0] for ranks in alike.values()}))
 
 
 @lru_cache(maxsize=4096)
-def _first_alike(spec: ModelSpec, stages: tuple[PipelineStage, ...], *, every: int, count: int) -> tuple[int, ...]:
+def _first_alike(spec: ModelSpec, spans: tuple[RankSpan, ...], *, every: int, count: int) -> tuple[int, ...]:
     """For each rank, the first one whose layers are of the same kinds in the same order; the ends are like no other."""
     recomputed = recomputed_layers(spec.layers, every=every, count=count)
     first: dict[tuple[object, ...], int] = {}
     found = []
-    for rank, stage in enumerate(stages):
-        kinds = (
-            (spec.is_routed(layer), spec.window_of(layer) is not None, layer in recomputed)
-            for layer in range(stage.first, stage.last)
-        )
-        found.append(first.setdefault((stage.has_embedding, stage.has_head, *kinds), rank))
+    for rank, span in enumerate(spans):
+        kinds = ((*spec.traits_of(layer), layer in recomputed) for layer in range(span.first, span.last))
+        found.append(first.setdefault((span.has_embedding, span.has_head, *kinds), rank))
     return tuple(found)
-
-
-def layout_micro_batches(workload: Workload, layout: Layout) -> int:
-    """Micro-batches of a step on each data rank."""
-    return max(1, workload.global_batch // (layout.micro_batch * layout.data))
 
 
 def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:

@@ -12,7 +12,7 @@ from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.pipeline import forwards_come_first, layout_micro_batches, pieces_in_flight
+from tightfit.memory.formulas.pipeline import forwards_come_first, pieces_in_flight
 from tightfit.memory.formulas.saved import INDEX
 from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
@@ -62,18 +62,12 @@ def rank_memory(
     workload: Workload, layout: Layout, levers: Levers, rank: int, overheads: Overheads = DEFAULT
 ) -> RankMemory:
     """Everything about pipeline rank `rank`, in its first backward and, where that may be fuller, in its second."""
-    shape, micro_batches = local_shape(workload, layout, levers), layout_micro_batches(workload, layout)
+    shape, micro_batches = local_shape(workload, layout, levers), workload.micro_batches(layout)
     stage = stage_memory(workload, layout, levers, shape, rank)
-    states = resident_states(
-        workload,
-        layout,
-        levers,
-        stage.params,
-        layer_weights=stage.layer_weights,
-        widest_layer=_streamed_at_once(layout, stage),
-    )
+    streamed_at_once = _streamed_at_once(layout, stage)
+    states = resident_states(workload, layout, levers, stage.params, stage.layer_params, streamed_at_once)
     loss, teacher = _loss_and_teacher(workload, levers, shape)
-    in_flight = _in_flight(layout, stage, loss, micro_batches)
+    in_flight = _in_flight(layout, stage, loss, micro_batches, shape.stream_bytes)
     weights = working_weights(layout, levers, stage, states, micro_batches, rounds=workload.rounding is not None)
     one_checkpoint_bytes = checkpoint_bytes(shape, levers) if stage.offloaded else 0
     memory = RankMemory(
@@ -137,7 +131,7 @@ def frozen_bytes(workload: Workload) -> int:
 def _finished_gradients(rank: RankMemory) -> int:
     """Of a step that is over in a pipeline without a flush: they wait for the norm, and where the embedding is tied the
     last stage's copy of it for the first stage's gradients."""
-    awaited = rank.stage.vocabulary if rank.shape.spec.tied and rank.stage.stage.has_head else 0
+    awaited = rank.stage.vocabulary if rank.shape.spec.tied and rank.stage.span.has_head else 0
     return rank.states.kept_gradient_bytes * (rank.states.owned + awaited)
 
 
@@ -158,8 +152,8 @@ def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: St
         widths += [moment_bytes(levers, wide=workload.updates_wide) / moments] * moments
         widths += [MASTER] if states.resident.masters else []
     ranks = states.ranks if layout.zero else 1
-    ends = 1 if stage.shares_embedding else stage.stage.has_embedding + stage.stage.has_head
-    layers = 0 if states.streams_weights else stage.stage.last - stage.stage.first
+    ends = 1 if stage.shares_embedding else stage.span.has_embedding + stage.span.has_head
+    layers = 0 if states.streams_weights else stage.span.last - stage.span.first
     left_bytes = 0
     for width in widths:
         left_bytes += ends * unsplit_bytes((stage.vocabulary,), width, ranks)
@@ -180,7 +174,7 @@ def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int)
     """Inputs on the host at once: of the layers of every piece of a pipeline that is in flight, at most."""
     if not stage.offloaded:
         return 0
-    pieces = max(1, pieces_in_flight(layout, stage.stage.rank, micro_batches))
+    pieces = max(1, pieces_in_flight(layout, stage.span.rank, micro_batches))
     return pieces * ceil(stage.offloaded, layout.stages_per_rank)
 
 
@@ -195,13 +189,13 @@ class InFlight(NamedTuple):
     """Where that is its first backward: how much less is kept once gradients of all its layers are there."""
 
 
-def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int) -> InFlight:
+def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int, stream_bytes: int) -> InFlight:
     if layout.pipeline == 1:
         return InFlight(0, micro_batches)
-    rank, chunks = stage.stage.rank, layout.stages_per_rank
-    sent_bytes = (chunks - stage.stage.has_head) * stage.stream_bytes
+    rank, chunks = stage.span.rank, layout.stages_per_rank
+    sent_bytes = (chunks - stage.span.has_head) * stream_bytes
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
-    loss_bytes = loss.kept if stage.stage.has_head else 0
+    loss_bytes = loss.kept if stage.span.has_head else 0
     pieces = pieces_in_flight(layout, rank, micro_batches)
     other_bytes = each_bytes * max(0, pieces - chunks) // chunks
     if layout.schedule == "zb-v":
@@ -220,6 +214,6 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
 
 def _ending_of_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> int:
     """When forwards are over: K + r pieces, of which 2 r + 1 wait for weights."""
-    rank, ranks = stage.stage.rank, layout.pipeline
+    rank, ranks = stage.span.rank, layout.pipeline
     pieces, waiting = min(2 * micro_batches, ranks + rank), min(2 * micro_batches, 2 * rank + 1)
     return (max(0, pieces - 2) * each_bytes + waiting * stage.for_weights_bytes) // 2

@@ -180,7 +180,7 @@ def product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     spec, hidden_bytes, experts = shape.spec, shape.hidden_bytes, shape.spec.experts
     saved = [SavedTensor("attention", "projected output", hidden_bytes, "the sum with the residual is made again")]
     if experts is None or not spec.is_routed(layer):
-        inner_bytes = (2 if spec.gated else 1) * shape.inner_bytes(spec.mlp_size)
+        inner_bytes = spec.up_projections * shape.inner_bytes(spec.mlp_size)
         saved.append(SavedTensor("mlp", "gate and up", inner_bytes, "the activation is computed again"))
         if spec.sandwich_norms:
             saved.append(SavedTensor("mlp", "output", hidden_bytes, "its norm is computed again"))
@@ -207,11 +207,11 @@ def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     spec, memory = shape.spec, ENGINES[shape.engine_name].memory
     norms = memory.norm_copies if spec.norm != "layer" else min(1.0, memory.norm_copies)
     rope = memory.rope_copies if spec.rope is not None else 0.0
-    width = spec.mlp_size
-    if spec.experts is not None and spec.is_routed(layer):
-        width = spec.experts.per_token * spec.experts.mlp_size + spec.experts.shared_size
     norm_bytes, rope_bytes = int(norms * shape.stream_bytes), int(rope * (shape.query_bytes + shape.key_bytes))
-    gate_bytes = int((memory.gate_copies if spec.gated else memory.activation_copies) * shape.inner_bytes(width))
+    gate_bytes = int(
+        (memory.gate_copies if spec.gated else memory.activation_copies)
+        * shape.inner_bytes(spec.active_mlp_size(layer))
+    )
     saved = [
         SavedTensor("norms", "unfused norms", norm_bytes, "single operations keep copies"),
         SavedTensor("attention", "unfused rope", rope_bytes, "products with sine and cosine"),

@@ -49,9 +49,9 @@ def weight_bytes(spec: ModelSpec, form: WeightFormat) -> int:
 
 def small_params(spec: ModelSpec) -> int:
     """Weights that are no matrix: norms, biases, learned positions."""
-    norms = spec.norm_params * (4 if spec.sandwich_norms else 2) + spec.qk_norm_params
+    norms = spec.norm_params * spec.norms_per_layer + spec.qk_norm_params
     attention = (spec.query_size + 2 * spec.kv_size) * spec.qkv_bias + spec.hidden_size * spec.output_bias
-    mlp = ((2 if spec.gated else 1) * spec.mlp_size + spec.hidden_size) * spec.mlp_bias
+    mlp = (spec.up_projections * spec.mlp_size + spec.hidden_size) * spec.mlp_bias
     positions = spec.max_positions * spec.hidden_size if spec.rope is None else 0
     return spec.layers * (norms + attention + mlp) + spec.norm_params + positions
 

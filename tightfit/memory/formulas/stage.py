@@ -24,7 +24,7 @@ from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_byte
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
-from tightfit.memory.formulas.pipeline import PipelineStage, pipeline_stages
+from tightfit.memory.formulas.pipeline import RankSpan, rank_spans
 from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
 
 
@@ -75,7 +75,7 @@ class LayerVisit(NamedTuple):
 class StageMemory:
     """Bytes and numbers of weights of one pipeline rank."""
 
-    stage: PipelineStage
+    span: RankSpan
     params: Params
     weights: int
     """All of `params`."""
@@ -94,10 +94,12 @@ class StageMemory:
     """Weights of the embedding or the output projection."""
     shares_embedding: bool
     """Whether these two are one."""
-    root: int
-    """Weights outside layers but for an untied embedding: final norm, output projection, tied embedding, positions."""
+    outside: int
+    """Weights outside layers: of an untied embedding, and of the root."""
     embedding: int
     """Weights of an untied embedding; 0 on other stages."""
+    root: int
+    """Weights of FSDP2's group of what is in no other: final norm, output projection, tied embedding, positions."""
     last_layer_matrices: tuple[int, ...]
     """Weights of each matrix of the last layer."""
     offloaded: int
@@ -112,8 +114,6 @@ class StageMemory:
     """Alive besides when forward ends its last layer."""
     working_bytes: int
     """Alive in a forward that keeps nothing."""
-    stream_bytes: int
-    """The residual stream between two layers."""
     for_weights_bytes: int
     """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
     visits: tuple[LayerVisit, ...]
@@ -122,13 +122,13 @@ class StageMemory:
 
 def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: LocalShape, rank: int) -> StageMemory:
     """What pipeline rank `rank` of `layout` has."""
-    stage = pipeline_stages(workload.spec, workload.sequence_length, layout)[rank]
-    levels = layer_levels(shape, levers, range(stage.first, stage.last))
+    span = rank_spans(workload.spec, workload.sequence_length, layout)[rank]
+    levels = layer_levels(shape, levers, range(span.first, span.last))
     offloaded = 0
     if levers.offload_checkpoints:
         recomputed = len(levels) - levels.count("everything")
         offloaded = offloaded_count(recomputed, checkpoint_bytes(shape, levers), levers.checkpoint_host_bytes)
-    return remembered_stage(shape, stage, levels, offloaded=offloaded, every_layer=bounds_gradients(levers))
+    return remembered_stage(shape, span, levels, offloaded=offloaded, every_layer=bounds_gradients(levers))
 
 
 def checkpoint_bytes(shape: LocalShape, levers: Levers) -> int:
@@ -138,20 +138,21 @@ def checkpoint_bytes(shape: LocalShape, levers: Levers) -> int:
 
 @lru_cache(maxsize=65536)
 def remembered_stage(
-    shape: LocalShape, stage: PipelineStage, levels: tuple[KeepLevel, ...], *, offloaded: int, every_layer: bool = False
+    shape: LocalShape, span: RankSpan, levels: tuple[KeepLevel, ...], *, offloaded: int, every_layer: bool = False
 ) -> StageMemory:
     """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
-    kinds = _layer_kinds(shape, stage.first, levels)
+    kinds = _layer_kinds(shape, span.first, levels)
     counts = Counter(kinds)
-    in_layers, outside = stage_params(shape, stage)
-    shares_embedding, vocabulary = stage.shares_embedding(shape.spec), vocabulary_params(shape)
-    embedding = vocabulary if stage.has_embedding and not shares_embedding else 0
-    tables_bytes = _tables_bytes(shape, stage)
-    final_norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if stage.has_head else 0
+    params, in_layers = stage_params(shape, span)
+    outside = params.all - in_layers.all
+    shares_embedding, vocabulary = span.shares_embedding(shape.spec), vocabulary_params(shape)
+    embedding = vocabulary if span.has_embedding and not shares_embedding else 0
+    tables_bytes = _tables_bytes(shape, span)
+    final_norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if span.has_head else 0
     return StageMemory(
-        stage=stage,
-        params=in_layers.plus(Params(outside)),
-        weights=in_layers.all + outside,
+        span=span,
+        params=params,
+        weights=params.all,
         layer_params=in_layers,
         layer_weights=in_layers.all,
         padding_weights=sum(count * kind.padding_weights for kind, count in counts.items()),
@@ -160,32 +161,32 @@ def remembered_stage(
         widest_dense=max(kind.weights - kind.apart_weights for kind in counts),
         vocabulary=vocabulary,
         shares_embedding=shares_embedding,
+        outside=outside,
         root=outside - embedding,
         embedding=embedding,
-        last_layer_matrices=layer_matrices(shape, stage.last - 1),
+        last_layer_matrices=layer_matrices(shape, span.last - 1),
         offloaded=offloaded,
         saved=_saved(shape, counts, offloaded),
         outside_bytes=tables_bytes + final_norm_bytes,
         tables_bytes=tables_bytes,
-        forward_extra_bytes=forward_extra(shape, stage.last - 1, levels[-1]),
+        forward_extra_bytes=forward_extra(shape, span.last - 1, levels[-1]),
         working_bytes=max(kind.working_bytes for kind in counts),
-        stream_bytes=shape.stream_bytes,
         for_weights_bytes=len(levels) * _for_weights_bytes(shape),
         visits=tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1],
     )
 
 
 @lru_cache(maxsize=65536)
-def stage_params(shape: LocalShape, stage: PipelineStage) -> tuple[Params, int]:
-    """Weights of a stage's layers, and outside them: the embedding, the final norm and the output projection."""
+def stage_params(shape: LocalShape, span: RankSpan) -> tuple[Params, Params]:
+    """Weights of a stage (with the embedding, the final norm and the output projection it has), and of its layers."""
     spec, in_layers = shape.spec, Params()
-    example = {spec.is_routed(layer): layer for layer in range(stage.first, stage.last)}
-    for is_routed, count in Counter(spec.is_routed(layer) for layer in range(stage.first, stage.last)).items():
+    example = {spec.is_routed(layer): layer for layer in range(span.first, span.last)}
+    for is_routed, count in Counter(spec.is_routed(layer) for layer in range(span.first, span.last)).items():
         in_layers = in_layers.plus(layer_params(shape, example[is_routed]), count)
-    before = embedding_params(shape) if stage.has_embedding else 0
-    head = 0 if stage.shares_embedding(spec) else vocabulary_params(shape)
+    before = embedding_params(shape) if span.has_embedding else 0
+    head = 0 if span.shares_embedding(spec) else vocabulary_params(shape)
     norm = spec.norm_params if shape.adapted is None else 0
-    return in_layers, before + (norm + head if stage.has_head else 0)
+    return in_layers.plus(Params(before + (norm + head if span.has_head else 0))), in_layers
 
 
 @lru_cache(maxsize=65536)
@@ -193,7 +194,7 @@ def _layer_kinds(shape: LocalShape, first: int, levels: tuple[KeepLevel, ...]) -
     """Of the layers from `first` on, which keep `levels`."""
     spec, kinds, found = shape.spec, dict[object, LayerKind](), list[LayerKind]()
     for layer, level in enumerate(levels, first):
-        traits = spec.is_routed(layer), spec.window_of(layer) is not None, level
+        traits = *spec.traits_of(layer), level
         if traits not in kinds:
             kinds[traits] = _layer_kind(shape, layer, level)
         found.append(kinds[traits])
@@ -266,13 +267,13 @@ def _for_weights_bytes(shape: LocalShape) -> int:
     return shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes
 
 
-def _tables_bytes(shape: LocalShape, stage: PipelineStage) -> int:
+def _tables_bytes(shape: LocalShape, span: RankSpan) -> int:
     """Rope keeps cosines and sines, one row for all, learned positions their numbers; each routed layer counts every
     expert's tokens, and dropped ones (models/mlp.py), from step to step."""
-    spec, layers = shape.spec, range(stage.first, stage.last)
+    spec, layers = shape.spec, range(span.first, span.last)
     ropes = {rope for layer in layers if (rope := spec.rope_of(layer)) is not None}
     pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)
-    positions_bytes = INDEX * shape.length if spec.rope is None and stage.has_embedding else 0
+    positions_bytes = INDEX * shape.length if spec.rope is None and span.has_embedding else 0
     counted_bytes = 0
     if spec.experts is not None:
         counters = spec.experts.count * (1 if spec.experts.capacity_factor is None else 2)

@@ -46,10 +46,10 @@ class States(NamedTuple):
 
 
 def resident_states(
-    workload: Workload, layout: Layout, levers: Levers, params: Params, *, layer_weights: int, widest_layer: int
+    workload: Workload, layout: Layout, levers: Levers, params: Params, in_layers: Params, streamed_at_once: int = 0
 ) -> States:
-    """Of a rank that has `params` before data ranks split them, `layer_weights` of them in layers; `widest_layer` is
-    what it streams at once of one."""
+    """Of a rank that has `params`, some of them `in_layers`, before data ranks split them; layers' weights that are on
+    the host come `streamed_at_once` at a time."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
     updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.sharing
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
@@ -70,22 +70,22 @@ def resident_states(
     )
     if levers.offload == "none":
         return states
-    in_layers = round(owned * layer_weights / max(1, params.all))
-    return _offloaded(states, workload, layout, levers, in_layers, widest_layer)
+    owned_in_layers = round(owned * in_layers.all / max(1, params.all))
+    return _offloaded(states, workload, layout, levers, owned_in_layers, streamed_at_once)
 
 
 def _offloaded(
-    states: States, workload: Workload, layout: Layout, levers: Levers, in_layers: int, widest_layer: int
+    states: States, workload: Workload, layout: Layout, levers: Levers, owned_in_layers: int, streamed_at_once: int
 ) -> States:
-    """The same with what is away moved to the host; of the weights that are updated here, `in_layers` are in layers."""
+    """The same with what is away moved to the host."""
     resident, owned, element_bytes = states.resident, states.owned, states.element_bytes
     streams_weights = levers.offload == "weights"
     state_bytes = moment_bytes(levers, wide=workload.updates_wide) + (MASTER if workload.has_masters else 0)
     belongings_bytes = state_bytes + (element_bytes if streams_weights else 0)
     away = owned - kept_weights(workload, layout, levers, owned, belongings_bytes)
     away_share = away / owned if owned else 0.0
-    streamed = min(away, in_layers) if streams_weights and resident.weights else 0
-    slots_bytes = WEIGHT_SLOTS * element_bytes * widest_layer if streamed else 0
+    streamed = min(away, owned_in_layers) if streams_weights and resident.weights else 0
+    slots_bytes = WEIGHT_SLOTS * element_bytes * streamed_at_once if streamed else 0
     # A piece on its way has moments and what is updated: the master, or a weight that is away itself.
     piece_bytes = state_bytes if workload.has_masters else belongings_bytes
     ring_bytes = round(STATE_SLOTS * min(PIECE_ELEMENTS, owned) * piece_bytes) if away else 0

@@ -53,7 +53,7 @@ def _last_gathering(rank: RankMemory) -> StepMoment:
     return StepMoment(
         *rank.stage.visits[0].saved_before,
         **rank.throughout,
-        stream=rank.stage.stream_bytes,
+        stream=rank.shape.stream_bytes,
         working_weights=rank.weights.in_forward(),
         all_gather=rank.weights.gathering_buffers(rank.gradients.earlier_bytes),
     )
@@ -77,11 +77,11 @@ def loss(rank: RankMemory) -> StepMoment:
 def evaluation(rank: RankMemory) -> StepMoment:
     """The layer at work or the loss; DDP's buckets stay between steps."""
     stage = rank.stage
-    evaluated_loss_bytes = rank.loss.evaluated if stage.stage.has_head else 0
+    evaluated_loss_bytes = rank.loss.evaluated if stage.span.has_head else 0
     return StepMoment(
         working_weights=rank.weights.in_forward(),
         earlier_gradients=rank.shape.element_bytes * stage.weights if has_buckets(rank.layout) else 0,
-        stream=stage.stream_bytes,
+        stream=rank.shape.stream_bytes,
         at_work=max(stage.working_bytes, evaluated_loss_bytes),
         all_gather=rank.weights.all_gather_buffer(rank.gradients.earlier_bytes),
     )
@@ -89,7 +89,7 @@ def evaluation(rank: RankMemory) -> StepMoment:
 
 def backward(rank: RankMemory) -> list[StepMoment]:
     """The moments at which it may be fullest."""
-    stage, weights, visits = rank.stage.stage, rank.weights, rank.stage.visits
+    stage, weights, visits = rank.stage.span, rank.weights, rank.stage.visits
     moments = [_at_layer(rank, visit) for visit in visits if weights.zero or not visit.is_inner]
     if stage.has_head:
         moments.append(_at_loss(rank))
@@ -158,15 +158,17 @@ def _at_reduction(rank: RankMemory, visit: LayerVisit) -> StepMoment:
         layer_gradients=max(complete_bytes, weights.reduced_experts(visit)),
         vocabulary_gradients=gradients.head_bytes,
         layer_saved=kind.reduction_bytes,
-        activation_gradients=stage.stream_bytes,
+        activation_gradients=rank.shape.stream_bytes,
         all_gather=weights.prefetched(visit),
-        reduce_scatter=weights.reduced_bytes * reduced_weights,
+        reduce_scatter=rank.states.reduced_gradient_bytes * reduced_weights,
     )
     if not weights.sums_whole:
         return moment
     unpadded_share = 1 - stage.padding_weights / stage.weights
     return moment._replace(
-        earlier_gradients=round(weights.reduced_bytes * unpadded_share * (stage.weights - visit.done_weights)),
+        earlier_gradients=round(
+            rank.states.reduced_gradient_bytes * unpadded_share * (stage.weights - visit.done_weights)
+        ),
         done_gradients=weights.shards(visit.done_weights),
         layer_gradients=0,
         vocabulary_gradients=0,
@@ -190,7 +192,7 @@ def _at_embedding(rank: RankMemory) -> StepMoment:
         working_weights=rank.weights.at_embedding(),
         done_gradients=gradients.done(stage.layer_weights),
         vocabulary_gradients=gradients.head_bytes + gradients.element_bytes * stage.vocabulary,
-        activation_gradients=stage.stream_bytes,
+        activation_gradients=rank.shape.stream_bytes,
         kernel_workspace=_embedding_sums(rank),
         reduce_scatter=rank.weights.previous_reduction(None),
     )
@@ -208,31 +210,31 @@ def _embedding_sums(rank: RankMemory) -> int:
 def _at_first_sums(rank: RankMemory) -> StepMoment:
     """A step's first backward ends under ZeRO-1: root's and embedding's gradients, the larger widened to be summed."""
     stage, gradients = rank.stage, rank.gradients
-    whole, largest = stage.root + stage.embedding, max(stage.root, stage.embedding)
+    largest = max(stage.root, stage.embedding)
     return StepMoment(
         **rank.throughout,
         working_weights=rank.weights.at_embedding(),
         done_gradients=gradients.done(stage.layer_weights),
-        vocabulary_gradients=gradients.element_bytes * whole + rank.weights.reduced_bytes * largest,
+        vocabulary_gradients=gradients.element_bytes * stage.outside + rank.states.reduced_gradient_bytes * largest,
     )
 
 
 def _at_last_reduction(rank: RankMemory) -> StepMoment:
     """FSDP2's last callback: the root's and the embedding's whole gradients, and the buffer one is reduced from."""
     stage, weights, gradients = rank.stage, rank.weights, rank.gradients
-    whole, largest = stage.root + stage.embedding, max(stage.root, stage.embedding)
+    largest = max(stage.root, stage.embedding)
     largest_bytes = weights.shards(largest) if gradients.bytes_per_done_weight else 0
     moment = StepMoment(
         **rank.throughout,
         working_weights=weights.at_end(),
         done_gradients=gradients.done(stage.layer_weights) + largest_bytes,
-        vocabulary_gradients=gradients.element_bytes * whole,
-        reduce_scatter=weights.reduced_bytes * largest + weights.before_cast(largest),
+        vocabulary_gradients=gradients.element_bytes * stage.outside,
+        reduce_scatter=rank.states.reduced_gradient_bytes * largest + weights.before_cast(largest),
     )
     if not weights.sums_whole:
         return moment
     return moment._replace(
-        earlier_gradients=weights.reduced_bytes * whole,
+        earlier_gradients=rank.states.reduced_gradient_bytes * stage.outside,
         done_gradients=weights.shards(stage.layer_weights + largest),
         vocabulary_gradients=0,
     )
@@ -264,7 +266,7 @@ def optimizer(rank: RankMemory) -> StepMoment:
 def _widened_bytes(rank: RankMemory) -> int:
     """Float32 copies less the gradients they replace, which DDP's buckets keep: the embedding's first, alone."""
     stage = rank.stage
-    embedding = stage.vocabulary if stage.stage.has_embedding else 0
+    embedding = stage.vocabulary if stage.span.has_embedding else 0
     freed_bytes = 0 if has_buckets(rank.layout) else rank.shape.element_bytes
     bucket = min(BUCKET_BYTES, WIDE * stage.weights) // WIDE
     return max(

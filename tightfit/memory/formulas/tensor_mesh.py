@@ -35,11 +35,10 @@ def cubic_mlp(shape: LocalShape) -> CubicMlp | None:
         return None
     stream_bytes, inner_bytes = shape.stream_bytes, shape.inner_bytes(spec.mlp_size)
     weight_bytes = 2 * shape.element_bytes * spec.hidden_size * spec.mlp_size // side**2  # as it comes, and in order
-    entering = 2 if spec.gated else 1
     return CubicMlp(
         forward_bytes=side * inner_bytes + (side + 1) * stream_bytes + weight_bytes,
         down_backward_bytes=side * stream_bytes + (2 * side + 1) * inner_bytes + weight_bytes,
-        up_backward_bytes=(2 * side + 1) * stream_bytes + entering * (side * inner_bytes + weight_bytes),
+        up_backward_bytes=(2 * side + 1) * stream_bytes + spec.up_projections * (side * inner_bytes + weight_bytes),
     )
 
 

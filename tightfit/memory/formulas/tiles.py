@@ -44,7 +44,7 @@ def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]
     )
     gate_and_up = product._replace(
         name="gradients of a tile's gate and up",
-        gradient_bytes=arrived_bytes + _tile_bytes(shape, inner=2 if shape.spec.gated else 1, gradients=1),
+        gradient_bytes=arrived_bytes + _tile_bytes(shape, inner=shape.spec.up_projections, gradients=1),
         complete_weights=mlp_weights,
         new_weights=mlp_weights,
     )
@@ -99,7 +99,7 @@ def _narrow_tile_bytes(shape: LocalShape) -> int:
 
 def _second_half_weights(shape: LocalShape) -> int:
     spec = shape.spec
-    mlp_columns = (3 if spec.gated else 2) * shape.columns(spec.mlp_size)
+    mlp_columns = (spec.up_projections + 1) * shape.columns(spec.mlp_size)
     return spec.hidden_size * (mlp_columns + shape.heads * spec.head_dim)
 
 

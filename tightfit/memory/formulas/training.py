@@ -15,8 +15,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.params import Params
-from tightfit.memory.formulas.pipeline import pipeline_stages, telling_ranks
+from tightfit.memory.formulas.pipeline import rank_spans, telling_ranks
 from tightfit.memory.formulas.rank import RankMemory, frozen_bytes, rank_memory
 from tightfit.memory.formulas.stage import stage_params
 from tightfit.memory.formulas.states import resident_states
@@ -64,10 +63,8 @@ def peaks(
 def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> int:
     """A lower bound of `peaks`' card that takes no look at activations: states, and gradients beside them when the
     optimizer begins, of the first pipeline rank."""
-    stage = pipeline_stages(workload.spec, workload.sequence_length, layout)[0]
-    in_layers, outside = stage_params(local_shape(workload, layout, levers), stage)
-    params = in_layers.plus(Params(outside))
-    states = resident_states(workload, layout, levers, params, layer_weights=in_layers.all, widest_layer=0)
+    span = rank_spans(workload.spec, workload.sequence_length, layout)[0]
+    states = resident_states(workload, layout, levers, *stage_params(local_shape(workload, layout, levers), span))
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
     allocated_bytes = state_bytes(states.resident) + waiting_bytes + frozen_bytes(workload)
@@ -103,7 +100,7 @@ def training_ledger(workload: Workload, layout: Layout, levers: Levers, overhead
 
 def _step(rank: RankMemory) -> list[StepMoment]:
     """All moments of a step."""
-    with_loss = [loss(rank)] if rank.stage.stage.has_head else []
+    with_loss = [loss(rank)] if rank.stage.span.has_head else []
     return [*forward(rank), *with_loss, *backward(rank), optimizer(rank)]
 
 
@@ -111,7 +108,7 @@ def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
     """Every phase of a run and its fullest moment."""
     yield "init", StepMoment()
     yield "forward", fullest(forward(rank))
-    if rank.stage.stage.has_head:
+    if rank.stage.span.has_head:
         yield "loss", loss(rank)
     yield "backward", fullest(backward(rank))
     yield "optimizer", optimizer(rank)

@@ -34,16 +34,10 @@ class WorkingWeights:
     """Bytes beside the resident weights, at the moments of a step; without ZeRO, copies are all there is."""
 
     stage: StageMemory
+    states: States
     zero: int
-    ranks: int
-    """That share one copy of what ZeRO splits,"""
     expert_ranks: int
-    """and of those, the ones that share an expert's."""
-    element_bytes: int
-    reduced_bytes: int
-    """A weight, in which gradients are reduced: float32 where masters are,"""
-    kept_bytes: int
-    """and kept: the same, unless the masters are on the host."""
+    """Of the ranks that share one copy of what ZeRO splits, those that share an expert's."""
     copy_bytes: int
     """Of a layer's weight in the form that products use, beside the weight itself: fp8 codes, or a rounded copy."""
     copies_return: bool
@@ -53,54 +47,54 @@ class WorkingWeights:
     sums_whole: bool
     """Under ZeRO-1 micro-batches add up whole gradients."""
 
-    def _made(self, *, copied: int, at_work: int, let_go: int = 0) -> int:
+    def _copied_and_gathered(self, *, copied: int, at_work: int, freed: int = 0) -> int:
         """Copies of so many weights; of ZeRO-3 the root and the weights at work, of 1 and 2 all but those let go of."""
         if not self.zero:
             return self.copy_bytes * copied
-        gathered = self.stage.root + at_work if self.zero == 3 else self.stage.weights - let_go
-        return self.copy_bytes * copied + self.element_bytes * gathered
+        gathered = self.stage.root + at_work if self.zero == 3 else self.stage.weights - freed
+        return self.copy_bytes * copied + self.states.element_bytes * gathered
 
     def in_forward(self) -> int:
         """When the last layer runs."""
         widest, layers = self.stage.widest, self.stage.layer_weights
-        return self._made(copied=widest if self.copies_return else layers, at_work=widest)
+        return self._copied_and_gathered(copied=widest if self.copies_return else layers, at_work=widest)
 
     def at_loss(self) -> int:
         """When the layers have run."""
-        return self._made(copied=0 if self.copies_return else self.stage.layer_weights, at_work=0)
+        return self._copied_and_gathered(copied=0 if self.copies_return else self.stage.layer_weights, at_work=0)
 
     def first_groups(self) -> int:
         """ZeRO-3: the root and the first group after it."""
-        return self._made(copied=0, at_work=self.stage.embedding or self.stage.widest)
+        return self._copied_and_gathered(copied=0, at_work=self.stage.embedding or self.stage.widest)
 
     def at_layer(self, visit: LayerVisit) -> int:
         """While backward is at work in a layer."""
         not_done = self.stage.layer_weights - visit.done_weights
-        return self._made(
+        return self._copied_and_gathered(
             copied=self.stage.widest if self.copies_return else not_done,
             at_work=visit.kind.weights,
-            let_go=0 if self.stays_gathered else visit.done_weights,
+            freed=0 if self.stays_gathered else visit.done_weights,
         )
 
     def after_layer(self, visit: LayerVisit) -> int:
         """Once a layer (or its experts, where they are apart) has let go of its own."""
         own = visit.kind.apart_weights or visit.kind.weights
         done = visit.done_weights + own
-        return self._made(
+        return self._copied_and_gathered(
             copied=0 if self.copies_return else self.stage.layer_weights - done,
             at_work=visit.kind.weights - own,
-            let_go=0 if self.stays_gathered and not self.sums_whole else done,
+            freed=0 if self.stays_gathered and not self.sums_whole else done,
         )
 
     def at_embedding(self) -> int:
         """When all layers are done."""
         if not self.zero:
             return 0
-        return self.element_bytes * (self.stage.weights if self.stays_gathered else self.stage.root)
+        return self.states.element_bytes * (self.stage.weights if self.stays_gathered else self.stage.root)
 
     def at_end(self) -> int:
         """In FSDP2's last callback."""
-        return self.element_bytes * self.stage.weights if self.stays_gathered and not self.sums_whole else 0
+        return self.states.element_bytes * self.stage.weights if self.stays_gathered and not self.sums_whole else 0
 
     def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
         """In forward."""
@@ -109,38 +103,39 @@ class WorkingWeights:
         # A rank that shares its experts with nobody gathers them without a buffer.
         weights = self.stage.widest_dense if self.expert_ranks == 1 else self.stage.widest_group
         # Where weights stay gathered it is the first micro-batch's, which has no sums of gradients beside it.
-        return max(0, self.element_bytes * weights - (earlier_gradient_bytes if self.stays_gathered else 0))
+        return max(0, self.states.element_bytes * weights - (earlier_gradient_bytes if self.stays_gathered else 0))
 
     def gathering_buffers(self, earlier_gradient_bytes: int) -> int:
         """As a group is copied out of its buffer: that, and the buffer of the group before."""
         own_bytes = self.all_gather_buffer(earlier_gradient_bytes)
-        return own_bytes + self.element_bytes * self.stage.widest_dense if own_bytes else 0
+        return own_bytes + self.states.element_bytes * self.stage.widest_dense if own_bytes else 0
 
     def prefetched(self, visit: LayerVisit | None) -> int:
         """On their way for the layer after the one at work in backward, or after the loss."""
         if self.zero < 3 or (visit is not None and visit.is_first):
             return 0
         next_weights = self.stage.widest_dense if visit is None else visit.kind.weights - visit.kind.apart_weights
-        return self.element_bytes * next_weights
+        return self.states.element_bytes * next_weights
 
     def previous_reduction(self, visit: LayerVisit | None) -> int:
         """The buffer of the layer done before the one at work, or before the embedding."""
         is_first_reduction = visit is not None and visit.is_last
         if not self.zero or is_first_reduction or self.sums_whole:
             return 0
-        return self.reduced_bytes * self.stage.widest_dense
+        return self.states.reduced_gradient_bytes * self.stage.widest_dense
 
     def reduced_experts(self, visit: LayerVisit) -> int:
         """Reduced gradients of a layer's experts where they are a group apart, when they are reduced."""
-        return self.reduced_bytes * visit.kind.apart_weights // self.expert_ranks
+        return self.states.reduced_gradient_bytes * visit.kind.apart_weights // self.expert_ranks
 
     def shards(self, weights: int) -> int:
         """Reduced gradients of so many weights."""
-        return self.kept_bytes * weights // self.ranks
+        return self.states.kept_gradient_bytes * weights // self.states.ranks
 
     def before_cast(self, weights: int) -> int:
         """The same as they come out of the reduction, where they are then cast to what is kept."""
-        return self.reduced_bytes * weights // self.ranks if self.reduced_bytes > self.kept_bytes else 0
+        reduced_bytes = self.states.reduced_gradient_bytes
+        return reduced_bytes * weights // self.states.ranks if reduced_bytes > self.states.kept_gradient_bytes else 0
 
 
 def working_weights(
@@ -150,12 +145,9 @@ def working_weights(
     has_codes = not layout.zero and levers.matmul != "native"
     return WorkingWeights(
         stage=stage,
+        states=states,
         zero=layout.zero,
-        ranks=states.ranks,
         expert_ranks=max(1, states.ranks // layout.expert),
-        element_bytes=states.element_bytes,
-        reduced_bytes=states.reduced_gradient_bytes,
-        kept_bytes=states.kept_gradient_bytes,
         copy_bytes=CODE_BYTES if has_codes else states.element_bytes if rounds else 0,
         copies_return=rounds and levers.checkpoint_every == 1,
         stays_gathered=layout.zero in (1, 2) and micro_batches > 1,

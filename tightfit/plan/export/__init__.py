@@ -1,1 +1,1 @@
-"""A plan in other programs' words: DeepSpeed, accelerate, torchrun, Slurm."""
+"""Plans and deployments as files of DeepSpeed, accelerate, torchrun, Slurm, Kubernetes, SkyPilot and vLLM."""

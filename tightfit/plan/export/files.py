@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from tightfit.durable import durable_file
+from tightfit.durable import write_text
 from tightfit.errors import UserError
 from tightfit.jobs.engine import EngineName
 from tightfit.plan.export.accelerate import accelerate_config
@@ -71,7 +71,7 @@ def _export_one(plan: Plan, kind: str, path: Path) -> list[str]:
 
 def _written(plan: Plan, kind: str, path: Path, plan_file: Path) -> str:
     """Write one export; what is said of it includes the estimate for the engine that runs it."""
-    said = _write(path, EXPORTS[kind][1](plan, plan_file), runs=kind in SCRIPTS)
+    said = _write(path, EXPORTS[kind][1](plan, plan_file), executable=kind in SCRIPTS)
     return f"{said}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else said
 
 
@@ -84,12 +84,6 @@ def _json(fields: object) -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
-def _write(path: Path, text: str, *, runs: bool = False) -> str:
-    try:
-        with durable_file(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-            if runs:
-                temporary.chmod(0o755)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from None
+def _write(path: Path, text: str, *, executable: bool = False) -> str:
+    write_text(path, text, remedy="choose another place", executable=executable)
     return f"wrote {path}"

@@ -7,7 +7,7 @@ with no more rights than they need, and a pod is sent requests once it answers /
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,7 @@ Json = dict[str, Any]
 def kubernetes_manifest(deployment: Deployment, options: EngineOptions, *, image: str | None = None) -> str:
     """Both objects as YAML, after a comment that says what was planned."""
     objects = kubernetes_objects(deployment, options, image=image)
-    head = f"# {MARK}:\n# {deployment.describe()}\n"
-    return head + "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in objects)
+    return f"# {MARK}:\n# {deployment.describe()}\n" + manifest_text(objects)
 
 
 def kubernetes_objects(deployment: Deployment, options: EngineOptions, *, image: str | None = None) -> list[Json]:
@@ -44,26 +43,39 @@ def kubernetes_objects(deployment: Deployment, options: EngineOptions, *, image:
     name = object_name(options.name)
     inside = replace(options, host="0.0.0.0", port=PORT)
     pod = _pod(deployment, inside, name, image or IMAGES.get(deployment.machine.accelerator.vendor, ""))
-    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
     selector = {"app.kubernetes.io/name": name}
+    pods = {
+        "replicas": deployment.replicas,
+        "selector": {"matchLabels": selector},
+        "template": {"metadata": {"labels": labels_of(name)}, "spec": pod},
+    }
+    service = {"selector": selector, "ports": [{"name": "http", "port": options.port, "targetPort": "http"}]}
     return [
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": name, "labels": labels},
-            "spec": {
-                "replicas": deployment.replicas,
-                "selector": {"matchLabels": selector},
-                "template": {"metadata": {"labels": labels}, "spec": pod},
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": name, "labels": labels},
-            "spec": {"selector": selector, "ports": [{"name": "http", "port": options.port, "targetPort": "http"}]},
-        },
+        cluster_object("apps/v1", "Deployment", name, spec=pods),
+        cluster_object("v1", "Service", name, spec=service),
     ]
+
+
+def manifest_text(objects: Sequence[Json]) -> str:
+    """Objects of a cluster as YAML."""
+    return "---\n".join(yaml.dump(each, Dumper=_WithoutAliases, sort_keys=False) for each in objects)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Repeats what is used twice: people read and edit these files."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def labels_of(name: str) -> Json:
+    """What the pods of `name` are found by, and who wrote their file."""
+    return {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
+
+
+def cluster_object(version: str, kind: str, name: str, **fields: Json) -> Json:
+    """One object of a manifest, labelled."""
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels_of(name)}, **fields}
 
 
 def object_name(name: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from tightfit.bounded_files import require_regular, user_path
-from tightfit.durable import durable_file
+from tightfit.durable import write_text
 from tightfit.errors import UserError
 from tightfit.models.presets import PRESETS
 from tightfit.plan.deployment import Deployment
@@ -13,7 +13,6 @@ from tightfit.plan.export.vllm import EngineOptions, vllm_script
 
 Target = Literal["vllm", "k8s"]
 FILES: dict[Target, str] = {"vllm": "serve-vllm.sh", "k8s": "serve-k8s.yaml"}
-EXECUTABLE = 0o755
 
 
 def export_serving(
@@ -22,18 +21,13 @@ def export_serving(
     """Write the file and return its path; one that is there and says something else is left alone."""
     if image is not None and target != "k8s":
         raise UserError(f"--image is {image}, but only --export k8s names one; use that or leave it out")
-    made = (
-        vllm_script(deployment, options) if target == "vllm" else kubernetes_manifest(deployment, options, image=image)
-    )
+    if target == "vllm":
+        text = vllm_script(deployment, options)
+    else:
+        text = kubernetes_manifest(deployment, options, image=image)
     path = out or Path(FILES[target])
-    _refuse_overwriting(path, made)
-    try:
-        with durable_file(path) as temporary:
-            temporary.write_text(made, encoding="utf-8")
-            if target == "vllm":
-                temporary.chmod(EXECUTABLE)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another place with --out") from None
+    _refuse_overwriting(path, text)
+    write_text(path, text, remedy="name another place with --out", executable=target == "vllm")
     return path
 
 
@@ -53,7 +47,7 @@ def served_weights(model: str, weights: str | None) -> str:
     return str(path.resolve())
 
 
-def _refuse_overwriting(path: Path, made: str) -> None:
+def _refuse_overwriting(path: Path, text: str) -> None:
     if not path.parent.is_dir():
         raise UserError(f"cannot write {path}: there is no directory {path.parent}; make it or give another --out")
     if path.is_dir():
@@ -62,7 +56,7 @@ def _refuse_overwriting(path: Path, made: str) -> None:
         return
     try:
         size = require_regular(path)
-        same = size == len(made.encode()) and path.read_bytes() == made.encode()
+        same = size == len(text.encode()) and path.read_bytes() == text.encode()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name another place with --out") from None
     if not same:

@@ -11,11 +11,8 @@ address of its own. The image must have torch and CUDA; tightfit is installed wh
 
 import json
 import shlex
-from typing import Any
 
-import yaml
-
-from tightfit.plan.export.kubernetes import RESOURCES, object_name
+from tightfit.plan.export.kubernetes import RESOURCES, Json, cluster_object, labels_of, manifest_text, object_name
 from tightfit.plan.export.launch import PORT, asked_lines, open_names, overrides, torchrun_command
 from tightfit.plan.plan import Plan
 from tightfit.printable import printable
@@ -23,13 +20,11 @@ from tightfit.printable import printable
 IMAGE = "pytorch/pytorch"
 INSTALL = "pip install 'tightfit[train]'"
 PLAN_PLACE, DATA_PLACE, CLAIM = "/etc/tightfit", "/data", "data"
-Json = dict[str, Any]
 
 
 def kubernetes_training(plan: Plan) -> str:
     """ConfigMap, Service and indexed Job as YAML."""
     name = _name(plan)
-    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
     pod = _pod(plan, name, head=f"{name}-0.{name}") | {"restartPolicy": "Never", "subdomain": name}
     service = {"clusterIP": "None", "selector": {"job-name": name}, "ports": [{"name": "rendezvous", "port": PORT}]}
     job = {
@@ -37,28 +32,22 @@ def kubernetes_training(plan: Plan) -> str:
         "parallelism": plan.machine.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"metadata": {"labels": labels}, "spec": pod},
+        "template": {"metadata": {"labels": labels_of(name)}, "spec": pod},
     }
-    return _text(
-        plan,
-        _config_map(plan, name, labels),
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "labels": labels}, "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "labels": labels}, "spec": job},
-    )
+    objects = cluster_object("v1", "Service", name, spec=service), cluster_object("batch/v1", "Job", name, spec=job)
+    return _text(plan, *objects)
 
 
 def pytorch_job(plan: Plan) -> str:
     """ConfigMap and PyTorchJob as YAML; the operator tells pods where the master is."""
     name = _name(plan)
-    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
     pod = _pod(plan, "pytorch", head="$MASTER_ADDR")  # the operator looks for a container of this name
-    role = {"restartPolicy": "Never", "template": {"metadata": {"labels": labels}, "spec": pod}}
+    role = {"restartPolicy": "Never", "template": {"metadata": {"labels": labels_of(name)}, "spec": pod}}
     roles = {"Master": {"replicas": 1, **role}}
     if plan.machine.nodes > 1:
         roles["Worker"] = {"replicas": plan.machine.nodes - 1, **role}
     spec = {"runPolicy": {"backoffLimit": 0}, "pytorchReplicaSpecs": roles}
-    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": name, "labels": labels}}
-    return _text(plan, _config_map(plan, name, labels), {**job, "spec": spec})
+    return _text(plan, cluster_object("kubeflow.org/v1", "PyTorchJob", name, spec=spec))
 
 
 def _name(plan: Plan) -> str:
@@ -66,27 +55,14 @@ def _name(plan: Plan) -> str:
 
 
 def _text(plan: Plan, *objects: Json) -> str:
+    """The plan as a ConfigMap, and `objects` that run it, after a comment."""
     variables = "".join(f" {name}" for name in open_names(plan))
     head = f"# {printable(plan.model)} on {printable(plan.machine.text)}, as tightfit planned it.\n"
     head += f"# Give values to{variables} under env; paths are below {DATA_PLACE}.\n" if variables else ""
-    return head + "---\n".join(yaml.dump(each, Dumper=_WithoutAliases, sort_keys=False) for each in objects)
-
-
-class _WithoutAliases(yaml.SafeDumper):
-    """Repeats what is used twice: people read and edit these files."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _config_map(plan: Plan, name: str, labels: Json) -> Json:
+    metadata = {"name": f"{_name(plan)}-plan", "labels": labels_of(_name(plan))}
     data = {"plan.json": json.dumps(plan.to_json(), indent=1)}
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{name}-plan", "labels": labels},
-        "data": data,
-    }
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+    return head + manifest_text([config_map, *objects])
 
 
 def _pod(plan: Plan, container: str, head: str) -> Json:

@@ -9,7 +9,6 @@ update for each tensor. Routed layers launch as many as others.
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.launches import (
     BIAS,
     CHUNK_WEIGHTS,
@@ -44,9 +43,9 @@ LAYER_MATRICES = 7
 NOTHING = Launch(0.0, 0.0)
 
 
-def host_share(calibration: Calibration | None) -> float:
-    """The time that this machine's host takes to launch a layer and its update, as a share of the measured host's."""
-    return 1.0 if calibration is None else calibration.layer_launch_ms / (sum(PLAIN) + UPDATE_MS[""])
+def host_share(layer_launch_ms: float | None) -> float:
+    """A host's time to launch a plain layer and its update, as a share of the measured host's; its own for None."""
+    return 1.0 if layer_launch_ms is None else layer_launch_ms / (sum(PLAIN) + UPDATE_MS[""])
 
 
 def launch_s(

@@ -8,12 +8,14 @@
 Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
 whose states nothing hides. States pass both ways at once, each slower than one way alone (benchmarks/calibrate.py).
 This is a run of many steps: where each step is waited for by itself, nothing is hidden behind the next forward pass.
+The host queues each piece's copies and its update in the pass that they belong to, beside the layers' launches: where
+matrices are small and many, that takes longer than the link.
 """
 
 from dataclasses import dataclass
 
 from tightfit.hardware.efficiency import Efficiency
-from tightfit.hardware.launches import LAYER, Launch
+from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, Launch
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -22,6 +24,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, offloads_states, offloads_weights
 from tightfit.memory.formulas.states import kept_weights
 from tightfit.plan.seconds.parameters import RankParams
+from tightfit.plan.seconds.products import layer_linears
 
 WIDE_BYTES = 4
 FORWARD_WAIT_S, BACKWARD_WAIT_S = 9.8e-13, 13.7e-13
@@ -47,8 +50,20 @@ class OffloadTime:
     params: RankParams
     micro_batches: int
 
-    def step_s(self, levers: Levers, *, checkpoint_bytes: float, forward_s: float, backward_s: float) -> float:
-        """Exposed seconds of a step; each micro-batch offloads `checkpoint_bytes` and has so much to hide them."""
+    def step_s(
+        self,
+        levers: Levers,
+        *,
+        checkpoint_bytes: float,
+        passes_s: tuple[float, float],
+        host_s: tuple[float, float] = (0.0, 0.0),
+        host_share: float = 1.0,
+    ) -> float:
+        """Exposed seconds of a step; each micro-batch offloads `checkpoint_bytes`.
+
+        `passes_s` is what its forward and backward take, which hides copies; `host_s` what the host launches of them.
+        """
+        forward_s, backward_s = passes_s
         sent_bytes = checkpoint_bytes
         if levers.checkpoint_host_bytes is not None:
             sent_bytes = min(checkpoint_bytes, levers.checkpoint_host_bytes)
@@ -59,12 +74,38 @@ class OffloadTime:
         if not offloads_states(levers):
             return self.micro_batches * (forward_left_s + backward_left_s)
         passing = self._states(levers)
+        forward_queued_s, backward_queued_s = self.queued_s(levers)
+        forward_host_s = host_s[0] + host_share * forward_queued_s
+        backward_host_s = host_s[1] + host_share * backward_queued_s
+        forward_link_s = max(checkpoints_s, forward_weights_s + passing.forward_s)
+        backward_link_s = checkpoints_s + weights_s + passing.backward_s
         with_states_s = (
-            max(0.0, max(checkpoints_s, forward_weights_s + passing.forward_s) - forward_s)
-            + max(0.0, checkpoints_s + weights_s + passing.backward_s - backward_s)
+            max(0.0, max(forward_link_s, forward_host_s) - forward_s)
+            + max(0.0, max(backward_link_s, backward_host_s) - backward_s)
             + passing.after_s
         )
         return (self.micro_batches - 1) * (forward_left_s + backward_left_s) + with_states_s
+
+    def queued_s(self, levers: Levers) -> tuple[float, float]:
+        """Host seconds of queueing the pieces of the layers' states in forward and in backward."""
+        if self._host_can_update(levers):
+            return 0.0, 0.0
+        away_share = self._away(levers) / max(1.0, self.params.owned)
+        pieces_s = 1e-3 * PIECE_LAUNCH_MS * away_share * self._pieces
+        return (0.0, pieces_s) if levers.update_in_backward else (pieces_s, 0.0)
+
+    @property
+    def _pieces(self) -> float:
+        """Of the layers' states on this rank: a matrix has one at least."""
+        spec, params = self.workload.spec, self.params
+        owned_share = params.owned / params.held
+        linears = layer_linears(spec)
+        matrices = (linears.queries, linears.keys_values, linears.output, linears.up, linears.down)
+        each = (linear.weights / linear.count * owned_share / PIECE_ELEMENTS for linear in matrices)
+        layer_pieces = sum(linear.count * max(1.0, pieces) for linear, pieces in zip(matrices, each, strict=True))
+        layer_weights = owned_share * linears.weights
+        layers = (params.owned - params.owned_ends) / max(1.0, layer_weights)
+        return layers * layer_pieces
 
     @property
     def _one_way_bytes_s(self) -> float:
@@ -110,13 +151,16 @@ class OffloadTime:
         """Link seconds of a step's states both ways, or the time the host takes where it updates them."""
         both_ways_bytes_s = self._one_way_bytes_s * self.efficiency.link_both_ways
         on_gpu_s = away * self._passing_bytes(levers) / both_ways_bytes_s
-        wide = self.workload.has_masters and state_format(levers, wide=True) == "fp32"
-        if levers.offload_update == "gpu" or not wide:
+        if not self._host_can_update(levers):
             return on_gpu_s
         ranks_on_host = min(self.machine.per_node, self.layout.ranks)
         host_adam_s = away * ranks_on_host / self.efficiency.host_adam_params_s
         on_host_s = max(away * WIDE_BYTES / self._one_way_bytes_s, host_adam_s)
         return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
+
+    def _host_can_update(self, levers: Levers) -> bool:
+        wide = self.workload.has_masters and state_format(levers, wide=True) == "fp32"
+        return levers.offload_update != "gpu" and wide
 
     def _passing_bytes(self, levers: Levers) -> float:
         """Bytes per weight, each way: moments, and the master or a weight that is away as well."""

@@ -29,10 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tightfit.collectives.shards import Split, is_shard, local
+from tightfit.kernels.clip_estimate import CLIP_EPSILON, clip_estimate, trusted_totals
 
-CLIP_EPSILON = 1e-6
-TRUST = 1 / 100
-"""Weight of the previous step's norm in the estimate, as a share of its Σ‖g‖²."""
 TINIEST = 1e-30
 Apply = Callable[[float, Tensor | None], None]
 """Updates one weight at a learning rate with its gradient times a factor, and frees the gradient."""
@@ -74,9 +72,10 @@ class BackwardUpdate:
         """‖g‖ of every gradient in this step and in the previous one; 0 where there was none."""
         self.seen = torch.zeros(2, dtype=torch.float32, device=device)
         """Σ‖g‖² of the gradients complete so far, in this step and in the previous one."""
+        self.own_norms = [self.norms[0, number] for number in range(self.count)]
         self.is_first: bool | None = None
-        self.previous_total = torch.zeros((), dtype=torch.float32, device=device)
-        """Σ‖g‖² of the previous step."""
+        self.previous_totals = torch.zeros(2, dtype=torch.float32, device=device)
+        """Σ‖g‖² of the previous step, and the share of it that the estimate trusts."""
         self.updates = updates
         self.groups = [list(update.groups()) for update in updates]
         for number, update in enumerate(updates):
@@ -95,7 +94,7 @@ class BackwardUpdate:
             self.is_first = not bool(self.previous_norms.any())
         self.norms[0].zero_()
         self.seen.zero_()
-        self.previous_total = self.previous_norms.square().sum().clamp(min=TINIEST)
+        self.previous_totals = trusted_totals(self.previous_norms.square().sum().clamp(min=TINIEST))
 
     @torch.no_grad()
     def finish(self) -> Tensor:
@@ -111,13 +110,12 @@ class BackwardUpdate:
     @torch.no_grad()
     def complete(self, number: int, gradient: Tensor) -> None:
         """Update parameter `number`, whose gradient is complete."""
-        both, update = self.norms[:, number], self.updates[number]
+        update, own_norm = self.updates[number], self.own_norms[number]
         update.complete_gradient(gradient)
-        torch.linalg.vector_norm(local(gradient), dtype=torch.float32, out=both[0])
+        torch.linalg.vector_norm(local(gradient), dtype=torch.float32, out=own_norm)
         if self.clip_norm:
-            _sum_squares(both[0], self.groups[number])
-            self.seen.addcmul_(both, both)
-        update.apply(self.lr, self._factor(both[0]))
+            _sum_squares(own_norm, self.groups[number])
+        update.apply(self.lr, self._factor(number))
 
     def _sum_over_shards(self) -> None:
         """Of all weights at once: those that are split over the same ranks together."""
@@ -130,13 +128,15 @@ class BackwardUpdate:
             self.norms[0, numbers] = norms
         self.seen[0] = self.norms[0].square().sum()
 
-    def _factor(self, own_norm: Tensor) -> Tensor | None:
+    def _factor(self, number: int) -> Tensor | None:
+        """What gradient `number` is multiplied by; its square is added to what has been seen."""
         if not self.clip_norm:
             return None
         if self.is_first:
-            return (self.clip_norm / (self.count**0.5 * own_norm + CLIP_EPSILON)).clamp(max=1.0)
-        now, then = (self.seen + TRUST * self.previous_total).unbind()
-        return (self.clip_norm / ((self.previous_total * now / then).sqrt() + CLIP_EPSILON)).clamp(max=1.0)
+            both = self.norms[:, number]
+            self.seen.addcmul_(both, both)
+            return (self.clip_norm / (self.count**0.5 * both[0] + CLIP_EPSILON)).clamp(max=1.0)
+        return clip_estimate(self.norms, number, self.seen, self.previous_totals, self.clip_norm)
 
 
 def _sum_squares(norms: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:

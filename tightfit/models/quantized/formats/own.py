@@ -83,16 +83,28 @@ class Own(FileFormat):
         return {"quant_method": "tightfit", "modules": {module: asdict(scheme) for module, scheme in schemes.items()}}
 
 
-def code_statistic(values: Tensor, name: str) -> dict[str, Tensor]:
-    """Scales or zero points [outputs, groups] in 3 bits, those of `SUPER` rows sharing a float16 step and start."""
+def statistic_range(values: Tensor) -> Tensor:
+    """Step and start, float16 [groups, blocks, 2], which `SUPER` rows of scales or zero points share."""
     turned = values.T.contiguous()  # [groups, outputs]
     blocks = F.pad(turned, (0, -turned.shape[1] % SUPER), mode="replicate").view(len(turned), -1, SUPER)
     low = blocks.amin(-1).to(torch.float16)
     step = ((blocks.amax(-1) - low.float()) / (2**SCALE_BITS - 1)).clamp(min=6e-8).to(torch.float16)
-    codes = ((blocks - low.float()[..., None]) / step.float()[..., None]).round().clamp(0, 2**SCALE_BITS - 1)
+    return torch.stack((step, low), dim=-1)
+
+
+def statistic_choices(ranges: Tensor, outputs: int) -> Tensor:
+    """What every code of 3 bits stands for in each row, float32 [outputs, groups, 8]."""
+    codes = torch.arange(2**SCALE_BITS, device=ranges.device, dtype=torch.float32)
+    step, low = ranges.to(torch.float32).repeat_interleave(SUPER, dim=1)[:, :outputs].transpose(0, 1).split(1, dim=-1)
+    return codes * step + low
+
+
+def code_statistic(codes: Tensor, ranges: Tensor, name: str) -> dict[str, Tensor]:
+    """The codes [outputs, groups] of scales or zero points within `ranges`, as they are stored."""
+    padded = F.pad(codes.T.contiguous(), (0, -len(codes) % SUPER))
     return {
-        f"weight_{name}_codes": pack(codes.flatten(1).to(torch.uint8), SCALE_BITS),
-        f"weight_{name}_range": torch.stack((step, low), dim=-1),
+        f"weight_{name}_codes": pack(padded.to(torch.uint8), SCALE_BITS),
+        f"weight_{name}_range": ranges,
     }
 
 
