@@ -14,11 +14,19 @@ from torch import Tensor
 
 from tests.compress.test_compression import TOKENS, logits, run
 from tightfit.compress.recipe import recipe_of
+from tightfit.models.loading import load_model
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "compressed-tensors": ("gptq", {"bits": 4, "group": 32}, "compressed_tensors"),
     "compressed-tensors 3 bits": ("rtn", {"bits": 3, "group": 32}, "compressed_tensors"),
     "compressed-tensors fp8": ("fp8", {}, "compressed_tensors"),
+    "compressed-tensors int8 static": ("smoothquant", {"static": "mse"}, "compressed_tensors"),
+    "compressed-tensors int8 static per tensor": (
+        "rtn",
+        {"bits": 8, "group": -1, "activations": "int8", "static": "minmax"},
+        "compressed_tensors",
+    ),
+    "compressed-tensors fp8 static": ("fp8", {"activations": "fp8", "static": "minmax"}, "compressed_tensors"),
     "compressed-tensors nvfp4": ("nvfp4", {}, "compressed_tensors"),
     "gptq": ("gptq", {"bits": 4, "group": 32, "symmetric": True}, "gptqmodel"),
     "gptq reordered": ("gptq", {"bits": 4, "group": 32, "symmetric": False, "act_order": "groups"}, "gptqmodel"),
@@ -44,3 +52,7 @@ def test_transformers_computes_the_same(name: str, tiny: Path, text: Path, token
     ours = logits(tmp_path / "small")
     theirs = their_logits(tmp_path / "small", torch.bfloat16 if narrow else torch.float32)
     assert float((ours - theirs).abs().max()) < (0.05 if narrow else 1e-3) * float(ours.abs().max())
+    if "static" in name:  # which is no likeness of weights alone
+        with torch.no_grad():
+            unrounded = load_model(str(tmp_path / "small"), packed=False).model(TOKENS).logits
+        assert float((unrounded - theirs).abs().max()) > 5e-3 * float(ours.abs().max())

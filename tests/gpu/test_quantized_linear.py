@@ -1,5 +1,8 @@
 """Packed weights on a GPU: bf16 and real shapes, many rows and few, and a whole quantized decoder against the CPU's."""
 
+from dataclasses import replace
+from typing import Any, Literal
+
 import pytest
 import torch
 
@@ -11,7 +14,9 @@ from tightfit.compress.recipe import recipe_of
 from tightfit.kernels.int8_linear import int8_linear, int8_linear_eager
 from tightfit.kernels.quantized_linear import quantized_linear, quantized_linear_eager
 from tightfit.models.quantized.directory import replace_module
-from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.quantized.linear import QuantizedLinear, rounded
+from tightfit.models.quantized.ranges import fit_grid
+from tightfit.models.quantized.scheme import Scheme
 
 GPU = torch.device("cuda")
 
@@ -37,19 +42,42 @@ def test_int8(rows: int) -> None:
     torch.testing.assert_close(int8_linear(x, codes, scale), int8_linear_eager(x, codes, scale), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("method", ["gptq", "nf4", "smoothquant", "fp8", "spqr"])
-def test_a_quantized_decoder(method: str) -> None:
+@pytest.mark.parametrize("rows", [1, 17, 256])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_static_inputs(kind: Literal["int8", "fp8"], rows: int) -> None:
+    """No further from float64 on what x is rounded to than a product in bf16 of the same."""
+    scheme = Scheme(kind="int" if kind == "int8" else "fp8", bits=8, group=0, activations=kind, static=True)
+    weight = torch.randn(1024, 4096, device=GPU) * 0.02
+    scale = torch.tensor([0.02 if kind == "int8" else 0.005], device=GPU)
+    layer = QuantizedLinear(replace(fit_grid(weight, scheme).code(weight), input_scale=scale))
+    x = torch.randn(rows, 4096, device=GPU, dtype=torch.bfloat16)
+    inside, matrix = rounded(x.double().float(), kind, scale), layer.dequantize(torch.float32)
+    eager = torch.nn.functional.linear(inside.bfloat16(), matrix.bfloat16())
+    assert_no_worse([layer(x)], [eager], [inside.double() @ matrix.double().T])
+
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{method: (method, {}) for method in ("nf4", "smoothquant", "fp8", "spqr")},
+    "gptq": ("gptq", {"bits": 4, "group": 32}),
+    "smoothquant static": ("smoothquant", {"static": "mse"}),
+    "fp8 static": ("fp8", {"activations": "fp8", "static": "minmax"}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_quantized_decoder(name: str) -> None:
     """Coded on the CPU, the model gives the same logits on the GPU."""
     model = random_model(SPEC)
     tokens = torch.arange(40)[None] % 250
-    recipe = recipe_of(method, **({"bits": 4, "group": 32} if method == "gptq" else {}))
+    method, options = METHODS[name]
+    recipe = recipe_of(method, **options)
     with torch.no_grad():
         stream = [model.embed_tokens(tokens, model.token_positions(tokens, None, None))]
         for index in range(SPEC.layers):
             result = compress_layer(model, index, recipe, stream)
             stream = result.outputs
-            for name, weight in result.coded.items():
-                replace_module(model, f"layers.{index}.{name}.weight", QuantizedLinear(weight))  # type: ignore[arg-type]
+            for own, weight in result.coded.items():
+                replace_module(model, f"layers.{index}.{own}.weight", QuantizedLinear(weight))  # type: ignore[arg-type]
         here = model(tokens).logits
         there = model.to(GPU)(tokens.to(GPU)).logits.cpu()
     torch.testing.assert_close(there, here, rtol=5e-3, atol=5e-3)

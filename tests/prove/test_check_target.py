@@ -9,7 +9,6 @@ from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
-from tightfit.plan.adapters import with_adapters
 from tightfit.plan.answer import answer
 from tightfit.prove.check_target import miniature, read_target, target_of, without_rounding
 
@@ -57,7 +56,7 @@ def test_a_job_of_adapters_is_checked_with_them(tmp_path: Path) -> None:
     wanted = AdapterTraining(rank=16, alpha=3, targets=[".*(q|v)_proj"])
     assert found.adapter == wanted
     assert miniature(found).adapter == wanted.model_copy(update={"rank": 4})
-    asked = with_adapters(question("llama-3.1-8b", "8xH100-80GB", 4096, 64, "layout.data=8"), {"rank": 16, "bits": 4})
+    asked = question("llama-3.1-8b", "8xH100-80GB", 4096, 64, "layout.data=8").with_adapters({"rank": 16, "bits": 4})
     plan = answer(asked).plan
     assert plan is not None
     plan.save(tmp_path / "plan.json")

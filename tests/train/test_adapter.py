@@ -25,7 +25,7 @@ from tightfit.models.huggingface.adapter import load_adapter
 from tightfit.models.loading import checkpoints_of, load_model, source_spec, weights_path
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import export_adapter, export_model
-from tightfit.plan.plan import _workload_from_json
+from tightfit.plan.plan import _from_json
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -282,7 +282,7 @@ def test_what_a_plan_knows_of_it_survives_json(make: Make, packed: Path) -> None
     workload = Workload.of_job(job, source_spec(str(packed)), "bf16")
     assert workload.adapted is not None
     assert workload.adapted.projections == ("q", "v")
-    assert _workload_from_json(json.loads(json.dumps(asdict(workload)))) == workload
+    assert _from_json(Workload, json.loads(json.dumps(asdict(workload)))) == workload
     held = load_model(str(packed), dtype=torch.bfloat16).model
     tensors = [*held.parameters(), *held.buffers()]
     assert workload.adapted.frozen_bytes(held.spec, 2) == sum(each.nbytes for each in tensors)

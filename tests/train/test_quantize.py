@@ -23,7 +23,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.models.presets import preset
-from tightfit.plan.plan import _workload_from_json
+from tightfit.plan.plan import _from_json
 from tightfit.train.loop import run_job
 
 LEARNED = {"bits": 3, "group": 16}
@@ -167,4 +167,4 @@ def test_the_plan_counts_copies_and_scales() -> None:
     recomputed = Levers(checkpoint_every=1)
     less = [training_ledger(w, Layout(), recomputed).peak_bytes() for w in (plain, aware)]
     assert less[1] - less[0] < (after.peak_bytes() - before.peak_bytes()) / 2
-    assert _workload_from_json(asdict(aware)) == aware
+    assert _from_json(Workload, asdict(aware)) == aware

@@ -31,6 +31,13 @@ def compress(
     symmetric: Annotated[
         bool | None, typer.Option("--symmetric/--asymmetric", help="Without zero points; the default at 8 bits.")
     ] = None,
+    activations: Annotated[
+        Literal["int8", "fp8"] | None, typer.Option(help="Round inputs of layers too, beside 8-bit weights.")
+    ] = None,
+    static: Annotated[
+        Literal["minmax", "percentile", "kl", "mse"] | None,
+        typer.Option(help="Round inputs by one scale a layer, found in calibration so; else one a token as they come."),
+    ] = None,
     sparsity: Annotated[float | None, typer.Option(help="Share of weights that pruning makes zero; 0.5.")] = None,
     pattern: Annotated[str | None, typer.Option(help="As 2:4, by which of every 4 neighbouring inputs 2 stay.")] = None,
     keep_layers: Annotated[int | None, typer.Option(min=1, help="Layers that stay (structured).")] = None,
@@ -66,6 +73,7 @@ def compress(
 
     \b
     tightfit compress my-model --method gptq --bits 4 --group 128 --data wiki.txt --out my-model-4bit
+    tightfit compress my-model --method smoothquant --static mse --data wiki.txt --out my-model-w8a8
     tightfit compress my-model --recipe steps.yaml --data wiki.txt --out small
     tightfit compress my-model --method sparsegpt --pattern 2:4 --data wiki.txt --out sparse
     tightfit compress my-model --fit T4 --context 4096 --data wiki.txt --out fits-a-T4
@@ -78,6 +86,7 @@ def compress(
     from tightfit.train.precision import choose_device
 
     options = {"bits": bits, "group": group, "symmetric": symmetric, "sparsity": sparsity, "pattern": pattern}
+    options |= {"activations": activations, "static": static}
     kept = KeptShape(layers=keep_layers, heads=keep_heads, mlp=keep_mlp, experts=keep_experts)
     if kept != KeptShape() and method != "structured":
         raise UserError("--keep-layers, -heads, -mlp and -experts belong to --method structured")

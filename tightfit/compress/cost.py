@@ -65,6 +65,8 @@ def schemes(spec: ModelSpec, recipe: Recipe) -> dict[str, Scheme]:
         scheme = None if step is None else step.scheme()
         if scheme is not None:
             scheme.check(outputs, inputs, name)
+            if scheme.static and ".experts." in name:
+                raise UserError(f"{name} cannot round inputs statically, as experts do not; keep them, or drop static")
             found[name] = scheme
     return found
 

@@ -8,11 +8,12 @@ In place of a coded layer stands what its codes mean, so forward passes cost as 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from tightfit.compress.activation_scales import activation_scale
 from tightfit.compress.awq import code_clipped, scale_channels
 from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
@@ -123,7 +124,7 @@ class _LayerWork:
             if step.method == "awq":
                 scale_channels(self.layer, group, seen[group.names[0]], scheme)
             else:
-                smooth(self.layer, group, seen[group.names[0]], scheme, step.alpha)
+                smooth(self.layer, group, seen[group.names[0]], scheme, step)
 
     def code_set(self, group: LinearSet) -> None:
         """Code the linear layers of one input."""
@@ -163,8 +164,13 @@ class _LayerWork:
         if step is None:
             return weight, None
         if pruning is not None and self.code is code_weight:
-            return weight, code_weight(name, weight, seen, step, keep_zeros=True)
-        return weight, self.code(name, weight, seen, step)
+            coded = code_weight(name, weight, seen, step, keep_zeros=True)
+        else:
+            coded = self.code(name, weight, seen, step)
+        if step.static is None:
+            return weight, coded
+        assert seen is not None, "whose inputs are these?"
+        return weight, replace(coded, input_scale=activation_scale(seen, coded.scheme, step.static))
 
     def _put(self, name: str, module: nn.Linear, weight: Tensor, coded: CodedWeight | None) -> None:
         """Let the compressed layer compute from now on; rounded activations need more than another weight."""

@@ -60,6 +60,8 @@ class Step:
     alpha: float | None = None
     """SmoothQuant's; searched where it is None."""
     activations: Literal["int8", "fp8"] | None = None
+    static: Literal["minmax", "percentile", "kl", "mse"] | None = None
+    """How calibration finds the one scale of a layer's inputs; None: a scale per token, as they come."""
     outlier_share: float = 0.01
     sparsity: float = 0.5
     """The share of weights that pruning makes zero."""
@@ -102,17 +104,19 @@ class Step:
         """How it codes weights; None where it does not."""
         if self.method not in CODING:
             return None
+        is_static = self.static is not None
         if self.method == "smoothquant":
-            return Scheme(bits=8, group=0, activations="int8")
+            return Scheme(bits=8, group=0, activations="int8", static=is_static)
         if self.method == "llm.int8":
-            return Scheme(bits=8, group=0, activations="llm.int8")
+            return Scheme(bits=8, group=0, activations="llm.int8", static=is_static)
         if self.method == "spqr":
-            return Scheme(bits=self.bits or 3, group=SPQR_GROUP, symmetric=False, outliers=True)
+            return Scheme(bits=self.bits or 3, group=SPQR_GROUP, symmetric=False, outliers=True, static=is_static)
         kind: Any = self.method if self.method in KINDS else (self.numbers or "int")
         bits = FIXED_BITS.get(kind, 4) if self.bits is None else self.bits
         group = FIXED_GROUPS.get(kind, 0 if bits == 8 else 128) if self.group is None else self.group
         symmetric = (kind != "int" or bits == 8) if self.symmetric is None else self.symmetric
-        return Scheme(kind=kind, bits=bits, group=group, symmetric=symmetric, activations=self.activations)
+        activations = self.activations
+        return Scheme(kind=kind, bits=bits, group=group, symmetric=symmetric, activations=activations, static=is_static)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class Recipe:
     @property
     def is_calibrated(self) -> bool:
         """Whether any step needs data."""
-        return any(step.method in CALIBRATED for step in self.steps)
+        return any(step.method in CALIBRATED or step.static is not None for step in self.steps)
 
     def describe(self) -> str:
         """One line."""
@@ -168,7 +172,7 @@ def recipe_of(method: str, **options: Any) -> Recipe:
     sparse = {name: given.pop(name) for name in PRUNING_OPTIONS if name in given}
     if sparse and not set(names) & set(PRUNING):
         raise UserError(f"{' and '.join(sparse)} belong to pruning; put one of {', '.join(PRUNING)} into --method")
-    if names[-1] in PRUNING and given.keys() & {"bits", "group", "symmetric"}:
+    if names[-1] in PRUNING and given.keys() & {"bits", "group", "symmetric", "activations", "static"}:
         raise UserError(f"--method {method} ends in pruning, which has no bits; add a coding, as {method}+gptq")
     last = len(names) - 1
     steps = [

@@ -2,6 +2,8 @@
 
     s_x[m] = max_k |x[m, k]| / 127,   q = round(x / s_x),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
 
+Or s_x is one number for all tokens, known before, beyond whose range q saturates at −128 and 127.
+
 On CUDA the product is torch._int_mm (cuBLASLt's int8 matrix units, twice the rate of 16 bits), which wants more than 16
 rows and K and N in multiples of 8; fewer rows are padded. Elsewhere the integers are multiplied as float32, which is
 exact up to 2^24: the same numbers. Not differentiable.
@@ -18,26 +20,29 @@ LEAST_ROWS = 17
 ALIGNED = 8
 
 
-def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """x [..., K] times the transpose of int8 `codes` [N, K] with `scale` [N, 1]."""
+def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None) -> Tensor:
+    """x [..., K] times the transpose of int8 `codes` [N, K] with `scale` [N, 1]; x by `input_scale` [1], or by rows."""
     if codes.dtype != torch.int8 or codes.shape[1] != x.shape[-1] or scale.shape != (codes.shape[0], 1):
         shapes = f"{list(x.shape)}, {codes.dtype} {list(codes.shape)} and scales {list(scale.shape)}"
         raise UserError(f"int8_linear got {shapes}; give x [..., K], int8 codes [N, K] and scales [N, 1]")
-    rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]))
+    rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]), input_scale)
     sums = _products(rows, codes) * row_scale * scale.T.to(torch.float32)
     return sums.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
 
 
-def int8_linear_eager(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+def int8_linear_eager(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None) -> Tensor:
     """The reference: both factors rounded, expanded and multiplied as float32."""
-    rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]))
+    rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]), input_scale)
     made = F.linear(rows.to(torch.float32) * row_scale, codes.to(torch.float32) * scale.to(torch.float32))
     return made.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
 
 
-def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] as int8 codes and the float32 scales [M, 1] of its rows."""
+def rounded_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] as int8 codes and the float32 scales [M, 1] of its rows; or by a known scale of all, [1]."""
     wide = x.to(torch.float32)
+    if known_scale is not None:
+        scale = known_scale.to(torch.float32)
+        return (wide / scale).round().clamp(-LARGEST - 1, LARGEST).to(torch.int8), scale
     scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
     return (wide / scale).round().to(torch.int8), scale
 

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.ranks import LOOPBACK, RankShare, agreed_budget
 from tightfit.serve.rope_tables import RopeTables
-from tightfit.serve.runner import make_cache, paged_context
+from tightfit.serve.runner import make_cache, run_layers
 from tightfit.serve.step import Step
 
 TENSORS = ("tokens", "positions", "slots", "tables", "lengths", "rows")
@@ -35,7 +34,7 @@ class RankSteps:
         weight = share.weight
         self.device, self.dtype = weight.device, weight.dtype
         # Layers count from the model's first, the cache from this stage's.
-        self._place = {layer: layer - share.span.first for layer in range(share.span.first, share.span.last)}
+        self._cache_layers = {layer: layer - share.span.first for layer in range(share.span.first, share.span.last)}
         self.cache = make_cache(
             share.local_spec, self.budget.blocks, config.block_size, self.device, self.dtype, config.cache_format
         )
@@ -45,12 +44,7 @@ class RankSteps:
     def run(self, step: Step) -> Tensor | None:
         """Logits [R, V] on rank 0 (where the step has rows), None elsewhere."""
         share, spread = self.share, self.share.spread
-        self.cache.step = step
-        x = self._entering(step)
-        mask = AttentionMask(x.shape[1], x.shape[1], self.device)
-        ctx = paged_context(self.cache, mask, self.ropes.of(step), self._place)
-        for layer in share.model.layers:
-            x, _ = layer(x, ctx)
+        x = run_layers(share.model.layers, self._entering(step), step, self.cache, self.ropes, self._cache_layers)
         if not share.span.is_last:
             dist.send(x.contiguous(), share.rank + spread.tensor)
             return self._received_logits(step) if share.rank == 0 else None

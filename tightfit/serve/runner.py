@@ -4,13 +4,13 @@ Models of the common kind run over joint weights (program.py), others through th
 are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.cross_entropy import softcapped
@@ -18,7 +18,7 @@ from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder, ForwardContext
 from tightfit.models.latent_attention import Expansion
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.spec import ModelSpec, Rope
+from tightfit.models.spec import ModelSpec
 from tightfit.serve.adapters import AdapterSet
 from tightfit.serve.cpu_products import fastest_products
 from tightfit.serve.joint_weights import can_join
@@ -46,20 +46,33 @@ def make_cache(
     return kind(spec, blocks, block_size, device, dtype, form)
 
 
-def paged_context(
-    cache: PagedCache, mask: AttentionMask, ropes: dict[Rope, tuple[Tensor, Tensor]], place: Mapping[int, int] = ALL
-) -> ForwardContext:
-    """What layers share whose keys and values are in `cache`, layer i's at place[i] of it."""
+def run_layers(
+    layers: Iterable[nn.Module],
+    x: Tensor,
+    step: Step,
+    cache: PagedCache,
+    ropes: RopeTables,
+    cache_layers: Mapping[int, int] = ALL,
+) -> Tensor:
+    """The residual stream x [1, N, H] of a step through `layers`, whose keys and values are in `cache`.
+
+    Layer i has those of the cache's layer cache_layers[i].
+    """
+    cache.step = step
 
     def attend(layer: int, *given: Any, **settings: Any) -> Tensor:
-        return cache.attend(place.get(layer, layer), *given, **settings)
+        return cache.attend(cache_layers.get(layer, layer), *given, **settings)
 
     def attend_latent(layer: int, query: Tensor, vectors: Tensor, expansion: Expansion, *, scale: float) -> Tensor:
         assert isinstance(cache, LatentCache)
-        return cache.attend_latent(place.get(layer, layer), query, vectors, expansion, scale=scale)
+        return cache.attend_latent(cache_layers.get(layer, layer), query, vectors, expansion, scale=scale)
 
     latent = attend_latent if isinstance(cache, LatentCache) else None
-    return ForwardContext(mask, ropes, None, attend, attend_latent=latent)
+    mask = AttentionMask(x.shape[1], x.shape[1], x.device)
+    ctx = ForwardContext(mask, ropes.of(step), None, attend, attend_latent=latent)
+    for layer in layers:
+        x, _ = layer(x, ctx)
+    return x
 
 
 class Runner:
@@ -133,10 +146,6 @@ class Runner:
         )
 
     def _through_layers(self, step: Step) -> Tensor:
-        self.cache.step = step
         x = self.model.embed_tokens(step.tokens, step.positions)
-        count = step.tokens.shape[1]
-        ctx = paged_context(self.cache, AttentionMask(count, count, self.device), self.ropes.of(step))
-        for layer in self.model.layers:
-            x, _ = layer(x, ctx)
-        return x[0] if step.rows.numel() == count else x[0, step.rows]
+        x = run_layers(self.model.layers, x, step, self.cache, self.ropes)
+        return x[0] if step.rows.numel() == x.shape[1] else x[0, step.rows]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.serve.paged_cache import PagedCache
-from tightfit.serve.runner import Runner, paged_context
+from tightfit.serve.runner import Runner, run_layers
 from tightfit.serve.step import Step
 
 
@@ -32,17 +31,14 @@ class SkippingRunner:
 
     def __init__(self, target: Runner, kept: list[int], cache: PagedCache) -> None:
         self.target, self.cache, self.device = target, cache, target.device
-        self._place = {layer: place for place, layer in enumerate(kept)}
+        self._cache_layers = {layer: index for index, layer in enumerate(kept)}
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
         """Logits [R, V] of the step's rows; keys and values of all its tokens are stored."""
-        model, count = self.target.model, step.tokens.shape[1]
-        self.cache.step = step
+        model = self.target.model
+        layers = (model.layers[index] for index in self._cache_layers)
         with self.target.fast_products():
             x = model.embed_tokens(step.tokens, step.positions)
-            mask = AttentionMask(count, count, self.device)
-            ctx = paged_context(self.cache, mask, self.target.ropes.of(step), self._place)
-            for layer in self._place:
-                x, _ = model.layers[layer](x, ctx)
+            x = run_layers(layers, x, step, self.cache, self.target.ropes, self._cache_layers)
         return self.target.project(x[0, step.rows])

@@ -16,6 +16,9 @@ from tightfit.errors import UserError
 from tightfit.models.quantized.codebooks import TABLES, table
 from tightfit.models.quantized.scheme import Scheme
 
+MOVED = ("codes", "scale", "zero", "group_of", "input_scale")
+"""Tensors of a coded weight that are one each."""
+
 
 @dataclass(frozen=True)
 class Outliers:
@@ -44,6 +47,8 @@ class CodedWeight:
     outliers: Outliers | None = None
     coded_scales: Mapping[str, Tensor] = field(default_factory=dict)
     """How the scales are coded themselves, by the names under which they are stored, where that is not plainly."""
+    input_scale: Tensor | None = None
+    """Of the layer's inputs where they are rounded statically, [1]."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,11 +69,13 @@ class CodedWeight:
         assert self.outliers is None, "outliers are not cut"
         scale = self.scale if self.scale.shape[0] == 1 else self.scale[start:stop]
         zero = None if self.zero is None else self.zero[start:stop]
-        return CodedWeight(self.scheme, self.codes[start:stop], scale, zero, self.group_of)
+        return CodedWeight(
+            self.scheme, self.codes[start:stop], scale, zero, self.group_of, input_scale=self.input_scale
+        )
 
     def to(self, device: torch.device | str) -> "CodedWeight":
         """The same on another device."""
-        moved = {name: _moved(getattr(self, name), device) for name in ("codes", "scale", "zero", "group_of")}
+        moved = {name: _moved(getattr(self, name), device) for name in MOVED}
         lost = self.outliers
         outliers = lost and Outliers(lost.starts.to(device), lost.columns.to(device), lost.values.to(device))
         scales = {name: tensor.to(device) for name, tensor in self.coded_scales.items()}
@@ -124,4 +131,5 @@ def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scale for part in parts]),
         torch.cat(zeros) if zeros else None,
+        input_scale=first.input_scale,  # of one input, which they share
     )

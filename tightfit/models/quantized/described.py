@@ -100,20 +100,26 @@ def _config_group(group: Config) -> Scheme:
     }
     if strategy not in spans or not isinstance(spans[strategy], int):
         raise UserError(f"quantization_config scales weights by {strategy!r}; group, channel and tensor are read")
-    activations: Any = None
-    if isinstance(inputs, dict):
-        if not inputs.get("dynamic") or inputs.get("strategy") != "token":
-            raise UserError(
-                "quantization_config rounds activations by fixed scales; only dynamic ones a token are read"
-            )
-        activations = "int8" if inputs.get("type") == "int" else "fp8"
+    rounding = _input_rounding(inputs) if isinstance(inputs, dict) else {}
     if weights.get("type") == "int":
-        return Scheme(
-            bits=bits, group=spans[strategy], symmetric=bool(weights.get("symmetric", True)), activations=activations
-        )
+        symmetric = bool(weights.get("symmetric", True))
+        return Scheme(bits=bits, group=spans[strategy], symmetric=symmetric, **rounding)
     if bits == 8:
-        return Scheme(kind="fp8", bits=8, group=spans[strategy], activations=activations)
+        return Scheme(kind="fp8", bits=8, group=spans[strategy], **rounding)
     return Scheme(kind="mxfp4" if spans[strategy] == 32 else "nvfp4", bits=4, group=spans[strategy])
+
+
+def _input_rounding(inputs: Config) -> dict[str, Any]:
+    """Fields of a Scheme for `input_activations`: a scale per token as they come, or one a tensor that is stored."""
+    kind, strategy, dynamic = inputs.get("type"), inputs.get("strategy"), inputs.get("dynamic", False)
+    known = (strategy, dynamic) in (("token", True), ("tensor", False))
+    if not known or inputs.get("num_bits") != 8 or kind not in ("int", "float") or not inputs.get("symmetric", True):
+        told = {name: inputs.get(name) for name in ("num_bits", "type", "strategy", "dynamic", "symmetric")}
+        raise UserError(
+            f"quantization_config rounds activations by {told}; read are 8 bits, symmetric, dynamic ones a token or "
+            "static ones a tensor"
+        )
+    return {"activations": "int8" if kind == "int" else "fp8", "static": not dynamic}
 
 
 _READERS: dict[str, Callable[[Config, str], Scheme]] = {

@@ -40,6 +40,8 @@ HELD: dict[str, dict[str, Held]] = {
         "weight_shape": "nothing",
         "weight_zero_point": "zeros",
         "weight_global_scale": "stored",
+        "input_scale": "stored",
+        "input_zero_point": "nothing",
     },
     "gptq": {"qweight": "stored", "qzeros": "zeros", "scales": "stored", "g_idx": "order"},
     "awq": {"qweight": "stored", "qzeros": "zeros", "scales": "stored"},

@@ -2,8 +2,9 @@
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
 `kernels/quantized_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read packed codes. Schemes with
-rounded activations round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3). LLM.int8 (Dettmers
-et al. 2022) leaves input channels that reach ±6 anywhere in the batch unrounded.
+rounded activations round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where they are
+static, one for all that calibration has found; what lies beyond it saturates. LLM.int8 (Dettmers et al. 2022) leaves
+input channels that reach ±6 anywhere in the batch unrounded.
 """
 
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ class QuantizedLinear(nn.Module):
     scale: Tensor | None
     zero: Tensor | None
     group_of: Tensor | None
+    input_scale: Tensor | None
     outlier_starts: Tensor | None
     outlier_columns: Tensor | None
     outlier_values: Tensor | None
@@ -48,6 +50,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scale", None if self.coded_names else _half_where_exact(weight.scale))
         self.register_buffer("zero", None if self.coded_names else _narrow(weight.zero))
         self.register_buffer("group_of", weight.group_of)
+        self.register_buffer("input_scale", weight.input_scale)
         lost = weight.outliers
         for name in ("starts", "columns", "values"):
             self.register_buffer(f"outlier_{name}", None if lost is None else getattr(lost, name))
@@ -72,7 +75,9 @@ class QuantizedLinear(nn.Module):
         """The weight with its codes unpacked."""
         coded = {name: self.get_buffer(_buffer(name)) for name in self.coded_names}
         scale, zero = self._scales(coded)
-        return CodedWeight(self.scheme, self._unpack(), scale, zero, self.group_of, self._outliers(), coded)
+        return CodedWeight(
+            self.scheme, self._unpack(), scale, zero, self.group_of, self._outliers(), coded, self.input_scale
+        )
 
     def _scales(self, coded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Scales and zero points in float32."""
@@ -119,16 +124,23 @@ class QuantizedLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         scheme, scale = self.scheme, self.scale if self._has_row_scales else None
-        if scheme.activations == "int8" and scale is not None:
-            return int8_linear(x, self.packed, scale)
+        if scheme.activations == "int8" and self.scale is not None:
+            return int8_linear(x, self.packed, self.scale.expand(self.out_features, 1), self.input_scale)
         if scheme.activations == "fp8" and scale is not None and can_multiply_fp8(x, self.out_features):
-            rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]).contiguous())
+            rows, row_scale = self._fp8_rows(x.reshape(-1, x.shape[-1]).contiguous())
             return fp8_matmul(rows, self.packed, row_scale, scale.float(), x.dtype).view(*x.shape[:-1], -1)
         if scheme.activations == "fp8":
-            return F.linear(rounded(x, "fp8"), self.dequantize(x.dtype))
+            return F.linear(rounded(x, "fp8", self.input_scale), self.dequantize(x.dtype))
         if self.is_packed and scale is not None:
             return quantized_linear(x, self.packed, scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl)
         return F.linear(x, self.dequantize(x.dtype))
+
+    def _fp8_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [M, K] in e4m3 and the scales of its rows [M, 1]."""
+        if self.input_scale is None:
+            return quantize_rows(x)
+        codes = (x.float() / self.input_scale.float()).clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+        return codes, self.input_scale.float().expand(len(x), 1).contiguous()
 
     def _with_outlier_channels(self, x: Tensor) -> Tensor:
         large = (x.abs() >= OUTLIER).flatten(0, -2).any(0)
@@ -139,13 +151,18 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features} → {self.out_features}, {self.scheme.describe()}"
 
 
-def rounded(x: Tensor, kind: str) -> Tensor:
-    """x as 8 bits with a scale per token hold it."""
+def rounded(x: Tensor, kind: str, scale: Tensor | None = None) -> Tensor:
+    """x as 8 bits hold it: with a scale per token, or with the one `scale`, beyond whose range it saturates."""
     most = 127.0 if kind == "int8" else E4M3_LARGEST
     wide = x.to(torch.float32)
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
-    codes = (wide / scale).round() if kind == "int8" else (wide / scale).to(torch.float8_e4m3fn).to(torch.float32)
-    return (codes * scale).to(x.dtype)
+    if scale is None:
+        scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
+    ratio = wide / scale.to(torch.float32)
+    if kind == "int8":
+        codes = ratio.round().clamp(-128, 127)
+    else:
+        codes = ratio.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).to(torch.float32)
+    return (codes * scale.to(torch.float32)).to(x.dtype)
 
 
 def can_multiply_fp8(x: Tensor, outputs: int) -> bool:

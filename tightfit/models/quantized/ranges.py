@@ -68,10 +68,20 @@ def in_groups(weight: Tensor, scheme: Scheme) -> Tensor:
     return weight.reshape(weight.shape[0], scheme.groups(weight.shape[1]), -1)
 
 
-def fit_grid(weight: Tensor, scheme: Scheme, rule: RangeRule = "minmax", importance: Tensor | None = None) -> Grid:
-    """The grid for a float32 matrix. `importance` weighs the errors of `mse`: [inputs], or [inputs, inputs] for H."""
+def fit_grid(
+    weight: Tensor,
+    scheme: Scheme,
+    rule: RangeRule = "minmax",
+    importance: Tensor | None = None,
+    *,
+    largest: Tensor | None = None,
+) -> Grid:
+    """The grid for a float32 matrix. `importance` weighs the errors of `mse`: [inputs], or [inputs, inputs] for H;
+    `largest` is the largest magnitude of what `weight` is a sample of, for one symmetric scale in all."""
     blocks = in_groups(weight, scheme)
     low, high = _span(blocks, scheme, rule)
+    if largest is not None and rule != "percentile":
+        low, high = -largest.reshape(1, 1), largest.reshape(1, 1)
     if scheme.kind == "binary":  # the best scale of signs is the mean magnitude (Rastegari et al. 2016)
         return Grid(scheme, store_scales(blocks.abs().mean(-1), scheme), None)
     if scheme.kind == "nf4" and rule == "minmax":

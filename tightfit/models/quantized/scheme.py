@@ -9,7 +9,8 @@
 | `nvfp4` | a 4-bit float (e2m1) · S / G | per 16, e4m3, and one float32 G per tensor |
 | `fp8` | an 8-bit float (e4m3) · S | per row or tensor, float32 |
 
-`activations` says that the layer's inputs are rounded too, a scale per token, computed as they come (dynamic).
+`activations` says that the layer's inputs are rounded too: with a scale per token, computed as they come (dynamic), or
+where they are `static` with one scale for all, which calibration has found and files hold.
 A matrix is [outputs, inputs]; a group is `group` consecutive inputs of one output. Nothing here imports torch.
 """
 
@@ -28,6 +29,8 @@ TABLED = ("binary", "nf4", "mxfp4", "nvfp4")
 WORD = 32
 TILE_WORDS = 16
 """Words of a tile of the kernels (kernels/packing.py)."""
+INPUT_SCALE_BYTES = 4
+"""Of static activations."""
 NESTED_BLOCK = 256
 """Scales of NF4 that share a float32 scale of their own."""
 
@@ -41,6 +44,7 @@ class Scheme:
     group: int = 128
     symmetric: bool = True
     activations: Activations | None = None
+    static: bool = False
     outliers: bool = False
     """Whether single weights are kept in float16 beside the codes, and scales are coded too (SpQR)."""
 
@@ -62,6 +66,9 @@ class Scheme:
             raise UserError(f"{self.kind} numbers are symmetric about zero; only integers can have a zero point")
         if self.activations is not None and (self.bits != 8 or self.group > 0 or not self.symmetric):
             raise UserError("activations are rounded beside 8-bit weights with a scale per row, symmetric ones, only")
+        if self.static and self.activations not in ("int8", "fp8"):
+            given = self.activations or "not rounded"
+            raise UserError(f"static scales are for int8 and fp8 activations, but these are {given}; use one of both")
 
     @property
     def levels(self) -> int:
@@ -87,7 +94,7 @@ class Scheme:
     def weight_bytes(self, outputs: int, inputs: int) -> int:
         """Bytes of the packed codes with their scales and zero points, outliers aside."""
         words = -(-inputs * self.bits // WORD)
-        return outputs * words * 4 + self._scale_bytes(outputs, self.groups(inputs))
+        return outputs * words * 4 + self._scale_bytes(outputs, self.groups(inputs)) + INPUT_SCALE_BYTES * self.static
 
     def held_bytes(self, outputs: int, inputs: int) -> int:
         """The same in memory (linear.py): a zero point takes a byte there, and the mean of NF4's scales four."""
@@ -129,8 +136,8 @@ class Scheme:
 
     def describe(self) -> str:
         """As people write it: int4 g128 asym, fp8, nf4."""
+        rounded = f" ({'static ' if self.static else ''}{self.activations} activations)" if self.activations else ""
         if self.kind != "int":
-            return self.kind if self.activations is None else f"{self.kind} ({self.activations} activations)"
+            return f"{self.kind}{rounded}"
         span = f"g{self.group}" if self.group > 0 else ("per channel" if self.group == 0 else "per tensor")
-        made = f"int{self.bits} {span}{'' if self.symmetric else ' asym'}"
-        return made if self.activations is None else f"{made} ({self.activations} activations)"
+        return f"int{self.bits} {span}{'' if self.symmetric else ' asym'}{rounded}"

@@ -4,11 +4,11 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -25,6 +25,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Usage, Writer, error_body
 from tightfit.serve.http.conversation import chat_tokens
 from tightfit.serve.http.guards import Guards, ServerLimits
+from tightfit.serve.http.hang_up import until_gone
 from tightfit.serve.http.metrics import prometheus, stats
 from tightfit.serve.http.protocol import COMPLETION_TOKENS, ChatBody, CompletionBody, EmbeddingBody, as_token_lists
 from tightfit.serve.http.streaming import Asking, EventStream, streamed
@@ -35,7 +36,6 @@ from tightfit.serve.service import EngineDiedError, OverloadedError, Service
 
 CLIENT_GONE = 499
 MOST_PROMPTS = 64
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _add_generation(app: FastAPI, served: Served) -> None:
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         if served.adapter_of(body.model) is not None:
             raise UserError(f"model is {body.model!r}, an adapter; embeddings are those of {served.name}")
-        return JSONResponse(await _until_gone(request, _embedded(served, body)))
+        return JSONResponse(await until_gone(request.receive, _embedded(served, body)))
 
 
 async def _answered(served: Served, asking: Asking, request: Request) -> Response:
@@ -169,9 +169,10 @@ async def _answered(served: Served, asking: Asking, request: Request) -> Respons
         service.engine.check(each)
     if asking.body.stream:
         made = streamed(service, asking, served.limits.request_seconds)
-        first = await _until_gone(request, _first(made))  # what goes wrong before the first token has a status yet
+        # What goes wrong before the first token has a status yet.
+        first = await until_gone(request.receive, _first(made))
         return Response(status_code=CLIENT_GONE) if first is None else EventStream(first, made)
-    answers = await _until_gone(request, _gathered(service, asking.requests, served.limits.request_seconds))
+    answers = await until_gone(request.receive, _gathered(service, asking.requests, served.limits.request_seconds))
     if answers is None:
         return Response(status_code=CLIENT_GONE)
     usage = Usage(sum(len(each.prompt) for each in asking.requests))
@@ -191,35 +192,6 @@ async def _gathered(service: Service, requests: list[EngineRequest], seconds: fl
 
 async def _first(made: AsyncIterator[str]) -> str:
     return await anext(made)
-
-
-async def _until_gone(request: Request, work: Coroutine[Any, Any, Made]) -> Made | None:
-    """What `work` returns, or None where the client hangs up before; `work` is then cancelled."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_hung_up(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return None
-        return _result(task)
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
-
-
-def _result(task: "asyncio.Task[Made]") -> Made:
-    try:
-        return task.result()
-    except BaseExceptionGroup as group:  # of tasks that fail together the first says why
-        raise group.exceptions[0] from None
-
-
-async def _hung_up(request: Request) -> None:
-    receive: Callable[[], Awaitable[Any]] = request.receive
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import Any
 import h11
 
 from tightfit.serve.http.answers import error_body
+from tightfit.serve.http.hang_up import Receive, until_gone
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 BEGINNING_BYTES = 512
@@ -47,7 +47,7 @@ class Balancer:
         chosen = self.choose(body)
         self.open[chosen] += 1
         try:
-            await self._until_gone(receive, self._forward(self.ports[chosen], scope, body, send))
+            await until_gone(receive, self._forward(self.ports[chosen], scope, body, send))
         finally:
             self.open[chosen] -= 1
 
@@ -59,15 +59,6 @@ class Balancer:
         digest = blake2b(body[:BEGINNING_BYTES], digest_size=8).digest()
         usual = int.from_bytes(digest) % len(self.ports)
         return usual if self.open[usual] <= self.open[least] + SLACK else least
-
-    async def _until_gone(self, receive: Receive, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_hung_up(receive))
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        for each in (task, gone):
-            each.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
     async def _forward(self, port: int, scope: MutableMapping[str, Any], body: bytes, send: Send) -> None:
         begun = False
@@ -152,11 +143,6 @@ async def _whole(port: int, scope: MutableMapping[str, Any]) -> tuple[int, bytes
     except (OSError, h11.RemoteProtocolError):
         return 503, json.dumps({"status": "dead"}).encode()
     return status, b"".join(parts)
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -5,6 +5,7 @@
 | pack-quantized | weight_packed int32 [out, ⌈in · bits / 32⌉], weight_scale [out, groups], weight_shape |
 | | and where asymmetric weight_zero_point int32 [⌈out · bits / 32⌉, groups] |
 | int-quantized, float-quantized | weight int8 or e4m3 [out, in], weight_scale [out, 1]; with rounded activations |
+| | and where these are static input_scale [1] |
 | mxfp4-pack-quantized | weight_packed uint8 [out, in / 2], low half first, weight_scale uint8 exponents |
 | nvfp4-pack-quantized | the same with e4m3 scales, and weight_global_scale, which divides |
 
@@ -31,7 +32,16 @@ class CompressedTensors(FileFormat):
     """`quant_method: compressed-tensors`."""
 
     name = "compressed-tensors"
-    suffixes = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
+    suffixes = (
+        "weight",
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+        "weight_zero_point",
+        "weight_global_scale",
+        "input_scale",
+        "input_zero_point",
+    )
     marks = ("weight_scale",)
 
     def refuse(self, scheme: Scheme) -> str | None:
@@ -45,10 +55,10 @@ class CompressedTensors(FileFormat):
         layout = _layout(weight.scheme)
         if layout in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
             return {"weight_packed": pack_nibbles(weight.codes, high_first=False), **weight.coded_scales}
-        if layout == "float-quantized":
-            return {"weight": weight.codes, "weight_scale": weight.scale}
-        if layout == "int-quantized":
-            return {"weight": _centred(weight.codes, weight.scheme), "weight_scale": weight.scale}
+        if layout in ("float-quantized", "int-quantized"):
+            codes = weight.codes if layout == "float-quantized" else _centred(weight.codes, weight.scheme)
+            inputs = {} if weight.input_scale is None else {"input_scale": weight.input_scale}
+            return {"weight": codes, "weight_scale": weight.scale, **inputs}
         made = {
             "weight_packed": pack(weight.codes, weight.scheme.bits),
             "weight_scale": weight.scale.to(torch.float16 if weight.scheme.group > 0 else torch.float32),
@@ -67,11 +77,11 @@ class CompressedTensors(FileFormat):
             return CodedWeight(scheme, codes, small_float_scales(coded), coded_scales=coded)
         wide = scale.to(torch.float32)
         wide = wide.view(1, 1) if wide.numel() == 1 else wide.reshape(wide.shape[0], -1)
-        if layout == "float-quantized":
-            return CodedWeight(scheme, stored(tensors, "weight", module), wide)
-        if layout == "int-quantized":
-            codes = stored(tensors, "weight", module).to(torch.int16) + scheme.middle
-            return CodedWeight(scheme, codes.to(torch.uint8), wide)
+        if layout in ("float-quantized", "int-quantized"):
+            codes = stored(tensors, "weight", module)
+            if layout == "int-quantized":
+                codes = (codes.to(torch.int16) + scheme.middle).to(torch.uint8)
+            return CodedWeight(scheme, codes, wide, input_scale=_input_scale(tensors, scheme, module))
         outputs, inputs = (int(size) for size in stored(tensors, "weight_shape", module).tolist())
         words = stored(tensors, "weight_packed", module)
         if tuple(words.shape) != (outputs, -(-inputs * scheme.bits // 32)):
@@ -139,7 +149,20 @@ def _activation_args(scheme: Scheme) -> dict[str, Any] | None:
     if scheme.activations is None:
         return None
     kind = "int" if scheme.activations == "int8" else "float"
-    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    span = "tensor" if scheme.static else "token"
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": span, "dynamic": not scheme.static}
+
+
+def _input_scale(tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> Tensor | None:
+    """The one scale of a module's inputs, where they are rounded statically."""
+    if not scheme.static:
+        return None
+    scale = stored(tensors, "input_scale", module).reshape(-1)
+    if scale.numel() != 1 or not scale.is_floating_point() or not bool((scale > 0) & scale.isfinite()):
+        raise UserError(f"input_scale of {module} is no number above 0; download the model again")
+    if "input_zero_point" in tensors and bool(tensors["input_zero_point"].to(torch.float32).any()):
+        raise UserError(f"inputs of {module} have a zero point, though its config says symmetric; such are not read")
+    return scale
 
 
 def small_float_scales(coded: Mapping[str, Tensor]) -> Tensor:
