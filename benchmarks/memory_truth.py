@@ -293,11 +293,12 @@ def _predict_quickly(wanted: list[Case], path: Path, folder: Path) -> None:
     for case in (case for case in wanted if case in rows):
         ledger = formulas(case)
         said = Prediction(
-            ledger.peak_allocated_bytes(),
-            *(round(float(rows[case][name]) * GIB) for name in ("simulated_gib", "simulated_reserved_gib")),
-            step_seconds(case) if case.ranks == 1 else None,
-            ledger.allocated_bytes("backward", place="host"),
-            round(float(rows[case].get("simulated_host_gib") or 0) * GIB),
+            formula_bytes=ledger.peak_allocated_bytes(),
+            simulated_bytes=round(float(rows[case]["simulated_gib"]) * GIB),
+            simulated_reserved_bytes=round(float(rows[case]["simulated_reserved_gib"]) * GIB),
+            step_s=step_seconds(case) if case.ranks == 1 else None,
+            formula_host_bytes=ledger.allocated_bytes("backward", place="host"),
+            simulated_host_bytes=round(float(rows[case].get("simulated_host_gib") or 0) * GIB),
         )
         made.append({"case": case.columns(), "prediction": asdict(said), "commit": current_commit()})
     path.write_text(json.dumps(made, indent=1), encoding="utf-8")
