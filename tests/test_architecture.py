@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,13 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in found.items()}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Once for all tests that look into it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def floor(module: str) -> int:
     matches = [
         (len(room), level)
@@ -97,11 +105,12 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 def upward(paths: dict[str, Path]) -> list[str]:
     """Every import that leads to a higher floor."""
+    known = set(paths)
     return [
         f"{module} imports {other}"
         for module, path in paths.items()
         if module != "__init__"
-        for other in imported(module, set(paths), ast.parse(path.read_text(encoding="utf-8")))
+        for other in imported(module, known, parsed(path))
         if floor(other) > floor(module)
     ]
 
@@ -177,10 +186,9 @@ def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def test_files_and_functions_stay_readable() -> None:
     long: list[str] = []
     for module, path in modules().items():
-        text = path.read_text(encoding="utf-8")
-        if len(text.splitlines()) > LONGEST_FILE:
+        if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
             long.append(module)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 body = node.body[ast.get_docstring(node) is not None :]
                 lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0

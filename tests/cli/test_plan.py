@@ -74,7 +74,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tightfit: Any) -> Non
 
 
 def test_time_of_a_whole_job(tightfit: Any) -> None:
-    arguments = ("plan", "llama-3.1-405b", "--on", "16x8xH100-80GB", "--seq", 8192, "--batch-tokens", "16M")
+    arguments = ("plan", "llama-3.1-8b", "--on", "8xH100-80GB", "--seq", 8192, "--batch-tokens", "16M")
     data = tightfit(*arguments, "--tokens", "15T", "--json").json
     assert data["steps"] == -(-15 * 10**12 // (data["workload"]["global_batch"] * 8192))
     assert data["job_seconds"] == pytest.approx(data["steps"] * data["step_seconds"])
