@@ -2,7 +2,14 @@
 
 A worker has one server, which keeps the list it was first given: so there is one list, which is this module. Names of
 transformers are asked for because it imports what they need when asked: most of what a tiny run would take.
+
+Ranks of shared groups (tests/distributed/group.py) call functions of the tests' own modules: these too are imported
+here, except for those that need a package which is not installed.
 """
+
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -19,5 +26,9 @@ tests.interpreter.patch_language_once()
 tests.interpreter.ignore_overflows()
 tests.interpreter.share_types()
 tests.slow_halves.compute_in_float32()
+
+for path in sorted(Path(__file__).parent.glob("distributed/test_*.py")):
+    with suppress(ModuleNotFoundError):
+        import_module(f"tests.distributed.{path.stem}")
 
 __all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "tests", "tightfit"]
