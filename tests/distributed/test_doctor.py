@@ -60,10 +60,11 @@ def test_a_healthy_machine_is_measured_and_remembered() -> None:
 
 
 def dying(device: torch.device, plan: Examination) -> Any:
-    """The second rank is killed on its way."""
+    """The second rank is killed on its way, when the first has written down what it found."""
     notes = Notebook(Path(plan.folder))
     notes.found("collectives", "fine", "right")
     notes.begin("checking tensor 2")
+    dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
