@@ -66,6 +66,10 @@ class BufferedStage(PipelineStage):
         self.record: list[TimedWork] | None = None
         """Appended to where set."""
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without those to this rank itself, which torch 2.11 sends in a V: gloo connects no rank to itself."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(1, *args, **kwargs)
         _copy_to_all(self.args_recv_info, num_microbatches)
