@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.test_verbs import Run
 from tests.serve.test_process import ask, serving
 from tests.train.jobs import tiny_job
 from tests.train.test_adapter import held_bytes, in_four_bits
@@ -19,11 +18,6 @@ from tightfit.train.loop import run_job
 pytest.importorskip("uvicorn", reason="pip install 'tightfit[serve]'")
 PROMPT = "the quick"
 TOKENS = 6
-
-
-@pytest.fixture
-def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_verbs import Run
 from tests.compress.conftest import SPEC, text, tiny, tokenizer
 from tests.compress.test_fitting import sized
 from tightfit.compress.fitting import fit_ledger
 
 __all__ = ["text", "tiny", "tokenizer"]
-
-
-@pytest.fixture
-def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
 
 
 def test_from_a_model_to_a_file_for_others(

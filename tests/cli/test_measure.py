@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from benchmarks.reports.documentation import ROOT
-from tests.cli.test_verbs import Run
 from tests.report.test_memory_pictures import text_of
 from tests.train.jobs import tiny_job
 from tightfit.jobs.job import Job
@@ -21,10 +20,9 @@ from tightfit.plan.plan import Plan
 PLANNED = ("plan", "tiny-llama", "--on", "A100-80GB", "--seq", "32", "--global-batch", "4", "--precision", "fp32")
 
 
-@pytest.fixture
-def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import yaml
 
 from benchmarks.reports.documentation import ROOT
 from tests.cli.test_base_install import base_install
-from tests.cli.test_verbs import Run
 from tests.speed import million_turns_s, python_s, within_turns
 from tightfit.plan.plan import Plan
 
@@ -29,10 +28,9 @@ PROMISED = {
 }
 
 
-@pytest.fixture
-def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
 
 
 def test_json_is_one_object_with_what_is_promised(tightfit: Any) -> None:

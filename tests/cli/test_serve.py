@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_verbs import Run
+from tests.cli.conftest import Run
 from tightfit.errors import UserError
 from tightfit.serve import start
 from tightfit.serve.config import EngineConfig

@@ -26,26 +26,6 @@ from tightfit.writer_lock import locked_beside
 __all__ = ["make_small"]
 
 
-class Run:
-    """One invocation through the real entry point."""
-
-    def __init__(self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-        monkeypatch.setattr("sys.argv", ["tightfit", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        self.code = stopped.value.code
-        self.out, self.err = capfd.readouterr()
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
-
-
 @pytest.fixture(scope="module")
 def job_file(tmp_path_factory: pytest.TempPathFactory, corpus: Path, token_cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("job")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.test_verbs import Run
+from tests.cli.conftest import Run
 from tests.compress.conftest import SPEC
 from tests.compress.held import assert_held_as_said, counted_bytes
 from tightfit.compress.compression import CompressionJob, compress

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.cli.test_verbs import Run
+from tests.cli.conftest import Run
 from tests.train.jobs import tiny_job
 from tightfit.jobs.job import Job
 from tightfit.memory.ledger import Ledger

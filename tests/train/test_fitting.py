@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.test_verbs import Run
+from tests.cli.conftest import Run
 from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from tests.cli.test_verbs import Run
+from tests.cli.conftest import Run
 from tests.train.jobs import latest_checkpoint, tiny_job
 from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
