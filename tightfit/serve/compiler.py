@@ -9,6 +9,7 @@ after its pipe has broken.
 Triton's keys to that cache begin with a hash of its whole library (some 400 MB): made here beside the reading too.
 """
 
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -23,6 +24,7 @@ from typing import NamedTuple, Self
 
 PATIENCE_S = 120.0
 """How long the other processes may take before we compile what is missing ourselves."""
+PIPE_BYTES = 2**20
 DRIVER = Path("/dev/nvidiactl")
 
 
@@ -47,6 +49,8 @@ class Compiler:
 
     def __init__(self) -> None:
         reader, self._pipe = Pipe(duplex=False)
+        with suppress(OSError):  # so many pages that `submit` need not wait until somebody reads
+            fcntl.fcntl(self._pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         with reader:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-W", "ignore", "-m", "tightfit.serve.compiler_process", str(reader.fileno())],
