@@ -48,6 +48,7 @@ def test_without_them_it_is_compiled_here(found: Any) -> None:
 
 def test_what_is_in_the_cache_is_loaded_without_them(found: Any) -> None:
     assert found["again"] == [True] * 3
+    assert found["compiled once more"] == 0, "what steps launch is not what was loaded"
 
 
 def test_nothing_is_begun_for_somebody_who_has_gone_and_nothing_half_made_is_left(found: Any) -> None:

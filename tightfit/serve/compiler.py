@@ -25,7 +25,8 @@ from typing import NamedTuple, Self
 PATIENCE_S = 120.0
 """How long the other processes may take before we compile what is missing ourselves."""
 PIPE_BYTES = 2**20
-DRIVER = Path("/dev/nvidiactl")
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Linux, and Linux inside Windows."""
 
 
 class Variant(NamedTuple):
@@ -102,10 +103,10 @@ class Compiler:
 
 
 def start_compiler(device: str) -> Compiler | None:
-    """A compiler where `device` ("auto", "cuda" or "cpu") may be an NVIDIA card and Triton is installed; asked before
-    torch is imported."""
-    wanted = device != "cpu" and DRIVER.exists() and importlib.util.find_spec("triton") is not None
-    return Compiler() if wanted else None
+    """A compiler where `device` ("auto", "cuda" or "cpu") may be an NVIDIA card and Triton is installed; told without
+    torch, whose import takes as long as the compiler's own."""
+    wanted = device != "cpu" and any(driver.exists() for driver in DRIVERS)
+    return Compiler() if wanted and importlib.util.find_spec("triton") is not None else None
 
 
 def start_hashing() -> Thread:

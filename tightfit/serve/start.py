@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from tightfit.errors import UserError
+from tightfit.kernels.triton_support import HAS_TRITON
 from tightfit.models.generate import check_numbers, prompt_tokens
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
 from tightfit.serve.adapters import load_adapters
-from tightfit.serve.compiler import Compiler, start_compiler
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -58,9 +59,10 @@ def start_engine(
 
     `compiler` may have been started before, and is closed; without one there is one where it is needed.
     """
-    compiler = compiler or start_compiler(device)
+    where = pick_device(device)
+    if compiler is None and where.type == "cuda" and HAS_TRITON:
+        compiler = Compiler()
     with compiler or nullcontext():
-        where = pick_device(device)
         dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
         loaded = load_model(source, device=where, dtype=dtype)
         check_numbers(loaded.model)
