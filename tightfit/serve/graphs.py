@@ -106,15 +106,22 @@ class Graphs:
             self._prompts[size] = self._captured(partial(self._read_prompt, size))
 
     def trials(self) -> Iterator[Callable[[], Tensor]]:
-        """All that will be captured, and steps that come in between, through few layers: with all of their kernels."""
+        """All that will be captured, and steps that come in between, through few layers: with all of their kernels.
+
+        Those with most of them come first, as they are compiled while others are tried.
+        """
         few = copy(self)
         few.runner, few.last_tokens, few._states = self.runner.shortened(), torch.zeros_like(self.last_tokens), {}
-        for size in self.sizes:
+        ends = {*self.sizes[:2], self.sizes[-1]}
+        for size in sorted(ends):
             yield partial(few._try_decoding, size)
-        for size in self._prompt_sizes:
-            yield partial(few._read_prompt, size)
         for step in mixed_steps(self.block_size, self.padding_block, self.max_length, self.device):
             yield partial(few.runner.logits, step)
+        for size in self._prompt_sizes:
+            yield partial(few._read_prompt, size)
+        for size in self.sizes:
+            if size not in ends:
+                yield partial(few._try_decoding, size)
 
     def takes_prompt(self, chunk: Chunk) -> bool:
         """Whether a chunk that is alone in its step is a short whole prompt."""
