@@ -30,6 +30,7 @@ from tightfit.hardware.launches import STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.plan.seconds.adapter import adapter_launch, adapter_params
@@ -262,7 +263,7 @@ class LayoutCost:
                 host_s=host,
                 host_share=costs.host_share,
             ),
-            optimizer_s=max(update, self._update_launch_s(levers)),
+            optimizer_s=update if self._updates_unseen(levers) else max(update, self._update_launch_s(levers)),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
             teacher_s=micro * self.teacher_s,
         )
@@ -299,16 +300,24 @@ class LayoutCost:
     ) -> tuple[float, float]:
         """What a micro-batch waits for the host in forward and in backward, which is ahead of the card or behind it.
 
+        Where the host launches the update before it waits for the loss, it begins the next step while the card updates.
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
         host_forward_s, host_backward_s = host_s
+        if self._updates_unseen(levers):
+            host_backward_s += self._update_launch_s(levers) / max(1, self.micro_batches)
+            forward_s += update_s / max(1, self.micro_batches)
         forward_late_s = max(0.0, host_forward_s - forward_s)
         if levers.update_in_backward:
             one_layer_s = host_backward_s / self.layers
             return forward_late_s, max(one_layer_s, host_backward_s - backward_s - update_s)
         late_s = host_forward_s + host_backward_s - forward_s - backward_s
         return forward_late_s, max(0.0, late_s - forward_late_s)
+
+    def _updates_unseen(self, levers: Levers) -> bool:
+        """Whether the update is launched before the host knows the loss: torch's AdamW skips what is not finite."""
+        return is_torch_adamw(levers, wide=self.costs.workload.updates_wide)
 
     def _update_s(self, levers: Levers) -> float:
         """The card's seconds of AdamW and of adding up gradients."""

@@ -52,12 +52,16 @@ class Updater(Protocol):
 
 
 class TorchUpdater:
-    """Torch's AdamW for weights, gradients and moments of one dtype; on GPUs run by our faster multi-tensor kernel."""
+    """Torch's AdamW for weights, gradients and moments of one dtype; on GPUs run by our faster multi-tensor kernel.
+
+    A factor of NaN changes nothing on the device. The host learns of it later, and then takes its count back.
+    """
 
     needs_gradients_in_weight_dtype = True
 
     def __init__(self, weights: list[Tensor], settings: Optimizer, weight_decay: float) -> None:
         self.weights, self.counts = weights, [0] * len(weights)
+        self.last_counted: list[int] = []
         self.settings, self.weight_decay = settings, weight_decay
         self.adamw = torch.optim.AdamW(
             weights, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=weight_decay, fused=True
@@ -74,14 +78,21 @@ class TorchUpdater:
             self._triton_step(gradients, lr, factor)
         else:
             self._torch_step(gradients, lr, factor)
-        for index, gradient in enumerate(gradients):
-            self.counts[index] += gradient is not None
+        self.last_counted = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        for index in self.last_counted:
+            self.counts[index] += 1
         if copies is not None:
             torch._foreach_copy_(list(copies), self.weights)
+
+    def uncount(self) -> None:
+        """The last update's factor was NaN."""
+        for index in self.last_counted:
+            self.counts[index] -= 1
 
     def _triton_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """One launch per step count: a launch has one bias correction. Counts differ where weights were skipped."""
         factor = None if factor is None else factor.float()
+        counted = 1 if factor is None else 1 - factor.isnan().float()
         for count in sorted(set(self.counts)):
             pairs = [(i, g) for i, g in enumerate(gradients) if g is not None and self.counts[i] == count]
             if pairs:
@@ -90,13 +101,14 @@ class TorchUpdater:
                 m, v = ([state[moment] for state in states] for moment in MOMENTS)
                 numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=count + 1)
                 adamw_list(weights, own, m, v, factor, numbers)
-                torch._foreach_add_([state["step"] for state in states], 1)
+                torch._foreach_add_([state["step"] for state in states], counted)
 
     def _torch_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """Torch's fused AdamW divides gradients by `grad_scale`, so that is the factor's reciprocal."""
         for weight, gradient in zip(self.weights, gradients, strict=True):
             weight.grad = gradient
         self.adamw.grad_scale = None if factor is None else factor.float().reciprocal()  # type: ignore[attr-defined]
+        self.adamw.found_inf = None if factor is None else factor.isnan().float()  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
