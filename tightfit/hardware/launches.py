@@ -36,6 +36,8 @@ LAYER: dict[str, Launch] = {
 STEP_IDLE_MS = 4.0
 """What a card idles in a step whose host is ahead: that waits for the loss and the gradients' norm, then launches anew.
 Under the profiler 7.63 and 9.52 (step_profile.csv, "the GPU idles"), about half without it (family_truth.csv)."""
+GAPS_MS = 1.0
+"""Where the update is launched before that wait: a microsecond between two of some thousand kernels."""
 NORM, BIAS = Launch(0.13, 0.22), Launch(0.012, 0.022)
 """Of one norm more than two in a layer (of queries and keys, or after blocks), and of a bias (family_truth.csv)."""
 TENSOR_UPDATE_MS = 0.21

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
-from tightfit.hardware.launches import STEP_IDLE_MS
+from tightfit.hardware.launches import GAPS_MS, STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
@@ -241,7 +241,7 @@ class LayoutCost:
         return StepTime(
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
-            launch_s=max(micro * waits_s, self._idle_s),
+            launch_s=max(micro * waits_s, self._idle_s(levers)),
             tensor_s=self.tensor.once_s
             + micro
             * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
@@ -268,12 +268,11 @@ class LayoutCost:
             teacher_s=micro * self.teacher_s,
         )
 
-    @property
-    def _idle_s(self) -> float:
-        """Of a step that is otherwise ahead of its host; ranks of a pipeline wait for one another instead."""
+    def _idle_s(self, levers: Levers) -> float:
+        """Of a step that is otherwise behind its host; ranks of a pipeline wait for one another instead."""
         if self.layout.pipeline > 1:
             return 0.0
-        return 1e-3 * STEP_IDLE_MS * self.costs.launch_share
+        return 1e-3 * self.costs.launch_share * (GAPS_MS if self._updates_unseen(levers) else STEP_IDLE_MS)
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.plan.questions import question
 from tightfit.hardware.efficiency import MEASURED
-from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, REST, STEP_IDLE_MS, UPDATE_MS, UPDATE_REST_MS
+from tightfit.hardware.launches import GAPS_MS, LAYER, PIECE_LAUNCH_MS, REST, STEP_IDLE_MS, UPDATE_MS, UPDATE_REST_MS
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs, LayoutCost
@@ -45,7 +45,9 @@ def test_an_update_that_has_to_see_the_loss_is_launched_after_the_wait() -> None
 
 def test_a_long_step_does_not_wait_for_the_host() -> None:
     for levers in (Levers(), CHECKPOINTED, Levers(tiles=4, checkpoint_every=1)):
-        assert frame("llama-3.1-8b", 65536).step(levers).launch_s == pytest.approx(1e-3 * STEP_IDLE_MS)
+        assert frame("llama-3.1-8b", 65536).step(levers).launch_s == pytest.approx(1e-3 * GAPS_MS)
+    waiting = frame("llama-3.1-8b", 65536).step(Levers(optimizer_states="8bit"))
+    assert waiting.launch_s == pytest.approx(1e-3 * STEP_IDLE_MS)
 
 
 def test_a_slower_host_is_a_longer_step_where_it_bounds() -> None:
@@ -62,7 +64,7 @@ def test_a_slower_host_is_a_longer_step_where_it_bounds() -> None:
     fast, slow = (
         Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(ONE, Levers()) for ms in (plain_ms, 2 * plain_ms)
     )
-    assert slow.step_s - fast.step_s == pytest.approx(1e-3 * STEP_IDLE_MS)
+    assert slow.step_s - fast.step_s == pytest.approx(1e-3 * GAPS_MS)
 
 
 def test_the_host_queues_every_piece_of_states() -> None:
