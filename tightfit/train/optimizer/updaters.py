@@ -92,7 +92,6 @@ class TorchUpdater:
     def _triton_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """One launch per step count: a launch has one bias correction. Counts differ where weights were skipped."""
         factor = None if factor is None else factor.float()
-        counted = 1 if factor is None else 1 - factor.isnan().float()
         for count in sorted(set(self.counts)):
             pairs = [(i, g) for i, g in enumerate(gradients) if g is not None and self.counts[i] == count]
             if pairs:
@@ -101,7 +100,6 @@ class TorchUpdater:
                 m, v = ([state[moment] for state in states] for moment in MOMENTS)
                 numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=count + 1)
                 adamw_list(weights, own, m, v, factor, numbers)
-                torch._foreach_add_([state["step"] for state in states], counted)
 
     def _torch_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """Torch's fused AdamW divides gradients by `grad_scale`, so that is the factor's reciprocal."""
@@ -119,18 +117,17 @@ class TorchUpdater:
         return {moment: state[moment] for moment in MOMENTS}
 
     def step(self, index: int) -> Tensor:
-        """The step count, which torch keeps on the device."""
-        count: Tensor = self.adamw.state[self.weights[index]]["step"]
-        return count
+        """The step count, as the host knows it."""
+        return torch.tensor(float(self.counts[index]), dtype=torch.float32)
 
     def set_step(self, index: int, step: Tensor) -> None:
-        """Set the step count on the device and on the host."""
-        self.step(index).copy_(step)
+        """Set the step count on the host, and on the device for torch."""
+        self.counters()[index].copy_(step)
         self.counts[index] = int(step.item())
 
     def counters(self) -> list[Tensor]:
-        """One per weight."""
-        return [self.step(index) for index in range(len(self.weights))]
+        """Torch's own, one per weight; our kernel needs none."""
+        return [self.adamw.state[weight]["step"] for weight in self.weights]
 
 
 @dataclass
