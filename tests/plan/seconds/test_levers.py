@@ -79,13 +79,13 @@ def test_the_host_queues_every_piece_of_states() -> None:
 
 
 def test_pieces_that_the_host_queues_slowly_are_a_longer_step() -> None:
-    """Many small matrices: the host needs longer for the 28 layers of Qwen2.5-1.5B than the link for their states."""
+    """Many small matrices: the host needs longer for the 24 layers of Qwen2.5-0.5B than the link for their states."""
     levers = Levers(offload="optimizer", update_in_backward=True)
-    cost = frame("qwen2.5-1.5b", 512)
+    cost = frame("qwen2.5-0.5b", 512)
     found, passing = cost.step(levers), cost.offload._states(levers)
     pieces_s = cost.offload.queued_s(levers)[1]
     without = cost.offload.step_s(levers, checkpoint_bytes=0.0, passes_s=(0.0, 0.0))
-    assert without == pytest.approx(passing.backward_s + passing.after_s)
+    assert without == pytest.approx(max(passing.backward_s, pieces_s) + passing.after_s)
     host_backward_s = found.launch_s - (host_forward_s(cost) - cost.forward_s) + cost.backward_s + found.optimizer_s
     assert host_backward_s + pieces_s > passing.backward_s
     assert found.offload_s == pytest.approx(pieces_s + found.optimizer_s + passing.after_s, rel=0.01)
