@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tightfit.levers.side_stream import HostCopy
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.device import to_device
 from tightfit.serve.graphs import Graphs
 from tightfit.serve.random_numbers import uniform
@@ -37,12 +38,21 @@ class Flight:
 class Pipeline:
     """Launches steps of one runner."""
 
-    def __init__(self, runner: Runner, sequences: int, max_length: int, block_size: int, *, capture: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        sequences: int,
+        max_length: int,
+        block_size: int,
+        *,
+        capture: bool,
+        compiler: Compiler | None = None,
+    ) -> None:
         self.runner, self.block_size, self.device = runner, block_size, runner.device
         self.last_tokens = torch.zeros(sequences + 1, dtype=torch.int64, device=runner.device)
         self.graphs = Graphs(runner, self.last_tokens, sequences, max_length, block_size)
         if capture:
-            self.graphs.capture_all()
+            self.graphs.capture_all(compiler)
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Flight:
