@@ -206,6 +206,7 @@ class LlamaCpp:
         params.n_ctx, params.n_parallel, params.port = 256, 1, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as ours
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it reads 16 bits
         params.warmup, params.verbosity, params.fit_params = False, 0, False
         self.server: Any = xllamacpp.Server(params)
 

@@ -21,6 +21,7 @@ from tightfit.models.base_model import BaseModel, is_adapted, read_base
 from tightfit.models.blank import blank_decoder, whole_state
 from tightfit.models.checksums import verify, verify_file
 from tightfit.models.decoder import Decoder
+from tightfit.models.gguf.codes import load_coded
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path
@@ -53,6 +54,8 @@ class LoadedModel:
     model: Decoder
     tokenizer: Tokenizer | None
     source: str
+    exact: bool = False
+    """Whether it is to be computed in the numbers it was loaded in, 4-bit products too."""
 
 
 def load_model(
@@ -62,10 +65,12 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     packed: bool = True,
     verified: bool = True,
+    coded_gguf: bool = False,
 ) -> LoadedModel:
     """The model at `source` with its weights cast to `dtype`; quantized ones stay so, unless not `packed`.
 
-    Weights that came with checksums are `verified`.
+    Weights that came with checksums are `verified`. With `coded_gguf`, 4-bit matrices of GGUF files stay in their codes
+    too where this CPU multiplies by those.
     """
     path = weights_path(source)
     if path.is_file():
@@ -73,6 +78,8 @@ def load_model(
             verify_file(path)
         file = GgufFile(path)
         tokenizer = load_gguf_tokenizer(file)
+        if coded_gguf and torch.device(device).type == "cpu":
+            return LoadedModel(load_coded(file, dtype), tokenizer, source)
         return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
     spec = resolve_spec(str(path / "config.json"))
     _require_room_for(spec, path)

@@ -27,6 +27,8 @@ class EngineConfig:
     """What keys and values are kept in: the model's own numbers, or a byte each (cache_format.py)."""
     half_weights: bool = True
     """On a CPU: read weights from a copy in 16 bits where that changes nothing (half_weight.py)."""
+    packed_products: bool = True
+    """On a CPU: multiply few tokens by 4-bit codes as they are packed, in bfloat16 (int4_weight.py)."""
     prefix_cache: bool = True
     pipelined: bool | None = None
     """Launch a step before the tokens of the last one are read; None: on GPUs."""
@@ -42,6 +44,11 @@ class EngineConfig:
     """Answers are the same to the bit whatever else is in the batch (row_tiles.py); slower."""
     host_bytes: int = 0
     """Memory of the host for keys and values of answers that have to give way; without, they are computed again."""
+
+    @property
+    def multiplies_packed(self) -> bool:
+        """Whether few tokens are multiplied otherwise than many: not where answers are to be the same in any batch."""
+        return self.packed_products and not self.batch_invariant
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "step_tokens", "block_size", "speculated_tokens"):

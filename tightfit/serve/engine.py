@@ -25,6 +25,7 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
 from tightfit.serve.host_store import HostStore
+from tightfit.serve.int4_weight import hold_for_cpu
 from tightfit.serve.pipeline import Flight, Pipeline
 from tightfit.serve.rank_runner import RankRunner
 from tightfit.serve.request import Answer, Output, Request, TokenChance
@@ -83,6 +84,9 @@ class Engine:
         self.spread = ranks is not None
         if self.config.batch_invariant:
             self._check_invariant()
+        if ranks is None and self.config.multiplies_packed:
+            for each in (model, draft) if draft is not None else (model,):
+                hold_for_cpu(each)
         self.budget: Budget = (
             ranks.steps.budget
             if ranks is not None

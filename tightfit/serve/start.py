@@ -51,14 +51,15 @@ def start_engine(
     draft: str | None = None,
     adapters: Mapping[str, Path] | None = None,
 ) -> tuple[LoadedModel, Engine]:
-    """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU."""
+    """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU (but for products
+    with 4-bit codes: int4_weight.py)."""
     where = pick_device(device)
     dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
-    loaded = load_model(source, device=where, dtype=dtype)
+    loaded = load_model(source, device=where, dtype=dtype, coded_gguf=config.multiplies_packed)
     check_numbers(loaded.model)
     smaller = None
     if draft is not None:
-        smaller = load_model(draft, device=where, dtype=dtype).model
+        smaller = load_model(draft, device=where, dtype=dtype, coded_gguf=config.multiplies_packed).model
         config = replace(config, speculation="draft")
     beside = load_adapters(adapters or {}, loaded.model)
     return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside)
@@ -85,7 +86,13 @@ def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *,
         left = positions - len(prompt)
         print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
     longest = min(len(prompt) + sampling.max_tokens, positions)
-    config = EngineConfig(max_sequences=count, step_tokens=max(2048, count), max_length=max(longest, 1), graphs=False)
+    config = EngineConfig(
+        max_sequences=count,
+        step_tokens=max(2048, count),
+        max_length=max(longest, 1),
+        graphs=False,
+        packed_products=not loaded.exact,
+    )
     request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
     return text_streams(Engine(loaded.model, tokenizer, config), request)
 
