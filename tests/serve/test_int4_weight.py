@@ -16,8 +16,9 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.serve.config import EngineConfig
+from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
 from tightfit.serve.engine import Engine
-from tightfit.serve.int4_weight import Int4Weight, hold_for_cpu
+from tightfit.serve.int4_weight import Int4Weight
 from tightfit.serve.joint_weights import can_join
 from tightfit.serve.packed_weight import PackedWeight
 from tightfit.serve.request import Request
@@ -118,3 +119,18 @@ def test_projections_of_one_input_are_all_held_or_none() -> None:
     assert layer.attention.q.cpu_scales is None
     assert layer.mlp.up.cpu_scales is not None
     assert not can_join(model)
+
+
+def test_other_codes_are_expanded_once_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, and therefore the same answers."""
+    model = coded_model(bits=8)
+    wanted = answers(deepcopy(model))
+    coded = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
+    exact = {name: part.dequantize(torch.float32) for name, part in coded.items()}
+    monkeypatch.setattr("tightfit.serve.cpu_codes.FEWEST", 1)
+    bytes_needed = 4 * sum(weight.numel() for weight in exact.values())
+    assert not expand_for_cpu(model, bytes_needed - 1)
+    assert len(layers_of(model)) == len(exact)
+    assert answers(model, replace(CONFIG, half_weights=False)) == wanted
+    assert not layers_of(model)
+    assert all(torch.equal(model.get_parameter(f"{name}.weight"), weight) for name, weight in exact.items())

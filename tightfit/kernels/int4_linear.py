@@ -85,8 +85,8 @@ def int4_scales(scale: Tensor, zero: Tensor | None) -> Tensor:
 
 def int4_linear(x: Tensor, packed: Tensor, scales: Tensor, group: int) -> Tensor:
     """x [..., K] times the transpose of the weight in `packed` [N, K / 2], in the dtype of x."""
-    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    made: Tensor = _product()(rows, packed, group, scales.contiguous())
+    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    made: Tensor = int4_product()(rows, packed, group, scales.contiguous())
     return made.to(x.dtype).view(*x.shape[:-1], -1)
 
 
@@ -98,6 +98,7 @@ def int4_linear_eager(x: Tensor, codes: Tensor, scales: Tensor, group: int) -> T
 
 
 @cache
-def _product() -> Any:
-    """Found once, as torch looks at every argument of a call that goes through `torch.ops`."""
+def int4_product() -> Any:
+    """Torch's product of bfloat16 rows [M, K]: found once, as torch looks at every argument of a call that goes through
+    `torch.ops`, which takes as long as a small norm."""
     return torch.ops.aten._weight_int4pack_mm_for_cpu.default._op

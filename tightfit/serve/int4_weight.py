@@ -5,14 +5,14 @@ Steps of up to 128 tokens read the codes as they are packed, with inputs, scales
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.kernels.glu import glu_eager
-from tightfit.kernels.int4_linear import MOST_ROWS, int4_linear, unpack_int4
+from tightfit.kernels.int4_linear import MOST_ROWS, int4_product, unpack_int4
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.coded_weight import scaled
 from tightfit.models.quantized.linear import QuantizedLinear
@@ -28,6 +28,7 @@ class Int4Weight(NamedTuple):
     zero: Tensor | None
     middle: int
     group: int
+    multiply: Any
 
     @property
     def inputs(self) -> int:
@@ -36,8 +37,11 @@ class Int4Weight(NamedTuple):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x · Wᵀ + b."""
-        few = len(x) <= MOST_ROWS
-        made = int4_linear(x, self.codes, self.cpu_scales, self.group) if few else F.linear(x, self._expanded(x.dtype))
+        made: Tensor
+        if x.shape[0] <= MOST_ROWS:  # as int4_linear, in fewer calls
+            made = self.multiply(x.to(torch.bfloat16), self.codes, self.group, self.cpu_scales).to(x.dtype)
+        else:
+            made = F.linear(x, self._expanded(x.dtype))
         return made if bias is None else made + bias
 
     def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
@@ -48,18 +52,6 @@ class Int4Weight(NamedTuple):
     def _expanded(self, dtype: torch.dtype) -> Tensor:
         zero = self.middle if self.zero is None else self.zero.float()
         return scaled(unpack_int4(self.codes).float(), self.scale.float(), zero, None).to(dtype)
-
-
-def hold_for_cpu(model: Decoder) -> None:
-    """Have a model's 4-bit layers multiply few tokens by their codes as they are packed, where this CPU can by all of
-    one input: others are joined as they are."""
-    for parent in model.modules():
-        own = [layer for layer in parent.children() if isinstance(layer, QuantizedLinear)]
-        for inputs in {layer.in_features for layer in own}:
-            alike = [layer for layer in own if layer.in_features == inputs]
-            if all(layer.can_be_held_for_cpu for layer in alike):
-                for layer in alike:
-                    layer.hold_for_cpu()
 
 
 def rounds_products(model: Decoder) -> bool:
@@ -88,7 +80,7 @@ def join_int4(linears: Sequence[QuantizedLinear]) -> Int4Weight:
     assert codes is not None
     assert scale is not None
     assert cpu_scales is not None
-    return Int4Weight(codes, cpu_scales, scale, zero, first.scheme.middle, first.scheme.group)
+    return Int4Weight(codes, cpu_scales, scale, zero, first.scheme.middle, first.scheme.group, int4_product())
 
 
 def _joined(linears: Sequence[QuantizedLinear], name: str, dim: int = 0) -> Tensor | None:

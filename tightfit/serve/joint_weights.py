@@ -61,13 +61,14 @@ def can_join(model: Decoder) -> bool:
 
 
 @torch.no_grad()
-def half_bytes(model: Decoder) -> int:
-    """What a copy of the joint matrices in 16 bits takes; 0 where it would change any, or is of no use."""
+def half_bytes(model: Decoder, *, rounded: bool = False) -> int:
+    """What a copy of the joint matrices in 16 bits takes; 0 where it would change any (of a model that is `rounded`
+    anyway: by more than 2⁻¹¹), or is of no use."""
     if not has_products(model.embed.weight) or not can_join(model):
         return 0
     groups = [*(group for layer in model.layers for group in _projections(layer)), (model.head,)]
     weights: list[list[Any]] = [[linear.weight for linear in group] for group in groups if _is_plain(group)]
-    loses_nothing = is_near if rounds_products(model) else is_exact
+    loses_nothing = is_near if rounded or rounds_products(model) else is_exact
     exact = all(loses_nothing(weight) for group in weights for weight in group)
     return sum(copy_bytes(*group) for group in weights) if exact else 0
 

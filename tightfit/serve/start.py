@@ -21,6 +21,9 @@ from tightfit.serve.streams import text_streams
 OWN_RUN = "runs/stdlib"
 """What `make run` trains."""
 
+WORTH_A_COPY = 256
+"""Tokens of an answer from which making a copy of the weights in 16 bits takes less time than it saves."""
+
 
 def default_model() -> str:
     """SmolLM2 where its package is installed, else the run that `make run` leaves."""
@@ -57,6 +60,7 @@ def start_engine(
     dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
     loaded = load_model(source, device=where, dtype=dtype, coded_gguf=config.multiplies_packed)
     check_numbers(loaded.model)
+    config = replace(config, rounded_weights=loaded.rounded)
     smaller = None
     if draft is not None:
         smaller = load_model(draft, device=where, dtype=dtype, coded_gguf=config.multiplies_packed).model
@@ -92,6 +96,8 @@ def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *,
         max_length=max(longest, 1),
         graphs=False,
         packed_products=not loaded.exact,
+        rounded_weights=loaded.rounded,
+        half_weights=sampling.max_tokens >= WORTH_A_COPY,
     )
     request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
     return text_streams(Engine(loaded.model, tokenizer, config), request)
