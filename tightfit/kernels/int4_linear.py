@@ -3,8 +3,9 @@
     w = (q − 8) · s + o        s and o in bfloat16, of each row and group of inputs; o = (8 − Z) · s
 
 One token reads every weight once, so an eighth of the bytes is a fraction of the time. Inputs, s, o and results are
-rounded to bfloat16, sums are float32. Fast on x86 with AVX2 or AVX-512; elsewhere torch goes number by number, and
-codes are expanded instead. Torch orders codes as the CPU's registers want them: `code_order` finds out how.
+rounded to bfloat16, sums are float32, of each row by itself. On x86 with AVX2 or AVX-512; on Arm torch's product cuts
+results off instead of rounding them, elsewhere it goes number by number, and codes are expanded. Torch orders codes as
+the CPU's registers want them: `code_order` finds out how.
 """
 
 from functools import cache
@@ -15,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FAST = ("AVX2", "AVX512")
-"""CPUs for which torch has a vector kernel."""
+"""CPUs for which torch has a vector kernel that rounds."""
 GROUPS = (32, 64, 128, 256)
 STRIP_ROWS = 64
 """Rows that are whole blocks of any order: matrices of whole strips can be cut and joined between them."""
 BLOCKS = (64, 32, 16)
-MOST_ROWS = 128
+MOST_ROWS = 256
 """Up to which the codes are read as they are: for more, expanding them first and multiplying in float32 is faster."""
 MIDDLE = 8
 

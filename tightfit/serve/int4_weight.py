@@ -1,6 +1,6 @@
 """Int4Weight: a matrix of 4-bit codes as a step on a CPU multiplies by it, and several of them as one.
 
-Steps of up to 128 tokens read the codes as they are packed, with inputs, scales and results in bfloat16
+Steps of up to 256 tokens read the codes as they are packed, with inputs, scales and results in bfloat16
 (kernels/int4_linear.py); larger ones expand them and multiply in float32, as the layers do everywhere else.
 """
 
