@@ -19,10 +19,11 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.adapters import AdapterSet, refuse_folded
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.break_even import break_even_share, hint
-from tightfit.serve.budget import Budget, decide_budget
+from tightfit.serve.budget import HOST_SHARE, Budget, decide_budget, free_bytes
 from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
 from tightfit.serve.compiler import Compiler
 from tightfit.serve.config import EngineConfig
+from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
 from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
 from tightfit.serve.host_store import HostStore
@@ -86,6 +87,9 @@ class Engine:
         self.spread = ranks is not None
         if self.config.batch_invariant:
             self._check_invariant()
+        if ranks is None:
+            for each in (model,) if draft is None else (model, draft):
+                self._prepare_codes(each)
         self.budget: Budget = (
             ranks.steps.budget
             if ranks is not None
@@ -235,6 +239,14 @@ class Engine:
             for output in self.step():
                 answers[output.request][output.index].add(output)
         return answers
+
+    def _prepare_codes(self, model: Decoder) -> None:
+        """Bring layers in codes into the form that a CPU multiplies by."""
+        if self.config.multiplies_packed:
+            hold_for_cpu(model)
+        room = HOST_SHARE * free_bytes(model.embed.weight.device)
+        if expand_for_cpu(model, int(room)) and self.config.multiplies_packed:
+            self.config = replace(self.config, rounded_weights=True)
 
     def _make_runner(self) -> Runner:
         config, weight = self.config, self.model.embed.weight

@@ -27,6 +27,7 @@ from tightfit.serve.adapted_weight import AdaptedWeight
 from tightfit.serve.cpu_operations import RowNorm, turn_rows, turns
 from tightfit.serve.fp8_weight import Fp8Weight
 from tightfit.serve.half_weight import HalfWeight
+from tightfit.serve.int4_weight import Int4Weight
 from tightfit.serve.joint_weights import JointLayer, Weight, as_one, join_layers, norm_weight
 from tightfit.serve.packed_weight import PackedWeight
 from tightfit.serve.paged_cache import PagedCache
@@ -246,7 +247,7 @@ class Program:
                 out_dtype=out_dtype,
                 overlap=self.overlap,
             )
-        assert not isinstance(weight, HalfWeight), "those are a CPU's"
+        assert not isinstance(weight, HalfWeight | Int4Weight), "those are a CPU's"
         codes, scale = weight if isinstance(weight, Fp8Weight) else (weight, None)
         return decode_linear(
             x,
