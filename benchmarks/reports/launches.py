@@ -1,11 +1,14 @@
-"""The constants of hardware/launches.py from a calibration's rows: `python -m benchmarks.reports.launches COMMIT`.
+"""The constants of hardware/launches.py from calibrations' rows: `python -m benchmarks.reports.launches COMMIT…`.
 
-Prints them as they stand there. A layer's launches are an eighth of the deeper model's phase, without what a plain step
-has besides its layers. A norm's and a bias's are those that families have beyond a Llama layer: Qwen3's two norms of
-heads, Qwen2's three biases; an update's inside backward, a ninth of what that adds to a layer of nine tensors.
+Prints them as they stand there. What several calibrations measured is averaged, as hosts vary. A layer's launches are
+an eighth of the deeper model's phase, without what a plain step has besides its layers. A norm's and a bias's are those
+that families have beyond a Llama layer: Qwen3's two norms of heads, Qwen2's three biases; experts' what Mixtral's layer
+has, and a rope's and a gate's what GPT-2's lacks beside its six biases; an update's inside backward, a ninth of what
+that adds to a layer of nine tensors.
 """
 
 import csv
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,16 +18,20 @@ from tightfit.hardware.launches import LAYER, UPDATE_MS, USUAL_TENSORS
 
 DEEP = 8
 MATRICES = 7
+GPT2_BIASES = 6
 PASSES = ("forward", "backward")
 
 
 class HostRows:
-    """What one calibration measured of its host."""
+    """What calibrations measured of their hosts, on average."""
 
-    def __init__(self, commit: str, path: Path = RESULTS / "calibration.csv") -> None:
+    def __init__(self, *commits: str, path: Path = RESULTS / "calibration.csv") -> None:
+        found: dict[str, list[float]] = {}
         with path.open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["commit"] == commit and row["kind"] == "host"]
-        self.ms = {row["case"]: float(row["ms"]) for row in rows}
+            for row in csv.DictReader(file):
+                if row["commit"] in commits and row["kind"] == "host":
+                    found.setdefault(row["case"], []).append(float(row["ms"]))
+        self.ms = {case: statistics.mean(times) for case, times in found.items()}
 
     def layer(self, phase: str, name: str, plain: str = "bf16") -> float:
         """One layer's part of a phase of steps called `name`."""
@@ -51,12 +58,16 @@ def constants(rows: HostRows) -> list[str]:
     layers = [f'    "{levers}": {pair([rows.layer(phase, named(levers)) for phase in PASSES])},' for levers in LAYER]
     updates = [f'"{levers}": {rows.layer("optimizer", named(levers)):.3f}' for levers in UPDATE_MS]
     inside = rows.layer("backward", named("update_in_backward=true")) - rows.layer("backward", "bf16")
+    bias = rows.beyond_llama("qwen2", 3)
+    gpt2_biases = (GPT2_BIASES * each for each in bias)
+    rope_and_gate = (more - beyond for more, beyond in zip(gpt2_biases, rows.beyond_llama("gpt2", 1), strict=True))
     return [
         f"REST = {pair(rest)}",
         "LAYER = {",
         *layers,
         "}",
-        f"NORM, BIAS = {pair(rows.beyond_llama('qwen3', 2))}, {pair(rows.beyond_llama('qwen2', 3))}",
+        f"NORM, BIAS = {pair(rows.beyond_llama('qwen3', 2))}, {pair(bias)}",
+        f"EXPERTS, ROPE_AND_GATE = {pair(rows.beyond_llama('mixtral', 1))}, {pair(rope_and_gate)}",
         f"TENSOR_UPDATE_MS = {inside / USUAL_TENSORS:.3f}",
         f"UPDATE_REST_MS = {rows.ms['the rest of optimizer, bf16']:.3f}",
         f"UPDATE_MS = {{{', '.join(updates)}}}",
@@ -65,8 +76,8 @@ def constants(rows: HostRows) -> list[str]:
 
 
 def main() -> None:
-    """Print the constants of the calibration at a commit."""
-    print("\n".join(constants(HostRows(sys.argv[1]))))
+    """Print the constants of the calibrations at some commits."""
+    print("\n".join(constants(HostRows(*sys.argv[1:]))))
 
 
 if __name__ == "__main__":

@@ -4,20 +4,41 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.reports.launches import HostRows, constants
-from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, REST, UPDATE_MS
+from tightfit.hardware.launches import (
+    BIAS,
+    EXPERTS,
+    LAYER,
+    NORM,
+    PIECE_LAUNCH_MS,
+    REST,
+    ROPE_AND_GATE,
+    TENSOR_UPDATE_MS,
+    UPDATE_MS,
+    UPDATE_REST_MS,
+    Launch,
+)
 
 
 def test_stored_constants_are_found_again() -> None:
-    """Of the calibration that they were set from; families of another one stand in where it has none."""
-    rows = HostRows("db97e30")
-    rows.ms |= HostRows("e57fe20").ms
-    rows.ms |= {case.replace("qwen2", "llama"): ms for case, ms in rows.ms.items() if "qwen2" in case}
-    said = constants(rows)
-    assert said[0] == f"REST = Launch({REST.forward_ms}, {REST.backward_ms})"
-    layers = said[2 : 2 + len(LAYER)]
-    assert layers == [f'    "{name}": Launch({fore:.3f}, {back:.3f}),' for name, (fore, back) in LAYER.items()]
-    assert said[-2] == "UPDATE_MS = {" + ", ".join(f'"{name}": {ms}' for name, ms in UPDATE_MS.items()) + "}"
-    assert said[-1] == f"PIECE_LAUNCH_MS = {PIECE_LAUNCH_MS}"
+    """Of the calibrations that they were set from."""
+    said = constants(HostRows("ed2cee4526", "557961628a"))
+    layers = [f'    "{name}": {told(launch)},' for name, launch in LAYER.items()]
+    assert said == [
+        f"REST = {told(REST)}",
+        "LAYER = {",
+        *layers,
+        "}",
+        f"NORM, BIAS = {told(NORM)}, {told(BIAS)}",
+        f"EXPERTS, ROPE_AND_GATE = {told(EXPERTS)}, {told(ROPE_AND_GATE)}",
+        f"TENSOR_UPDATE_MS = {TENSOR_UPDATE_MS}",
+        f"UPDATE_REST_MS = {UPDATE_REST_MS}",
+        "UPDATE_MS = {" + ", ".join(f'"{name}": {ms:.3f}' for name, ms in UPDATE_MS.items()) + "}",
+        f"PIECE_LAUNCH_MS = {PIECE_LAUNCH_MS}",
+    ]
+
+
+def told(launch: Launch) -> str:
+    return f"Launch({launch.forward_ms:.3f}, {launch.backward_ms:.3f})"
 
 
 def test_norms_and_biases_are_what_families_have_more(tmp_path: Path) -> None:
@@ -28,6 +49,6 @@ def test_norms_and_biases_are_what_families_have_more(tmp_path: Path) -> None:
         lines += [f'abc,host,"a layer\'s {phase}, {family}",{times[at]}', f'abc,host,"the rest of {phase}, {family}",1']
     path = tmp_path / "calibration.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
-    rows = HostRows("abc", path)
+    rows = HostRows("abc", path=path)
     assert [round(ms, 6) for ms in rows.beyond_llama("qwen3", 2)] == [0.1, 0.2]
     assert [round(ms, 6) for ms in rows.beyond_llama("qwen2", 3)] == [0.01, 0.02]

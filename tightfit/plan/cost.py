@@ -338,6 +338,7 @@ class LayoutCost:
         workload, model = self.costs.workload, model_params(self.costs.workload.spec)
         return self.costs.host_share * update_launch_s(
             levers,
+            workload.spec,
             wide=workload.updates_wide,
             layers=self.layers,
             layer_params=model.layer + model.layer_experts,

@@ -2,8 +2,8 @@
 
 Levers are taken to add up: what checkpointing adds to a layer's launches is paid by layers that are computed again,
 what others add (`ADDED`) by all. Layers in tiles are a layer of their own (tiles.py).
-Layers of other families launch more: norms of queries and keys and after blocks are counted, and inside backward an
-update for each tensor. Routed layers launch as many as others.
+Layers of other families launch more or less: norms of queries and keys and after blocks are counted, biases, routing,
+GPT-2's lack of a rope and a gate, and an update for each tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,10 +12,12 @@ from functools import lru_cache
 from tightfit.hardware.launches import (
     BIAS,
     CHUNK_WEIGHTS,
+    EXPERTS,
     FURTHER_CHUNK_MS,
     LAYER,
     NORM,
     REST,
+    ROPE_AND_GATE,
     TENSOR_UPDATE_MS,
     UPDATE_MS,
     UPDATE_REST_MS,
@@ -54,11 +56,10 @@ def launch_s(
     """Host seconds of forward and backward of one micro-batch through `layers` layers, with `more` for each."""
     tiled = tiled_launches(levers)
     forward_ms, backward_ms = PLAIN if tiled is None else tiled.layer
-    norms = 2 * (spec.qk_norm + spec.sandwich_norms) * (1 if tiled is None else tiled.pieces)
-    biases = _biases(spec)
     pieces = 1 if tiled is None else tiled.pieces
-    more_forward_ms = norms * NORM.forward_ms + biases * BIAS.forward_ms + pieces * more.forward_ms
-    more_backward_ms = norms * NORM.backward_ms + biases * BIAS.backward_ms + pieces * more.backward_ms
+    parts = [*_beyond_llama(spec, pieces), (pieces, more)]
+    more_forward_ms = sum(count * launch.forward_ms for count, launch in parts)
+    more_backward_ms = sum(count * launch.backward_ms for count, launch in parts)
     forward_ms += more_forward_ms
     backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
@@ -67,6 +68,16 @@ def launch_s(
         forward_ms += share * (longer.forward_ms - base.forward_ms)
         backward_ms += share * (longer.backward_ms - base.backward_ms)
     return 1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms)
+
+
+def _beyond_llama(spec: ModelSpec, pieces: int) -> list[tuple[int, Launch]]:
+    """How many of which launches a layer in `pieces` has more than Llama's, or less."""
+    return [
+        (2 * (spec.qk_norm + spec.sandwich_norms) * pieces, NORM),
+        (_biases(spec), BIAS),
+        (pieces if spec.experts is not None else 0, EXPERTS),
+        (-pieces if spec.rope is None and not spec.gated else 0, ROPE_AND_GATE),
+    ]
 
 
 @lru_cache
@@ -93,11 +104,14 @@ def _additions(
             yield 1.0, launch, PLAIN
 
 
-def update_launch_s(levers: Levers, *, wide: bool, layers: int, layer_params: float, ends: float) -> float:
+def update_launch_s(
+    levers: Levers, spec: ModelSpec, *, wide: bool, layers: int, layer_params: float, ends: float
+) -> float:
     """Host seconds of the update that follows backward, of `layers` layers and of `ends` weights beside them."""
     name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
-    further_chunks = 0.0
+    tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":
-        name = "optimizer_states=factored"
+        name, tensors = "optimizer_states=factored", USUAL_TENSORS  # most of it is for the matrices
         further_chunks = max(0.0, (layers * layer_params + ends) / CHUNK_WEIGHTS - LAYER_MATRICES * layers)
-    return 1e-3 * (UPDATE_REST_MS + layers * UPDATE_MS[name] + further_chunks * FURTHER_CHUNK_MS)
+    layer_ms = UPDATE_MS[name] * tensors / USUAL_TENSORS
+    return 1e-3 * (UPDATE_REST_MS + layers * layer_ms + further_chunks * FURTHER_CHUNK_MS)
