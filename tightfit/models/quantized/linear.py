@@ -101,8 +101,9 @@ class QuantizedLinear(nn.Module):
     @property
     def can_be_held_for_cpu(self) -> bool:
         """Whether this CPU would multiply by the codes as they are packed."""
-        fits = takes_int4(self.out_features, self.in_features, self.scheme.bits, self.scheme.group)
-        return self.packed.device.type == "cpu" and self.is_packed and fits
+        if self.packed.device.type != "cpu" or not self.is_packed:
+            return False
+        return takes_int4(self.out_features, self.in_features, self.scheme.bits, self.scheme.group)
 
     def hold_for_cpu(self) -> None:
         """Bring the codes into the order in which a CPU multiplies few tokens by them."""
