@@ -21,6 +21,7 @@ from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.break_even import break_even_share, hint
 from tightfit.serve.budget import HOST_SHARE, Budget, decide_budget, free_bytes
 from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
 from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
@@ -76,7 +77,9 @@ class Engine:
         draft: Decoder | None = None,
         adapters: Mapping[str, Adapter] | None = None,
         ranks: RankRunner | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
+        """`compiler` compiles kernels in other processes; without one that is done here."""
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
         self.adapters = dict(adapters or {})
         refuse_folded(self.adapters, model.spec)
@@ -106,7 +109,7 @@ class Engine:
         self._constraints: Constraints | None = None
         self._host_bound = 0  # answers whose next token depends on what the host knows
         self._flights: deque[Flight] = deque()
-        self._pipeline = self._make_pipeline()
+        self._pipeline = self._make_pipeline(compiler)
 
     @property
     def has_work(self) -> bool:
@@ -279,7 +282,7 @@ class Engine:
             lookahead=config.speculated_tokens if self._proposer else 0,
         )
 
-    def _make_pipeline(self) -> Pipeline | None:
+    def _make_pipeline(self, compiler: Compiler | None) -> Pipeline | None:
         """Steps that do not wait for the host: on a GPU, unless the host has to see every token."""
         config, on_gpu = self.config, self.runner.device.type == "cuda"
         if not isinstance(self.runner, Runner):
@@ -289,7 +292,14 @@ class Engine:
         if not (on_gpu if config.pipelined is None else config.pipelined):
             return None
         capture = on_gpu and config.graphs and self.model.spec.experts is None
-        return Pipeline(self.runner, config.max_sequences, self.max_length, config.block_size, capture=capture)
+        return Pipeline(
+            self.runner,
+            config.max_sequences,
+            self.max_length,
+            config.block_size,
+            capture=capture,
+            compiler=compiler,
+        )
 
     def _skipping_spec(self) -> ModelSpec | None:
         return skipping_spec(self.model.spec, self.config) if self.config.speculation == "skip" else None

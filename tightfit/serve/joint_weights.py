@@ -7,7 +7,7 @@ have a copy in 16 bits (half_weight.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -47,6 +47,17 @@ class JointLayer:
     scale: float
     window: int | None
     softcap: float | None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers that run through the same kernels."""
+        return tuple(_kind(getattr(self, each.name)) for each in fields(self) if each.name != "index")
+
+
+def _kind(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return part.dtype, part.shape, part.stride()
+    return (type(part), *map(_kind, part)) if isinstance(part, tuple) else repr(part)
 
 
 def can_join(model: Decoder) -> bool:

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tightfit.errors import UserError
 from tightfit.models.generate import check_numbers, prompt_tokens
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
 from tightfit.serve.adapters import load_adapters
+from tightfit.serve.compiler import Compiler, start_compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -53,20 +55,27 @@ def start_engine(
     device: str = "auto",
     draft: str | None = None,
     adapters: Mapping[str, Path] | None = None,
+    compiler: Compiler | None = None,
 ) -> tuple[LoadedModel, Engine]:
     """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU (but for products
-    with 4-bit codes: int4_weight.py)."""
-    where = pick_device(device)
-    dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
-    loaded = load_model(source, device=where, dtype=dtype, coded_gguf=config.multiplies_packed)
-    check_numbers(loaded.model)
-    config = replace(config, rounded_weights=loaded.rounded)
-    smaller = None
-    if draft is not None:
-        smaller = load_model(draft, device=where, dtype=dtype, coded_gguf=config.multiplies_packed).model
-        config = replace(config, speculation="draft")
-    beside = load_adapters(adapters or {}, loaded.model)
-    return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside)
+    with 4-bit codes: int4_weight.py).
+
+    `compiler` may have been started before, and is closed; without one there is one where it is needed.
+    """
+    compiler = compiler or start_compiler(device)
+    with compiler or nullcontext():
+        where = pick_device(device)
+        dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
+        loaded = load_model(source, device=where, dtype=dtype, coded_gguf=config.multiplies_packed)
+        check_numbers(loaded.model)
+        config = replace(config, rounded_weights=loaded.rounded)
+        smaller = None
+        if draft is not None:
+            smaller = load_model(draft, device=where, dtype=dtype, coded_gguf=config.multiplies_packed).model
+            config = replace(config, speculation="draft")
+        beside = load_adapters(adapters or {}, loaded.model)
+        engine = Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside, compiler=compiler)
+    return loaded, engine
 
 
 def sample_streams(
