@@ -56,8 +56,10 @@ def test_published_numbers_fit_and_trained_ones_do_not() -> None:
 
 
 @has_products
-def test_a_product_is_float32s(published: Decoder) -> None:
-    """Off from float64 by no more than a sum of so many float32 terms may be."""
+@pytest.mark.parametrize("piece_rows", [8192, 40])
+def test_a_product_is_float32s(piece_rows: int, published: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off from float64 by no more than a sum of so many float32 terms may be, in one piece or several."""
+    monkeypatch.setattr(half_weight, "PIECE_ROWS", piece_rows)
     weight, x = published.head.weight, torch.randn(5, SHAPE.hidden_size)
     half = halved(weight)
     assert isinstance(half, HalfWeight)

@@ -43,11 +43,14 @@ class QuantizedLinear(nn.Module):
     cpu_scales: Tensor | None
     """Where a CPU multiplies by the codes as they are packed: the scales that it takes, rounded."""
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto") -> None:
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto", *, for_cpu: bool = False
+    ) -> None:
+        """With `for_cpu` held as by `hold_for_cpu`, which has to be possible."""
         super().__init__()
         self.scheme, self.impl = weight.scheme, impl
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", self._pack(weight.codes))
+        self.register_buffer("packed", pack_int4(weight.codes) if for_cpu else self._pack(weight.codes))
         self.coded_names = tuple(weight.coded_scales)
         for name, tensor in weight.coded_scales.items():
             self.register_buffer(_buffer(name), tensor)
@@ -58,7 +61,8 @@ class QuantizedLinear(nn.Module):
         lost = weight.outliers
         for name in ("starts", "columns", "values"):
             self.register_buffer(f"outlier_{name}", None if lost is None else getattr(lost, name))
-        self.register_buffer("cpu_scales", None, persistent=False)
+        cpu_scales = int4_scales(weight.scale, weight.zero) if for_cpu else None
+        self.register_buffer("cpu_scales", cpu_scales, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def _pack(self, codes: Tensor) -> Tensor:
