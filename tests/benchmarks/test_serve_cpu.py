@@ -10,7 +10,23 @@ SAID = {
     ("16 requests", "fp32", "transformers, padded batch"): "| the same, one padded batch | 16 of mixed lengths | {} |",
     ("one stream", "fp32", "llama.cpp"): "| llama.cpp, fp32 file (we read 16 bits) | 1 | {} |",
     ("one stream", "fp16", "llama.cpp"): "| llama.cpp, fp16 file | 1 | {} |",
-    ("one stream", "q8_0", "llama.cpp"): "| llama.cpp, q8_0 file (we compute in float32) | 1 | {} |",
+    ("one stream", "q8_0", "llama.cpp"): "| llama.cpp, q8_0 file (we read 16 bits) | 1 | {} |",
+    ("one stream", "q4_0", "llama.cpp"): "| llama.cpp, q4_0 file (we multiply 4 bits) | 1 | {} |",
+    (
+        "one stream",
+        "q4_0",
+        "transformers, one by one",
+    ): "| `transformers`, the q4_0 file's numbers in float32 | 1 | {} |",
+    (
+        "16 requests",
+        "q4_0",
+        "transformers, one by one",
+    ): "| the same beside 4 bits, one after the other | 16 of mixed lengths | {} |",
+    (
+        "16 requests",
+        "q4_0",
+        "transformers, padded batch",
+    ): "| the same beside 4 bits, one padded batch | 16 of mixed lengths | {} |",
 }
 
 
@@ -20,5 +36,7 @@ def test_the_page_has_the_newest_ratios() -> None:
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     for key, line in SAID.items():
         assert line.format(newest[key]["ratio"]) in page
-    ours = [row for (_, _, peer), row in newest.items() if peer.startswith("transformers")]
-    assert all(row["agreeing"] == row["requests"] for row in ours)
+    exact = [row for (_, weights, peer), row in newest.items() if peer.startswith("transformers") and weights == "fp32"]
+    assert len(exact) == 3
+    assert all(row["agreeing"] == row["requests"] for row in exact)
+    assert newest["one stream", "fp32", "llama.cpp"]["agreeing"] == "1"

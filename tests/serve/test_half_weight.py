@@ -12,7 +12,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.serve import half_weight
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.half_weight import ENGINES, HalfWeight, halved, is_exact
+from tightfit.serve.half_weight import ENGINES, HalfWeight, halved, is_exact, is_near
 from tightfit.serve.joint_weights import half_bytes
 from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
@@ -56,8 +56,10 @@ def test_published_numbers_fit_and_trained_ones_do_not() -> None:
 
 
 @has_products
-def test_a_product_is_float32s(published: Decoder) -> None:
-    """Off from float64 by no more than a sum of so many float32 terms may be."""
+@pytest.mark.parametrize("piece_rows", [8192, 40])
+def test_a_product_is_float32s(piece_rows: int, published: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off from float64 by no more than a sum of so many float32 terms may be, in one piece or several."""
+    monkeypatch.setattr(half_weight, "PIECE_ROWS", piece_rows)
     weight, x = published.head.weight, torch.randn(5, SHAPE.hidden_size)
     half = halved(weight)
     assert isinstance(half, HalfWeight)
@@ -89,3 +91,18 @@ def test_weights_that_16_bits_do_not_hold_are_read_as_they_are(model: Decoder) -
     engine = Engine(model, None)
     assert engine.budget.half_bytes == 0
     assert isinstance(engine.runner.program.head, torch.Tensor)
+
+
+@has_products
+def test_weights_that_a_file_rounded_may_be_rounded_once_more(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 16-bit floats' spacing at most; not where answers are to be exact."""
+    monkeypatch.setattr(half_weight, "FEWEST", 1)
+    rounded = EngineConfig(rounded_weights=True)
+    x = torch.randn(5, SHAPE.hidden_size)
+    head = Engine(model, None, rounded).runner.program.head
+    assert isinstance(head, HalfWeight)
+    true = F.linear(x, model.head.weight)
+    assert torch.linalg.vector_norm(head.product(x, None) - true) <= 2.0**-11 * torch.linalg.vector_norm(true)
+    for exact in (replace(rounded, packed_products=False), replace(rounded, batch_invariant=True)):
+        assert isinstance(Engine(model, None, exact).runner.program.head, torch.Tensor)
+    assert not is_near(model.head.weight * 2.0**24)  # too large

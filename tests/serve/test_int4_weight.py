@@ -13,8 +13,11 @@ from tests.serve.test_packed_weight import coded_as
 from tests.serve.test_streams import CONFIG
 from tightfit.kernels.int4_linear import MOST_ROWS, code_order
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.adapter import LowRank
+from tightfit.models.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
+from tightfit.serve.adapted_weight import AdaptedWeight
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
 from tightfit.serve.engine import Engine
@@ -25,8 +28,8 @@ from tightfit.serve.request import Request
 from tightfit.serve.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(code_order() is None, reason="this CPU's torch has no fast product with 4-bit codes")
-WIDE = replace(SPEC, hidden_size=128, heads=2, kv_heads=1, head_dim=64)
-"""Whose every projection has whole strips of rows."""
+WIDE = replace(SPEC, hidden_size=128, heads=2, kv_heads=1, head_dim=64, tied=False)
+"""Whose every projection has whole strips of rows, and which does not say again what it was told."""
 
 
 def coded_model(*, symmetric: bool = False, group: int = 32, bits: int = 4) -> Decoder:
@@ -45,7 +48,9 @@ def answers(model: Decoder, config: EngineConfig = CONFIG) -> list[list[int]]:
     greedy = Sampling(max_tokens=4, temperature=0.0)
     asked = [Request(id=str(i), prompt=[3 + i, 7, 9, 30 - i], sampling=greedy) for i in range(3)]
     made = Engine(model, None, config).generate(asked)
-    return [made[each.id][0].tokens for each in asked]
+    said = [made[each.id][0].tokens for each in asked]
+    assert len({token for tokens in said for token in tokens}) > 6
+    return said
 
 
 def layers_of(model: Decoder) -> list[QuantizedLinear]:
@@ -63,6 +68,23 @@ def test_joined_or_not_the_answers_are_the_layers(symmetric: bool, group: int, m
     monkeypatch.setattr("tightfit.serve.runner.can_join", lambda model: False)
     assert joined == answers(model)
     assert all(layer.cpu_scales is not None for layer in layers_of(model))
+
+
+def test_adapters_are_added_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = coded_model()
+    for layer in cast(Any, model.layers):
+        base = layer.attention.q
+        down, up = torch.randn(4, base.in_features) * 0.1, torch.randn(base.out_features, 4)
+        layer.attention.q = LinearPlusAdapter(base, LowRank(down=down, up=up))
+    engine = Engine(deepcopy(model), None, CONFIG)
+    assert engine.runner.program is not None
+    qkv = engine.runner.program.layers[0].qkv
+    assert isinstance(qkv, AdaptedWeight)
+    assert isinstance(qkv.base, Int4Weight)
+    joined = answers(deepcopy(model))
+    assert joined != answers(coded_model())
+    monkeypatch.setattr("tightfit.serve.runner.can_join", lambda model: False)
+    assert joined == answers(model)
 
 
 def test_few_rows_are_rounded_to_bfloat16_and_many_not_at_all() -> None:

@@ -121,7 +121,7 @@ def held_bytes(model: torch.nn.Module) -> int:
 
 def answers(model: Decoder) -> tuple[list[int], bool]:
     """What an engine says to a prompt, and whether it multiplies by joint weights."""
-    config = EngineConfig(max_sequences=4, step_tokens=8, block_size=4, cache_bytes=2**20)
+    config = EngineConfig(max_sequences=4, step_tokens=8, block_size=4, cache_bytes=2**20, packed_products=False)
     engine = Engine(model, None, config)
     prompt, sampling = TOKENS[0, :12].tolist(), Sampling(max_tokens=8, temperature=0)
     said = engine.generate([Request(id="0", prompt=prompt, sampling=sampling)])["0"][0].tokens

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.models.decoder import Decoder
-from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.linear_plus_adapter import LinearPlusAdapter, base_of
 from tightfit.models.quantized.linear import QuantizedLinear
 
 FEWEST = 2**20
@@ -19,7 +19,9 @@ def hold_for_cpu(model: Decoder) -> None:
     """Have 4-bit layers multiply few tokens by their codes as they are packed, where this CPU can by all of one input:
     others are joined as they are."""
     for parent in model.modules():
-        own = [layer for layer in parent.children() if isinstance(layer, QuantizedLinear)]
+        if isinstance(parent, LinearPlusAdapter):  # whose base is its parent's, like the bases beside it
+            continue
+        own = [layer for child in parent.children() if isinstance(layer := base_of(child), QuantizedLinear)]
         for inputs in {layer.in_features for layer in own}:
             alike = [layer for layer in own if layer.in_features == inputs]
             if all(layer.can_be_held_for_cpu for layer in alike):

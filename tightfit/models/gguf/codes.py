@@ -33,7 +33,7 @@ NUMBERS = {"Q4_0": 1, "Q4_1": 2}
 
 
 def load_coded(file: GgufFile, dtype: torch.dtype) -> Decoder:
-    """The model in `file` on the CPU, its 4-bit layers in codes and what is plain in `dtype`."""
+    """The model in `file` on the CPU, its 4-bit layers held for that in codes and what is plain in `dtype`."""
     spec = gguf_spec(file)
     model = blank_decoder(spec, "meta", dtype)
     sources = matched(model, file)
@@ -47,7 +47,7 @@ def load_coded(file: GgufFile, dtype: torch.dtype) -> Decoder:
     for name in coded:
         weight = _read_codes(file, sources[name], name)
         bias = torch.empty(biases[name].shape, dtype=dtype) if name in biases else None
-        replace_module(model, name, QuantizedLinear(weight, bias))
+        replace_module(model, name, QuantizedLinear(weight, bias, for_cpu=True))
     copy_tensors(model, file, {name: source for name, source in sources.items() if name not in coded})
     return model
 

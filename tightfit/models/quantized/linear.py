@@ -43,11 +43,14 @@ class QuantizedLinear(nn.Module):
     cpu_scales: Tensor | None
     """Where a CPU multiplies by the codes as they are packed: the scales that it takes, rounded."""
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto") -> None:
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto", *, for_cpu: bool = False
+    ) -> None:
+        """With `for_cpu` held as by `hold_for_cpu`, which has to be possible."""
         super().__init__()
         self.scheme, self.impl = weight.scheme, impl
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", self._pack(weight.codes))
+        self.register_buffer("packed", pack_int4(weight.codes) if for_cpu else self._pack(weight.codes))
         self.coded_names = tuple(weight.coded_scales)
         for name, tensor in weight.coded_scales.items():
             self.register_buffer(_buffer(name), tensor)
@@ -58,7 +61,8 @@ class QuantizedLinear(nn.Module):
         lost = weight.outliers
         for name in ("starts", "columns", "values"):
             self.register_buffer(f"outlier_{name}", None if lost is None else getattr(lost, name))
-        self.register_buffer("cpu_scales", None, persistent=False)
+        cpu_scales = int4_scales(weight.scale, weight.zero) if for_cpu else None
+        self.register_buffer("cpu_scales", cpu_scales, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def _pack(self, codes: Tensor) -> Tensor:
@@ -101,8 +105,9 @@ class QuantizedLinear(nn.Module):
     @property
     def can_be_held_for_cpu(self) -> bool:
         """Whether this CPU would multiply by the codes as they are packed."""
-        fits = takes_int4(self.out_features, self.in_features, self.scheme.bits, self.scheme.group)
-        return self.packed.device.type == "cpu" and self.is_packed and fits
+        if self.packed.device.type != "cpu" or not self.is_packed:
+            return False
+        return takes_int4(self.out_features, self.in_features, self.scheme.bits, self.scheme.group)
 
     def hold_for_cpu(self) -> None:
         """Bring the codes into the order in which a CPU multiplies few tokens by them."""
