@@ -31,7 +31,7 @@ from tightfit.train.short_collections import short_collections
 from tightfit.train.step import ignore
 
 FEW_LAYERS, MORE_LAYERS = 2, 8
-STEPS, TURNS = 3, 5
+STEPS, TURNS = 3, 9
 HEADS, KV_HEADS = 16, 4
 
 
