@@ -4,11 +4,11 @@ SmolLM2-135M's shape, random bfloat16 numbers held as float32 (as a published ch
 the same prompt by all, alternating. Many requests: prompts and answers of mixed lengths; transformers answers them one
 by one, and as one padded batch that runs until its longest answer is over. Ratios are of medians, of seconds and of
 processor seconds: the latter mean something on a busy machine too. llama.cpp (one stream) has the same weights from
-GGUF files of several formats; where a format rounds them, so do we, from the same file. Rows go to
-benchmarks/results/serve_cpu.csv.
+GGUF files of several formats; where a format rounds them, so do we, from the same file, and so does transformers, in
+float32, beside our 4 bits. Rows go to benchmarks/results/serve_cpu.csv.
 
     python -m benchmarks.serve_cpu
-    python -m benchmarks.serve_cpu --only llama.cpp
+    python -m benchmarks.serve_cpu --only llama.cpp --formats q4_0
     python -m benchmarks.serve_cpu --tiny
 """
 
@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.rows import RESULTS, append_row
 from tightfit.models.decoder import Decoder
-from tightfit.models.gguf.model import GgufDtype
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.initialisation import init_weights
@@ -44,15 +43,17 @@ Prompts = list[list[int]]
 Shapes = list[tuple[int, int]]
 Way = Callable[[Prompts, Shapes], list[list[int]]]
 Measured = dict[str, tuple[list["Taken"], list[list[int]]]]
-FORMATS: tuple[GgufDtype, ...] = ("fp32", "fp16", "q8_0")
+FORMATS = ("fp32", "fp16", "q8_0", "q4_0")
+ROUNDED = ("q8_0", "q4_0")
 PAD = 0
 CACHE_BYTES = 2**28
 
 
-def make_engine(model: Decoder) -> Engine:
-    """Where no prompt is found again."""
+def make_engine(model: Decoder, *, rounded: bool = False) -> Engine:
+    """Where no prompt is found again; set up as for a file that is `rounded` or not."""
     length = min(1024, model.spec.max_positions)
-    return Engine(model, None, EngineConfig(prefix_cache=False, max_length=length, cache_bytes=CACHE_BYTES))
+    config = EngineConfig(prefix_cache=False, max_length=length, cache_bytes=CACHE_BYTES, rounded_weights=rounded)
+    return Engine(model, None, config)
 
 
 def run_engine(engine: Engine, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
@@ -79,10 +80,14 @@ class Both:
         no_ends = {"eos_token_id": None, "bos_token_id": None}
         config = AutoConfig.for_model(**config_from_spec(spec, dtype="float32") | no_ends)
         self.theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        self.theirs.load_state_dict(to_hf_state(self.ours, spec), strict=False)
-        self.theirs.tie_weights()
-        self.engine = make_engine(self.ours)
+        self.use(self.ours, make_engine(self.ours))
         self.random, self.vocab_size = random.Random(0), spec.vocab_size
+
+    def use(self, weights: Decoder, engine: Engine) -> None:
+        """Have theirs compute with `weights` and ours by `engine`."""
+        self.theirs.load_state_dict(to_hf_state(weights, weights.spec), strict=False)
+        self.theirs.tie_weights()
+        self.engine = engine
 
     def prompts(self, shapes: Shapes) -> list[list[int]]:
         """Random tokens; none is padding."""
@@ -164,34 +169,62 @@ def record(case: str, weights: str, found: Measured, shapes: Shapes, arguments: 
         append_row("serve_cpu", row, folder=arguments.results, commit=arguments.commit)
 
 
-def beside_transformers(both: Both, arguments: argparse.Namespace) -> None:
+def beside_transformers(both: Both, weights: str, arguments: argparse.Namespace) -> None:
     """One stream, and sixteen requests."""
     chance, rounds = random.Random(1), arguments.rounds
     one = [(32, 32)]
     ways: dict[str, Way] = {"ours": both.run_ours, "transformers, one by one": both.run_theirs}
-    record("one stream", "fp32", alternate(ways, both.prompts(one), one, rounds), one, arguments)
+    record("one stream", weights, alternate(ways, both.prompts(one), one, rounds), one, arguments)
     mixed = [(chance.randint(8, 96), chance.randint(8, 64)) for _ in range(16)]
     ways["transformers, padded batch"] = both.run_theirs_padded
     found = alternate(ways, both.prompts(mixed), mixed, max(1, rounds - 2))
-    record("16 requests", "fp32", found, mixed, arguments)
+    record("16 requests", weights, found, mixed, arguments)
 
 
-def beside_llama_cpp(both: Both, arguments: argparse.Namespace, folder: Path) -> None:
-    """One stream on the weights of one file after the other."""
+def beside_llama_cpp(path: Path, weights: str, prompts: Prompts, engine: Engine, arguments: argparse.Namespace) -> None:
+    """One stream on the weights of one file."""
+    shapes, peer = [(32, 32)], LlamaCpp(path)
+    ways: dict[str, Way] = {"ours": partial(run_engine, engine), "llama.cpp": peer.run}
+    record("one stream", weights, alternate(ways, prompts, shapes, arguments.rounds), shapes, arguments)
+    peer.close()
+
+
+class FourBits:
+    """Matrices of layers as Q4_0 and the others as Q8_0, rounded by the gguf package."""
+
+    file_type = 2
+
+    def kind(self, name: str, shape: tuple[int, ...]) -> str:
+        """The type of our parameter `name`."""
+        return "Q4_0" if name.startswith("layers.") else "Q8_0"
+
+    def encode(self, name: str, values: Any, kind: str) -> Any:
+        """The bytes of its rows."""
+        import gguf
+
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+
+
+def on_files(both: Both, arguments: argparse.Namespace, folder: Path) -> None:
+    """The engine on the weights of one file after the other, as it is started from each."""
+    from tightfit.models.gguf.codes import load_coded
     from tightfit.models.gguf.file import GgufFile
     from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path, write_gguf
 
-    tokenizer = load_gguf_tokenizer(GgufFile(smollm2_path()))
-    shapes = [(32, 32)]
-    prompts = both.prompts(shapes)
-    for dtype in FORMATS:
-        path = folder / f"{dtype}.gguf"
-        write_gguf(both.ours, tokenizer, path, dtype)
-        engine = make_engine(load_gguf(GgufFile(path), device="cpu", dtype=torch.float32))
-        peer = LlamaCpp(path)
-        ways: dict[str, Way] = {"ours": partial(run_engine, engine), "llama.cpp": peer.run}
-        record("one stream", dtype, alternate(ways, prompts, shapes, arguments.rounds), shapes, arguments)
-        peer.close()
+    tokenizer, prompts = load_gguf_tokenizer(GgufFile(smollm2_path())), both.prompts([(32, 32)])
+    for weights in arguments.formats:
+        path = folder / f"{weights}.gguf"
+        coder = FourBits() if weights == "q4_0" else None
+        write_gguf(both.ours, tokenizer, path, "fp16" if weights == "q4_0" else weights, coder)
+        file = GgufFile(path)
+        plain = load_gguf(file, device="cpu", dtype=torch.float32)
+        own = load_coded(file, torch.float32) if weights == "q4_0" else plain
+        engine = make_engine(own, rounded=weights in ROUNDED)
+        if arguments.only != "transformers":
+            beside_llama_cpp(path, weights, prompts, engine, arguments)
+        if weights == "q4_0" and arguments.only != "llama.cpp":
+            both.use(plain, engine)
+            beside_transformers(both, weights, arguments)
         path.unlink()
 
 
@@ -206,6 +239,7 @@ class LlamaCpp:
         params.n_ctx, params.n_parallel, params.port = 256, 1, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as ours
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it reads 16 bits
         params.warmup, params.verbosity, params.fit_params = False, 0, False
         self.server: Any = xllamacpp.Server(params)
 
@@ -230,8 +264,9 @@ class LlamaCpp:
 def main() -> None:
     """Both peers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, and no llama.cpp")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, and no files")
     parser.add_argument("--only", choices=("transformers", "llama.cpp"))
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=FORMATS, help="of files beside llama.cpp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of every implementation; as torch has them by default")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -242,10 +277,10 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     both = Both(arguments.preset)
     if arguments.only != "llama.cpp":
-        beside_transformers(both, arguments)
-    if arguments.only != "transformers" and not arguments.tiny:
+        beside_transformers(both, "fp32", arguments)
+    if not arguments.tiny:
         with tempfile.TemporaryDirectory() as folder:
-            beside_llama_cpp(both, arguments, Path(folder))
+            on_files(both, arguments, Path(folder))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import resolve_spec
+from tightfit.serve.compiler import Compiler, start_compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -81,8 +83,8 @@ def quantize(model: Decoder, bits: int) -> None:
 class Bench:
     """One model on one device, and where its rows go."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.name, self.arguments = name, arguments
+    def __init__(self, name: str, arguments: argparse.Namespace, compiler: Compiler | None = None) -> None:
+        self.name, self.arguments, self.compiler = name, arguments, compiler
         self.device = torch.device(arguments.device)
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.load = TINY_LOAD if arguments.tiny else Load()
@@ -157,10 +159,11 @@ class Bench:
 
 
 def start(bench: Bench) -> None:
-    """Engine start: cache, buffers, graphs. Weights are there."""
+    """Engine start: cache, buffers, graphs. Weights are there, and what compiles kernels began before them."""
     bench.wait()
     began = time.perf_counter()
-    bench.engine = Engine(bench.model, None, bench.config)
+    with bench.compiler or nullcontext():
+        bench.engine = Engine(bench.model, None, bench.config, compiler=bench.compiler)
     bench.wait()
     seconds = time.perf_counter() - began
     print(bench.engine.describe())
@@ -244,7 +247,7 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.perf_counter()
     for name in ["tiny"] if arguments.tiny else arguments.model or ["1b", "8b"]:
-        bench = Bench(name, arguments)
+        bench = Bench(name, arguments, start_compiler(arguments.device))
         wanted = [case for case in CASES if arguments.case is None or case.__name__ in ("start", *arguments.case)]
         for case in [*wanted, *([profile] if arguments.profile else [])]:
             if time.perf_counter() - began > arguments.budget:

@@ -16,6 +16,7 @@ from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
 from tightfit.kernels.adamw_list import adamw_list
 from tightfit.kernels.triton_support import Impl
 from tightfit.train.assembly import assemble
+from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.optimizer.updaters import MOMENTS
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step
@@ -142,3 +143,25 @@ def test_a_list_follows_torchs_fused_adamw(dtype: torch.dtype) -> None:
             for found, key in ((m, MOMENTS[0]), (v, MOMENTS[1])):
                 for ours, parameter in zip(found, theirs, strict=False):
                     follows(optimizer.state[parameter][key], ours)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_an_update_is_launched_without_a_wait_and_skips_what_is_not_finite(dtype: torch.dtype | None) -> None:
+    model = tiny_model().to(GPU)
+    optimizer = MasterAdamW(model, Optimizer(), dtype)
+    assert optimizer.skips_nan
+    train_step(model, optimizer, [ragged_batch(4)], GPU, 1e-3, LossScale())
+    before = {name: state.clone() for name, state in optimizer.state().items()}
+    for factor in (torch.nan, 0.5):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        on_device = torch.tensor(factor, device=GPU)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step(1e-3, on_device)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if factor != factor:
+            optimizer.uncount_step()
+            assert all(torch.equal(before[name], state) for name, state in optimizer.state().items())
+    assert not any(torch.equal(before[name], state) for name, state in optimizer.state().items())

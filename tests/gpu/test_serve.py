@@ -1,6 +1,8 @@
 """Serving on a real card: graphs, overlapped kernels and tokens chosen there give what transformers gives elsewhere."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from tests.kernels.truth import assert_no_worse
 from tests.models.huggingface.reference import pair
+from tests.serve.compiling import compilations
 from tests.serve.test_families import expected, greedy
 from tightfit.kernels.decode_linear import decode_linear, decode_linear_eager
 from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
@@ -15,6 +18,7 @@ from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -63,11 +67,11 @@ def small() -> Decoder:
     return model
 
 
-def answers(engine: Engine, count: int = 6, **settings: Any) -> list[list[int]]:
+def answers(engine: Engine, count: int = 6, prompt_step: int = 40, **settings: Any) -> list[list[int]]:
     requests = [
         Request(
             id=str(i),
-            prompt=[(7 * i + j) % 1000 for j in range(5 + 40 * i)],
+            prompt=[(7 * i + j) % 1000 for j in range(5 + prompt_step * i)],
             sampling=Sampling(max_tokens=24, **({"temperature": 0} | settings)),
         )
         for i in range(count)
@@ -87,6 +91,34 @@ def test_every_way_of_running_gives_the_same_tokens(small: Decoder) -> None:
     sampled = answers(Engine(small, None, replace(config, pipelined=False)), **seeded)
     assert answers(Engine(small, None, config), **seeded) == sampled
     assert sampled != wanted
+
+
+def forget_kernels() -> None:
+    """As if this process had launched none of ours."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("tightfit.kernels.")]
+    for kernel in (value for module in modules for value in vars(module).values()):
+        if hasattr(kernel, "device_caches"):
+            kernel.device_caches.clear()
+
+
+def test_other_processes_compile_all_that_answers_need(
+    small: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    narrow = Decoder(small.spec).cuda().bfloat16()
+    narrow.load_state_dict(small.state_dict())
+    config = EngineConfig(max_sequences=40, step_tokens=256, max_length=1024, cache_bytes=2**28)
+    forget_kernels()
+    with compilations() as found:
+        with Compiler() as compiler:
+            engine = Engine(narrow, None, config, compiler=compiler)
+        assert len(found) > 10
+        assert all(found), "compiled here"
+        found.clear()
+        for count in (1, 2, 40):
+            answers(engine, count, prompt_step=20)
+    assert found == [], "compiled while somebody waited"
+    assert answers(engine) == answers(Engine(narrow, None, config))
 
 
 def test_bfloat16_logits_are_as_good_as_the_decoders(small: Decoder) -> None:

@@ -10,6 +10,7 @@ from tightfit.kernels.adamw import Numbers, adamw
 from tightfit.kernels.adamw_list import adamw_list
 from tightfit.kernels.gradient_norm import gradient_norm
 from tightfit.kernels.tensor_table import CHUNK
+from tightfit.kernels.triton_support import Impl
 
 SHAPES = [(1,), (37,), (0, 5), (3, 300), (CHUNK,), (CHUNK + 1,), (2, CHUNK)]
 
@@ -50,6 +51,14 @@ def test_more_tensors_than_a_table_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for w, g, m, v in zip(*alone, strict=True):
         adamw(w, None, g, m, v, None, numbers(1), "torch")
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours[0], alone[0], strict=True))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_factor_that_is_not_a_number_changes_nothing(impl: Impl) -> None:
+    weights, gradients, m, v = lists(torch.float32)
+    before = [x.clone() for x in (*weights, *m, *v)]
+    adamw_list(weights, gradients, m, v, torch.tensor(float("nan"), device=DEVICE), numbers(1), impl)
+    assert all(torch.equal(now, then) for now, then in zip((*weights, *m, *v), before, strict=True))
 
 
 def test_it_is_torchs_adamw() -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.train.models import TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.jobs.job import Optimizer
+from tightfit.jobs.levers import Levers
 from tightfit.models.decoder import Decoder
 from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
 from tightfit.train.precision import LossScale
@@ -91,6 +92,28 @@ def test_nan_loss_stops_before_the_weights_change() -> None:
     with pytest.raises(NotFiniteError, match="loss is nan"):
         train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-3, LossScale())
     assert torch.equal(before, projection.weight)
+
+
+@pytest.mark.parametrize("l1", [0.0, 1e-3])
+@pytest.mark.parametrize("form", ["fp32", "8bit"])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_a_step_that_is_not_finite_changes_no_state_and_is_not_counted(l1: float, form: Any, clip_norm: float) -> None:
+    """Whether its update is launched before the host knows the loss (torch's AdamW), or after."""
+    settings = Optimizer(clip_norm=clip_norm, l1=l1)
+    levers = Levers(optimizer_states=form)
+    poisoned, sound = tiny_model(), tiny_model()
+    optimizer, reference = (MasterAdamW(model, settings, torch.bfloat16, levers) for model in (poisoned, sound))
+    assert optimizer.skips_nan is (form == "fp32" and not l1)
+    before = {name: state.clone() for name, state in optimizer.state().items()}
+    hook = poisoned.embed.weight.register_hook(lambda grad: grad * float("inf"))
+    with pytest.raises(NotFiniteError, match="gradient norm"):
+        train_step(poisoned, optimizer, [ragged_batch(4)], CPU, 1e-3, LossScale())
+    assert all(torch.equal(before[name], state) for name, state in optimizer.state().items())
+    hook.remove()
+    for model, own in ((poisoned, optimizer), (sound, reference)):
+        own.drop_gradients()
+        train_step(model, own, [ragged_batch(4)], CPU, 1e-3, LossScale())
+    assert all(torch.equal(reference.state()[name], state) for name, state in optimizer.state().items())
 
 
 def test_infinite_gradients_stop_unless_the_scale_can_shrink() -> None:

@@ -37,6 +37,7 @@ def sample(
     tightfit sample my-model --chat                          asks at the terminal; Ctrl-D ends it
     """
     import sys
+    from dataclasses import replace
 
     from tightfit.bounded_files import read_text
     from tightfit.errors import UserError
@@ -57,7 +58,9 @@ def sample(
     texts = [] if asks else [read_text(sys.stdin) if text == "-" else text for text in prompt or ["-"]]
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     target = choose_device(device)
-    loaded = load_model(model, device=target, dtype=inference_dtype(model, precision, target), verified=verify)
+    dtype, exact = inference_dtype(model, precision, target), precision == "fp32"
+    loaded = load_model(model, device=target, dtype=dtype, verified=verify, coded_gguf=not exact)
+    loaded = replace(loaded, exact=exact)
     if chat and count == 1:
         return print_chat(Chat.begun(loaded, sampling, system), texts, asks=asks, as_json=as_json)
     print_samples(texts[0], sample_streams(loaded, texts[0], sampling, count=count, chat=chat), as_json=as_json)

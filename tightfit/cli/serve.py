@@ -1,7 +1,7 @@
 """`tightfit serve`: an OpenAI-compatible server."""
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -92,7 +92,12 @@ def serve(
     _check(asked)
     if export is not None:
         _export(asked)
-    else:
+        return
+    from tightfit.serve.compiler import start_compiler
+
+    alone = all((number or 1) == 1 for number in (tensor, pipeline, replicas))
+    asked.compiler = start_compiler(device) if alone else None  # now, as it imports what we are about to import
+    with asked.compiler or nullcontext():
         _serve(asked)
 
 
@@ -194,7 +199,12 @@ def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: A
             loaded, engine = start_first_rank(source, config, spread, store, asked.device)
         else:
             loaded, engine = start_engine(
-                source, config, device=asked.device, draft=asked.draft, adapters=asked.adapters
+                source,
+                config,
+                device=asked.device,
+                draft=asked.draft,
+                adapters=asked.adapters,
+                compiler=asked.compiler,
             )
         typer.echo(engine.describe())
         typer.echo(f"{source} on http://{options.host}:{options.port} (chat page at /, OpenAI clients at /v1)")

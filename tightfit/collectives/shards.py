@@ -9,6 +9,7 @@ too and treat them as whole. Filling needs no communication: each rank has the w
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -145,7 +146,7 @@ def remember_splits(model: nn.Module, splits: Mapping[str, Split]) -> None:
 
 def is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether `tensor` is a DTensor."""
-    if not torch.distributed.is_available():
+    if not torch.distributed.is_available() or "torch.distributed.tensor" not in sys.modules:  # so nobody made one
         return False
     from torch.distributed.tensor import DTensor
 

@@ -35,7 +35,7 @@ def adamw_list(
     numbers: Numbers,
     impl: Impl = "auto",
 ) -> None:
-    """Update weights and moments in place with gradients times `factor`; all have the same `numbers`."""
+    """Update weights and moments in place with gradients times `factor`, unless that is NaN; all by one `numbers`."""
     assert numbers.key is None, "adamw_list has no stochastic rounding"
     _adamw_list(list(weights), list(gradients), list(m), list(v), factor, *numbers[:6], impl)
     bump_version(*weights)
@@ -68,6 +68,8 @@ def list_kernel(  # type: ignore[no-untyped-def]
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
+    if factor != factor:
+        return
     for block in range(0, CHUNK, BLOCK):
         at = first + block + tl.arange(0, BLOCK)
         here = at < size
@@ -121,6 +123,8 @@ def _run(
     lists = tuple(list(kind) for kind in zip(*full, strict=True))
     if use_triton(impl, full[0][0]) and are_alike(*lists):
         _launch(lists, factor, numbers)
+        return
+    if factor is not None and factor.isnan():
         return
     for weight, gradient, mean, square in full:
         reference(weight, None, gradient, mean, square, factor, numbers)

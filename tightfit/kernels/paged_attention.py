@@ -144,7 +144,7 @@ def paged_attention_eager(
     return torch.stack(made)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["table_row", "window"])
 def _kernel(  # type: ignore[no-untyped-def]
     query,
     keys,

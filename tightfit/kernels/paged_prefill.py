@@ -178,7 +178,7 @@ def _walk(  # type: ignore[no-untyped-def]
     return acc, highest, denominator
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["table_row", "window"])
 def _kernel(  # type: ignore[no-untyped-def]
     query,
     keys,

@@ -4,6 +4,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 StreamEvent = torch.cuda.Event | None
 """A recorded point of a stream; None on CPUs."""
@@ -53,3 +54,21 @@ def current_stream_waits_for(event: StreamEvent) -> None:
 def record_current_stream(device: torch.device) -> StreamEvent:
     """The end of the work queued on the current stream so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class HostCopy:
+    """Values on their way to the host: reading them waits for the copy, not for what was launched after it."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = record_current_stream(values.device)
+
+    def read(self) -> list[Any]:
+        """The values, once they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        read: list[Any] = self._values.tolist()
+        return read

@@ -33,9 +33,10 @@ def blank_decoder(
     """A decoder on `device` with uninitialised parameters of `dtype`."""
     with torch.device("meta"), _SkipInit():
         model = Decoder(spec, impl)
-    model = model.to(dtype).to_empty(device=device)
+    # as `to_empty`, whose `empty_like` of a meta tensor imports sympy (a second)
+    model = model.to(dtype)._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
     if spec.tied:
-        model.head.weight = model.embed.weight  # to_empty untied them
+        model.head.weight = model.embed.weight  # that untied them
     return model
 
 

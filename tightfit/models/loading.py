@@ -21,9 +21,10 @@ from tightfit.models.base_model import BaseModel, is_adapted, read_base
 from tightfit.models.blank import blank_decoder, whole_state
 from tightfit.models.checksums import verify, verify_file
 from tightfit.models.decoder import Decoder
+from tightfit.models.gguf.codes import load_coded
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
-from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, smollm2_path
+from tightfit.models.gguf.model import is_rounded, load_gguf, load_gguf_tokenizer, smollm2_path
 from tightfit.models.gguf.weights import fill
 from tightfit.models.hub import hub_directory, hub_hint, is_hub_name
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
@@ -53,6 +54,10 @@ class LoadedModel:
     model: Decoder
     tokenizer: Tokenizer | None
     source: str
+    rounded: bool = False
+    """Whether its weights are what a GGUF file rounded to a few bits stands for."""
+    exact: bool = False
+    """Whether it is to be computed in the numbers it was loaded in, 4-bit products too."""
 
 
 def load_model(
@@ -62,10 +67,12 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     packed: bool = True,
     verified: bool = True,
+    coded_gguf: bool = False,
 ) -> LoadedModel:
     """The model at `source` with its weights cast to `dtype`; quantized ones stay so, unless not `packed`.
 
-    Weights that came with checksums are `verified`.
+    Weights that came with checksums are `verified`. With `coded_gguf`, 4-bit matrices of GGUF files stay in their codes
+    too where this CPU multiplies by those.
     """
     path = weights_path(source)
     if path.is_file():
@@ -73,7 +80,9 @@ def load_model(
             verify_file(path)
         file = GgufFile(path)
         tokenizer = load_gguf_tokenizer(file)
-        return LoadedModel(load_gguf(file, device=device, dtype=dtype), tokenizer, source)
+        coded = coded_gguf and torch.device(device).type == "cpu"
+        model = load_coded(file, dtype) if coded else load_gguf(file, device=device, dtype=dtype)
+        return LoadedModel(model, tokenizer, source, rounded=is_rounded(file))
     spec = resolve_spec(str(path / "config.json"))
     _require_room_for(spec, path)
     tokenizer = _directory_tokenizer(path)

@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
-from tightfit.hardware.launches import STEP_IDLE_MS
+from tightfit.hardware.launches import GAPS_MS, STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.plan.seconds.adapter import adapter_launch, adapter_params
@@ -240,7 +241,7 @@ class LayoutCost:
         return StepTime(
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
-            launch_s=max(micro * waits_s, self._idle_s),
+            launch_s=max(micro * waits_s, self._idle_s(levers)),
             tensor_s=self.tensor.once_s
             + micro
             * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
@@ -262,17 +263,16 @@ class LayoutCost:
                 host_s=host,
                 host_share=costs.host_share,
             ),
-            optimizer_s=max(update, self._update_launch_s(levers)),
+            optimizer_s=update if self._updates_unseen(levers) else max(update, self._update_launch_s(levers)),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
             teacher_s=micro * self.teacher_s,
         )
 
-    @property
-    def _idle_s(self) -> float:
-        """Of a step that is otherwise ahead of its host; ranks of a pipeline wait for one another instead."""
+    def _idle_s(self, levers: Levers) -> float:
+        """Of a step that is otherwise behind its host; ranks of a pipeline wait for one another instead."""
         if self.layout.pipeline > 1:
             return 0.0
-        return 1e-3 * STEP_IDLE_MS * self.costs.launch_share
+        return 1e-3 * self.costs.launch_share * (GAPS_MS if self._updates_unseen(levers) else STEP_IDLE_MS)
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
@@ -299,16 +299,24 @@ class LayoutCost:
     ) -> tuple[float, float]:
         """What a micro-batch waits for the host in forward and in backward, which is ahead of the card or behind it.
 
+        Where the host launches the update before it waits for the loss, it begins the next step while the card updates.
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
         host_forward_s, host_backward_s = host_s
+        if self._updates_unseen(levers):
+            host_backward_s += self._update_launch_s(levers) / max(1, self.micro_batches)
+            forward_s += update_s / max(1, self.micro_batches)
         forward_late_s = max(0.0, host_forward_s - forward_s)
         if levers.update_in_backward:
             one_layer_s = host_backward_s / self.layers
             return forward_late_s, max(one_layer_s, host_backward_s - backward_s - update_s)
         late_s = host_forward_s + host_backward_s - forward_s - backward_s
         return forward_late_s, max(0.0, late_s - forward_late_s)
+
+    def _updates_unseen(self, levers: Levers) -> bool:
+        """Whether the update is launched before the host knows the loss: torch's AdamW skips what is not finite."""
+        return is_torch_adamw(levers, wide=self.costs.workload.updates_wide)
 
     def _update_s(self, levers: Levers) -> float:
         """The card's seconds of AdamW and of adding up gradients."""

@@ -18,9 +18,10 @@ from tightfit.kernels.glu import glu
 from tightfit.models.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.spec import Activation
 from tightfit.serve.fp8_weight import Fp8Weight
+from tightfit.serve.int4_weight import Int4Weight
 from tightfit.serve.packed_weight import PackedWeight
 
-CodedMatrix = PackedWeight | Fp8Weight
+CodedMatrix = PackedWeight | Int4Weight | Fp8Weight
 
 
 class AddedRows(NamedTuple):

@@ -110,7 +110,7 @@ def decide_budget(
 
 def _half_copy_bytes(model: Decoder, config: EngineConfig, free: int) -> int:
     """What a copy of the weights in 16 bits takes, where it is of use and takes no large part of what is free."""
-    copy_bytes = half_bytes(model) if config.half_weights else 0
+    copy_bytes = half_bytes(model, rounded=config.rounds_weights) if config.half_weights else 0
     return copy_bytes if copy_bytes <= free * HOST_SHARE else 0
 
 

@@ -27,6 +27,10 @@ class EngineConfig:
     """What keys and values are kept in: the model's own numbers, or a byte each (cache_format.py)."""
     half_weights: bool = True
     """On a CPU: read weights from a copy in 16 bits where that changes nothing (half_weight.py)."""
+    packed_products: bool = True
+    """On a CPU: multiply few tokens by 4-bit codes as they are packed, in bfloat16 (int4_weight.py)."""
+    rounded_weights: bool = False
+    """The weights come from a file that rounded them to a few bits; a copy in 16 bits may round them by 2⁻¹¹ more."""
     prefix_cache: bool = True
     pipelined: bool | None = None
     """Launch a step before the tokens of the last one are read; None: on GPUs."""
@@ -42,6 +46,16 @@ class EngineConfig:
     """Answers are the same to the bit whatever else is in the batch (row_tiles.py); slower."""
     host_bytes: int = 0
     """Memory of the host for keys and values of answers that have to give way; without, they are computed again."""
+
+    @property
+    def multiplies_packed(self) -> bool:
+        """Whether few tokens are multiplied otherwise than many: not where answers are to be the same in any batch."""
+        return self.packed_products and not self.batch_invariant
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether a copy of the weights may be off by more than float32 rounds."""
+        return self.rounded_weights and self.multiplies_packed
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "step_tokens", "block_size", "speculated_tokens"):

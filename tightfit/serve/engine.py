@@ -19,9 +19,11 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.adapters import AdapterSet, refuse_folded
 from tightfit.serve.block_pool import BlockPool
 from tightfit.serve.break_even import break_even_share, hint
-from tightfit.serve.budget import Budget, decide_budget
+from tightfit.serve.budget import HOST_SHARE, Budget, decide_budget, free_bytes
 from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.config import EngineConfig
+from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
 from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.grammar import Constraints, Matcher
 from tightfit.serve.host_store import HostStore
@@ -75,7 +77,9 @@ class Engine:
         draft: Decoder | None = None,
         adapters: Mapping[str, Adapter] | None = None,
         ranks: RankRunner | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
+        """`compiler` compiles kernels in other processes; without one that is done here."""
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
         self.adapters = dict(adapters or {})
         refuse_folded(self.adapters, model.spec)
@@ -83,6 +87,9 @@ class Engine:
         self.spread = ranks is not None
         if self.config.batch_invariant:
             self._check_invariant()
+        if ranks is None:
+            for each in (model,) if draft is None else (model, draft):
+                self._prepare_codes(each)
         self.budget: Budget = (
             ranks.steps.budget
             if ranks is not None
@@ -102,7 +109,7 @@ class Engine:
         self._constraints: Constraints | None = None
         self._host_bound = 0  # answers whose next token depends on what the host knows
         self._flights: deque[Flight] = deque()
-        self._pipeline = self._make_pipeline()
+        self._pipeline = self._make_pipeline(compiler)
 
     @property
     def has_work(self) -> bool:
@@ -233,6 +240,14 @@ class Engine:
                 answers[output.request][output.index].add(output)
         return answers
 
+    def _prepare_codes(self, model: Decoder) -> None:
+        """Bring layers in codes into the form that a CPU multiplies by."""
+        if self.config.multiplies_packed:
+            hold_for_cpu(model)
+        room = HOST_SHARE * free_bytes(model.embed.weight.device)
+        if expand_for_cpu(model, int(room)) and self.config.multiplies_packed:
+            self.config = replace(self.config, rounded_weights=True)
+
     def _make_runner(self) -> Runner:
         config, weight = self.config, self.model.embed.weight
         cache = make_cache(
@@ -267,7 +282,7 @@ class Engine:
             lookahead=config.speculated_tokens if self._proposer else 0,
         )
 
-    def _make_pipeline(self) -> Pipeline | None:
+    def _make_pipeline(self, compiler: Compiler | None) -> Pipeline | None:
         """Steps that do not wait for the host: on a GPU, unless the host has to see every token."""
         config, on_gpu = self.config, self.runner.device.type == "cuda"
         if not isinstance(self.runner, Runner):
@@ -277,7 +292,14 @@ class Engine:
         if not (on_gpu if config.pipelined is None else config.pipelined):
             return None
         capture = on_gpu and config.graphs and self.model.spec.experts is None
-        return Pipeline(self.runner, config.max_sequences, self.max_length, config.block_size, capture=capture)
+        return Pipeline(
+            self.runner,
+            config.max_sequences,
+            self.max_length,
+            config.block_size,
+            capture=capture,
+            compiler=compiler,
+        )
 
     def _skipping_spec(self) -> ModelSpec | None:
         return skipping_spec(self.model.spec, self.config) if self.config.speculation == "skip" else None

@@ -6,7 +6,8 @@ the host fills pinned copies of them and the device fetches those, so nothing wa
 from where the step before left them on the device. Where nothing can be captured (CPUs) the same steps run as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from tightfit.kernels.greedy import choose_greedily
+from tightfit.kernels.triton_support import HAS_TRITON
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.runner import Runner
 from tightfit.serve.scheduler import Chunk
 from tightfit.serve.sequence import Sequence
 from tightfit.serve.step import Piece, Step
-from tightfit.serve.warm_up import compile_kernels
+from tightfit.serve.warm_up import compile_kernels, mixed_steps
 
 PROMPT_SIZES = (64, 128, 256, 512)
 NUMBERS = 4
@@ -91,18 +94,34 @@ class Graphs:
         self._states: dict[int, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
 
-    def capture_all(self) -> None:
+    def capture_all(self, compiler: Compiler | None = None) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
-        program = self.runner.program
-        if program is not None and program.own_attention:
-            compile_kernels(program, self.padding_block)
+        if HAS_TRITON and self.device.type == "cuda" and self.runner.tiles is None:  # tiles were tried before
+            compile_kernels(self.trials(), self.device, compiler)
         for size in sorted(self.sizes, reverse=True):
             self._decoding[size] = decoding = self._captured(partial(self._decode, size))
             self._states[size] = decoding.made if decoding.made is not None else decoding()
             self._choosing[size] = self._captured(partial(self._choose, size))
-        whole = [size for size in PROMPT_SIZES if size <= self.max_length and self.runner.tiles is None]
-        for size in sorted(whole, reverse=True):
+        for size in sorted(self._prompt_sizes, reverse=True):
             self._prompts[size] = self._captured(partial(self._read_prompt, size))
+
+    def trials(self) -> Iterator[Callable[[], Tensor]]:
+        """All that will be captured, and steps that come in between, through few layers: with all of their kernels.
+
+        Those with most of them come first, as they are compiled while others are tried.
+        """
+        few = copy(self)
+        few.runner, few.last_tokens, few._states = self.runner.shortened(), torch.zeros_like(self.last_tokens), {}
+        ends = {*self.sizes[:2], self.sizes[-1]}
+        for size in sorted(ends):
+            yield partial(few._try_decoding, size)
+        for step in mixed_steps(self.block_size, self.padding_block, self.max_length, self.device):
+            yield partial(few.runner.logits, step)
+        for size in self._prompt_sizes:
+            yield partial(few._read_prompt, size)
+        for size in self.sizes:
+            if size not in ends:
+                yield partial(few._try_decoding, size)
 
     def takes_prompt(self, chunk: Chunk) -> bool:
         """Whether a chunk that is alone in its step is a short whole prompt."""
@@ -134,6 +153,10 @@ class Graphs:
         """The most likely tokens [chunks] after the step of `chunks` that `decode` has just run, for the next one to
         find at their sequences' slots."""
         return self._get(self._choosing, self._size(chunks), self._choose)()[: len(chunks)]
+
+    @property
+    def _prompt_sizes(self) -> list[int]:
+        return [size for size in PROMPT_SIZES if size <= self.max_length and self.runner.tiles is None]
 
     def _size(self, chunks: list[Chunk]) -> int:
         return next(size for size in self.sizes if size >= len(chunks))
@@ -177,6 +200,11 @@ class Graphs:
             block_size=self.block_size,
         )
         return self.runner.states(step)
+
+    def _try_decoding(self, size: int) -> Tensor:
+        self.last_tokens.zero_()  # where not every kernel was launched, no number is sure to be a token
+        self._states[size] = self._decode(size)
+        return self._choose(size)
 
     def _choose(self, size: int) -> Tensor:
         logits = self.runner.project(self._states[size])

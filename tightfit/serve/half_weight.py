@@ -3,6 +3,7 @@
 One token reads every weight once, so half the bytes are half the time. Published checkpoints are bfloat16 mostly, and a
 half-precision float holds such a number exactly from 2⁻¹⁷ on: what is below is off by 2⁻²⁵ at most. A matrix of K
 columns counts as unchanged if it is off by less than float32's rounding of a sum of K terms: √K · 2⁻²⁴ of its norm.
+Where a model's other products round to bfloat16 anyway (int4_weight.py), 2⁻¹¹ of its norm is little enough.
 FBGEMM inside torch has the products (x86 only). The decoder keeps its float32 weights, so this is a copy; the budget
 counts it.
 """
@@ -19,6 +20,9 @@ from tightfit.models.spec import Activation
 ENGINES = ("x86", "fbgemm")
 ROUNDING = 2.0**-24
 """Half of float32's spacing at one."""
+HALF_ROUNDING = 2.0**-11
+"""The same of 16-bit floats."""
+TINY = 1e-30
 FEWEST = 2**18
 """Elements from which half the bytes are worth a call of some 30 µs instead of 4."""
 
@@ -63,5 +67,15 @@ def has_products(weight: Tensor) -> bool:
 
 def is_exact(weight: Tensor) -> bool:
     """Whether 16 bits are off by less than float32's rounding of a product, all elements together."""
+    return _off(weight) <= ROUNDING * math.sqrt(weight.shape[1])
+
+
+def is_near(weight: Tensor) -> bool:
+    """Whether 16 bits are off by no more than their own spacing: nothing is too large or too small for them."""
+    return _off(weight) <= HALF_ROUNDING
+
+
+def _off(weight: Tensor) -> float:
+    """The part of the weight's norm that 16 bits lose."""
     off = torch.linalg.vector_norm(weight.half().float() - weight)
-    return bool(off <= ROUNDING * math.sqrt(weight.shape[1]) * torch.linalg.vector_norm(weight))
+    return float(off / torch.linalg.vector_norm(weight).clamp(min=TINY))

@@ -7,7 +7,7 @@ have a copy in 16 bits (half_weight.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.linear_plus_adapter import base_of
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import Rope
-from tightfit.serve.adapted_weight import AdaptedWeight, with_adapters
+from tightfit.serve.adapted_weight import AdaptedWeight, CodedMatrix, with_adapters
 from tightfit.serve.fp8_weight import Fp8Weight, is_fp8, join_fp8
-from tightfit.serve.half_weight import HalfWeight, copy_bytes, halved, has_products, is_exact
+from tightfit.serve.half_weight import HalfWeight, copy_bytes, halved, has_products, is_exact, is_near
+from tightfit.serve.int4_weight import Int4Weight, is_int4, join_int4, rounds_products
 from tightfit.serve.packed_weight import PackedWeight, can_pack, join_packed
 
-Weight = Tensor | PackedWeight | Fp8Weight | HalfWeight | AdaptedWeight
+Weight = Tensor | PackedWeight | Fp8Weight | Int4Weight | HalfWeight | AdaptedWeight
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,17 @@ class JointLayer:
     window: int | None
     softcap: float | None
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers that run through the same kernels."""
+        return tuple(_kind(getattr(self, each.name)) for each in fields(self) if each.name != "index")
+
+
+def _kind(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return part.dtype, part.shape, part.stride()
+    return (type(part), *map(_kind, part)) if isinstance(part, tuple) else repr(part)
+
 
 def can_join(model: Decoder) -> bool:
     """Whether a model's layers are of the common kind, and projections of one input are all plain or coded alike."""
@@ -60,20 +72,22 @@ def can_join(model: Decoder) -> bool:
 
 
 @torch.no_grad()
-def half_bytes(model: Decoder) -> int:
-    """What a copy of the joint matrices in 16 bits takes; 0 where it would change any, or is of no use."""
+def half_bytes(model: Decoder, *, rounded: bool = False) -> int:
+    """What a copy of the joint matrices in 16 bits takes; 0 where it would change any (of a model that is `rounded`
+    anyway: by more than 2⁻¹¹), or is of no use."""
     if not has_products(model.embed.weight) or not can_join(model):
         return 0
     groups = [*(group for layer in model.layers for group in _projections(layer)), (model.head,)]
     weights: list[list[Any]] = [[linear.weight for linear in group] for group in groups if _is_plain(group)]
-    exact = all(is_exact(weight) for group in weights for weight in group)
+    loses_nothing = is_near if rounded or rounds_products(model) else is_exact
+    exact = all(loses_nothing(weight) for group in weights for weight in group)
     return sum(copy_bytes(*group) for group in weights) if exact else 0
 
 
 def can_be_one(linears: Sequence[nn.Module]) -> bool:
     """Whether layers of one input can be multiplied by together."""
     bases = [base_of(linear) for linear in linears]
-    return _is_plain(linears) or can_pack(bases) or is_fp8(bases)
+    return _is_plain(linears) or can_pack(bases) or is_int4(bases) or is_fp8(bases)
 
 
 def _projections(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
@@ -134,7 +148,13 @@ def as_one(linears: Sequence[nn.Linear], *, half: bool = False) -> Weight:
         joint = _join_parameters(linears, "weight")
         return halved(joint) if half else joint
     bases: Any = [base_of(linear) for linear in linears]
-    return with_adapters(join_fp8(bases) if is_fp8(bases) else join_packed(bases), linears)
+    return with_adapters(_join_coded(bases), linears)
+
+
+def _join_coded(linears: Any) -> CodedMatrix:
+    if is_fp8(linears):
+        return join_fp8(linears)
+    return join_int4(linears) if is_int4(linears) else join_packed(linears)
 
 
 def _join_parameters(linears: Sequence[nn.Linear], name: str) -> Tensor:

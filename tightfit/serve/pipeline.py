@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightfit.levers.side_stream import HostCopy
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.device import to_device
 from tightfit.serve.graphs import Graphs
 from tightfit.serve.random_numbers import uniform
@@ -23,28 +25,34 @@ from tightfit.serve.step import make_step
 
 @dataclass
 class Flight:
-    """A step under way: the chunks that choose a token, and the tokens, on the host once `ready`."""
+    """A step under way: the chunks that choose a token, and the tokens."""
 
     chunks: list[Chunk]
-    tokens: Tensor
-    ready: "torch.cuda.Event | None"
+    tokens: HostCopy
 
     def read(self) -> list[int]:
         """The tokens, once they are there."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return [int(token) for token in self.tokens.tolist()]
+        return self.tokens.read()
 
 
 class Pipeline:
     """Launches steps of one runner."""
 
-    def __init__(self, runner: Runner, sequences: int, max_length: int, block_size: int, *, capture: bool) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        sequences: int,
+        max_length: int,
+        block_size: int,
+        *,
+        capture: bool,
+        compiler: Compiler | None = None,
+    ) -> None:
         self.runner, self.block_size, self.device = runner, block_size, runner.device
         self.last_tokens = torch.zeros(sequences + 1, dtype=torch.int64, device=runner.device)
         self.graphs = Graphs(runner, self.last_tokens, sequences, max_length, block_size)
         if capture:
-            self.graphs.capture_all()
+            self.graphs.capture_all(compiler)
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Flight:
@@ -59,16 +67,16 @@ class Pipeline:
         self._send_known(chunks)
         states = self.graphs.decode(chunks)
         if all(chunk.sequence.sampling.is_greedy for chunk in chunks):
-            return self._flight(chunks, self.graphs.highest(chunks))
+            return Flight(chunks, HostCopy(self.graphs.highest(chunks)))
         return self._choose(chunks, self.runner.project(states))
 
     def _choose(self, choosing: list[Chunk], logits: Tensor) -> Flight:
         slots = to_device([chunk.sequence.slot for chunk in choosing], self.device, torch.int64)
         if not choosing:
-            return Flight([], slots, None)
+            return Flight([], HostCopy(slots))
         tokens = self._chosen(logits, [chunk.sequence for chunk in choosing])
         self.last_tokens.index_copy_(0, slots, tokens)
-        return self._flight(choosing, tokens)
+        return Flight(choosing, HostCopy(tokens))
 
     def _logits(self, chunks: list[Chunk]) -> Tensor:
         if len(chunks) == 1 and _is_plain(chunks) and self.graphs.takes_prompt(chunks[0]):
@@ -96,15 +104,6 @@ class Pipeline:
         numbers = [uniform(each.sampling.seed, each.index, each.length) for each in sequences]
         chances = probabilities(logits, [each.sampling for each in sequences])
         return draw(chances, to_device(numbers, self.device, torch.float32))
-
-    def _flight(self, choosing: list[Chunk], tokens: Tensor) -> Flight:
-        if self.device.type != "cuda":
-            return Flight(choosing, tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return Flight(choosing, host, ready)
 
 
 def _is_plain(chunks: Items[Chunk]) -> bool:

@@ -5,8 +5,7 @@ after it. One token on a GPU (decoding): five kernels of our own a layer, in whi
 and residuals are part of the products (kernels/decode_linear.py); packed weights have norms apart.
 """
 
-from collections.abc import Callable
-from functools import partial
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from tightfit.serve.adapted_weight import AdaptedWeight
 from tightfit.serve.cpu_operations import RowNorm, turn_rows, turns
 from tightfit.serve.fp8_weight import Fp8Weight
 from tightfit.serve.half_weight import HalfWeight
+from tightfit.serve.int4_weight import Int4Weight
 from tightfit.serve.joint_weights import JointLayer, Weight, as_one, join_layers, norm_weight
 from tightfit.serve.packed_weight import PackedWeight
 from tightfit.serve.paged_cache import PagedCache
@@ -61,6 +61,12 @@ class Program:
         self.row_norms = self._make_row_norms() if self.on_cpu and self.dtype == torch.float32 else {}
         self.overlap = overlap and can_overlap(model.embed.weight.device)
         self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
+
+    def shortened(self) -> "Program":
+        """The same with as few of the first layers as have every kind of them."""
+        short, kinds = copy(self), [layer.kind for layer in self.layers]
+        short.layers = self.layers[: 1 + max(kinds.index(kind) for kind in kinds)]
+        return short
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x · Wᵀ + b."""
@@ -195,28 +201,6 @@ class Program:
             x = self._one_product(inner, layer.down, layer.down_bias, residual=x)
         return x
 
-    def one_token_products(self, x: Tensor, mixed: Tensor, inner: Tensor) -> list[Callable[[], Tensor]]:
-        """The products of a layer for one token, and the output projection, apart from one another."""
-        layer = self.layers[0]
-        return [
-            lambda: self._one_product(x, layer.qkv, layer.qkv_bias, norm=layer.attention_norm),
-            lambda: self._one_product(mixed, layer.o, layer.o_bias, residual=x),
-            lambda: self._one_product(x, layer.gate_up, layer.gate_up_bias, norm=layer.mlp_norm, gated=True),
-            lambda: self._one_product(inner, layer.down, layer.down_bias, residual=x),
-            lambda: self.project(x),
-        ]
-
-    def coded_products(self, rows: int) -> list[Callable[[], Tensor]]:
-        """Those of a layer for several tokens that run through kernels of ours: of coded weights."""
-        layer = self.layers[0]
-        calls: list[Callable[[], Tensor]] = []
-        for weight in (layer.qkv, layer.o, layer.down, layer.gate_up):
-            if isinstance(weight, PackedWeight | Fp8Weight | AdaptedWeight):
-                x = torch.zeros((rows, weight.inputs), device=self.device, dtype=self.dtype)
-                gated = weight is layer.gate_up
-                calls.append(partial(self.gated_product if gated else self.product, x, weight, None))
-        return calls
-
     def _one_product(
         self,
         x: Tensor,
@@ -263,7 +247,7 @@ class Program:
                 out_dtype=out_dtype,
                 overlap=self.overlap,
             )
-        assert not isinstance(weight, HalfWeight), "those are a CPU's"
+        assert not isinstance(weight, HalfWeight | Int4Weight), "those are a CPU's"
         codes, scale = weight if isinstance(weight, Fp8Weight) else (weight, None)
         return decode_linear(
             x,

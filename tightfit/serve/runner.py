@@ -6,6 +6,7 @@ are.
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from copy import copy
 from types import MappingProxyType
 from typing import Any
 
@@ -101,6 +102,12 @@ class Runner:
         if can_join(model):
             self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences, half=half)
         self.tiles = self._make_tiles(length) if batch_invariant else None
+
+    def shortened(self) -> "Runner":
+        """The same with few layers of its program, which show every kernel of it."""
+        short = copy(self)
+        short.program = None if self.program is None else self.program.shortened()
+        return short
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

@@ -3,15 +3,18 @@
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tightfit.errors import UserError
+from tightfit.kernels.triton_support import HAS_TRITON
 from tightfit.models.generate import check_numbers, prompt_tokens
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
 from tightfit.serve.adapters import load_adapters
+from tightfit.serve.compiler import Compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.request import Request
@@ -20,6 +23,9 @@ from tightfit.serve.streams import text_streams
 
 OWN_RUN = "runs/stdlib"
 """What `make run` trains."""
+
+WORTH_A_COPY = 256
+"""Tokens of an answer from which making a copy of the weights in 16 bits takes less time than it saves."""
 
 
 def default_model() -> str:
@@ -50,18 +56,28 @@ def start_engine(
     device: str = "auto",
     draft: str | None = None,
     adapters: Mapping[str, Path] | None = None,
+    compiler: Compiler | None = None,
 ) -> tuple[LoadedModel, Engine]:
-    """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU."""
+    """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU (but for products
+    with 4-bit codes: int4_weight.py).
+
+    `compiler` may have been started before, and is closed; without one there is one where it is needed.
+    """
     where = pick_device(device)
-    dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
-    loaded = load_model(source, device=where, dtype=dtype)
-    check_numbers(loaded.model)
-    smaller = None
-    if draft is not None:
-        smaller = load_model(draft, device=where, dtype=dtype).model
-        config = replace(config, speculation="draft")
-    beside = load_adapters(adapters or {}, loaded.model)
-    return loaded, Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside)
+    if compiler is None and where.type == "cuda" and HAS_TRITON:
+        compiler = Compiler()
+    with compiler or nullcontext():
+        dtype = torch.float32 if where.type == "cpu" else gpu_dtype(where)
+        loaded = load_model(source, device=where, dtype=dtype, coded_gguf=config.multiplies_packed)
+        check_numbers(loaded.model)
+        config = replace(config, rounded_weights=loaded.rounded)
+        smaller = None
+        if draft is not None:
+            smaller = load_model(draft, device=where, dtype=dtype, coded_gguf=config.multiplies_packed).model
+            config = replace(config, speculation="draft")
+        beside = load_adapters(adapters or {}, loaded.model)
+        engine = Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside, compiler=compiler)
+    return loaded, engine
 
 
 def sample_streams(
@@ -85,7 +101,15 @@ def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *,
         left = positions - len(prompt)
         print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
     longest = min(len(prompt) + sampling.max_tokens, positions)
-    config = EngineConfig(max_sequences=count, step_tokens=max(2048, count), max_length=max(longest, 1), graphs=False)
+    config = EngineConfig(
+        max_sequences=count,
+        step_tokens=max(2048, count),
+        max_length=max(longest, 1),
+        graphs=False,
+        packed_products=not loaded.exact,
+        rounded_weights=loaded.rounded,
+        half_weights=sampling.max_tokens >= WORTH_A_COPY,
+    )
     request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
     return text_streams(Engine(loaded.model, tokenizer, config), request)
 

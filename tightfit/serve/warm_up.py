@@ -1,83 +1,144 @@
 """The kernels of an engine's steps, compiled side by side before the first step is captured.
 
-Triton compiles a kernel at its first call, and steps call them one after the other: ten seconds of a cold start. The
-compiler is not written in Python and lets other threads run, so each kernel is called once in a thread of its own.
+Triton compiles a kernel for kinds of arguments (dtypes, sizes that are 1 or multiples of 16, constants), so what will
+be compiled is only known from the calls themselves. The very steps that will run are therefore run once through few
+layers, with every launch of a kernel that is not compiled written down instead of made. Those that Triton's cache on
+disk lacks are compiled in other processes (compiler.py), those that they leave in threads of this one.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from tightfit.kernels.glu import glu
-from tightfit.serve.program import Program
-from tightfit.serve.step import Piece, Step
+from tightfit.serve.compiler import Compiler, Target, Variant
+from tightfit.serve.compiler_process import find_kernel
+from tightfit.serve.sampling import Sampling
+from tightfit.serve.scheduler import Chunk
+from tightfit.serve.sequence import Sequence
+from tightfit.serve.step import Step, make_step
 
-PROMPT_TOKENS = 100
-"""Of a piece of a prompt beside a single token: more than one tile."""
+PIECES = (10, 100)
+"""Tokens of a piece of a prompt beside a single token: less and more than one tile."""
+LENGTHS = (1, 500)
+"""Of the single token's sequence: one program has all its keys, or several share them."""
 
 
-def compile_kernels(program: Program, padding_block: int) -> None:
-    """Call every kernel of a decoding step, and of a step with prompts, once; results are thrown away, and keys and
-    values go to the padding block."""
-    device = program.device
+class NotCachedError(Exception):
+    """A kernel would have to be compiled."""
 
-    def run(call: Callable[[], object]) -> None:
-        with torch.cuda.device(device), torch.inference_mode():
-            call()
+
+def compile_kernels(runs: Iterable[Callable[[], object]], device: torch.device, compiler: Compiler | None) -> None:
+    """Compile and load every kernel that `runs` would launch; other processes begin with those of the first runs while
+    the next are looked at."""
+    if compiler is not None:
+        compiler.wait_until_hashed()
+    missing: list[Variant] = []
+    with torch.cuda.device(device), torch.inference_mode():
+        target = current_target()
+        for run in runs:
+            found = missing_variants(run, known=missing)
+            missing += found
+            if compiler is not None:
+                compiler.submit(target, found)
+    if compiler is not None and missing:
+        compiler.finish()
+
+    def load_here(variant: Variant) -> None:
+        with torch.cuda.device(device):
+            load(variant)
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(run, _calls(program, padding_block)))
+        list(threads.map(load_here, missing))
     torch.cuda.synchronize(device)
 
 
-def _calls(program: Program, padding_block: int) -> list[Callable[[], object]]:
-    layer, spec = program.layers[0], program.spec
-
-    def zeros(rows: int, width: int) -> Tensor:
-        return torch.zeros((rows, width), device=program.device, dtype=program.dtype)
-
-    hidden, inner = spec.hidden_size, spec.mlp_size
-    qkv_size = spec.query_size + 2 * spec.kv_size
-    one, many = zeros(1, hidden), zeros(8, hidden)
-    gate, up = zeros(8, 2 * inner).chunk(2, dim=-1)
-    calls: list[Callable[[], object]] = [
-        *program.one_token_products(one, zeros(1, spec.query_size), zeros(1, inner)),
-        lambda: program.norm(many, layer.mlp_norm),
-        lambda: program.norm_of_sum(many, many, layer.mlp_norm),
-        lambda: glu(gate, up, spec.activation),
-    ]
-    most = program.counters.numel() // spec.kv_heads
-    for rows in (n for n in (2, 16, 32, 64, 128, 256) if n <= most):  # which cut a packed weight differently
-        calls += program.coded_products(rows)
-    for sequences in (n for n in (1, 2, 8, 64) if n <= most):  # which divide the keys of a sequence differently
-        step = _step(program, padding_block, singles=sequences, prompt=0)
-        qkv = zeros(sequences, qkv_size)
-        overlap = program.overlap and sequences == 1
-        calls.append(lambda qkv=qkv, step=step, overlap=overlap: program.decode(qkv, layer, step, overlap))  # type: ignore[misc]
-    for prompt in (10, PROMPT_TOKENS):
-        step = _step(program, padding_block, singles=1, prompt=prompt)
-        qkv = zeros(1 + prompt, qkv_size)
-        calls.append(lambda qkv=qkv, step=step: program.mixed(qkv, layer, step))  # type: ignore[misc]
-    return calls
+def missing_variants(run: Callable[[], object], known: Iterable[Variant] = ()) -> list[Variant]:
+    """What `run` would have to compile and is not among `known`; what is in the cache on disk is loaded."""
+    with recorded() as variants:
+        run()
+    return [variant for variant in dict.fromkeys(variants) if variant not in known and not load_cached(variant)]
 
 
-def _step(program: Program, padding_block: int, *, singles: int, prompt: int) -> Step:
-    """A step of single tokens at position 0 and one piece of a prompt, all in the padding block."""
-    device, size = program.device, program.cache.block_size
-    rows = singles + prompt
-    blocks = [padding_block] * -(-max(prompt, 1) // size)
-    return Step(
-        tokens=torch.zeros((1, rows), device=device, dtype=torch.int64),
-        positions=torch.zeros((1, rows), device=device, dtype=torch.int64),
-        slots=torch.full((rows,), padding_block * size, device=device, dtype=torch.int64),
-        singles=singles,
-        tables=torch.full((singles, 1), padding_block, device=device, dtype=torch.int32),
-        lengths=torch.ones(singles, device=device, dtype=torch.int64),
-        longest=1,
-        pieces=[Piece(singles, prompt, 0, blocks)] if prompt else [],
-        rope_lengths=[],
-        rows=torch.zeros(1, device=device, dtype=torch.int64),
-        block_size=size,
-    )
+@contextmanager
+def recorded() -> Iterator[list[Variant]]:
+    """Kernels that this thread would compile are not, nor launched; they are noted here."""
+    from triton import knobs
+
+    variants: list[Variant] = []
+    here, before = threading.get_ident(), knobs.runtime.jit_cache_hook
+
+    def note(**told: Any) -> bool | None:
+        if threading.get_ident() != here:
+            return None if before is None else bool(before(**told))
+        kernel = told["fn"]
+        variants.append(Variant(kernel.module, kernel.name, told["compile"]["specialization_data"]))
+        return True
+
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield variants
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def load(variant: Variant) -> None:
+    """Compile `variant`, or find it in the cache, and have it on the current device."""
+    _ = find_kernel(variant).preload(variant.specialization).run  # which loads it
+
+
+def load_cached(variant: Variant) -> bool:
+    """The same where it need not be compiled; whether that is so."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    here = threading.get_ident()
+
+    class OnlyCached(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
+        def get_group(self, filename: str) -> Any:
+            group = super().get_group(filename)
+            if not group and threading.get_ident() == here:
+                raise NotCachedError
+            return group
+
+    with knobs.cache.scope():
+        knobs.cache.manager_class = OnlyCached
+        try:
+            load(variant)
+        except NotCachedError:
+            return False
+    return True
+
+
+def current_target() -> Target:
+    """Of the current device."""
+    from triton.runtime.driver import driver
+
+    target = driver.active.get_current_target()
+    return Target(target.backend, target.arch, target.warp_size)
+
+
+def mixed_steps(
+    block_size: int,
+    padding_block: int,
+    max_length: int,
+    device: torch.device,
+    *,
+    lengths: Iterable[int] = LENGTHS,
+    pieces: Iterable[int] = PIECES,
+) -> Iterator[Step]:
+    """Steps of a single token and a piece of a prompt, as they come between captured ones; all in the padding block."""
+    for length, count in product(lengths, pieces):
+        end, count = min(length, max_length), min(count, max_length)
+        chunks = [Chunk(_sequence(end), end - 1, 1, chooses=True), Chunk(_sequence(count), 0, count)]
+        for chunk in chunks:
+            chunk.sequence.blocks = [padding_block] * -(-chunk.end // block_size)
+        yield make_step(chunks, block_size, device)
+
+
+def _sequence(length: int) -> Sequence:
+    return Sequence([0] * length, Sampling(max_tokens=1))

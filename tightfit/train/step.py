@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.levers.side_stream import HostCopy
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.data import micro_batch
@@ -143,19 +144,33 @@ def train_step(
     on_phase("optimizer")
     mean, norm = _over_all_ranks(part, optimizer, ranks)
     norm = norm / scale.value
+    factor = gradient_factor(norm, optimizer.settings.clip_norm, scale.value)
     known = [mean, norm] if isinstance(tokens, int) else [mean, norm, tokens]
-    loss_value, norm_value, *counted = torch.stack([x.double() for x in known]).tolist()  # the only GPU sync of a step
-    require_finite(loss_value)
+    told = HostCopy(torch.stack([x.double() for x in known]))
+    launched = optimizer.skips_nan
+    if launched:  # the GPU goes on with the update while the host waits for the loss
+        optimizer.step(lr, _nan_unless_finite(factor, mean, norm))
+    loss_value, norm_value, *counted = told.read()  # the only wait of a step
     overflowed = not math.isfinite(norm_value)
+    if launched and (overflowed or not math.isfinite(loss_value)):
+        optimizer.uncount_step()
+    require_finite(loss_value)
     if overflowed and (not scale.dynamic or scale.exhausted):
         raise NotFiniteError(f"the gradient norm is {norm_value}")
     if overflowed:
         optimizer.drop_gradients()
     else:
-        optimizer.step(lr, gradient_factor(norm, optimizer.settings.clip_norm, scale.value))
+        if not launched:
+            optimizer.step(lr, factor)
         correct_choices(model.decoder if isinstance(model, Pipeline) else decoder_of(model), ranks)
     scale.update(overflowed=overflowed)
     return StepResult(loss_value, norm_value, int(counted[0]) if counted else int(tokens), skipped=overflowed)
+
+
+def _nan_unless_finite(factor: Tensor | None, *values: Tensor) -> Tensor:
+    """`factor` where all of `values` are finite, else NaN, for updates that skip it."""
+    finite = torch.stack([value.isfinite() for value in values]).all()
+    return torch.where(finite, values[0].new_ones((), dtype=torch.float32) if factor is None else factor, torch.nan)
 
 
 def require_finite(loss: float) -> None:

@@ -1,7 +1,7 @@
 """llama.cpp itself, as the package xllamacpp brings it: the other side of every comparison about GGUF.
 
-It is a server inside the process that speaks HTTP on a free local port. Keys and values are kept in float32 so that
-differences are rounding only.
+It is a server inside the process that speaks HTTP on a free local port. Keys and values are kept in float32, and its
+flash attention, which reads them in 16 bits all the same, is off: differences are float32's rounding only.
 """
 
 import json
@@ -23,6 +23,7 @@ class LlamaCpp:
         params.n_ctx, params.n_parallel, params.port = 256, 1, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = params.n_threads_http = 1
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.warmup, params.verbosity, params.fit_params = False, 0, False
         self.server = xllamacpp.Server(params)
 

@@ -157,7 +157,8 @@ def test_every_architecture_predicts_what_llama_cpp_does(name: str, tmp_path: Pa
         expected = torch.tensor(reference.logprobs(prompt[0].tolist(), 61))
         found = model(prompt).logits[0, -1].log_softmax(-1)
     assert expected.std() > 0.2
-    torch.testing.assert_close(found, expected, rtol=0, atol=6e-3)
+    rounding = 2e-5 if model.spec.activation == "silu" else 2e-3  # llama.cpp has gelu from a table of 16-bit numbers
+    torch.testing.assert_close(found, expected, rtol=0, atol=rounding)
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.models.gguf.llama_cpp import LlamaCpp, llama_cpp
 from tests.models.gguf.test_tokenizer import TEXTS
+from tightfit.kernels.int4_linear import code_order
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.gguf.model import smollm2_path
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
+from tightfit.serve.cpu_codes import hold_for_cpu
 
 DECLARATION = """\
 When in the Course of human events, it becomes necessary for one people to dissolve the political bands which have \
@@ -79,6 +81,20 @@ def test_it_predicts_what_llama_cpp_does(prompt: str, smollm2: LoadedModel, refe
     expected = reference.likeliest(ids, 10)
     assert max(expected, key=expected.__getitem__) == found.argmax()
     assert max(abs(found[index].item() - value) for index, value in expected.items()) < 0.5
+
+
+@pytest.mark.skipif(code_order() is None, reason="this CPU's torch has no fast product with 4-bit codes")
+def test_multiplied_as_packed_it_predicts_what_float32_does(smollm2: LoadedModel) -> None:
+    """What rounding inputs, scales and results to bfloat16 costs on real text, as docs/serving.md says it."""
+    coded = load_model(SMOLLM2, coded_gguf=True).model
+    hold_for_cpu(coded)
+    assert smollm2.tokenizer is not None
+    tokens = torch.tensor([smollm2.tokenizer.encode(DECLARATION)[:64]])
+    with torch.inference_mode():
+        expected, found = (model(tokens).logits[0].log_softmax(-1) for model in (smollm2.model, coded))
+    divergence = (expected.exp() * (expected - found)).sum(-1).mean()
+    assert 1e-5 < divergence < 0.005  # 0.0018 where this was written; coding in 4 bits itself costs some 0.1
+    assert (expected.argmax(-1) == found.argmax(-1)).float().mean() > 0.95
 
 
 @pytest.mark.thorough

@@ -98,9 +98,13 @@ class GgufFile:
         rows = math.prod(tensor.shape[1:-1])
         return self._decoded(tensor, start * rows, stop * rows).reshape(stop - start, *tensor.shape[1:])
 
-    def _decoded(self, tensor: StoredTensor, first: int, last: int) -> NDArray[np.float32]:
-        """Rows `first` to `last`, all outer dimensions taken together."""
-        gguf = import_gguf()
+    def read_blocks(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+        """Rows `start` to `stop` of the matrix `name` as they are stored, a row of bytes each."""
+        tensor = self.tensors[name]
+        return self._stored(tensor, start, tensor.shape[0] if stop is None else stop)
+
+    def _stored(self, tensor: StoredTensor, first: int, last: int) -> NDArray[np.uint8]:
+        """The bytes of rows `first` to `last`, all outer dimensions taken together."""
         count = (last - first) * tensor.row_bytes
         try:
             data = np.fromfile(self.path, np.uint8, count, offset=tensor.offset + first * tensor.row_bytes)
@@ -108,11 +112,16 @@ class GgufFile:
             raise UserError(f"{self.path} cannot be read: {error.strerror}") from error
         if data.size != count:
             raise UserError(f"{self.path} became shorter while it was read")
+        return data.reshape(last - first, -1)
+
+    def _decoded(self, tensor: StoredTensor, first: int, last: int) -> NDArray[np.float32]:
+        """The same as numbers."""
+        gguf, data = import_gguf(), self._stored(tensor, first, last)
         floats = {gguf.GGMLQuantizationType.F32: "<f4", gguf.GGMLQuantizationType.F16: "<f2"}
         if tensor.kind in floats:
             return data.view(floats[tensor.kind]).astype(np.float32).reshape(last - first, -1)
         try:
-            return gguf.quants.dequantize(data.reshape(last - first, -1), tensor.kind)
+            return gguf.quants.dequantize(data, tensor.kind)
         except NotImplementedError as error:
             raise self._unreadable(tensor) from error
 

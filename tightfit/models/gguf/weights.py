@@ -80,6 +80,11 @@ def _split(ours: str) -> tuple[str, str, str]:
 
 def fill(model: Decoder, file: GgufFile) -> None:
     """Copy the file's tensors into `model`, once all of them are known to fit."""
+    copy_tensors(model, file, matched(model, file))
+
+
+def matched(model: Decoder, file: GgufFile) -> dict[str, Source]:
+    """Where each parameter of `model` comes from, once all of them are known to fit."""
     state = {
         name: value for name, value in whole_state(model).items() if not (model.spec.tied and name == "head.weight")
     }
@@ -87,15 +92,20 @@ def fill(model: Decoder, file: GgufFile) -> None:
     spare = sorted(set(file.tensors) - {source.tensor for source in sources.values()} - set(NOT_WEIGHTS))
     if spare:
         raise UserError(f"{file.path} holds {spare[0]}, which a {model.spec.family} model of its shape does not have")
-    interleaved = architecture_of(file).interleaved
-    with torch.no_grad():
-        for name, parameter in state.items():
-            if parameter.is_meta:  # another rank's
-                continue
-            source = sources[name]
-            stored = file.read(source.tensor, source.start, source.stop)
-            values = _from_gguf(torch.from_numpy(stored), name, model.spec, interleaved)
-            copy_whole(parameter, values.view(parameter.shape))
+    return sources
+
+
+@torch.no_grad()
+def copy_tensors(model: Decoder, file: GgufFile, sources: Mapping[str, Source]) -> None:
+    """Copy tensors of the file into the parameters of `model` that they are of."""
+    state, interleaved = whole_state(model), architecture_of(file).interleaved
+    for name, source in sources.items():
+        parameter = state[name]
+        if parameter.is_meta:  # another rank's
+            continue
+        stored = file.read(source.tensor, source.start, source.stop)
+        values = ordered_rows(torch.from_numpy(stored), name, model.spec, interleaved)
+        copy_whole(parameter, values.view(parameter.shape))
 
 
 def _source(name: str, state: Mapping[str, Tensor], file: GgufFile) -> Source:
@@ -132,7 +142,8 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
     return _core(shape[1:]) if len(shape) > 1 and shape[0] == 1 else tuple(shape)
 
 
-def _from_gguf(values: Tensor, name: str, spec: ModelSpec, interleaved: bool) -> Tensor:
+def ordered_rows(values: Tensor, name: str, spec: ModelSpec, interleaved: bool) -> Tensor:
+    """Rows of a stored tensor in our order, norms without what Gemma's have on top."""
     if interleaved and (heads := _rotated_heads(name, spec)):
         return values.unflatten(0, (heads, spec.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
     return values - 1 if spec.norm == "rms_plus_one" and "norm" in name else values

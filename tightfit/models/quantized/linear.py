@@ -1,10 +1,11 @@
 """QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
-`kernels/quantized_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read packed codes. Schemes with
-rounded activations round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where they are
-static, one for all that calibration has found; what lies beyond it saturates. LLM.int8 (Dettmers et al. 2022) leaves
-input channels that reach ±6 anywhere in the batch unrounded.
+`kernels/quantized_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read packed codes; on a CPU
+`kernels/int4_linear.py` does for few tokens, in layers held for that (`hold_for_cpu`). Schemes with rounded activations
+round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where they are static, one for all
+that calibration has found; what lies beyond it saturates. LLM.int8 (Dettmers et al. 2022) leaves input channels that
+reach ±6 anywhere in the batch unrounded.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import ALIGNED, quantize_rows
+from tightfit.kernels.int4_linear import MOST_ROWS, int4_linear, int4_scales, pack_int4, takes_int4, unpack_int4
 from tightfit.kernels.int8_linear import int8_linear
 from tightfit.kernels.packing import pack_tiles, unpack_tiles
 from tightfit.kernels.quantized_linear import expanded, quantized_linear
@@ -38,6 +40,8 @@ class QuantizedLinear(nn.Module):
     outlier_starts: Tensor | None
     outlier_columns: Tensor | None
     outlier_values: Tensor | None
+    cpu_scales: Tensor | None
+    """Where a CPU multiplies by the codes as they are packed: the scales that it takes, rounded."""
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto") -> None:
         super().__init__()
@@ -54,6 +58,7 @@ class QuantizedLinear(nn.Module):
         lost = weight.outliers
         for name in ("starts", "columns", "values"):
             self.register_buffer(f"outlier_{name}", None if lost is None else getattr(lost, name))
+        self.register_buffer("cpu_scales", None, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def _pack(self, codes: Tensor) -> Tensor:
@@ -69,6 +74,8 @@ class QuantizedLinear(nn.Module):
             return self.packed
         if self.scheme.activations is not None:
             return (self.packed.to(torch.int16) + self.scheme.middle).to(torch.uint8)
+        if self.cpu_scales is not None:
+            return unpack_int4(self.packed)
         return unpack_tiles(self.packed, self.scheme.bits, self.in_features)
 
     def coded(self) -> CodedWeight:
@@ -87,9 +94,21 @@ class QuantizedLinear(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is integers in words, in groups of neighbours, and nothing beside them."""
-        ordered = self.group_of is None and self.outlier_starts is None
+        """Whether it is integers in words, in groups of neighbours, in the kernels' order, and nothing beside them."""
+        ordered = self.group_of is None and self.outlier_starts is None and self.cpu_scales is None
         return self.scheme.kind == "int" and self.scheme.activations is None and ordered and self._has_row_scales
+
+    @property
+    def can_be_held_for_cpu(self) -> bool:
+        """Whether this CPU would multiply by the codes as they are packed."""
+        fits = takes_int4(self.out_features, self.in_features, self.scheme.bits, self.scheme.group)
+        return self.packed.device.type == "cpu" and self.is_packed and fits
+
+    def hold_for_cpu(self) -> None:
+        """Bring the codes into the order in which a CPU multiplies few tokens by them."""
+        assert self.can_be_held_for_cpu, self.scheme.describe()
+        assert self.scale is not None
+        self.packed, self.cpu_scales = pack_int4(self._unpack()), int4_scales(self.scale, self.zero)
 
     @property
     def rows_mix(self) -> bool:
@@ -131,6 +150,8 @@ class QuantizedLinear(nn.Module):
             return fp8_matmul(rows, self.packed, row_scale, scale.float(), x.dtype).view(*x.shape[:-1], -1)
         if scheme.activations == "fp8":
             return F.linear(rounded(x, "fp8", self.input_scale), self.dequantize(x.dtype))
+        if self.cpu_scales is not None and x.numel() <= MOST_ROWS * self.in_features:
+            return int4_linear(x, self.packed, self.cpu_scales, scheme.group)
         if self.is_packed and scale is not None:
             return quantized_linear(x, self.packed, scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl)
         return F.linear(x, self.dequantize(x.dtype))

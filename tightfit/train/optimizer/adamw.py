@@ -234,6 +234,17 @@ class MasterAdamW:
         parts = [global_norm(found).double().square() / copies for copies, found in by_copies.items()]
         return torch.stack(parts).sum()
 
+    @property
+    def skips_nan(self) -> bool:
+        """Whether a step with a factor of NaN changes no weight and no state, so that it can be launched unseen."""
+        return not self.settings.l1 and all(isinstance(bucket.updater, TorchUpdater) for bucket in self.buckets)
+
+    def uncount_step(self) -> None:
+        """The last step's factor was NaN: it is not counted."""
+        for bucket in self.buckets:
+            assert isinstance(bucket.updater, TorchUpdater)
+            bucket.updater.uncount()
+
     @torch.no_grad()
     def step(self, lr: float, gradient_factor: Tensor | None = None) -> None:
         """Update with gradients times `gradient_factor` (clipping and unscaling), then free them."""

@@ -52,12 +52,16 @@ class Updater(Protocol):
 
 
 class TorchUpdater:
-    """Torch's AdamW for weights, gradients and moments of one dtype; on GPUs run by our faster multi-tensor kernel."""
+    """Torch's AdamW for weights, gradients and moments of one dtype; on GPUs run by our faster multi-tensor kernel.
+
+    A factor of NaN changes nothing on the device. The host learns of it later, and then takes its count back.
+    """
 
     needs_gradients_in_weight_dtype = True
 
     def __init__(self, weights: list[Tensor], settings: Optimizer, weight_decay: float) -> None:
         self.weights, self.counts = weights, [0] * len(weights)
+        self.last_counted: list[int] = []
         self.settings, self.weight_decay = settings, weight_decay
         self.adamw = torch.optim.AdamW(
             weights, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=weight_decay, fused=True
@@ -74,10 +78,16 @@ class TorchUpdater:
             self._triton_step(gradients, lr, factor)
         else:
             self._torch_step(gradients, lr, factor)
-        for index, gradient in enumerate(gradients):
-            self.counts[index] += gradient is not None
+        self.last_counted = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        for index in self.last_counted:
+            self.counts[index] += 1
         if copies is not None:
             torch._foreach_copy_(list(copies), self.weights)
+
+    def uncount(self) -> None:
+        """The last update's factor was NaN."""
+        for index in self.last_counted:
+            self.counts[index] -= 1
 
     def _triton_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """One launch per step count: a launch has one bias correction. Counts differ where weights were skipped."""
@@ -90,13 +100,13 @@ class TorchUpdater:
                 m, v = ([state[moment] for state in states] for moment in MOMENTS)
                 numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=count + 1)
                 adamw_list(weights, own, m, v, factor, numbers)
-                torch._foreach_add_([state["step"] for state in states], 1)
 
     def _torch_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """Torch's fused AdamW divides gradients by `grad_scale`, so that is the factor's reciprocal."""
         for weight, gradient in zip(self.weights, gradients, strict=True):
             weight.grad = gradient
         self.adamw.grad_scale = None if factor is None else factor.float().reciprocal()  # type: ignore[attr-defined]
+        self.adamw.found_inf = None if factor is None else factor.isnan().float()  # type: ignore[attr-defined]
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
@@ -107,18 +117,17 @@ class TorchUpdater:
         return {moment: state[moment] for moment in MOMENTS}
 
     def step(self, index: int) -> Tensor:
-        """The step count, which torch keeps on the device."""
-        count: Tensor = self.adamw.state[self.weights[index]]["step"]
-        return count
+        """The step count, as the host knows it."""
+        return torch.tensor(float(self.counts[index]), dtype=torch.float32)
 
     def set_step(self, index: int, step: Tensor) -> None:
-        """Set the step count on the device and on the host."""
-        self.step(index).copy_(step)
+        """Set the step count on the host, and on the device for torch."""
+        self.counters()[index].copy_(step)
         self.counts[index] = int(step.item())
 
     def counters(self) -> list[Tensor]:
-        """One per weight."""
-        return [self.step(index) for index in range(len(self.weights))]
+        """Torch's own, one per weight; our kernel needs none."""
+        return [self.adamw.state[weight]["step"] for weight in self.weights]
 
 
 @dataclass

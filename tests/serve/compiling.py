@@ -1,0 +1,193 @@
+"""Compiles an engine's kernels for a card that is not here, `python -m tests.serve.compiling`, in real processes.
+
+Needs a process in which kernels are not interpreted, and an empty cache. Tensors are on the CPU; what asks for the card
+is told of an H200's, and launches do nothing. Prints what was found as JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tightfit.collectives.shards import copy_whole
+from tightfit.kernels import operators, overlap, row_norm, triton_support
+from tightfit.models.blank import blank_decoder
+from tightfit.models.resolve import resolve_spec
+from tightfit.serve import warm_up
+from tightfit.serve.compiler import Compiler, Target, Variant
+from tightfit.serve.compiler_process import AbsentGpu, compile_all
+from tightfit.serve.graphs import Graphs
+from tightfit.serve.runner import Runner, make_cache
+
+H200 = Target("cuda", 90, 32)
+CPU = torch.device("cpu")
+SMALL = ("glu", "greedy", "rotate_store")
+"""Kernels that compile in a fraction of a second."""
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "gpt2", "gemma3")
+
+
+class PretendedGpu(AbsentGpu):
+    """One on which launches do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(H200)
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (1, 1, 0, 0, 1024),
+            unload_module=lambda _: None,
+            get_device_properties=lambda _: {"max_shared_mem": 232_448},
+        )
+
+    def get_current_stream(self, device: int) -> int:
+        """Some."""
+        return device
+
+    def launcher_cls(self, *_: Any) -> Callable[..., None]:
+        """What launches a kernel."""
+        return lambda *_: None
+
+
+def pretend() -> None:
+    """From now on kernels are compiled as for an H200, whatever device their tensors are on."""
+    instead: dict[Any, Any] = {
+        triton_support.use_triton: lambda impl, x: impl != "torch" and x.dtype in triton_support.DTYPES,
+        operators.multiprocessors: lambda device: 132,
+        operators.on_device_of: lambda x: nullcontext(),
+        overlap.can_overlap: lambda device: True,
+        row_norm._shared_bytes: lambda device: 224 * 1024,
+    }
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("tightfit.")]
+    for module, (function, stand_in) in ((m, pair) for m in ours for pair in instead.items()):
+        if getattr(module, function.__name__, None) is function:
+            setattr(module, function.__name__, stand_in)
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda device=None: (9, 0)
+    cuda.device = lambda device: nullcontext()
+    cuda.synchronize = lambda device=None: None
+    triton_support.triton.runtime.driver.set_active(PretendedGpu())
+
+
+def make_graphs(name: str) -> Graphs:
+    """Those of an engine of a few sequences."""
+    spec = replace(resolve_spec(name), vocab_size=256)
+    model = blank_decoder(spec, CPU, torch.bfloat16)
+    copy_whole(model.embed.weight, torch.zeros_like(model.embed.weight))
+    runner = Runner(model, make_cache(spec, 9, 16, CPU, torch.bfloat16), 128, 40)
+    return Graphs(runner, torch.zeros(41, dtype=torch.int64), 40, 128, 16)
+
+
+def every_run(whole: Graphs) -> Iterator[Callable[[], Any]]:
+    """What will be captured, through all layers, and steps of other lengths than are tried."""
+    for size in whole.sizes:
+        yield lambda size=size: whole._try_decoding(size)  # type: ignore[misc]
+    for size in (64, 128):
+        yield lambda size=size: whole.runner.project(whole._read_prompt(size))  # type: ignore[misc]
+    for step in warm_up.mixed_steps(
+        16, whole.padding_block, 128, CPU, lengths=(2, 17, 100, 128), pieces=(3, 16, 33, 127)
+    ):
+        yield lambda step=step: whole.runner.logits(step)  # type: ignore[misc]
+
+
+def recorded(runs: Iterator[Callable[[], Any]]) -> set[Variant]:
+    """Variants that `runs` would compile."""
+    with torch.inference_mode(), warm_up.recorded() as variants:
+        for run in runs:
+            run()
+    return set(variants)
+
+
+@contextmanager
+def compilations() -> Iterator[list[bool]]:
+    """Whether what this process asks Triton to compile is in its cache."""
+    from triton import knobs
+
+    found: list[bool] = []
+    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    yield found
+    knobs.compilation.listener = None
+
+
+def compile_here(runs: Sequence[Callable[[], Any]], compiler: Compiler | None) -> list[bool]:
+    """What this process had to do beside `compiler`, as if it had loaded nothing before."""
+    from tightfit.kernels import glu, greedy, rotate_store
+
+    for kernel in (glu._forward_kernel, greedy._kernel, rotate_store._kernel):
+        kernel.device_caches.clear()
+    with compilations() as found:
+        warm_up.compile_kernels(runs, CPU, compiler)
+    return found
+
+
+def is_running(compiler: Compiler) -> bool:
+    """Whether the process or any it forked is there."""
+    try:
+        os.killpg(compiler._process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Print what the tests want to know."""
+    pretend()
+    found: dict[str, Any] = {}
+    for name in MODELS:
+        made = make_graphs(f"tiny-{name}")
+        tried = recorded(made.trials())
+        needed = recorded(every_run(made))
+        found[name] = {
+            "tried": sorted(each.module.split(".")[-1] for each in tried),
+            "not tried": sorted(each.module for each in needed - tried),
+            "of no use": sorted(each.module for each in tried - needed),
+        }
+    found["imported"] = sorted({"sympy", "torch.distributed.tensor"} & set(sys.modules))
+    small = [each for each in tried if each.module.split(".")[-1] in SMALL]
+    launches = [partial(note, each) for each in small]
+    with Compiler() as dying:
+        os.kill(dying._process.pid, signal.SIGKILL)
+        dying._process.wait()
+        found["without processes"] = compile_here(launches[:1], dying)
+    with Compiler() as compiler:
+        found["with processes"] = compile_here(launches, compiler)
+        found["exit code"] = compiler._process.returncode
+        found["left running"] = is_running(compiler)
+    found["again"] = compile_here(launches, None)
+    found["compiled once more"] = len(recorded(every_run(made)) & set(small))
+    found["begun after the pipe broke"] = [name.split(".")[-1] for name in abandoned(tried)]
+    print(json.dumps(found))
+
+
+def abandoned(variants: set[Variant]) -> list[str]:
+    """What is in an empty cache after two were asked for, one at a time, by somebody who has gone."""
+    named = {each.module.split(".")[-1]: each for each in variants}
+    reader, writer = Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        with writer:
+            for name in ("greedy", "glu"):
+                writer.send((H200, named[name]))
+        with reader:
+            compile_all(reader, at_a_time=1)
+        return [each.module for each in named.values() if warm_up.load_cached(each)]
+
+
+def note(variant: Variant) -> None:
+    """As if a step had called for `variant`."""
+    from triton import knobs
+
+    hook: Any = knobs.runtime.jit_cache_hook
+    kernel = SimpleNamespace(module=variant.module, name=variant.name)
+    hook(fn=kernel, compile={"specialization_data": variant.specialization})
+
+
+if __name__ == "__main__":
+    main()
