@@ -8,7 +8,7 @@ Without a GPU, Triton's kernels run in its interpreter. That is settled when a k
 tests of any folder may do: so it is said here.
 
 What is imported when tests begin stays for good: the garbage collector, which otherwise walks over all of it (torch,
-transformers) whenever somebody asks it to collect, is told so.
+transformers) whenever somebody asks it to collect, is told so; until then it does nothing.
 """
 
 import gc
@@ -31,6 +31,7 @@ from tests.slow_halves import compute_in_float32
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
+gc.disable()
 torch.set_num_threads(1)
 compute_in_float32()
 if not torch.cuda.is_available():
@@ -44,6 +45,7 @@ if not torch.cuda.is_available():
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

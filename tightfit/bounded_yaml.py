@@ -15,8 +15,11 @@ from tightfit.bounded_files import read_bounded
 from tightfit.errors import UserError
 
 MOST_VALUES = 50_000
+MOST_DEPTH = 20
+"""Of lists in lists: PyYAML looks at all that are open for every one that opens."""
 MOST_CHARACTERS = 1_000_000
 LONGEST_NUMBER = 64
+TOO_DEEP = "it is nested too deeply"
 FAILURES = (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """What PyYAML raises: its own errors, and whatever its constructors do with a tag on the wrong text."""
 
@@ -53,7 +56,7 @@ def read_yaml(text: str, source: str) -> Any:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
-        return "it is nested too deeply"
+        return TOO_DEEP
     told = getattr(error, "problem", None) or error
     return str(told).split("\n", 1)[0] or type(error).__name__
 
@@ -62,12 +65,18 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML with limits, which refuses a key given twice where plain YAML would silently keep the last."""
 
     values = 0
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.values += 1
         if self.values > MOST_VALUES:
             raise yaml.MarkedYAMLError(problem=f"it holds more than {MOST_VALUES:,} values")
-        return super().compose_node(parent, index)
+        if self.depth == MOST_DEPTH:
+            raise yaml.MarkedYAMLError(problem=TOO_DEEP)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def get_single_node(self) -> yaml.Node | None:
         root = super().get_single_node()

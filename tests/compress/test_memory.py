@@ -105,7 +105,7 @@ def run(method: str, spec: ModelSpec, given: dict[str, Any]) -> CompressionCost:
     ("spec", "method", "rows", "phase"),
     [
         (replace(LONG, vocab_size=4000), "rtn", 2, "load"),
-        (replace(WIDE, vocab_size=272, layers=2), "gptq", 2, "coding"),
+        (replace(WIDE, vocab_size=272), "gptq", 2, "coding"),
         (replace(WIDE, vocab_size=272, layers=2), "svd", 2, "coding"),
         (replace(TALL, vocab_size=272), "whitened", 2, "coding"),
         (replace(WIDE, vocab_size=272), "structured", 2, "coding"),

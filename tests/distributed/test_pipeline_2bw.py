@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import covering
+from tests.covering import covering, thorough
 from tests.distributed.group import Group
 from tests.distributed.parts import held
 from tests.distributed.piping import DEEP, Piped
@@ -81,7 +81,7 @@ def test_losses_gradients_and_weights_are_those_of_the_recurrence(group: Make, n
     assert_same(together(found), delayed(alone(case)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_when_a_pipeline_runs_empty_changes_no_bit(group: Make, precision: PrecisionName) -> None:
     """Nor does a step between two flushes, as `train_step` makes it."""
     case = Unflushed(spec=DEEP_TIED, precision=precision, states=True, steps=4)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import thorough
 from tests.fuzz import containment, lanes
 from tests.fuzz.__main__ import KINDS
 from tests.fuzz.containment import Make
@@ -15,7 +16,7 @@ from tests.fuzz.materials import Materials
 from tests.speed import million_turns_s
 from tightfit.errors import UserError
 
-CASES = 300
+CASES = 150
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +26,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Materials:
     return made
 
 
-def test_wrong_inputs_are_refused_in_a_sentence(given: Materials) -> None:
-    assert 30 < len(KINDS) <= CASES / 2, "each kind several times"
-    outcomes = list(run_cases(KINDS, range(CASES), 0, given))
-    assert sorted(each.number for each in outcomes) == list(range(CASES))
+@pytest.mark.parametrize("numbers", [range(CASES), thorough(range(CASES, 2 * CASES))], ids=["first", "more"])
+def test_wrong_inputs_are_refused_in_a_sentence(given: Materials, numbers: range) -> None:
+    assert 30 < len(KINDS) <= CASES / 3, "each kind several times"
+    outcomes = list(run_cases(KINDS, numbers, 0, given))
+    assert sorted(each.number for each in outcomes) == list(numbers)
     assert [f"case {each.number} ({each.kind}): {each.what}" for each in outcomes if each.what] == []
 
 

@@ -107,7 +107,9 @@ def test_mistakes_get_one_sentence(overrides: list[str], words: list[str]) -> No
         ("data: x\noutput: y\nsteps: 1\n", ["model", "missing"]),
         ("model: &a [*a]\n", ["line 1", "aliases"]),
         ("? [1, 2]\n: 3\n", ["job"]),
-        ("[" * 5000, ["job"]),
+        ("[" * 5000, ["job", "nested too deeply"]),
+        ("[" * 20 + "]" * 20, ["list"]),
+        ("[" * 21 + "]" * 21, ["nested too deeply"]),
     ],
 )
 def test_broken_yaml(text: str, words: list[str]) -> None:

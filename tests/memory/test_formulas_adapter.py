@@ -28,7 +28,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str, int]
     ("gemma-2-9b", {"rank": 16, "bits": 4}, {}, {"checkpoint_every": 1, "checkpoint_keep": "attention"}, "bf16", 1),
     ("gpt2-xl", {"rank": 16}, {}, {}, "pure-bf16", 1),
     ("llama-3.1-8b", {"rank": 16, "dropout": 0.1}, {}, {"optimizer_states": "8bit"}, "bf16", 1),
-    ("llama-3.1-8b", {"rank": 16, "bits": 4}, {}, {"tiles": 8, "checkpoint_every": 1}, "bf16", 1),
+    ("llama-3.1-8b", {"rank": 16, "bits": 4}, {}, {"tiles": 4, "checkpoint_every": 1}, "bf16", 1),
     ("llama-3.1-8b", {"rank": 16, "bits": 4}, {}, {"checkpoint_every": 1, "offload_checkpoints": True}, "bf16", 1),
     ("llama-3.2-1b", {"rank": 16, "bits": 4}, {}, {"checkpoint_budget_bytes": 700 * 2**20}, "bf16", 1),
 ]

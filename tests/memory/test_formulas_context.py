@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any, int]] = {
     "windows and caps": ("gemma-2-9b", {"context": 2, "zero": 1}, {}, "bf16", 8192),
     "ring": ("llama-3.1-8b", {"context": 4, "ring": 4, "zero": 3}, {}, "bf16", 16384),
     "long ring": ("llama-3.1-8b", {"context": 4, "ring": 4, "zero": 3}, AGAIN, "bf16", 262144),
-    "ring in tiles": ("llama-3.1-8b", {"context": 8, "ring": 8, "zero": 3}, TILED, "bf16", 131072),
+    "ring in tiles": ("llama-3.1-8b", {"context": 8, "ring": 8, "zero": 3}, TILED | {"tiles": 8}, "bf16", 131072),
     "both": ("llama-3.1-8b", {"context": 8, "ring": 2, "zero": 3}, AGAIN, "pure-bf16", 65536),
     "data, tensor and a ring": ("llama-3.1-8b", SHARED, AGAIN, "bf16", 32768),
     "replicas": ("llama-3.1-8b", {"context": 2, "data": 2}, AGAIN, "fp32", 8192),

@@ -30,7 +30,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
     ("llama-3.1-8b", {"tensor": 2, "data": 4}, {}, "bf16", 1, 2048),
     ("llama-3.1-8b", {"tensor": 2, "data": 4, "zero": 1}, {"checkpoint_every": 1}, "bf16", 2, 2048),
     ("llama-3.1-8b", {"tensor": 4, "data": 2, "zero": 3}, {"checkpoint_every": 1}, "bf16", 1, 32768),
-    ("llama-3.1-8b", {"tensor": 4}, {"tiles": 8, "checkpoint_every": 1}, "bf16", 1, 32768),
+    ("llama-3.1-8b", {"tensor": 4}, {"tiles": 4, "checkpoint_every": 1}, "bf16", 1, 32768),
     ("llama-3.1-8b", {"data": 4, "zero": 3}, {"tiles": 4, "checkpoint_every": 1}, "pure-bf16", 1, 16384),
     ("llama-3.1-8b", {"tensor": 4}, {"update_in_backward": True, "checkpoint_every": 1}, "bf16", 1, 8192),
     ("llama-3.1-8b", {"tensor": 2, "data": 4, "zero": 3}, {"update_in_backward": True}, "pure-bf16", 1, 2048),

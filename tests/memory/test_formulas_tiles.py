@@ -20,7 +20,7 @@ from tightfit.plan.lever_choices import TILED_LENGTH
 from tightfit.prove.rehearsal import rehearse
 
 CASES: list[tuple[str, int, dict[str, Any], str]] = [
-    ("llama-3.1-8b", 8192, {"tiles": 8}, "pure-bf16"),
+    ("llama-3.1-8b", 8192, {"tiles": 4}, "pure-bf16"),
     ("llama-3.1-8b", 65536, {"tiles": 16, "checkpoint_every": 1}, "pure-bf16"),
     ("llama-3.1-8b", 16384, {"tiles": 4, "checkpoint_every": 1, "checkpoint_keep": "attention"}, "bf16"),
     ("qwen3-8b", 8192, {"tiles": 4}, "fp32"),

@@ -42,6 +42,7 @@ RECORDS: dict[tuple[str, str], type] = {
     **{(DESCRIBED, kind.__name__): kind for kind in (TensorProperties, TensorStorageMetadata)},
 }
 """What an index is made of. BytesStorageMetadata is not among it: torch unpickles what that names."""
+FIELDS = {kind: frozenset(field.name for field in fields(kind)) for kind in RECORDS.values()}
 WORDS = """
     PROTO FRAME STOP MARK POP MEMOIZE BINGET LONG_BINGET GET BINPUT LONG_BINPUT PUT
     NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 UNICODE BINUNICODE SHORT_BINUNICODE
@@ -104,7 +105,25 @@ class _Reader(_Interpreter):
     """Python's pickle interpreter, of which only INSTRUCTIONS remain, with what they may act upon."""
 
     def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
+        self.content = io.BytesIO(content)
+        super().__init__(self.content)
+
+    def load(self) -> Any:
+        """What the pickle makes; straight from its bytes: frames serve to read files."""
+        self.read, self.readline = self.content.read, self.content.readline
+        self.metastack: list[Any] = []
+        self.stack: list[Any] = []
+        self.proto = 0
+        self.append = self.stack.append
+        try:
+            while code := self.read(1):
+                self.dispatch[code[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+        raise EOFError
+
+    def skip_frame(self) -> None:
+        self.read(8)
 
     def find_class(self, module: str, name: str) -> Any:
         """Called for every name in a pickle; anything but a description of tensors ends the reading."""
@@ -131,7 +150,7 @@ class _Reader(_Interpreter):
     def set_fields(self) -> None:
         state = self.stack.pop()
         record = self.stack[-1]
-        if not any(type(record) is known for known in RECORDS.values()) or vars(record):
+        if type(record) not in FIELDS or vars(record):
             raise pickle.UnpicklingError("its index changes an object that is not a fresh description of a tensor")
         for name, value in _state(record, state).items():
             object.__setattr__(record, name, value)
@@ -160,6 +179,7 @@ class _Reader(_Interpreter):
     dispatch = {code: do for code, do in _Interpreter.dispatch.items() if code in INSTRUCTIONS}  # noqa: RUF012
     dispatch |= {pickle.REDUCE[0]: call, pickle.NEWOBJ[0]: make, pickle.BUILD[0]: set_fields}
     dispatch |= {pickle.SETITEM[0]: set_item, pickle.SETITEMS[0]: set_items, pickle.DICT[0]: make_dict}
+    dispatch |= {pickle.FRAME[0]: skip_frame}
 
 
 def _state(record: Any, state: Any) -> dict[str, Any]:
@@ -168,7 +188,7 @@ def _state(record: Any, state: Any) -> dict[str, Any]:
         dtype, layout, gradient, _, pinned = state
         state = {"dtype": dtype, "layout": layout, "requires_grad": gradient, "pin_memory": pinned}
         state["memory_format"] = torch.contiguous_format
-    if type(state) is not dict or not state.keys() <= {field.name for field in fields(record)}:
+    if type(state) is not dict or not state.keys() <= FIELDS[type(record)]:
         raise pickle.UnpicklingError("its index gives a description fields that it does not have")
     if isinstance(record, MetadataIndex):  # a key: what it hashes must be plain
         _require(type(state.get("fqn")) is str and isinstance(state.get("offset"), torch.Size | None))

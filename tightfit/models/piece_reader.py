@@ -18,11 +18,17 @@ INDEX = ".metadata"
 
 
 class PieceReader(FileSystemReader):
-    """Torch's reader of a folder of pieces, with an index that cannot run code."""
+    """Torch's reader of a folder of pieces, with an index that cannot run code, which is read once.
+
+    ValueError where the index is not one of tensors, whoever wrote it; OSError where there is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.index = read_index(folder / INDEX)
 
     def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
-        """The index, whoever wrote it; ValueError where it is not one of tensors."""
-        found = read_index(Path(self.path) / INDEX)
-        assert found.storage_meta is not None
-        found.storage_meta.load_id = self.load_id
-        return found
+        """Called by torch."""
+        assert self.index.storage_meta is not None
+        self.index.storage_meta.load_id = self.load_id
+        return self.index

@@ -38,24 +38,28 @@ def load_sharded_weights(model: Decoder, checkpoint: Path) -> None:
     read_pieces(weights_of(model), checkpoint)
 
 
-def read_pieces(wanted: Mapping[str, Tensor], checkpoint: Path) -> None:
+def open_pieces(checkpoint: Path) -> PieceReader:
+    """A reader that knows the index; torch 2.11 would not say what is wrong with that."""
+    try:
+        return PieceReader(checkpoint / FOLDER)
+    except (OSError, ValueError) as error:
+        raise _damaged(checkpoint, error) from None
+
+
+def read_pieces(wanted: Mapping[str, Tensor], checkpoint: Path, reader: PieceReader | None = None) -> None:
     """Load these tensors (of DTensors, this rank's shards) in place."""
+    reader = reader or open_pieces(checkpoint)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-            reader = PieceReader(checkpoint / FOLDER)
-            reader.read_metadata()  # torch 2.11 would not say what is wrong with it
             load(dict(wanted), storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise _damaged(checkpoint, error) from None
 
 
-def stored_tensors(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+def stored_tensors(checkpoint: Path, reader: PieceReader | None = None) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Dtype and shape of every whole tensor, by stored name."""
-    try:
-        index = PieceReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
-    except (OSError, ValueError) as error:
-        raise _damaged(checkpoint, error) from None
+    index = (reader or open_pieces(checkpoint)).index.state_dict_metadata
     return {name: (entry.properties.dtype, entry.size) for name, entry in index.items()}  # type: ignore[union-attr]
 
 

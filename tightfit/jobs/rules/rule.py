@@ -66,4 +66,7 @@ def rule(book: list[Rule[Subject]], *concerns: str) -> Callable[[Sentence[Subjec
 
 def first_refusal(rules: Sequence[Rule[Subject]], subject: Subject) -> str | None:
     """The sentence of the first rule that is broken; None where all are kept."""
-    return next((sentence for each in rules if (sentence := each.sentence(subject))), None)
+    for each in rules:
+        if sentence := each.sentence(subject):
+            return sentence
+    return None

@@ -34,8 +34,9 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.saving import shard_holders
 from tightfit.models.checksums import write_checksums
 from tightfit.models.decoder import Decoder
+from tightfit.models.piece_reader import PieceReader
 from tightfit.models.saving import write_config
-from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors, weights_of
+from tightfit.models.sharded_weights import FOLDER, open_pieces, read_pieces, stored_tensors, weights_of
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.checkpoints.directory import (
@@ -181,19 +182,21 @@ def _complete(pending: _Pending) -> None:
 
 def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Optimizer states, master weights and RNG, of which every rank reads its own part."""
-    stored = _stored_states(checkpoint)
+    reader = open_pieces(checkpoint)
+    stored = _stored_states(checkpoint, reader)
     own = optimizer.state_in(stored)
     random = torch.get_rng_state()
     _require_fit(checkpoint, stored, own, others_hold_more=optimizer.pipeline_ranks > 1)
-    read_pieces({f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}, checkpoint)
+    wanted = {f"{STATE_PREFIX}{name}": tensor for name, tensor in own.items()} | {"rng/cpu": random}
+    read_pieces(wanted, checkpoint, reader)
     for bucket in optimizer.buckets:
         for index, name in enumerate(bucket.names):
             bucket.updater.set_step(index, own[f"step/{name}"])
     torch.set_rng_state(random)
 
 
-def _stored_states(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    named = stored_tensors(checkpoint).items()
+def _stored_states(checkpoint: Path, reader: PieceReader) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    named = stored_tensors(checkpoint, reader).items()
     return {name.removeprefix(STATE_PREFIX): what for name, what in named if name.startswith(STATE_PREFIX)}
 
 
