@@ -12,26 +12,31 @@ CASES = {
     "prefill": "prompts, 16 × 4,096, tokens/s",
     "first_token": "first token after 256, ms",
     "start": "first start on a machine, s",
+    "next start": "next start, s",
 }
 FEW = 100
 """Below this a number has a digit after its point."""
-WARM_START = "not a first start"
-"""In the note of a start whose kernels were compiled before."""
+STARTS = {"first": "start", "next": "next start"}
 DTYPE = "bfloat16"
 
 
-def newest_speeds(path: Path) -> dict[tuple[str, str], Row]:
-    """The newest row of each model and case with weights in 16 bits; of starts, of a machine's first."""
-    return {
+def newest_speeds(results: Path) -> dict[tuple[str, str], Row]:
+    """The newest row of each model and case with weights in 16 bits."""
+    speeds = {
         (row["model"], row["case"]): row
-        for row in read_rows(path)
-        if row["dtype"] == DTYPE and WARM_START not in row["note"]
+        for row in read_rows(results / "serve_speed.csv")
+        if row["dtype"] == DTYPE and row["case"] != "start"
     }
+    starts = {
+        (row["model"], STARTS[row["kind"]]): row | {"value": row["start_s"], "unit": "s"}
+        for row in read_rows(results / "serve_start.csv")
+    }
+    return speeds | starts
 
 
 def speed_rows(results: Path) -> Table:
     """A row a case, and for each model ours and the peer's."""
-    ours = newest_speeds(results / "serve_speed.csv")
+    ours = newest_speeds(results)
     peers = read_rows(results / "serve_peers.csv")
     theirs = {(row["model"], row["case"]): row for row in peers if row["engine"].startswith("vLLM")}
     header = ["", *(name for title in MODELS.values() for name in (title, "vLLM"))]
@@ -44,7 +49,7 @@ def speed_rows(results: Path) -> Table:
 
 def speed_commits(results: Path) -> str:
     """Where our rows were measured."""
-    ours = newest_speeds(results / "serve_speed.csv")
+    ours = newest_speeds(results)
     found = [ours[model, case] for model in MODELS for case in CASES if (model, case) in ours]
     commits = dict.fromkeys(f"`{row['commit']}`" for row in found)
     devices = dict.fromkeys(row["device"] for row in found)

@@ -1,4 +1,4 @@
-"""The server's table has the newest row of every case, and of starts those of a machine's first."""
+"""The server's table has the newest row of every case; starts have a table of their own, by phase."""
 
 from pathlib import Path
 
@@ -10,8 +10,13 @@ OURS = """commit,device,model,case,value,unit,seconds,dtype,note
 a,H200,1b,one_stream_decode,100,tok/s,1,bfloat16,
 b,H200,1b,one_stream_decode,1234.5,tok/s,1,bfloat16,
 b,H200,1b,one_stream_decode,7,tok/s,1,int4,
-a,H200,8b,start,11.44,s,1,bfloat16,
-c,H200,8b,start,3.21,s,1,bfloat16,not a first start: kernels were kept
+c,H200,8b,start,3.21,s,1,bfloat16,
+"""
+STARTS = """commit,device,model,kind,start_s
+a,H200,8b,first,20.1
+a,H200,8b,first,11.44
+a,H200,8b,next,2.5
+a,H200,8b-int4,first,7
 """
 THEIRS = """engine,model,case,value,unit
 vLLM 1,1b,one_stream_decode,99.6,tok/s
@@ -22,6 +27,7 @@ vLLM 1,8b,start,47,s
 
 def test_the_newest_row_of_a_case_counts(tmp_path: Path) -> None:
     (tmp_path / "serve_speed.csv").write_text(OURS)
+    (tmp_path / "serve_start.csv").write_text(STARTS)
     (tmp_path / "serve_peers.csv").write_text(THEIRS)
     header, rows = speed_rows(tmp_path)
     assert header[0::2] == ["", "vLLM", "vLLM"]
@@ -29,12 +35,13 @@ def test_the_newest_row_of_a_case_counts(tmp_path: Path) -> None:
     assert list(found) == list(CASES.values())
     assert found["one stream, tokens/s"] == ["1,234", "100", "–", "–"]
     assert found["first start on a machine, s"] == ["–", "–", "11.4", "47"]
+    assert found["next start, s"] == ["–", "–", "2.5", "–"]
     assert found["first token after 256, ms"] == ["–"] * 4
     assert speed_commits(tmp_path) == "Ours on H200 at `b`, `a`."
 
 
 def test_the_page_says_what_first_requests_of_new_lengths_took() -> None:
-    newest = newest_speeds(RESULTS / "serve_speed.csv")
+    newest = newest_speeds(RESULTS)
     first, second = (float(newest["1b", case]["seconds"]) for case in ("mixed_first", "mixed"))
     page = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
     assert f"the 256 mixed ones took {first:.1f} s the first time and {second:.1f} s the second" in page
