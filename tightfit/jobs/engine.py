@@ -77,8 +77,10 @@ class Engine:
     passes: Passes = Passes()
     eager_norm_passes: Passes | None = None
     """For families with RMSNorm, where only LayerNorm has a fused kernel."""
-    launch_share: float = 1.0
+    launch_share: float = 1.2
     """The host's time per layer, as a share of ours."""
+    updates_unseen: bool = False
+    """Whether the host launches the update before it reads the loss."""
     skips_last_product: bool = True
     """Whether a recomputed layer leaves out the product that nobody needs again."""
     kept_product_share: float = 1.0
@@ -119,7 +121,7 @@ TITAN_EAGER = Passes(stream=(14, 28), rope=14, gate=(5, 8), activation=(2, 3), l
 ENGINES: dict[EngineName, Engine] = {
     each.name: each
     for each in (
-        Engine(name="tightfit", is_for="tightfit train"),
+        Engine(name="tightfit", is_for="tightfit train", launch_share=1.0, updates_unseen=True),
         Engine(
             name="hf",
             is_for="Hugging Face's models with FSDP or accelerate",
@@ -148,7 +150,7 @@ ENGINES: dict[EngineName, Engine] = {
             is_for="torchtitan with torch.compile",
             attention="flash2",
             passes=NATIVE,
-            launch_share=0.4,
+            launch_share=0.48,
             skips_last_product=False,
             kept_product_share=0.5,
             fixed_levers=NO_HOST,
@@ -169,7 +171,7 @@ ENGINES: dict[EngineName, Engine] = {
             name="megatron",
             is_for="Megatron-LM or NeMo with Transformer Engine",
             passes=NATIVE,
-            launch_share=0.35,
+            launch_share=0.42,
             skips_last_product=False,
             tensor_hidden_share=0.6,
             fuses_accumulation=True,
@@ -185,7 +187,7 @@ ENGINES: dict[EngineName, Engine] = {
             is_for="Megatron-LM before flash attention",
             attention="unfused",
             passes=NATIVE,
-            launch_share=0.5,
+            launch_share=0.6,
             skips_last_product=False,
             fixed_levers=NO_HOST,
             memory=EngineMemory(gradient_bytes=4, slack_share=0.06, fixed_gib=2.0),
@@ -195,7 +197,7 @@ ENGINES: dict[EngineName, Engine] = {
             is_for="nanotron",
             attention="flash2",
             passes=NATIVE,
-            launch_share=0.8,
+            launch_share=0.96,
             skips_last_product=False,
             overlaps_gradients=False,
             bucket_bytes=25 * 2**20,

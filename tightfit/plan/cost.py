@@ -316,7 +316,8 @@ class LayoutCost:
 
     def _updates_unseen(self, levers: Levers) -> bool:
         """Whether the update is launched before the host knows the loss: torch's AdamW skips what is not finite."""
-        return is_torch_adamw(levers, wide=self.costs.workload.updates_wide)
+        workload = self.costs.workload
+        return workload.engine.updates_unseen and is_torch_adamw(levers, wide=workload.updates_wide)
 
     def _update_s(self, levers: Levers) -> float:
         """The card's seconds of AdamW and of adding up gradients."""
