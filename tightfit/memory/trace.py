@@ -123,13 +123,13 @@ class Trace:
     ) -> Replay:
         """Replay the events through `allocator`, the step `steps` times; with `apart` host memory has its own.
 
-        A step that is `captured` (train/step_graph.py) follows: its forward and backward have a pool of their own,
-        where gradients stay.
+        Steps that are `captured` (train/step_graph.py) are two: one as ever, and one whose forward and backward have a
+        pool of their own, where gradients stay.
         """
         player = _Player(self, CachingAllocator() if allocator is None else allocator, apart=apart)
         player.play(0, len(self.events))
         if self.step_start is not None:
-            for _ in range(steps - 1):
+            for _ in range(0 if captured else steps - 1):
                 player.play(self.step_start, len(self.events))
             if captured:
                 player.capture(self.step_start, len(self.events))
@@ -166,6 +166,8 @@ class _Player:
 
     def capture(self, begin: int, end: int) -> None:
         """Play a step after what was cached is given back, with what it allocates before the update in its own pool."""
+        for number in [number for number in self.blocks if self.trace.allocations[number].once]:
+            self.allocators["gpu"].release(self.blocks.pop(number))
         self.allocators["gpu"].empty_cache()
         update = next(at for at, phase in self.trace.starts if begin <= at and phase == "optimizer")
         made = {event for event in self.trace.events[begin:update] if event >= 0}
