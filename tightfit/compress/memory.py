@@ -219,9 +219,7 @@ def _learned_sizes(spec: ModelSpec, recipe: Recipe, layer: int) -> dict[str, int
     return {
         name: outputs * inputs
         for name, (_, outputs, inputs) in matrices_of_layer(spec, layer).items()
-        if ".experts." not in name
-        and (step := recipe.coding(name)) is not None
-        and step.method == "round"
+        if ".experts." not in name and (step := recipe.coding(name)) is not None and step.method == "round"
     }
 
 
