@@ -100,7 +100,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Levers]] = {
 
 
 def above_four_ranks(case: tuple[Any, dict[str, Any], Levers]) -> bool:
-    """What four ranks do not show of expert ranks beside two other splits, the doctor's pairs do (test_doctor.py)."""
+    """Four ranks show expert ranks beside each other split (a ring: test_doctor.py), though not beside several."""
     return Layout.model_validate({"micro_batch": 2, **case[1]}).ranks > 4
 
 
