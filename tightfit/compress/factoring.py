@@ -16,12 +16,13 @@ from tightfit.compress.compression import LAYER_SHARDS, PLAIN_DTYPE, Progress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.linear_sets import linear, linear_sets
 from tightfit.compress.low_rank import Factors, LowRankMethod, choose_ranks, factor, singular_energies
 from tightfit.compress.matrices import matrices
 from tightfit.compress.observation import observe, run_layer
 from tightfit.compress.report import CompressionReport
-from tightfit.compress.rewriting import LayerRewriting, RewritingJob, Rewritten, through
+from tightfit.compress.rewriting import LayerRewriting, Rewritten, through
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.low_rank import MODELLING_FILE, factored_names, low_rank_config, modelling_code
@@ -31,7 +32,7 @@ from tightfit.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactoringJob(RewritingJob):
+class FactoringJob(ShrinkingJob):
     """What the user asked for: the share of the matrices' numbers that stays."""
 
     method: LowRankMethod = "whitened"
@@ -60,7 +61,7 @@ class _Factoring(LayerRewriting):
     def prepare(self) -> list[int]:
         """The rank of every matrix, from the singular values of all layers."""
         energies: dict[str, list[float]] = {}
-        stream = self.embedded(self.parts.embedding())
+        stream = self.calibration.embedded(self.parts.embedding())
         for index in range(self.spec.layers):
             model = self.parts.layer(index)
             for group in linear_sets(self.spec, index):

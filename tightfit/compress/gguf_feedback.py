@@ -82,12 +82,8 @@ def code_layer(model: Decoder, index: int, inputs: list[Tensor], kind_of: KindOf
 @torch.no_grad()
 def code_layers(source: str, calibration: Calibration, device: torch.device, kind_of: KindOf) -> Blocks:
     """Blocks of every linear layer of the model at `source`, on the host; one layer in memory at a time."""
-    parts, found = ModelParts(source, device, None), Blocks()
-    model = parts.embedding()
-    stream = []
-    for tokens in calibration.batches():
-        here = tokens.to(device)
-        stream.append(model.embed_tokens(here, model.token_positions(here, None, None)))
+    parts, found = ModelParts(source, device), Blocks()
+    stream = calibration.embedded(parts.embedding())
     for index in range(parts.spec.layers):
         made, stream = code_layer(parts.layer(index), index, stream, kind_of)
         found |= {name: blocks.cpu() for name, blocks in made.items()}

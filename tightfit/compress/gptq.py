@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tightfit.compress.column_rounding import ColumnBlock, round_columns
 from tightfit.compress.scale_refit import refit_scales
+from tightfit.errors import UserError
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.ranges import Grid, RangeRule, fit_grid
 from tightfit.models.quantized.rounding import StoredScales
@@ -81,7 +82,10 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
             if not failed and bool(factor.diagonal().isfinite().all()):
                 return factor
-    raise ArithmeticError("the second moment of a layer's inputs is not positive even when damped")
+    raise UserError(
+        "the inputs of a layer are no finite numbers, or too large to be squared; see with tightfit evaluate what the "
+        "model makes of this text"
+    )
 
 
 def _columns_groups(order: Tensor, scheme: Scheme, options: GptqOptions) -> Tensor:
