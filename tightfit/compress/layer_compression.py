@@ -22,6 +22,7 @@ from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear, line
 from tightfit.compress.observation import observe, run_layer
 from tightfit.compress.pruning import prune_weight
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step
+from tightfit.compress.scale_refit import refit_scales
 from tightfit.compress.smoothquant import smooth
 from tightfit.compress.spqr import SpqrOptions, spqr
 from tightfit.models.decoder import Decoder, Layer
@@ -222,8 +223,9 @@ def code_weight(
 
 
 def _nearest(weight: Tensor, scheme: Scheme, step: Step, importance: Tensor | None) -> CodedWeight:
-    """Round to nearest; SpQR without inputs has no outliers to find and keeps plain groups."""
-    return fit_grid(weight, scheme, step.ranges or "minmax", importance).code(weight)
+    """Round to nearest, then fit scales to the codes; SpQR without inputs has no outliers to find."""
+    coded = fit_grid(weight, scheme, step.ranges or "minmax", importance).code(weight)
+    return refit_scales(coded, weight) if step.method == "rtn" else coded
 
 
 def _relative_error(made: Tensor, weight: Tensor, seen: InputStatistics | None) -> float:
