@@ -1,11 +1,13 @@
 """The rows of the table of compression quality: our methods at every width, and other packages' same methods."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tightfit.compress.cost import predict
 from tightfit.compress.gguf_export import GgufCoder
 from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, recipe_of
+from tightfit.models.quantized.ranges import RULES
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
@@ -41,10 +43,11 @@ class Entry:
         return scheme
 
     def describe(self) -> str:
-        """How numbers are coded."""
+        """How numbers are coded, and how calibration found the range of inputs where that is static."""
         if self.mixture is not None:
             return self.mixture + (", importance" if self.importance else "")
-        return self.scheme().describe()
+        rule = self.recipe.steps[-1].static
+        return self.scheme().describe() + ("" if rule is None else f", {rule}")
 
     def kind(self, name: str, spec: ModelSpec) -> str:
         """The GGUF type of a matrix."""
@@ -119,7 +122,17 @@ def _scaled(bits: int, group: int) -> list[Entry]:
     if bits < 8:
         return made
     smooth = recipe_of("smoothquant")
-    return [*made, Entry("smoothquant", smooth), Entry("smoothquant", smooth, "llm-compressor")]
+    return [*made, Entry("smoothquant", smooth), Entry("smoothquant", smooth, "llm-compressor"), *_rounded_inputs()]
+
+
+def _rounded_inputs() -> list[Entry]:
+    """8-bit weights and inputs: a scale per token beside one scale a layer by every rule of calibration."""
+    rows: dict[str, Any] = {"bits": 8, "group": 0, "symmetric": True, "activations": "int8"}
+    made = [Entry("rtn", recipe_of("rtn", **rows))]
+    for rule in RULES:
+        made.append(Entry("rtn", recipe_of("rtn", **rows, static=rule)))
+        made.append(Entry("smoothquant", recipe_of("smoothquant", static=rule)))
+    return made
 
 
 def _named(bits: int) -> list[Entry]:
