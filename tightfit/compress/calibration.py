@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tightfit.compress.memory import BATCH_TOKENS
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.spec import ModelSpec
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.shards import prepare_text
-
-BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)

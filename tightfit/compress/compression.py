@@ -22,13 +22,13 @@ from tightfit.compress.layer_compression import LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import run_layer
+from tightfit.compress.observation import through
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.quantized.directory import module_schemes, shapes_of, tensors_to_write
@@ -164,16 +164,13 @@ class _Compression:
         self.directory.write(index + LAYER_SHARDS, tensors, notes)
         return result
 
-    @torch.no_grad()
     def _through_finished(self, index: int, stream: list[Tensor]) -> list[Tensor]:
         """The calibration rows after a layer that an earlier run has quantized."""
         if not stream:
             return stream
         tensors, config = self.directory.tensors(index + LAYER_SHARDS), self.config.get("quantization_config", {})
         model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
-        layer = model.layers._modules[str(index)]
-        assert isinstance(layer, Layer)
-        return [run_layer(model, layer, x) for x in stream]
+        return through(model, index, stream)
 
     def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
         folder, tokenizer = self.directory.path, self._tokenizer()

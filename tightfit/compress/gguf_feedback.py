@@ -18,8 +18,8 @@ from tightfit.compress.gguf_blocks import CODERS, fit_rows, pack_rows
 from tightfit.compress.gptq import inverse_factor, without_dead
 from tightfit.compress.linear_sets import linear, linear_sets
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import observe, run_layer
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.compress.observation import layer_of, observe, through
+from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.scheme import Scheme
 
 DAMPING = 0.01
@@ -65,8 +65,7 @@ def _round_all(weight: Tensor, hessian: Tensor, scale: Tensor, zero: Tensor, sch
 @torch.no_grad()
 def code_layer(model: Decoder, index: int, inputs: list[Tensor], kind_of: KindOf) -> tuple[Blocks, list[Tensor]]:
     """Blocks of the linear layers of layer `index` by the names of their weights, and the layer's new outputs."""
-    layer = model.layers._modules[str(index)]
-    assert isinstance(layer, Layer)
+    layer = layer_of(model, index)
     made: Blocks = {}
     for group in linear_sets(model.spec, index):
         hessian = observe(model, layer, inputs, [group.names[0]], stop=True)[group.names[0]].hessian
@@ -76,7 +75,7 @@ def code_layer(model: Decoder, index: int, inputs: list[Tensor], kind_of: KindOf
             if kind in CODERS:
                 made[name], rounded = encode_with_feedback(module.weight.float(), kind, hessian)
                 module.weight.copy_(rounded)
-    return made, [run_layer(model, layer, x) for x in inputs]
+    return made, through(model, index, inputs)
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.column_rounding import ColumnBlock, round_columns
+from tightfit.compress.inputs import unusable_inputs
 from tightfit.compress.scale_refit import refit_scales
-from tightfit.errors import UserError
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.ranges import Grid, RangeRule, fit_grid
 from tightfit.models.quantized.rounding import StoredScales
@@ -82,10 +82,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
             if not failed and bool(factor.diagonal().isfinite().all()):
                 return factor
-    raise UserError(
-        "the inputs of a layer are no finite numbers, or too large to be squared; see with tightfit evaluate what the "
-        "model makes of this text"
-    )
+    raise unusable_inputs()
 
 
 def _columns_groups(order: Tensor, scheme: Scheme, options: GptqOptions) -> Tensor:

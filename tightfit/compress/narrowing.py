@@ -15,8 +15,9 @@ from tightfit.compress.compression import LAYER_SHARDS, PLAIN_DTYPE, Progress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.job import ShrinkingJob
+from tightfit.compress.observation import through
 from tightfit.compress.report import CompressionReport
-from tightfit.compress.rewriting import LayerRewriting, Rewritten, through
+from tightfit.compress.rewriting import LayerRewriting, Rewritten
 from tightfit.compress.structured import KeptShape, block_influence, cut_layer, cut_spec
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.directory import tensors_to_write

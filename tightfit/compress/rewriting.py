@@ -7,7 +7,7 @@ their files hold them; a killed run goes on at the layer it had reached.
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import Tensor
 from tightfit.compress.compression import EMBEDDING, HEAD, LAYER_SHARDS, PLAIN_DTYPE, Progress, end_state, peak_bytes
 from tightfit.compress.cost import CompressionCost, predict
 from tightfit.compress.job import ShrinkingJob
+from tightfit.compress.layer_compression import change_of_layer
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import run_layer
+from tightfit.compress.observation import through
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.working_directory import WorkingDirectory
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.quantized.directory import tensors_to_write
@@ -153,9 +154,8 @@ class LayerRewriting(ABC):
         model = self.parts.layer(old)
         wanted = through(model, old, stream)
         made = self.rewrite(model, new, old, stream)
-        change = sum(float((a - b).square().sum()) for a, b in zip(made.outputs, wanted, strict=True))
-        added = sum(float((b - x).square().sum()) for b, x in zip(wanted, stream, strict=True))
-        report = LayerReport(new, made.errors, change / max(added, 1e-30), time.monotonic() - began)
+        error = change_of_layer(stream, wanted, made.outputs)
+        report = LayerReport(new, made.errors, error, time.monotonic() - began)
         notes = {name: value for name, value in asdict(report).items() if name != "index"}
         self.directory.write(new + LAYER_SHARDS, made.tensors, notes)
         return report
@@ -176,11 +176,3 @@ class LayerRewriting(ABC):
             seconds=time.monotonic() - self.began,
         )
         return CompressionReport(self.job.out, self.describe(), "float16", reports, self.predicted, measured, resumed)
-
-
-@torch.no_grad()
-def through(model: Decoder, index: int, stream: Sequence[Tensor]) -> list[Tensor]:
-    """The calibration rows after layer `index`, the only one that `model` has."""
-    layer = model.layers._modules[str(index)]
-    assert isinstance(layer, Layer)
-    return [run_layer(model, layer, x) for x in stream]
