@@ -147,8 +147,8 @@ def test_scales_fitted_to_the_codes_leave_no_row_worse(bits: int, group: int, sy
         assert torch.equal(refitted.scale, refitted.scale.to(torch.float16).float())
 
 
-@pytest.mark.parametrize(("bits", "group", "symmetric"), [(2, 16, False), (3, 32, False), (4, 0, True), (8, 32, False)])
-def test_rounding_to_nearest_fits_its_scales_by_least_squares(bits: int, group: int, symmetric: bool) -> None:
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(2, 16, False), (3, 32, False), (3, 0, True)])
+def test_rounding_to_few_bits_fits_its_scales_by_least_squares(bits: int, group: int, symmetric: bool) -> None:
     """Codes are those of the formula that others use, round(w / S) + Z in the range of a group; scales are numpy's."""
     weight = matrix()
     scheme = Scheme(bits=bits, group=group, symmetric=symmetric)
@@ -164,7 +164,9 @@ def test_rounding_to_nearest_fits_its_scales_by_least_squares(bits: int, group: 
             best = np.linalg.lstsq(values[row, number].double()[:, None].numpy(), block.double().numpy(), rcond=None)[0]
             assert float(coded.scale[row, number]) == pytest.approx(best.item(), rel=6e-4)  # half a step of float16
     before, after = ((c.dequantize() - weight).double().square().sum() for c in (plain, coded))
-    assert float(after) < (0.999 if bits == 8 else 0.995) * float(before)
+    assert float(after) < 0.98 * float(before)
+    more = code_weight("mlp.up", weight, None, Step(method="rtn", bits=4, group=32))
+    assert torch.equal(more.scale, fit_grid(weight, more.scheme).scale)
 
 
 def test_groups_of_zeros_keep_their_scales() -> None:
