@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.compress.conftest import SPEC
 from tests.compress.test_compression import load_tensors, run
+from tests.compress.test_fitting import sized
 from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.fitting import fit_bits, fit_ledger
 from tightfit.compress.gptq import gptq
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe, Step, recipe_of
@@ -40,6 +43,18 @@ def test_weights_that_cannot_be_stored_are_refused(
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.down\.weight of .*broken has a weight of (nan|inf|-1e\+30)"):
         run(broken, tmp_path / "small", recipe_of(method, bits=4, group=32), text, token_cache)
     assert not (tmp_path / "small").exists()
+
+
+def test_bits_are_not_chosen_for_weights_that_are_no_numbers(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    broken = changed_weight(tiny, tmp_path / "broken", float("nan"))
+    card = sized(fit_ledger(SPEC, SPEC.params(), 100).peak_bytes())  # for 8 bits a weight
+    job = CompressionJob(
+        model=str(broken), out=tmp_path / "small", recipe=Recipe(()), data=(str(text),), length=64, cache=token_cache
+    )
+    with pytest.raises(UserError, match=r"broken has a weight of nan"):
+        fit_bits(job, card, 100, "gptq")
 
 
 def test_inputs_that_are_no_numbers_are_a_sentence() -> None:
@@ -101,6 +116,9 @@ def test_work_that_finished_nothing_leaves_nothing(tiny: Path, text: Path, token
         with pytest.raises(UserError, match=said):
             run(broken, tmp_path / "small", recipe_of("rtn", bits=4, group=32), text, token_cache)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / ".compressing-small").mkdir()  # of a run that was killed before its first shard
+    (tmp_path / ".compressing-small" / "work.json").write_text("{}")
+    run(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32), text, token_cache)
 
 
 def test_a_file_where_a_directory_should_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ neither. Checksums are compared once too, as every part would read all files aga
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tightfit.compress.rotation import Rotation
 from tightfit.errors import UserError
@@ -61,16 +60,16 @@ class ModelParts:
         if self.spec.tied and model.head is not None and model.embed is not None:
             model.head.weight = model.embed.weight
         load_into(model, self.source, verified=False)
-        for name, tensor in model.state_dict().items():
-            _require_numbers(f"{name} of {self.name}", tensor)
+        require_numbers(model, self.name)
         return model
 
 
-def _require_numbers(name: str, tensor: Tensor) -> None:
+def require_numbers(model: Decoder, source: str) -> None:
     """Refuse what float16, in which the rest of a compressed model and its scales are written, cannot hold."""
-    for end in torch.aminmax(tensor.detach()):  # both are NaN where anything is
-        if not end.abs() <= torch.finfo(torch.float16).max:
-            raise UserError(
-                f"{name} has a weight of {float(end):g}, which no float16 can be, so the model cannot be compressed; "
-                "take one that was saved before its training diverged"
-            )
+    for name, tensor in model.state_dict().items():
+        for end in torch.aminmax(tensor):  # both are NaN where anything is
+            if not end.abs() <= torch.finfo(torch.float16).max:
+                raise UserError(
+                    f"{name} of {source} has a weight of {float(end):g}, which no float16 can be, so the model cannot "
+                    "be compressed; take one that was saved before its training diverged"
+                )

@@ -51,7 +51,7 @@ class WorkingDirectory:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.path.is_dir() and not any(self.is_done(number) for number in range(self.shards)):
+        if self.path.is_dir() and not self._has_shards():
             shutil.rmtree(self.path, ignore_errors=True)
         self._held.close()
 
@@ -71,7 +71,7 @@ class WorkingDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             sweep(self.path)
-            if not file.exists():
+            if not file.exists() or not self._has_shards():
                 with durable_file(file) as temporary:
                     temporary.write_text(json.dumps(work, indent=2) + "\n", encoding="utf-8")
             known = json.loads(file.read_text(encoding="utf-8"))
@@ -85,6 +85,10 @@ class WorkingDirectory:
                 f"{self.path} holds unfinished work for {self.target} that differs in its {' and '.join(differs)}; "
                 "finish that, remove the directory, or write elsewhere"
             )
+
+    def _has_shards(self) -> bool:
+        """Whether anything is finished, of this work or of another."""
+        return any(self.path.glob("*.safetensors"))
 
     def shard(self, number: int) -> Path:
         """The file of shard `number`, counted from 0."""
