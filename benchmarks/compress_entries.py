@@ -6,7 +6,7 @@ from typing import Any
 from tightfit.compress.cost import predict
 from tightfit.compress.gguf_export import GgufCoder
 from tightfit.compress.matrices import matrices
-from tightfit.compress.recipe import Recipe, recipe_of
+from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.models.quantized.ranges import RULES
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
@@ -14,6 +14,9 @@ from tightfit.models.spec import ModelSpec
 HQQ_STATISTIC_BITS = 32
 """A scale and a zero point of 16 bits each, a group."""
 MIXTURES = {"q8_0": 8, "q6_k": 6, "q5_k_m": 5, "q4_k_m": 4, "q4_1": 4, "q4_0": 4}
+
+NOT_DOWN = ("*.attention.*", "*.mlp.gate", "*.mlp.up")
+"""Layers whose inputs have no outliers of a few tokens."""
 
 GGUF_FEEDBACK = "gguf+gptq"
 """The same blocks with codes chosen as `tightfit export --data` chooses them."""
@@ -132,6 +135,8 @@ def _rounded_inputs() -> list[Entry]:
     for rule in RULES:
         made.append(Entry("rtn", recipe_of("rtn", **rows, static=rule)))
         made.append(Entry("smoothquant", recipe_of("smoothquant", static=rule)))
+        others = Step(method="rtn", **rows, static=rule, layers=NOT_DOWN)
+        made.append(Entry("rtn, down per token", Recipe((Step(method="rtn", **rows), others))))
     return made
 
 
