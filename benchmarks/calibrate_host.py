@@ -61,7 +61,7 @@ Programs = dict[tuple[str, int], Program]
 
 def levers_of(text: str) -> Levers:
     """As they are pinned on the command line, launched kernel by kernel."""
-    return Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers, cuda_graph="off")
+    return Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers, cuda_graph="never")
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, float]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.reports.adapters import adapter_rows
 from benchmarks.reports.compression import (
     ahead_rows,
     cost_rows,
@@ -262,6 +263,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "job-fields": job_fields,
     "train-step": train_step,
     "hf-step": hf_step,
+    "adapter-step": lambda: markdown_table(*adapter_rows(RESULTS / "adapter_step.csv")),
     "speed-summary": speed_summary,
     "default-run": default_run,
     "default-run-summary": default_run_summary,

@@ -29,7 +29,7 @@ def program(spec: ModelSpec, *, graph: bool, precision: Any = "bf16", passes: in
         for weight in model.parameters():
             weight.data.normal_(std=0.02) if weight.ndim > 1 else weight.data.fill_(1.0)
 
-    chosen = Levers(cuda_graph="on" if graph else "off", **levers)
+    chosen = Levers(cuda_graph="always" if graph else "never", **levers)
     made = build(workload, Layout(micro_batch=ROWS), chosen, CUDA, Implementations(), fill=fill)
     assert (made.graph is not None) is graph
     return made

@@ -41,7 +41,7 @@ def test_what_fits_a_card_of_24_gigabytes() -> None:
     assert packed.fits
     assert plain.fits
     assert packed.levers.offload == plain.levers.offload == "none"
-    assert plain.step_seconds > packed.step_seconds  # which has less to compute again
+    assert packed.time.recompute_s < plain.time.recompute_s
     whole = planned("RTX3090")
     assert not whole.fits or whole.levers.offload != "none"
     assert planned("T4", rank=16, bits=4).fits
@@ -61,8 +61,8 @@ def test_a_step_has_two_thirds_of_the_operations() -> None:
         name: Costs(workload(**settings), machine).step(layout, levers)
         for name, settings in {"whole": {}, "plain": {"rank": 16}, "packed": {"rank": 16, "bits": 4}}.items()
     }
-    assert 0.6 < times["plain"].compute_s / times["whole"].compute_s < 0.85
-    assert 1.0 < times["packed"].compute_s / times["plain"].compute_s < 1.1
+    assert 0.6 < times["plain"].compute_s / times["whole"].compute_s < 1.0
+    assert 1.0 < times["packed"].compute_s / times["plain"].compute_s < 1.2
     assert times["plain"].optimizer_s < times["whole"].optimizer_s / 10
     assert token_flops(SPEC, 2048, frozen=True) < 0.7 * token_flops(SPEC, 2048)
 

@@ -114,7 +114,7 @@ LARGER = (
     ("H100-80GB", "H200-141GB"),
 )
 """Cards of which the second has no less of anything."""
-ONE_BY_ONE = {"cuda_graph": "off"}
+ONE_BY_ONE = {"cuda_graph": "never"}
 """One GPU whose kernels are launched at once may be faster than two that are not; the plan then says so."""
 
 

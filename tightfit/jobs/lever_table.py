@@ -188,8 +188,8 @@ LEVER_TABLE = (
     ),
     LeverRow(
         name="cuda_graph",
-        words=lambda levers: {"on": "steps as CUDA graphs", "off": "no CUDA graphs"}.get(levers.cuda_graph, ""),
-        elsewhere="off",
+        words=lambda levers: {"always": "steps as CUDA graphs", "never": "no CUDA graphs"}.get(levers.cuda_graph, ""),
+        elsewhere="never",
     ),
     LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
 )

@@ -51,7 +51,7 @@ class Levers(Section):
     matmul: Literal["native", "fp8-tensor", "fp8-row"] = "native"
     """Linear layers' products in the compute dtype, or in fp8 scaled per tensor or per row, which is lossy."""
 
-    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    cuda_graph: Literal["auto", "always", "never"] = "auto"
     """Launch all kernels of a micro-batch at once, captured from the first ones; `auto` where the host would be slower
     than the card."""
 

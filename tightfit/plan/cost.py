@@ -296,7 +296,7 @@ class LayoutCost:
         again = recompute(workload, self.layout, levers, self.layer, self.layers)
         host_s = sum(self._reference_host_s(levers, again))
         card_s = sum(self._compute_s(levers)) + again.seconds
-        return levers.cuda_graph == "on" or SLOW_HOST * host_s > card_s
+        return levers.cuda_graph == "always" or SLOW_HOST * host_s > card_s
 
     def _reference_host_s(self, levers: Levers, again: Recompute) -> tuple[float, float]:
         """The launches of forward and backward on the measured host, one by one."""

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.memory.formulas.training import peak
-from tightfit.plan.batch import divisors
 from tightfit.plan.cost import Costs
 from tightfit.plan.plan import Plan
 
@@ -18,16 +18,22 @@ def one_gpu_note(plan: Plan) -> str | None:
     one = replace(plan.machine, nodes=1, per_node=1)
     costs = Costs(plan.workload, one)
     layouts = [Layout(micro_batch=rows) for rows in divisors(plan.workload.global_batch) if rows <= MOST_ROWS]
-    fitting = [
-        layout
-        for layout in layouts
-        if costs.of(layout).is_captured(plan.levers)
-        and peak(plan.workload, layout, plan.levers)[0] <= one.accelerator.memory_bytes
-    ]
-    alone_s = min((costs.step(layout, plan.levers).step_s for layout in fitting), default=None)
+    alone_s = min(
+        (found for layout in layouts if (found := _captured_s(plan, costs, layout)) is not None), default=None
+    )
     if alone_s is None or alone_s >= plan.step_seconds:
         return None
     return (
         f"one GPU alone would take {1e3 * alone_s:.0f} ms a step, with all its kernels in a CUDA graph; "
         f"{plan.layout.ranks} take {1e3 * plan.step_seconds:.0f} ms, as their hosts launch kernels one by one"
     )
+
+
+def _captured_s(plan: Plan, costs: Costs, layout: Layout) -> float | None:
+    """Seconds of the plan's step on one card; None where it is no graph or does not fit, with these levers."""
+    try:
+        captured = costs.of(layout).is_captured(plan.levers)
+        fits = peak(plan.workload, layout, plan.levers)[0] <= costs.machine.accelerator.memory_bytes
+    except UserError:  # a budget of activations that is too small for one card
+        return None
+    return costs.step(layout, plan.levers).step_s if captured and fits else None

@@ -20,11 +20,12 @@ from tightfit.hardware.launches import (
 )
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.plan.answer import answer
 from tightfit.plan.cost import Costs, LayoutCost
 from tightfit.plan.steptime import StepTime
 
 ONE = Layout(micro_batch=1)
-ONE_BY_ONE = Levers(cuda_graph="off")
+ONE_BY_ONE = Levers(cuda_graph="never")
 CHECKPOINTED = Levers(checkpoint_every=1)
 
 
@@ -44,12 +45,12 @@ def test_a_short_step_takes_what_the_host_needs() -> None:
     update_ms = UPDATE_REST_MS + 30 * UPDATE_MS[""]
     assert found.step_s == pytest.approx(1e-3 * (sum(REST) + 30 * sum(LAYER[""]) + update_ms))
     assert found.optimizer_s < 0.002, "the card's own, beside which the host launches the next step"
-    again = frame("smollm2-135m", 512).step(Levers(checkpoint_every=1, cuda_graph="off"))
+    again = frame("smollm2-135m", 512).step(Levers(checkpoint_every=1, cuda_graph="never"))
     assert again.step_s == pytest.approx(1e-3 * (sum(REST) + 30 * sum(LAYER["checkpoint_every=1"]) + update_ms))
 
 
 def test_an_update_that_has_to_see_the_loss_is_launched_after_the_wait() -> None:
-    found = frame("smollm2-135m", 512).step(Levers(optimizer_states="8bit", cuda_graph="off"))
+    found = frame("smollm2-135m", 512).step(Levers(optimizer_states="8bit", cuda_graph="never"))
     assert launched_s(found) == pytest.approx(1e-3 * (sum(REST) + 30 * sum(LAYER[""])))
     assert found.optimizer_s == pytest.approx(1e-3 * (UPDATE_REST_MS + 30 * UPDATE_MS["optimizer_states=8bit"]))
 
@@ -88,11 +89,11 @@ def test_a_step_that_a_slow_host_would_hold_up_is_a_graph() -> None:
     host_s = 1e-3 * (REPLAY_MS + UPDATE_REST_MS + 30 * UPDATE_MS[""])
     assert found.step_s == pytest.approx(max(card_s, host_s))
     assert found.step_s < 0.2 * cost.step(ONE_BY_ONE).step_s
-    for why_not in ({"cuda_graph": "off"}, {"offload": "optimizer"}, {"update_in_backward": True}):
+    for why_not in ({"cuda_graph": "never"}, {"offload": "optimizer"}, {"update_in_backward": True}):
         assert not cost.is_captured(Levers(**why_not))
     long = frame("llama-3.1-8b", 65536)
     assert not long.is_captured(Levers()), "which gains nothing"
-    assert long.is_captured(Levers(cuda_graph="on"))
+    assert long.is_captured(Levers(cuda_graph="always"))
     asked = question("smollm2-135m", "2xH200", 512, 8)
     assert not Costs(asked.workload, asked.machine).of(Layout(micro_batch=4, data=2)).is_captured(Levers())
 
@@ -140,7 +141,7 @@ def host_forward_s(cost: LayoutCost) -> float:
 
 def test_each_tile_launches_as_much_as_the_one_before() -> None:
     times = [
-        launched_s(frame("smollm2-135m", 512).step(Levers(tiles=tiles, cuda_graph="off"))) for tiles in (2, 4, 6, 8)
+        launched_s(frame("smollm2-135m", 512).step(Levers(tiles=tiles, cuda_graph="never"))) for tiles in (2, 4, 6, 8)
     ]
     steps = [after - before for before, after in pairwise(times)]
     assert steps == pytest.approx([steps[0]] * 3)
@@ -199,3 +200,9 @@ def test_fsdp_copies_are_not_hidden() -> None:
     assert sharded.data.unpack_s == pytest.approx(4 * 8.03e9 / bytes_s, rel=0.01)
     assert sharded.data.pack_s == pytest.approx(6 * 8.03e9 / bytes_s, rel=0.01)
     assert sharded.step(Levers()).data_s > 1.8 * sharded.data.unpack_s + sharded.data.pack_s
+
+
+def test_a_plan_says_when_one_gpu_alone_is_faster() -> None:
+    told = "one GPU alone would take"
+    assert any(told in note for note in answer(question("smollm2-135m", "4xH200", 512, 8)).notes)
+    assert not any(told in note for note in answer(question("llama-3.1-8b", "4xH200", 4096, 64)).notes)

@@ -27,14 +27,14 @@ def uncaptured_because(run: Run) -> str | None:
 
 @rule(RUN_RULES, "levers.cuda_graph")
 def what_the_host_does_is_not_captured(run: Run) -> str | None:
-    if run.levers.cuda_graph == "on" and (because := uncaptured_because(run)):
-        return f"levers.cuda_graph is on, which does not go with {because}; set it to auto"
+    if run.levers.cuda_graph == "always" and (because := uncaptured_because(run)):
+        return f"levers.cuda_graph is always, which does not go with {because}; set it to auto"
     return None
 
 
 def may_capture(workload: "Workload", layout: "Layout", levers: "Levers") -> bool:
     """Whether the step of a workload can be captured, and nobody has asked not to."""
-    if levers.cuda_graph == "off":
+    if levers.cuda_graph == "never":
         return False
     has_teacher = workload.teacher is not None
     return uncaptured_because(Run(layout=layout, levers=levers, distills=has_teacher, adapted=workload.adapted)) is None

@@ -1,9 +1,10 @@
 """Adapters: products of a frozen layer, and what its adapters add to them (levers/adapter.py).
 
 Forward has every product of the frozen matrices, backward one for each instead of two: the gradient of the input, none
-of the weight. An adapter's own products are so narrow that reading and writing their tokens is all they take: forward
-reads x and adds to y; backward reads dy twice and x, and adds to dx. A coded matrix is expanded before either product:
-codes are read and the matrix is written; where no kernel does that at once, through float32 copies.
+of the weight. An adapter's own products are so narrow that reading and writing their tokens is all they take, at a
+third of a card's rate: forward reads x and adds to y; backward reads dy twice and x, and adds to dx. A coded matrix is
+expanded before either product: codes are read and the matrix is written, at a seventh of the card's rate; where no
+kernel does that at once, through float32 copies.
 """
 
 from dataclasses import replace
@@ -16,6 +17,10 @@ from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.products import Products
 from tightfit.plan.seconds.rates import Rates
 
+NARROW = 3
+"""Times that tokens take through products with 16 rows beyond what reading and writing them does (adapter_step.csv)."""
+EXPANDING = 7
+"""Times that a kernel takes from codes to a matrix beyond what reading and writing them does (adapter_step.csv)."""
 COPIES = 3
 """Times that numbers are written and read on the way from codes that no kernel expands at once."""
 
@@ -45,7 +50,8 @@ def _expansion_s(adapted: Adapted, shape: tuple[int, int], element_bytes: int, r
     if scheme is None:
         return 0.0
     passes = 1 if scheme.is_read_packed(inputs) else COPIES * 2
-    return outputs * inputs * (scheme.bits / 8 + passes * element_bytes) / rates.bytes_s
+    slower = EXPANDING if scheme.is_read_packed(inputs) else 1
+    return slower * outputs * inputs * (scheme.bits / 8 + passes * element_bytes) / rates.bytes_s
 
 
 def _forward_s(
@@ -56,7 +62,7 @@ def _forward_s(
     expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
     if name not in adapted.projections:
         return expanded_s
-    return expanded_s + tokens * (inputs + 2 * outputs) * workload.weight_bytes / rates.bytes_s
+    return expanded_s + NARROW * tokens * (inputs + 2 * outputs) * workload.weight_bytes / rates.bytes_s
 
 
 def _backward_s(
@@ -67,7 +73,7 @@ def _backward_s(
     expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
     if name not in adapted.projections:
         return expanded_s
-    return expanded_s + tokens * (2 * outputs + 3 * inputs) * workload.weight_bytes / rates.bytes_s
+    return expanded_s + NARROW * tokens * (2 * outputs + 3 * inputs) * workload.weight_bytes / rates.bytes_s
 
 
 def adapter_launch(workload: Workload) -> Launch:
