@@ -17,10 +17,9 @@ def one_gpu_note(plan: Plan) -> str | None:
         return None
     one = replace(plan.machine, nodes=1, per_node=1)
     costs = Costs(plan.workload, one)
-    layouts = [Layout(micro_batch=rows) for rows in divisors(plan.workload.global_batch) if rows <= MOST_ROWS]
-    alone_s = min(
-        (found for layout in layouts if (found := _captured_s(plan, costs, layout)) is not None), default=None
-    )
+    layouts = [Layout(micro_batch=rows) for rows in range(1, MOST_ROWS + 1) if plan.workload.global_batch % rows == 0]
+    taken = [_captured_s(plan, costs, layout) for layout in layouts]
+    alone_s = min((seconds for seconds in taken if seconds is not None), default=None)
     if alone_s is None or alone_s >= plan.step_seconds:
         return None
     return (
