@@ -55,18 +55,11 @@ def turned(model: Decoder) -> Decoder:
     return made
 
 
-def embedded(model: Decoder, calibration: Calibration) -> list[Tensor]:
-    """The calibration rows, embedded."""
-    device = model.embed.weight.device
-    rows = [tokens.to(device) for tokens in calibration.batches()]
-    return [model.embed_tokens(tokens, model.token_positions(tokens, None, None)) for tokens in rows]
-
-
 @torch.no_grad()
 def observed(model: Decoder, calibration: Calibration) -> Moments:
     """Statistics of the inputs of every matrix of the unchanged model."""
     found: Moments = {}
-    stream = embedded(model, calibration)
+    stream = calibration.embedded(model)
     for index, layer in enumerate(model.layers):
         sets = linear_sets(model.spec, index)
         seen = observe(model, layer, stream, [group.names[0] for group in sets])  # type: ignore[arg-type]
@@ -104,7 +97,7 @@ def coded_in_sequence(original: Decoder, entry: Entry, calibration: Calibration)
     """A copy of the model with every layer coded by `entry`, each seeing what those before it give."""
     model = deepcopy(original) if entry.recipe.rotation is None else turned(original)
     coder = PEERS[entry.package] if entry.package else None
-    stream = embedded(model, calibration) if entry.recipe.is_calibrated else []
+    stream = calibration.embedded(model) if entry.recipe.is_calibrated else []
     for index in range(model.spec.layers):
         stream = compress_layer(model, index, entry.recipe, stream, code=coder).outputs
     return model
@@ -113,7 +106,7 @@ def coded_in_sequence(original: Decoder, entry: Entry, calibration: Calibration)
 @torch.no_grad()
 def coded_as_gguf(original: Decoder, entry: Entry, calibration: Calibration) -> Decoder:
     """A copy of the model with the blocks that our export writes, layer after layer."""
-    model, stream = deepcopy(original), embedded(original, calibration)
+    model, stream = deepcopy(original), calibration.embedded(original)
     for index in range(model.spec.layers):
         _, stream = code_layer(
             model, index, stream, lambda name, shape: entry.kind(name.removesuffix(".weight"), model.spec)
@@ -176,15 +169,15 @@ class Bench:
         return self._moments
 
     def way(self, entry: Entry) -> str:
-        """How the entry is calibrated: what moves scales inside a layer first needs the sequential way."""
+        """How the entry is calibrated: scales that move inside a layer, and static inputs, need the sequential way."""
         if entry.mixture is not None:
             return "sequential" if entry.name == GGUF_FEEDBACK else "shared"
         if (entry.package, entry.name) in PIPELINES:
             return "its own"
         if not entry.recipe.is_calibrated:
             return "no data"
-        moving = any(step.method in MOVING for step in entry.recipe.steps) or entry.recipe.rotation is not None
-        return "sequential" if moving else str(self.arguments.way)
+        moving = any(step.method in MOVING or step.static for step in entry.recipe.steps)
+        return "sequential" if moving or entry.recipe.rotation is not None else str(self.arguments.way)
 
     def coded(self, entry: Entry) -> tuple[Decoder, float]:
         """A copy of the model coded by `entry`, and the seconds that took."""

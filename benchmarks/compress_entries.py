@@ -1,17 +1,22 @@
 """The rows of the table of compression quality: our methods at every width, and other packages' same methods."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tightfit.compress.cost import predict
 from tightfit.compress.gguf_export import GgufCoder
 from tightfit.compress.matrices import matrices
-from tightfit.compress.recipe import Recipe, recipe_of
+from tightfit.compress.recipe import Recipe, Step, recipe_of
+from tightfit.models.quantized.ranges import RULES
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
 HQQ_STATISTIC_BITS = 32
 """A scale and a zero point of 16 bits each, a group."""
 MIXTURES = {"q8_0": 8, "q6_k": 6, "q5_k_m": 5, "q4_k_m": 4, "q4_1": 4, "q4_0": 4}
+
+NOT_DOWN = ("*.attention.*", "*.mlp.gate", "*.mlp.up")
+"""Layers whose inputs have no outliers of a few tokens."""
 
 GGUF_FEEDBACK = "gguf+gptq"
 """The same blocks with codes chosen as `tightfit export --data` chooses them."""
@@ -41,10 +46,11 @@ class Entry:
         return scheme
 
     def describe(self) -> str:
-        """How numbers are coded."""
+        """How numbers are coded, and how calibration found the range of inputs where that is static."""
         if self.mixture is not None:
             return self.mixture + (", importance" if self.importance else "")
-        return self.scheme().describe()
+        rule = self.recipe.steps[-1].static
+        return self.scheme().describe() + ("" if rule is None else f", {rule}")
 
     def kind(self, name: str, spec: ModelSpec) -> str:
         """The GGUF type of a matrix."""
@@ -119,7 +125,19 @@ def _scaled(bits: int, group: int) -> list[Entry]:
     if bits < 8:
         return made
     smooth = recipe_of("smoothquant")
-    return [*made, Entry("smoothquant", smooth), Entry("smoothquant", smooth, "llm-compressor")]
+    return [*made, Entry("smoothquant", smooth), Entry("smoothquant", smooth, "llm-compressor"), *_rounded_inputs()]
+
+
+def _rounded_inputs() -> list[Entry]:
+    """8-bit weights and inputs: a scale per token beside one scale a layer by every rule of calibration."""
+    rows: dict[str, Any] = {"bits": 8, "group": 0, "symmetric": True, "activations": "int8"}
+    made = [Entry("rtn", recipe_of("rtn", **rows))]
+    for rule in RULES:
+        made.append(Entry("rtn", recipe_of("rtn", **rows, static=rule)))
+        made.append(Entry("smoothquant", recipe_of("smoothquant", static=rule)))
+        others = Step(method="rtn", **rows, static=rule, layers=NOT_DOWN)
+        made.append(Entry("rtn, down per token", Recipe((Step(method="rtn", **rows), others))))
+    return made
 
 
 def _named(bits: int) -> list[Entry]:

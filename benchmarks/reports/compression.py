@@ -107,6 +107,58 @@ def _told(row: Row) -> str:
     return f"{row['method']} {row['scheme']}{who}, {size:.2f} bits a weight: {loss}"
 
 
+def nearest_rows(path: Path) -> Table:
+    """Rounding to nearest as we make it now beside torchao's over the same windows, at every width."""
+    newest = {(row["bits"], row["package"]): row for row in read_rows(path) if _is_nearest(row)}
+    made = []
+    for bits in sorted({int(bits) for bits, _ in newest}, reverse=True):
+        ours, theirs = newest.get((str(bits), "tightfit")), newest.get((str(bits), "torchao"))
+        if ours is None or theirs is None or ours["windows"] != theirs["windows"]:
+            continue
+        numbers = [float(row["perplexity"]) for row in (ours, theirs)]
+        divergences = [f"{float(row['kl']):.4f}" for row in (ours, theirs)]
+        shares = f"{numbers[0] / numbers[1] - 1:+.1%}"
+        made.append((str(bits), *(f"{number:.2f}" for number in numbers), shares, *divergences, ours["windows"]))
+    return ("bits", "rtn", "torchao's", "difference", "KL", "torchao's", "windows of 512"), made
+
+
+def _is_nearest(row: Row) -> bool:
+    is_plain = row["method"] == "rtn" and row["scheme"] == f"int{row['bits']} g64 asym"
+    return is_plain and row["length"] == "512" and bool(row["loss_difference"])
+
+
+def static_measured(path: Path) -> list[Row]:
+    """Ours with rounded inputs in windows of 512, over as many windows as most of the static ones."""
+    rows = [row for row in read_rows(path) if row["length"] == "512" and "int8 activations)" in row["scheme"]]
+    rows = [row for row in rows if row["package"] == "tightfit" and row["method"].startswith(("rtn", "smoothquant"))]
+    counts = Counter(row["windows"] for row in rows if "static" in row["scheme"])
+    most = max(counts, key=lambda windows: (counts[windows], int(windows)), default=None)
+    return list({_key(row): row for row in rows if row["windows"] == most}.values())
+
+
+def static_rows(path: Path) -> Table:
+    """8-bit weights and inputs: a scale per token beside one scale a layer by every rule."""
+    made = []
+    for row in sorted(static_measured(path), key=lambda row: (row["method"], float(row["perplexity"]))):
+        _, _, rule = row["scheme"].partition("static int8 activations), ")
+        loss = f"{float(row['loss_difference']):.3f} ± {float(row['loss_difference_half_width']):.3f}"
+        shown = (f"{float(row['perplexity']):.2f}", loss, f"{float(row['kl']):.4f}", f"{float(row['agreement']):.1%}")
+        made.append((f"`{row['method']}`", f"static, {rule}" if rule else "per token", *shown))
+    return ("method", "scales of inputs", "perplexity", "Δ loss", "KL", "same first choice"), made
+
+
+def static_text(path: Path) -> str:
+    """What the table was measured over."""
+    rows = static_measured(path)
+    if not rows:
+        return "Static scales have not been measured yet."
+    calibrated = sorted({row["calibration"] for row in rows if row["calibration"] != "no data"})
+    return (
+        f"{rows[0]['windows']} windows of 512 tokens, calibrated on {' and '.join(calibrated)}; the original has "
+        f"perplexity {float(rows[0]['original_perplexity']):.2f}."
+    )
+
+
 def mixes_measured(path: Path) -> list[Row]:
     """Every mix of the newest measurement."""
     rows = read_rows(path)

@@ -19,10 +19,13 @@ from benchmarks.reports.compression import (
     cost_rows,
     mix_rows,
     mix_text,
+    nearest_rows,
     predicted_cost_rows,
     quality_rows,
     quality_text,
     served_rows,
+    static_rows,
+    static_text,
 )
 from benchmarks.reports.context_rows import longest_row_lines, longest_rows
 from benchmarks.reports.layers import classic_rows, layer_rows
@@ -199,6 +202,13 @@ def compress_quality(length: int) -> str:
     return "\n\n".join(parts)
 
 
+def compress_static() -> str:
+    """Inputs rounded statically: what it is over, and all rows."""
+    path = RESULTS / "compress_quality.csv"
+    header, rows = static_rows(path)
+    return "\n\n".join([static_text(path), *([markdown_table(header, rows)] if rows else [])])
+
+
 def compress_mixes() -> str:
     """Mixes of bits, predicted beside measured, and the errors of the predictions."""
     path = RESULTS / "fit_quality.csv"
@@ -289,6 +299,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
     "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
     **{f"compress-quality-{length}": partial(compress_quality, length) for length in (512, 2048)},
+    "compress-nearest": lambda: markdown_table(*nearest_rows(RESULTS / "compress_quality.csv")),
+    "compress-static": compress_static,
     "compress-mixes": compress_mixes,
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),

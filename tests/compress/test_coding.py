@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.layer_compression import code_weight
+from tightfit.compress.recipe import Step
 from tightfit.compress.spqr import SpqrOptions, spqr
 from tightfit.errors import UserError
 from tightfit.models.quantized.codebooks import E2M1, NF4, nearest
@@ -143,6 +145,36 @@ def test_scales_fitted_to_the_codes_leave_no_row_worse(bits: int, group: int, sy
     assert float(after.sum()) < 0.98 * float(before.sum())
     if group:
         assert torch.equal(refitted.scale, refitted.scale.to(torch.float16).float())
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(2, 16, False), (3, 32, False), (3, 0, True)])
+def test_rounding_to_few_bits_fits_its_scales_by_least_squares(bits: int, group: int, symmetric: bool) -> None:
+    """Codes are those of the formula that others use, round(w / S) + Z in the range of a group; scales are numpy's."""
+    weight = matrix()
+    scheme = Scheme(bits=bits, group=group, symmetric=symmetric)
+    step = Step(method="rtn", bits=bits, group=group, symmetric=symmetric)
+    coded = code_weight("mlp.up", weight, None, step)
+    plain = fit_grid(weight, scheme).code(weight)
+    assert torch.equal(coded.codes, plain.codes)
+    size = group or weight.shape[1]
+    zero = plain.zero if plain.zero is not None else torch.full_like(plain.scale, scheme.middle)
+    values = plain.codes.float().view(len(weight), -1, size) - zero[..., None]
+    for row, blocks in enumerate(weight.view(len(weight), -1, size)):
+        for number, block in enumerate(blocks):
+            best = np.linalg.lstsq(values[row, number].double()[:, None].numpy(), block.double().numpy(), rcond=None)[0]
+            assert float(coded.scale[row, number]) == pytest.approx(best.item(), rel=6e-4)  # half a step of float16
+    before, after = ((c.dequantize() - weight).double().square().sum() for c in (plain, coded))
+    assert float(after) < 0.98 * float(before)
+    more = code_weight("mlp.up", weight, None, Step(method="rtn", bits=4, group=32))
+    assert torch.equal(more.scale, fit_grid(weight, more.scheme).scale)
+
+
+def test_groups_of_zeros_keep_their_scales() -> None:
+    weight = matrix()
+    weight[:, :32] = 0
+    coded = code_weight("mlp.up", weight, None, Step(method="rtn", bits=3, group=32))
+    assert bool(coded.scale.isfinite().all())
+    assert bool((coded.dequantize()[:, :32] == 0).all())
 
 
 def test_gptq_with_inputs_that_are_always_zero() -> None:

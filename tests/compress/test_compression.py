@@ -119,7 +119,7 @@ def test_killed_and_run_again(
         run(tiny, tmp_path / "small", recipe, text, token_cache)
     assert not (tmp_path / "small").exists()
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"unfinished work .* another recipe"):
+    with pytest.raises(UserError, match=r"unfinished work .* differs in its recipe"):
         run(tiny, tmp_path / "small", recipe_of("gptq", bits=3, group=32), text, token_cache)
     resumed = run(tiny, tmp_path / "small", recipe, text, token_cache)
     assert resumed.resumed_layers == 1
@@ -327,7 +327,7 @@ def test_recipes_that_never_end_are_refused(tmp_path: Path) -> None:
 def test_what_is_refused_before_work(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     for recipe, more, said in (
         (recipe_of("gptq", bits=4, group=48), {}, "no whole groups of 48"),
-        (recipe_of("gptq", bits=4, layers=("nothing*",)), {}, "name none"),
+        (recipe_of("gptq", bits=4, layers=("nothing*",)), {}, "matrices, such as layers.0.attention.q"),
         (recipe_of("nf4"), {"format": "gptq"}, "cannot hold"),
         (recipe_of("rtn", bits=4, group=32), {"format": "foo"}, "unknown"),
     ):

@@ -23,6 +23,7 @@ from tightfit.models.presets import PRESETS, preset
 from tightfit.plan.answer import answer, make_workload
 from tightfit.plan.cost import Costs
 from tightfit.plan.fill import fill_card
+from tightfit.plan.pins import Pins
 from tightfit.plan.search import search
 from tightfit.plan.space import SearchSpace
 
@@ -113,6 +114,8 @@ LARGER = (
     ("H100-80GB", "H200-141GB"),
 )
 """Cards of which the second has no less of anything."""
+ONE_BY_ONE = {"cuda_graph": "off"}
+"""One GPU whose kernels are launched at once may be faster than two that are not; the plan then says so."""
 
 
 def pairs(count: int) -> Iterator[tuple[str, SearchSpace, SearchSpace]]:
@@ -127,7 +130,7 @@ def pairs(count: int) -> Iterator[tuple[str, SearchSpace, SearchSpace]]:
         host = draw.choice((None, "512GB"))
         machine = machine_of(gpus, card, host)
         workload = make_workload(spec, machine, sequence_length=length, rows=draw.choice((8, 32)), precision="fp16")
-        before = SearchSpace(workload, machine)
+        before = SearchSpace(workload, machine, Pins({}, ONE_BY_ONE if kind == "more GPUs" else {}))
         match kind:
             case "more GPUs":
                 yield kind, before, replace(before, machine=machine_of(2 * gpus, card, host))

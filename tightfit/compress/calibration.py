@@ -1,5 +1,6 @@
 """Calibration rows: some windows of the user's text, spread evenly over all of it."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tightfit.compress.memory import BATCH_TOKENS
 from tightfit.errors import UserError
+from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.spec import ModelSpec
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.shards import prepare_text
-
-BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class Calibration:
     def batches(self) -> list[Tensor]:
         """Rows in batches of about 8192 tokens."""
         return list(self.tokens.split(max(BATCH_TOKENS // self.tokens.shape[1], 1)))
+
+    @torch.no_grad()
+    def embedded(self, model: Decoder) -> list[Tensor]:
+        """The batches as the first layer of `model` gets them."""
+        batches = [tokens.to(model.embed.weight.device) for tokens in self.batches()]
+        return [model.embed_tokens(tokens, model.token_positions(tokens, None, None)) for tokens in batches]
+
+    def fingerprint(self) -> str:
+        """What makes the rows of two runs the same."""
+        shape = " × ".join(map(str, self.tokens.shape))
+        return f"{shape} {hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]}"
 
 
 def read_calibration(

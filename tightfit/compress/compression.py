@@ -4,35 +4,33 @@ The calibration rows are carried through the model as they go: layer i + 1 sees 
 A killed run finds its finished layers on disk and carries the rows through those again, which costs a forward pass.
 """
 
-import hashlib
 import json
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.compress.calibration import Calibration, read_calibration
 from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.format_choice import choose_format
+from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.layer_compression import LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
+from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import run_layer
+from tightfit.compress.observation import through
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
-from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
-from tightfit.models.loading import has_weights, load_source_tokenizer
+from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.quantized.directory import module_schemes, shapes_of, tensors_to_write
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
@@ -44,33 +42,11 @@ LAYER_SHARDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionJob:
+class CompressionJob(ShrinkingJob):
     """What the user asked for."""
 
-    model: str
-    out: Path
     recipe: Recipe
-    data: tuple[str, ...] = ()
-    field: str = "text"
-    samples: int = 128
-    length: int | None = None
     format: str | None = None
-    device: str = "cpu"
-    cache: Path = Path("~/.cache/tightfit")
-    progress: bool = False
-
-    def read_calibration(self, spec: ModelSpec) -> Calibration:
-        """Rows of `data`, at most 2048 tokens each where no length was given."""
-        return read_calibration(
-            self.model,
-            spec,
-            self.data,
-            samples=self.samples,
-            length=min(2048, spec.max_positions) if self.length is None else self.length,
-            cache=self.cache,
-            field=self.field,
-            progress=self.progress,
-        )
 
 
 Progress = Callable[[int, int, LayerReport], None]
@@ -84,15 +60,11 @@ def compress(job: CompressionJob, announce: Callable[[CompressionCost], None], p
 
 class _Compression:
     def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
-        refuse_existing(job.out)
-        if not has_weights(job.model):
-            raise UserError(f"{job.model} has no weights to compress; give a directory, a run or a GGUF file that has")
-        if job.recipe.is_calibrated and not job.data:
-            raise UserError("this recipe looks at the inputs of layers; give it text with --data")
+        job.require(needs_data=job.recipe.is_calibrated)
         self.job, self.began = job, time.monotonic()
         rotate = job.recipe.rotation
         self.device = torch.device(job.device)
-        self.parts = ModelParts(job.model, self.device, None)
+        self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
         if self.spec.sinks:
             raise UserError(f"{self.spec.family} models have biased experts, which are not compressed; take another")
@@ -101,9 +73,10 @@ class _Compression:
         self.written_spec = self.spec if rotate is None else rotated_spec(self.spec)
         if rotate is not None:
             self.parts.rotation = Rotation(self.spec, rotate.seed)
+        job.recipe.require_named(matrices(self.spec))
         self.schemes = schemes(self.spec, job.recipe)
         if not pruned(self.spec, job.recipe) and not self.schemes:
-            raise UserError("the recipe's patterns name none of the model's layers; names look like layers.0.mlp.down")
+            raise UserError("the recipe keeps every layer as it is; let a step after the last keep code or prune some")
         if not self.schemes and job.format is not None:
             raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
         self.form = choose_format(self.schemes, job.format, job.recipe)
@@ -117,13 +90,10 @@ class _Compression:
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
 
     def _identity(self) -> dict[str, str]:
-        seen = self.calibration
-        digest = "" if seen is None else hashlib.sha256(seen.tokens.numpy().tobytes()).hexdigest()[:16]
-        shape = "" if seen is None else " × ".join(map(str, seen.tokens.shape))
         return {
-            "model": str(Path(self.job.model).resolve()) if Path(self.job.model).exists() else self.job.model,
+            **self.parts.fingerprint(),
             "recipe": self.job.recipe.fingerprint(),
-            "calibration": f"{shape} {digest}",
+            "calibration": "" if self.calibration is None else self.calibration.fingerprint(),
             "format": self._format_name,
         }
 
@@ -172,10 +142,7 @@ class _Compression:
         """Embedding, final norm and output projection, as they are; the calibration rows embedded."""
         model = self.parts.embedding()
         self._write_plain(EMBEDDING, model)
-        stream = []
-        for tokens in [] if self.calibration is None else self.calibration.batches():
-            here = tokens.to(self.device)
-            stream.append(model.embed_tokens(here, model.token_positions(here, None, None)).detach())
+        stream = [] if self.calibration is None else self.calibration.embedded(model)
         del model
         self._write_plain(HEAD, self.parts.head())
         return stream
@@ -183,11 +150,7 @@ class _Compression:
     def _write_plain(self, number: int, model: Decoder) -> None:
         if self.directory.is_done(number):
             return
-        state = dict(model.state_dict())
-        if self.written_spec.tied:  # the embedding is written with the first shard alone
-            state.pop("head.weight", None)
-            if number == HEAD:
-                state.pop("embed.weight", None)
+        state = end_state(model, number, self.written_spec)
         self.directory.write(number, tensors_to_write(self.written_spec, state, {}, self.form, PLAIN_DTYPE))
 
     def _compress(self, index: int, stream: list[Tensor]) -> LayerResult:
@@ -201,16 +164,13 @@ class _Compression:
         self.directory.write(index + LAYER_SHARDS, tensors, notes)
         return result
 
-    @torch.no_grad()
     def _through_finished(self, index: int, stream: list[Tensor]) -> list[Tensor]:
         """The calibration rows after a layer that an earlier run has quantized."""
         if not stream:
             return stream
         tensors, config = self.directory.tensors(index + LAYER_SHARDS), self.config.get("quantization_config", {})
         model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
-        layer = model.layers._modules[str(index)]
-        assert isinstance(layer, Layer)
-        return [run_layer(model, layer, x) for x in stream]
+        return through(model, index, stream)
 
     def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
         folder, tokenizer = self.directory.path, self._tokenizer()
@@ -230,6 +190,12 @@ class _Compression:
         )
         recipe = self.job.recipe.describe()
         return CompressionReport(self.job.out, recipe, self._format_name, reports, self.predicted, measured, resumed)
+
+
+def end_state(model: Decoder, number: int, spec: ModelSpec) -> dict[str, Tensor]:
+    """What shard `number` holds of an end of the model; a tied embedding is written with the first one alone."""
+    tied = ("head.weight", *(("embed.weight",) if number == HEAD else ())) if spec.tied else ()
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -16,14 +16,15 @@ from tightfit.compress.compression import LAYER_SHARDS, PLAIN_DTYPE, Progress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.linear_sets import linear, linear_sets
 from tightfit.compress.low_rank import Factors, LowRankMethod, choose_ranks, factor, singular_energies
 from tightfit.compress.matrices import matrices
-from tightfit.compress.observation import observe, run_layer
+from tightfit.compress.observation import layer_of, observe, through
 from tightfit.compress.report import CompressionReport
-from tightfit.compress.rewriting import LayerRewriting, RewritingJob, Rewritten, through
+from tightfit.compress.rewriting import LayerRewriting, Rewritten
 from tightfit.errors import UserError
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.decoder import Decoder
 from tightfit.models.low_rank import MODELLING_FILE, factored_names, low_rank_config, modelling_code
 from tightfit.models.quantized.directory import tensors_to_write
 from tightfit.models.quantized.formats.own import Own
@@ -31,7 +32,7 @@ from tightfit.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactoringJob(RewritingJob):
+class FactoringJob(ShrinkingJob):
     """What the user asked for: the share of the matrices' numbers that stays."""
 
     method: LowRankMethod = "whitened"
@@ -60,13 +61,13 @@ class _Factoring(LayerRewriting):
     def prepare(self) -> list[int]:
         """The rank of every matrix, from the singular values of all layers."""
         energies: dict[str, list[float]] = {}
-        stream = self.embedded(self.parts.embedding())
+        stream = self.calibration.embedded(self.parts.embedding())
         for index in range(self.spec.layers):
             model = self.parts.layer(index)
             for group in linear_sets(self.spec, index):
                 seen = self._seen(model, index, group.names[0], stream)
                 for name in group.names:
-                    weight = linear(_layer(model, index), name).weight.detach()
+                    weight = linear(layer_of(model, index), name).weight.detach()
                     energies[f"layers.{index}.{name}"] = singular_energies(weight, self._moment(seen)).tolist()
             stream = through(model, index, stream)
         self.ranks = choose_ranks(energies, self.shapes, self.job.keep)
@@ -77,7 +78,7 @@ class _Factoring(LayerRewriting):
 
     def _seen(self, model: Decoder, index: int, name: str, stream: list[Tensor]) -> InputStatistics:
         with torch.no_grad():
-            return observe(model, _layer(model, index), stream, [name], stop=True)[name]
+            return observe(model, layer_of(model, index), stream, [name], stop=True)[name]
 
     def written_spec(self) -> ModelSpec:
         return self.spec
@@ -108,7 +109,7 @@ class _Factoring(LayerRewriting):
 
     @torch.no_grad()
     def rewrite(self, model: Decoder, new: int, old: int, stream: list[Tensor]) -> Rewritten:
-        layer = _layer(model, old)
+        layer = layer_of(model, old)
         factors: dict[str, Factors] = {}
         errors: dict[str, float] = {}
         for group in linear_sets(self.spec, old):
@@ -123,12 +124,11 @@ class _Factoring(LayerRewriting):
                 module.weight.copy_(factors[ours].product)
                 lost = output_error(module.weight - before, seen.hessian)
                 errors[name] = lost / max(output_error(before, seen.hessian), 1e-30)
-        outputs = [run_layer(model, layer, x) for x in stream]
-        return Rewritten(self._tensors(model, old, factors), errors, outputs)
+        return Rewritten(self._tensors(model, old, factors), errors, through(model, old, stream))
 
     def _tensors(self, model: Decoder, index: int, factors: dict[str, Factors]) -> dict[str, Tensor]:
         """The layer's tensors: two of a factored module, whose bias goes with the second."""
-        state = {f"layers.{index}.{name}": tensor for name, tensor in _layer(model, index).state_dict().items()}
+        state = {f"layers.{index}.{name}": tensor for name, tensor in layer_of(model, index).state_dict().items()}
         made = tensors_to_write(self.spec, state, {}, Own(), PLAIN_DTYPE)
         for ours, found in factors.items():
             module = self.names[ours]
@@ -148,9 +148,3 @@ class _Factoring(LayerRewriting):
             if f"{module}.1.bias" in tensors:
                 tensors[f"{module}.bias"] = tensors.pop(f"{module}.1.bias")
         return load_finished(tensors, new, self.spec, Own(), {}, self.device)
-
-
-def _layer(model: Decoder, index: int) -> Layer:
-    found = model.layers._modules[str(index)]
-    assert isinstance(found, Layer)
-    return found

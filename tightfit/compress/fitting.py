@@ -26,6 +26,7 @@ from tightfit.compress.bit_choice import (
     units,
 )
 from tightfit.compress.compression import CompressionJob
+from tightfit.compress.model_parts import require_numbers
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
 from tightfit.durable import refuse_existing
@@ -135,6 +136,7 @@ def fit_bits(
     calibration = job.read_calibration(spec)
     rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
     decoder = load_model(job.model, device=job.device, packed=False).model
+    require_numbers(decoder, job.model)
     widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
     found = measure_sensitivities(decoder, rows, group, widths=widths, say=say)
     choice = best_mix(decoder, rows, found, group, budget)

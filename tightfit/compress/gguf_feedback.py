@@ -18,8 +18,8 @@ from tightfit.compress.gguf_blocks import CODERS, fit_rows, pack_rows
 from tightfit.compress.gptq import inverse_factor, without_dead
 from tightfit.compress.linear_sets import linear, linear_sets
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import observe, run_layer
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.compress.observation import layer_of, observe, through
+from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.scheme import Scheme
 
 DAMPING = 0.01
@@ -65,8 +65,7 @@ def _round_all(weight: Tensor, hessian: Tensor, scale: Tensor, zero: Tensor, sch
 @torch.no_grad()
 def code_layer(model: Decoder, index: int, inputs: list[Tensor], kind_of: KindOf) -> tuple[Blocks, list[Tensor]]:
     """Blocks of the linear layers of layer `index` by the names of their weights, and the layer's new outputs."""
-    layer = model.layers._modules[str(index)]
-    assert isinstance(layer, Layer)
+    layer = layer_of(model, index)
     made: Blocks = {}
     for group in linear_sets(model.spec, index):
         hessian = observe(model, layer, inputs, [group.names[0]], stop=True)[group.names[0]].hessian
@@ -76,18 +75,14 @@ def code_layer(model: Decoder, index: int, inputs: list[Tensor], kind_of: KindOf
             if kind in CODERS:
                 made[name], rounded = encode_with_feedback(module.weight.float(), kind, hessian)
                 module.weight.copy_(rounded)
-    return made, [run_layer(model, layer, x) for x in inputs]
+    return made, through(model, index, inputs)
 
 
 @torch.no_grad()
 def code_layers(source: str, calibration: Calibration, device: torch.device, kind_of: KindOf) -> Blocks:
     """Blocks of every linear layer of the model at `source`, on the host; one layer in memory at a time."""
-    parts, found = ModelParts(source, device, None), Blocks()
-    model = parts.embedding()
-    stream = []
-    for tokens in calibration.batches():
-        here = tokens.to(device)
-        stream.append(model.embed_tokens(here, model.token_positions(here, None, None)))
+    parts, found = ModelParts(source, device), Blocks()
+    stream = calibration.embedded(parts.embedding())
     for index in range(parts.spec.layers):
         made, stream = code_layer(parts.layer(index), index, stream, kind_of)
         found |= {name: blocks.cpu() for name, blocks in made.items()}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.column_rounding import ColumnBlock, round_columns
+from tightfit.compress.inputs import unusable_inputs
 from tightfit.compress.scale_refit import refit_scales
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.ranges import Grid, RangeRule, fit_grid
@@ -81,7 +82,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
             if not failed and bool(factor.diagonal().isfinite().all()):
                 return factor
-    raise ArithmeticError("the second moment of a layer's inputs is not positive even when damped")
+    raise unusable_inputs()
 
 
 def _columns_groups(order: Tensor, scheme: Scheme, options: GptqOptions) -> Tensor:

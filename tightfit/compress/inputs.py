@@ -8,6 +8,8 @@ judged on `sample`.
 import torch
 from torch import Tensor
 
+from tightfit.errors import UserError
+
 SAMPLE_ROWS = 512
 
 
@@ -46,6 +48,14 @@ class InputStatistics:
         """At most 512 of the inputs, from all batches."""
         rows = torch.cat(self._rows)
         return rows[:: max(len(rows) // SAMPLE_ROWS, 1)][:SAMPLE_ROWS]
+
+
+def unusable_inputs() -> UserError:
+    """What is said of a second moment that cannot be factored however much it is damped."""
+    return UserError(
+        "the inputs of a layer are no finite numbers, or too large to be squared; see with tightfit evaluate what the "
+        "model makes of this text"
+    )
 
 
 def output_error(change: Tensor, hessian: Tensor) -> float:

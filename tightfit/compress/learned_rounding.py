@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from tightfit.compress.memory import LEARNING_TOKENS
 from tightfit.compress.observation import tensor_float32
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.rounding import store_scales
 
-BATCH_TOKENS = 4096
 RATE = 0.25
 """Adam's rate for u times steps: how far a number goes whose gradients agree, were the rate constant."""
 SCALE_RATE = 0.1
@@ -123,7 +123,7 @@ class LayerTask:
         """Random rows of one batch, about 4096 tokens."""
         batch = int(torch.randint(len(self.inputs), (), generator=chance))
         x = self.inputs[batch]
-        count = max(BATCH_TOKENS // x.shape[1], 1)
+        count = max(LEARNING_TOKENS // x.shape[1], 1)
         chosen = torch.randperm(len(x), generator=chance)[:count].to(x.device)
         return x[chosen], self.wanted[batch][chosen]
 

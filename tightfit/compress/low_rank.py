@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tightfit.compress.inputs import unusable_inputs
+
 LowRankMethod = Literal["svd", "whitened"]
-LOW_RANK_METHODS: tuple[LowRankMethod, ...] = ("svd", "whitened")
 DAMPING = 1e-6
 """Of H, as a share of its mean diagonal; ten times more where that is not enough."""
 
@@ -64,7 +65,7 @@ def whitener(hessian: Tensor) -> Tensor:
         if not failed:
             return lower
         del lower  # H is large
-    raise ArithmeticError("the second moment of a layer's inputs is not positive even when damped")
+    raise unusable_inputs()
 
 
 def choose_ranks(

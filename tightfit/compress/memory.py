@@ -29,6 +29,7 @@ from tightfit.memory.ledger import Ledger, Line
 from tightfit.models.spec import ModelSpec
 
 BATCH_TOKENS = 8192
+"""Of calibration rows that go through a layer together, in whole rows."""
 FLOAT = 4
 
 

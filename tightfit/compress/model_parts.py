@@ -1,20 +1,32 @@
-"""A model in parts: its ends or one of its layers in memory, read from the source when its turn comes."""
+"""A model in parts: its ends or one of its layers in memory, read from the source when its turn comes.
+
+Which files those are is decided once: a run that goes on meanwhile writes newer checkpoints, and parts of two make
+neither. Checksums are compared once too, as every part would read all files again.
+"""
+
+from pathlib import Path
 
 import torch
 
 from tightfit.compress.rotation import Rotation
+from tightfit.errors import UserError
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
-from tightfit.models.loading import load_into, source_spec
+from tightfit.models.loading import digest_of, load_into, source_spec, verify_source, weights_path
 from tightfit.parallel.pipeline_stage import StageSpan, drop_other_stages
 
 
 class ModelParts:
     """The model at `source`, rotated where a rotation is given. Parts are float32."""
 
-    def __init__(self, source: str, device: torch.device, rotation: Rotation | None) -> None:
-        self.source, self.device, self.rotation = source, device, rotation
-        self.spec = source_spec(source)
+    def __init__(self, source: str, device: torch.device, rotation: Rotation | None = None) -> None:
+        self.name, self.source, self.device, self.rotation = source, str(weights_path(source)), device, rotation
+        self.spec = source_spec(self.source)
+        verify_source(self.source)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What makes the models of two runs the same: where it is, and its weights."""
+        return {"model": str(Path(self.source).resolve()), "weights": digest_of(self.source)[:16]}
 
     def layer(self, index: int) -> Decoder:
         """A decoder that has layer `index` only."""
@@ -47,5 +59,17 @@ class ModelParts:
         model.to_empty(device=self.device)
         if self.spec.tied and model.head is not None and model.embed is not None:
             model.head.weight = model.embed.weight
-        load_into(model, self.source)
+        load_into(model, self.source, verified=False)
+        require_numbers(model, self.name)
         return model
+
+
+def require_numbers(model: Decoder, source: str) -> None:
+    """Refuse what float16, in which the rest of a compressed model and its scales are written, cannot hold."""
+    for name, tensor in model.state_dict().items():
+        for end in torch.aminmax(tensor):  # both are NaN where anything is
+            if not end.abs() <= torch.finfo(torch.float16).max:
+                raise UserError(
+                    f"{name} of {source} has a weight of {float(end):g}, which no float16 can be, so the model cannot "
+                    "be compressed; take one that was saved before its training diverged"
+                )

@@ -14,8 +14,10 @@ from torch import Tensor
 from tightfit.compress.compression import LAYER_SHARDS, PLAIN_DTYPE, Progress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
+from tightfit.compress.job import ShrinkingJob
+from tightfit.compress.observation import through
 from tightfit.compress.report import CompressionReport
-from tightfit.compress.rewriting import LayerRewriting, RewritingJob, Rewritten, through
+from tightfit.compress.rewriting import LayerRewriting, Rewritten
 from tightfit.compress.structured import KeptShape, block_influence, cut_layer, cut_spec
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.directory import tensors_to_write
@@ -24,7 +26,7 @@ from tightfit.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class NarrowingJob(RewritingJob):
+class NarrowingJob(ShrinkingJob):
     """What the user asked for."""
 
     kept: KeptShape
@@ -46,7 +48,7 @@ class _Narrowing(LayerRewriting):
         everything = list(range(self.spec.layers))
         if self.job.kept.layers is None or self.job.kept.layers == self.spec.layers:
             return everything
-        stream, influences = self.embedded(self.parts.embedding()), []
+        stream, influences = self.calibration.embedded(self.parts.embedding()), []
         for index in everything:
             made = through(self.parts.layer(index), index, stream)
             influences.append(block_influence(stream, made))

@@ -30,12 +30,26 @@ def tensor_float32(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def layer_of(model: Decoder, index: int) -> Layer:
+    """Layer `index` of a model that may have no other."""
+    found = model.layers._modules[str(index)]
+    assert isinstance(found, Layer)
+    return found
+
+
 def run_layer(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
     """The residual stream [B, T, H] after `layer`."""
     positions = torch.arange(x.shape[1], device=x.device)[None]
     with tensor_float32(x.device):
         made, _ = layer(x, model.forward_context(x, positions, None, None))
     return made
+
+
+@torch.no_grad()
+def through(model: Decoder, index: int, stream: Sequence[Tensor]) -> list[Tensor]:
+    """The calibration rows after layer `index`."""
+    layer = layer_of(model, index)
+    return [run_layer(model, layer, x) for x in stream]
 
 
 def observe(

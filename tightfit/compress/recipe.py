@@ -19,6 +19,7 @@ Nothing here imports torch.
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import MISSING, asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -124,6 +125,15 @@ class Recipe:
     """Steps in order."""
 
     steps: tuple[Step, ...]
+
+    def require_named(self, layers: Collection[str]) -> None:
+        """Refuse a pattern that names none of `layers`: a layer that was misspelt would be treated like the others."""
+        for pattern in (pattern for step in self.steps for pattern in step.layers):
+            if not any(fnmatchcase(layer, pattern) for layer in layers):
+                raise UserError(
+                    f"layers {pattern!r} names none of the model's matrices, such as {next(iter(layers))}; correct or "
+                    "drop it (embedding, norms, routers and output projection stay as they are)"
+                )
 
     def coding(self, layer: str) -> Step | None:
         """The step that codes a layer, if any does."""

@@ -4,50 +4,32 @@ One layer is in memory at a time; every layer sees calibration rows that came th
 their files hold them; a killed run goes on at the layer it had reached.
 """
 
-import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.compress.calibration import Calibration, read_calibration
-from tightfit.compress.compression import EMBEDDING, HEAD, LAYER_SHARDS, PLAIN_DTYPE, Progress, peak_bytes
+from tightfit.compress.compression import EMBEDDING, HEAD, LAYER_SHARDS, PLAIN_DTYPE, Progress, end_state, peak_bytes
 from tightfit.compress.cost import CompressionCost, predict
+from tightfit.compress.job import ShrinkingJob
+from tightfit.compress.layer_compression import change_of_layer
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import run_layer
+from tightfit.compress.observation import through
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.working_directory import WorkingDirectory
-from tightfit.durable import refuse_existing
-from tightfit.errors import UserError
-from tightfit.models.decoder import Decoder, Layer
+from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
-from tightfit.models.loading import has_weights, load_source_tokenizer
+from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.quantized.directory import tensors_to_write
 from tightfit.models.quantized.formats.own import Own
 from tightfit.models.spec import ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewritingJob:
-    """What the user asked for."""
-
-    model: str
-    out: Path
-    data: tuple[str, ...] = ()
-    field: str = "text"
-    samples: int = 128
-    length: int | None = None
-    device: str = "cpu"
-    cache: Path = Path("~/.cache/tightfit")
-    progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,17 +44,13 @@ class Rewritten:
 class LayerRewriting(ABC):
     """One job: checked when it is made, and its cost announced; nothing is written before `run`."""
 
-    def __init__(self, job: RewritingJob, announce: Callable[[CompressionCost], None]) -> None:
-        if not has_weights(job.model):
-            raise UserError(f"{job.model} has no weights to compress; give a directory, a run or a GGUF file that has")
-        if not job.data:
-            raise UserError("this method looks at the inputs of layers; give it text with --data")
-        refuse_existing(job.out)
+    def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None]) -> None:
+        job.require(needs_data=True)
         self.job, self.began, self.device = job, time.monotonic(), torch.device(job.device)
-        self.parts = ModelParts(job.model, self.device, None)
+        self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
         self.check()
-        self.calibration = self._read_calibration()
+        self.calibration = job.read_calibration(self.spec)
         self.tokenizer = load_source_tokenizer(job.model)
         self.layers = self.prepare()
         self.written = self.written_spec()
@@ -134,31 +112,11 @@ class LayerRewriting(ABC):
         """Text files beside config, weights and tokenizer."""
         return {}
 
-    def _read_calibration(self) -> Calibration:
-        job = self.job
-        return read_calibration(
-            job.model,
-            self.spec,
-            job.data,
-            samples=job.samples,
-            length=min(2048, self.spec.max_positions) if job.length is None else job.length,
-            cache=job.cache,
-            field=job.field,
-            progress=job.progress,
-        )
-
-    @torch.no_grad()
-    def embedded(self, model: Decoder) -> list[Tensor]:
-        """The calibration rows as the first layer gets them."""
-        batches = [tokens.to(self.device) for tokens in self.calibration.batches()]
-        return [model.embed_tokens(tokens, model.token_positions(tokens, None, None)) for tokens in batches]
-
     def _identity(self) -> dict[str, str]:
-        tokens = self.calibration.tokens
         return {
-            "model": str(Path(self.job.model).resolve()) if Path(self.job.model).exists() else self.job.model,
+            **self.parts.fingerprint(),
             "settings": json.dumps(self.settings(), sort_keys=True),
-            "calibration": f"{list(tokens.shape)} {hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]}",
+            "calibration": self.calibration.fingerprint(),
         }
 
     def run(self, progress: Progress) -> CompressionReport:
@@ -183,14 +141,10 @@ class LayerRewriting(ABC):
 
     def _write_ends(self) -> list[Tensor]:
         model = self.parts.embedding()
-        stream = self.embedded(model)
+        stream = self.calibration.embedded(model)
         for number, part in {EMBEDDING: model, HEAD: self.parts.head()}.items():
-            state = dict(part.state_dict())
-            if self.written.tied:  # the embedding is written with the first shard alone
-                state.pop("head.weight", None)
-                if number == HEAD:
-                    state.pop("embed.weight", None)
             if not self.directory.is_done(number):
+                state = end_state(part, number, self.written)
                 self.directory.write(number, tensors_to_write(self.written, state, {}, Own(), PLAIN_DTYPE))
         return stream
 
@@ -200,9 +154,8 @@ class LayerRewriting(ABC):
         model = self.parts.layer(old)
         wanted = through(model, old, stream)
         made = self.rewrite(model, new, old, stream)
-        change = sum(float((a - b).square().sum()) for a, b in zip(made.outputs, wanted, strict=True))
-        added = sum(float((b - x).square().sum()) for b, x in zip(wanted, stream, strict=True))
-        report = LayerReport(new, made.errors, change / max(added, 1e-30), time.monotonic() - began)
+        error = change_of_layer(stream, wanted, made.outputs)
+        report = LayerReport(new, made.errors, error, time.monotonic() - began)
         notes = {name: value for name, value in asdict(report).items() if name != "index"}
         self.directory.write(new + LAYER_SHARDS, made.tensors, notes)
         return report
@@ -223,11 +176,3 @@ class LayerRewriting(ABC):
             seconds=time.monotonic() - self.began,
         )
         return CompressionReport(self.job.out, self.describe(), "float16", reports, self.predicted, measured, resumed)
-
-
-@torch.no_grad()
-def through(model: Decoder, index: int, stream: Sequence[Tensor]) -> list[Tensor]:
-    """The calibration rows after layer `index`, the only one that `model` has."""
-    layer = model.layers._modules[str(index)]
-    assert isinstance(layer, Layer)
-    return [run_layer(model, layer, x) for x in stream]

@@ -7,6 +7,10 @@ scales, ŵ = Σ_g s_g v_g with v_g = q − Z in group g and 0 elsewhere, and the
 
 One small system a row. Scales are rounded to what is stored, and a row takes its new ones only where its error falls,
 so no row is worse than before. Integers with a scale per group or row alone have such scales.
+
+Where no inputs were seen, H is the identity and every group has an equation of its own: s = ⟨v, w⟩ / ⟨v, v⟩. Weights
+are denser near zero than far from it, so of those that round to a code more lie below it than above, and s is a little
+smaller than the range over the number of steps: outputs of layers rounded to nearest are too large by that much.
 """
 
 from dataclasses import replace
@@ -15,16 +19,31 @@ import torch
 from torch import Tensor
 
 from tightfit.models.quantized.coded_weight import CodedWeight, scaled
+from tightfit.models.quantized.ranges import in_groups
 from tightfit.models.quantized.rounding import store_scales
 
 RIDGE = 1e-4
 """Share of A's mean diagonal that is added to it: groups whose codes are nearly all zero leave it near singular."""
 
 
-def refit_scales(coded: CodedWeight, weight: Tensor, hessian: Tensor) -> CodedWeight:
-    """`coded` with the scales that leave least of tr(Δ H Δᵀ) against the original `weight`."""
+def refit_scales(coded: CodedWeight, weight: Tensor, hessian: Tensor | None = None) -> CodedWeight:
+    """`coded` with the scales that leave least of tr(Δ H Δᵀ) against the original `weight`; of ‖Δ‖² without H."""
     if coded.scheme.kind != "int" or coded.scheme.group < 0 or coded.coded_scales or coded.outliers is not None:
         return coded
+    return _for_weights(coded, weight) if hessian is None else _for_outputs(coded, weight, hessian)
+
+
+def _for_weights(coded: CodedWeight, weight: Tensor) -> CodedWeight:
+    assert coded.group_of is None, "groups lie where they were"
+    values = in_groups(_values(coded), coded.scheme)
+    squares = values.square().sum(-1)
+    product = values.mul_(in_groups(weight, coded.scheme)).sum(-1)
+    made = store_scales(product / squares, coded.scheme).scale
+    better = made * (made * squares - 2 * product) < coded.scale * (coded.scale * squares - 2 * product)
+    return replace(coded, scale=torch.where(better, made, coded.scale))  # codes that are all zero have no better one
+
+
+def _for_outputs(coded: CodedWeight, weight: Tensor, hessian: Tensor) -> CodedWeight:
     groups = coded.scale.shape[1]
     values, sizes = _values(coded), [coded.shape[1] // groups] * groups
     order = None if coded.group_of is None else coded.group_of.long().argsort(stable=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.gptq import inverse_factor, without_dead
+from tightfit.compress.recipe import SPQR_GROUP as GROUP
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 from tightfit.models.quantized.formats.own import (
     code_statistic,
@@ -23,8 +24,6 @@ from tightfit.models.quantized.formats.own import (
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.rounding import SMALLEST_SCALE, decode, encode, rounded
 from tightfit.models.quantized.scheme import Scheme
-
-GROUP = 16
 
 
 @dataclass(frozen=True, kw_only=True)

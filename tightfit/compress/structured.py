@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tightfit.compress.inputs import output_error
 from tightfit.compress.linear_sets import EXPERT_STACKS, linear
-from tightfit.compress.observation import observe, run_layer
+from tightfit.compress.observation import layer_of, observe, run_layer, through
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.mlp import RoutedMlp
@@ -116,16 +116,14 @@ class CutLayer:
 @torch.no_grad()
 def cut_layer(model: Decoder, index: int, kept: KeptShape, inputs: Sequence[Tensor]) -> CutLayer:
     """Cut layer `index`, the only one that `model` has; `inputs` are its calibration inputs, [B, T, H] each."""
-    layer = model.layers._modules[str(index)]
-    assert isinstance(layer, Layer)
-    work = _LayerCut(model, layer, inputs)
+    work = _LayerCut(model, layer_of(model, index), inputs)
     if kept.heads is not None:
         work.cut_heads(kept.heads)
     if kept.mlp is not None and not model.spec.is_routed(index):
         work.cut_channels(kept.mlp)
     if kept.experts is not None and model.spec.is_routed(index):
         work.cut_experts(kept.experts)
-    return CutLayer(work.state(), work.errors, [run_layer(model, layer, x) for x in inputs])
+    return CutLayer(work.state(), work.errors, through(model, index, inputs))
 
 
 class _LayerCut:

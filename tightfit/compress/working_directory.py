@@ -3,11 +3,13 @@
 It lies beside the target under a hidden name. Every layer is one safetensors file, written whole, with its errors in
 the file's own metadata; so what exists is finished, and a run killed at any instant goes on with the next layer.
 `work.json` says what work this is: another model, recipe or calibration is refused, not mixed in. One process at a time
-works there, with the lock of the target held.
+works there, with the lock of the target held. Work that has finished nothing leaves no directory.
 """
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +26,8 @@ from tightfit.models.huggingface.weights import INDEX_FILE
 from tightfit.writer_lock import locked_beside
 
 WORK_FILE = "work.json"
+ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk says that has no room left, or none for this user or for a file of this size."""
 
 
 class WorkingDirectory:
@@ -47,6 +51,8 @@ class WorkingDirectory:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.path.is_dir() and not self._has_shards():
+            shutil.rmtree(self.path, ignore_errors=True)
         self._held.close()
 
     @contextmanager
@@ -55,15 +61,17 @@ class WorkingDirectory:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot write {path or self.path}: {reason}; make room and run the same again") from error
+            number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or error
+            has_room = isinstance(error, OSError) and number not in ROOM  # safetensors tells no number
+            fix = "choose another place" if has_room else "make room and run the same again"
+            raise UserError(f"cannot write {path or self.path}: {reason}; {fix}") from error
 
     def _begin(self, work: dict[str, Any]) -> None:
         file = self.path / WORK_FILE
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             sweep(self.path)
-            if not file.exists():
+            if not file.exists() or not self._has_shards():
                 with durable_file(file) as temporary:
                     temporary.write_text(json.dumps(work, indent=2) + "\n", encoding="utf-8")
             known = json.loads(file.read_text(encoding="utf-8"))
@@ -74,9 +82,13 @@ class WorkingDirectory:
         if known != work:
             differs = [name for name in work if not isinstance(known, dict) or known.get(name) != work[name]]
             raise UserError(
-                f"{self.path} holds unfinished work for {self.target} with another {' and '.join(differs)}; "
+                f"{self.path} holds unfinished work for {self.target} that differs in its {' and '.join(differs)}; "
                 "finish that, remove the directory, or write elsewhere"
             )
+
+    def _has_shards(self) -> bool:
+        """Whether anything is finished, of this work or of another."""
+        return any(self.path.glob("*.safetensors"))
 
     def shard(self, number: int) -> Path:
         """The file of shard `number`, counted from 0."""

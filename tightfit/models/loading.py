@@ -117,14 +117,21 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
         )
 
 
-def load_into(model: Decoder, source: str) -> None:
+def load_into(model: Decoder, source: str, *, verified: bool = True) -> None:
     """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards take their rows."""
     path = weights_path(source)
+    if verified:
+        verify_source(source)
     if path.is_file():
-        verify_file(path)
         fill(model, GgufFile(path))
     else:
-        _load_directory(model, path)
+        _load_directory(model, path, verified=False)
+
+
+def verify_source(source: str) -> None:
+    """Compare the weights at `source` with their checksums, where they came with some."""
+    path = weights_path(source)
+    verify_file(path) if path.is_file() else verify_weights(path)
 
 
 def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> None:

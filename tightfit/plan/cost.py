@@ -284,7 +284,7 @@ class LayoutCost:
         fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor, engine)
         tiled = tiled_more_s(costs.workload, costs.rates, self.layer, levers, tensor=tensor)
         plain = levers.loss == "plain" or engine.passes.logits is not None
-        plain_loss_s = self.layer.elementwise.plain_loss_more_s if plain else 0.0
+        plain_loss_s = self.layer.plain_loss_more_s if plain else 0.0
         forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
         return forward_s, self.backward_s + self.layers * (fp8[1] + tiled[1]) + plain_loss_s
 

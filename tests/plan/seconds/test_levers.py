@@ -84,7 +84,9 @@ def test_a_step_that_a_slow_host_would_hold_up_is_a_graph() -> None:
     cost = frame("smollm2-135m", 512)
     assert cost.is_captured(Levers())
     found, launches_ms = cost.step(Levers()), sum(REST) + 30 * sum(LAYER[""])
-    assert found.launch_s == pytest.approx(1e-3 * max(GAP_SHARE * launches_ms, REPLAY_MS))
+    card_s = found.compute_s + found.optimizer_s + GAP_SHARE * 1e-3 * launches_ms
+    host_s = 1e-3 * (REPLAY_MS + UPDATE_REST_MS + 30 * UPDATE_MS[""])
+    assert found.step_s == pytest.approx(max(card_s, host_s))
     assert found.step_s < 0.2 * cost.step(ONE_BY_ONE).step_s
     for why_not in ({"cuda_graph": "off"}, {"offload": "optimizer"}, {"update_in_backward": True}):
         assert not cost.is_captured(Levers(**why_not))
@@ -137,7 +139,9 @@ def host_forward_s(cost: LayoutCost) -> float:
 
 
 def test_each_tile_launches_as_much_as_the_one_before() -> None:
-    times = [launched_s(frame("smollm2-135m", 512).step(Levers(tiles=tiles))) for tiles in (2, 4, 6, 8)]
+    times = [
+        launched_s(frame("smollm2-135m", 512).step(Levers(tiles=tiles, cuda_graph="off"))) for tiles in (2, 4, 6, 8)
+    ]
     steps = [after - before for before, after in pairwise(times)]
     assert steps == pytest.approx([steps[0]] * 3)
     measured = sum(LAYER["tiles=8"]) - sum(LAYER["tiles=2"])

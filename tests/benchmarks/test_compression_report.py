@@ -1,0 +1,59 @@
+"""Which rows of compression quality the pages show: ours beside torchao's over the same windows, rules beside rules."""
+
+import csv
+from pathlib import Path
+
+from benchmarks.compress_entries import entries
+from benchmarks.reports.compression import nearest_rows, static_rows, static_text
+
+STATIC = "int8 per channel (static int8 activations), "
+COLUMNS = ("package", "method", "scheme", "bits", "length", "windows", "perplexity", "kl")
+
+
+def table(path: Path, *rows: tuple[str, ...]) -> Path:
+    """A table of these rows, with what they have in common."""
+    same = {"original_perplexity": "20", "loss_difference": "0.1", "loss_difference_half_width": "0.01"}
+    same |= {"agreement": "0.9", "calibration": "8 x 512 sequential"}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *same])
+        writer.writeheader()
+        writer.writerows(dict(zip(COLUMNS, row, strict=True)) | same for row in rows)
+    return path
+
+
+def test_rounding_is_compared_over_the_same_windows(tmp_path: Path) -> None:
+    path = table(
+        tmp_path / "rows.csv",
+        ("tightfit", "rtn", "int3 g64 asym", "3", "512", "256", "99", "1.5"),  # older than the next of ours
+        ("tightfit", "rtn", "int3 g64 asym", "3", "512", "32", "90", "1.2"),
+        ("torchao", "rtn", "int3 g64 asym", "3", "512", "32", "100", "1.4"),
+        ("tightfit", "rtn", "int4 g64 asym", "4", "512", "32", "40", "0.3"),
+        ("torchao", "rtn", "int4 g64 asym", "4", "512", "256", "41", "0.3"),  # other windows
+        ("tightfit", "rtn", "int8 per channel (int8 activations)", "8", "512", "32", "21", "0.1"),
+    )
+    assert nearest_rows(path)[1] == [("3", "90.00", "100.00", "-10.0%", "1.2000", "1.4000", "32")]
+
+
+def test_rules_of_static_scales_beside_a_scale_per_token(tmp_path: Path) -> None:
+    path = table(
+        tmp_path / "rows.csv",
+        ("tightfit", "rtn", "int8 per channel (int8 activations)", "8", "512", "256", "20.5", "0.1"),
+        ("tightfit", "rtn", "int8 per channel (int8 activations)", "8", "512", "16", "21", "0.1"),
+        ("tightfit", "rtn", STATIC + "minmax", "8", "512", "16", "30", "0.5"),
+        ("tightfit", "rtn", STATIC + "mse", "8", "512", "16", "25", "0.4"),
+        ("tightfit", "rtn", STATIC + "mse", "8", "2048", "4", "24", "0.4"),
+        ("tightfit", "fp8", "fp8 (fp8 activations)", "8", "512", "16", "22", "0.1"),
+    )
+    assert [row[:3] for row in static_rows(path)[1]] == [
+        ("`rtn`", "per token", "21.00"),
+        ("`rtn`", "static, mse", "25.00"),
+        ("`rtn`", "static, minmax", "30.00"),
+    ]
+    assert static_text(path).startswith("16 windows of 512 tokens")
+    assert static_text(tmp_path / "none.csv") == "Static scales have not been measured yet."
+
+
+def test_rows_have_names_of_their_own() -> None:
+    named = [(entry.package, entry.name, entry.describe()) for entry in entries(64, 200)]
+    assert len(set(named)) == len(named)
+    assert ("rtn", STATIC + "kl") in {name[1:] for name in named}

@@ -1,0 +1,49 @@
+"""What every way of making a model smaller is asked: which model, where to, and the text to look at."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tightfit.compress.calibration import Calibration, read_calibration
+from tightfit.durable import refuse_existing
+from tightfit.errors import UserError
+from tightfit.models.loading import has_weights
+from tightfit.models.spec import ModelSpec
+
+LONGEST_ROW = 2048
+"""Tokens of a calibration row where no length was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkingJob:
+    """What the user asked for, whatever is done to the layers."""
+
+    model: str
+    out: Path
+    data: tuple[str, ...] = ()
+    field: str = "text"
+    samples: int = 128
+    length: int | None = None
+    device: str = "cpu"
+    cache: Path = Path("~/.cache/tightfit")
+    progress: bool = False
+
+    def require(self, *, needs_data: bool) -> None:
+        """Refuse what can be refused before the model is looked at."""
+        refuse_existing(self.out)
+        if not has_weights(self.model):
+            raise UserError(f"{self.model} has no weights to compress; give a directory, a run or a GGUF file that has")
+        if needs_data and not self.data:
+            raise UserError("this method looks at the inputs of layers; give it text with --data")
+
+    def read_calibration(self, spec: ModelSpec) -> Calibration:
+        """Rows of `data`."""
+        return read_calibration(
+            self.model,
+            spec,
+            self.data,
+            samples=self.samples,
+            length=min(LONGEST_ROW, spec.max_positions) if self.length is None else self.length,
+            cache=self.cache,
+            field=self.field,
+            progress=self.progress,
+        )
