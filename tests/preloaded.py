@@ -7,7 +7,6 @@ Ranks of shared groups (tests/distributed/group.py) call functions of the tests'
 here, except for those that need a package which is not installed.
 """
 
-import gc
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +30,5 @@ tests.slow_halves.compute_in_float32()
 for path in sorted(Path(__file__).parent.glob("distributed/test_*.py")):
     with suppress(ModuleNotFoundError):
         import_module(f"tests.distributed.{path.stem}")
-
-gc.enable()  # which tests/uncollected.py has turned off
 
 __all__ = ["AutoTokenizer", "PreTrainedTokenizerFast", "tests", "tightfit"]

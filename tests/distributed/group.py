@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 from tightfit.launch.forked import start_server
 
 Function = Callable[..., Any]
-PRELOADED = ["tests.uncollected", "tests.preloaded"]
+PRELOADED = ["tests.preloaded"]
 ANSWER_S = 300
 """How long a rank may take: minutes only where the machine has much else to do."""
 FAILED_S = 20

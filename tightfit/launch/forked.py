@@ -24,7 +24,8 @@ from typing import Any, Self
 
 Target = Callable[..., None]
 STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-REACHABLE = "tightfit.launch.reachable"
+REACHABLE, SETTLED = "tightfit.launch.reachable", "tightfit.launch.settled"
+"""What the server imports before and after all others."""
 TRAINING = ("tightfit.train.loop", "transformers.models.auto.tokenization_auto", "tightfit.report.run")
 """What a rank that trains would import: named here, as a program has its server import it before it does so itself."""
 PATIENCE_S = 30.0
@@ -33,7 +34,7 @@ PATIENCE_S = 30.0
 
 def start_server(modules: Sequence[str]) -> None:
     """Have a server import `modules` now, while we do something else; one that runs already is left as it is."""
-    multiprocessing.set_forkserver_preload([REACHABLE, *modules])
+    multiprocessing.set_forkserver_preload([REACHABLE, *modules, SETTLED])
     resource_tracker.ensure_running()  # first, as it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
