@@ -62,7 +62,7 @@ docs: install
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
-# Wrong inputs of every kind, and kills at any instant: minutes, not seconds. `make test` runs 150 and 20 of them.
+# Wrong inputs of every kind, and kills at any instant: minutes, not seconds. `make test` runs 150 and 10 of them.
 .PHONY: fuzz stress
 SEED ?= 1
 JOBS ?= $(shell nproc)

@@ -60,8 +60,8 @@ Programs = dict[tuple[str, int], Program]
 
 
 def levers_of(text: str) -> Levers:
-    """As they are pinned on the command line."""
-    return Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)
+    """As they are pinned on the command line, launched kernel by kernel."""
+    return Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers, cuda_graph="off")
 
 
 def launches(device: torch.device) -> Iterator[tuple[str, float]]:

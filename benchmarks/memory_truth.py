@@ -33,7 +33,17 @@ from benchmarks.reports.scatter import newest
 from benchmarks.rows import RESULTS, append_row, current_commit
 from benchmarks.truth.case import Case
 from benchmarks.truth.families import family_cases
-from benchmarks.truth.prediction import CUDA, GIB, Measurement, Prediction, formulas, measure, predict, step_seconds
+from benchmarks.truth.prediction import (
+    CUDA,
+    GIB,
+    Measurement,
+    Prediction,
+    formulas,
+    is_captured,
+    measure,
+    predict,
+    step_seconds,
+)
 from tightfit.errors import UserError
 from tightfit.hardware.launches import LAYER, UPDATE_MS
 from tightfit.prove.rates import layer_launch_ms
@@ -256,10 +266,11 @@ def _row(
 
 
 def is_host_bound(case: Case) -> bool:
-    """Whether its step would be longer by a twentieth on a host half as slow again as the calibrated one."""
+    """Whether its step would be longer by a twentieth on a host half as slow again as the calibrated one, or is
+    captured because of such hosts."""
     if case.implementation != "tightfit" or case.ranks > 1:
         return False
-    return step_seconds(case, host_layer_ms=SLOW_HOST_MS) > 1.05 * step_seconds(case)
+    return is_captured(case) or step_seconds(case, host_layer_ms=SLOW_HOST_MS) > 1.05 * step_seconds(case)
 
 
 def for_host(case: Case, said: Prediction, host_layer_ms: float | None) -> Prediction:

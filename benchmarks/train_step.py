@@ -21,6 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
@@ -31,6 +34,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, train_step
+from tightfit.train.step_graph import step_graph
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,14 @@ def make_ours(spec: ModelSpec, case: Case, batch: Batch) -> Step:
     """A step of tightfit; returns its loss."""
     model = _our_model(spec, case)
     optimizer, device = MasterAdamW(model, SETTINGS), torch.device(case.device)
-    return lambda: train_step(model, optimizer, [batch], device, SETTINGS.lr, LossScale()).loss
+    workload = Workload(
+        spec=spec,
+        sequence_length=case.sequence_length,
+        global_batch=case.batch,
+        precision="fp32" if case.dtype == torch.float32 else "pure-bf16",
+    )
+    graph = step_graph(model, optimizer, device, workload, Layout(micro_batch=case.batch), Levers())
+    return lambda: train_step(model, optimizer, [batch], device, SETTINGS.lr, LossScale(), graph=graph).loss
 
 
 def make_theirs(spec: ModelSpec, case: Case, batch: Batch, prepare: Callable[[Any], Any] = lambda model: model) -> Step:

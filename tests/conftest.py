@@ -9,10 +9,14 @@ tests of any folder may do: so it is said here.
 
 What is imported when tests begin stays for good: the garbage collector, which otherwise walks over all of it (torch,
 transformers) whenever somebody asks it to collect, is told so; until then it does nothing.
+
+A process that only deals tests out to workers (`pytest -n`) runs none, and imports nothing of this.
 """
 
+import atexit
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,34 +27,40 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 import pytest
-import torch
 
-from tests.interpreter import ignore_overflows, patch_language_once, read_single_elements, share_types
 from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
-from tests.slow_halves import compute_in_float32
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
+DEALS_OUT = "-n" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
+
+
+def set_up() -> None:
+    """Torch and Triton's interpreter as tests want them."""
+    import torch
+
+    from tests.interpreter import ignore_overflows, patch_language_once, read_single_elements, share_types
+    from tests.slow_halves import compute_in_float32
+
+    torch.set_num_threads(1)
+    compute_in_float32()
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        read_single_elements()
+        patch_language_once()
+        ignore_overflows()
+        share_types()
+
+
 gc.disable()
-torch.set_num_threads(1)
-compute_in_float32()
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    read_single_elements()
-    patch_language_once()
-    ignore_overflows()
-    share_types()
+if not DEALS_OUT:
+    set_up()
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Else extensions complain of what is left when Python ends."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # else extensions complain of what is left when Python ends
 
 
 SENTENCES = (

@@ -58,11 +58,7 @@ def measured_on(path: Path) -> str:
     rows = newest(path)
     devices, versions, commits = (sorted({row[name] for row in rows}) for name in ("device", "torch", "commit"))
     named = ", ".join(f"`{commit}`" for commit in commits)
-    said = f"{len(rows)} steps on one {' and one '.join(devices)} (torch {', '.join(versions)}; commit {named})."
-    untimed = sum(row["ranks"] == "1" and bool(row["measured_gib"]) and not row["measured_step_ms"] for row in rows)
-    if not untimed:
-        return said
-    return f"{said} Bound by the host and not timed since the step changed, so without a time here: {untimed}."
+    return f"{len(rows)} steps on one {' and one '.join(devices)} (torch {', '.join(versions)}; commit {named})."
 
 
 def truth_rows(path: Path) -> Rows:

@@ -25,6 +25,7 @@ def family_cases() -> Iterator[Case]:
     yield from _routed()
     yield from _on_the_host()
     yield from _second_round()
+    yield from _small_steps()
 
 
 def _plain_attention() -> Iterator[Case]:
@@ -105,3 +106,19 @@ def _second_round() -> Iterator[Case]:
     yield _of("mixtral-8x7b", 8192, 1, layers=3, **PURE)
     yield _of("qwen2.5-3b", 4096, 1, f"offload=optimizer {BACK}", checkpoint_every=1)
     yield _of("llama-3.1-8b", 16_384, 1, f"offload=weights {BACK}", layers=6, checkpoint_every=1)
+
+
+def _small_steps() -> Iterator[Case]:
+    """Steps that a host launches slower than a card makes them, predicted after the costs had learned of graphs."""
+    yield _of("smollm2-360m", 1024, 4)
+    yield _of("smollm2-360m", 2048, 2, "tiles=2")
+    yield _of("qwen2.5-0.5b", 1024, 8, accumulation=2)
+    yield _of("qwen2.5-1.5b", 2048, 1, "optimizer_states=8bit")
+    yield _of("qwen3-0.6b", 4096, 1, checkpoint_every=2)
+    yield _of("qwen3-1.7b", 2048, 2, "matmul=fp8-row")
+    yield _of("gemma-2-2b", 1024, 2, **PURE)
+    yield _of("gemma-3-1b", 2048, 2, checkpoint_every=1)
+    yield _of("gpt2-medium", 1024, 4)
+    yield _of("gpt2-large", 1024, 2, loss="plain")
+    yield _of("qwen3-30b-a3b", 2048, 1, layers=4, **PURE)
+    yield _of("mixtral-8x7b", 2048, 1, layers=2, **PURE)

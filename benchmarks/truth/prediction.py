@@ -54,7 +54,7 @@ class Prediction:
 
 def predict(case: Case, machine: str = "H200") -> Prediction:
     """What is said of `case` beforehand."""
-    simulated = _simulated(case)
+    simulated = _simulated(case, machine)
     if case.implementation == "huggingface":
         return Prediction(None, simulated.peak_allocated_bytes(), simulated.peak_reserved_bytes(), None)
     formula = formulas(case)
@@ -74,15 +74,21 @@ def step_seconds(case: Case, machine: str = "H200", host_layer_ms: float | None 
     return costs.step(case.layout, case.levers).step_s
 
 
+def is_captured(case: Case, machine: str = "H200") -> bool:
+    """Whether its steps are launched as a CUDA graph."""
+    return Costs(case.workload, parse_machine(machine)).of(case.layout).is_captured(case.levers)
+
+
 def formulas(case: Case) -> Ledger:
     """By formula, of the case's pipeline stage."""
     ledger = training_ledger(case.workload, case.layout, case.levers)
     return Ledger(ledger.source, tuple(replace(line, rank=0) for line in ledger.lines if line.rank == case.stage))
 
 
-def _simulated(case: Case) -> Ledger:
+def _simulated(case: Case, machine: str) -> Ledger:
     if case.implementation == "tightfit":
-        return rehearse_stage(case.workload, case.layout, case.levers, stage=case.stage)
+        captured = is_captured(case, machine)
+        return rehearse_stage(case.workload, case.layout, case.levers, stage=case.stage, captured=captured)
 
     def make(mesh: Any, tracer: Tracer) -> Callable[[OnPhase], object]:
         return huggingface_step(case, torch.device("cpu"), attention=_unmasked_attention())
@@ -101,7 +107,7 @@ class Measurement:
 
 
 def measure(case: Case) -> Measurement:
-    """Run `case` on this GPU: one step to warm up, then two or three in a row that are timed together.
+    """Run `case` on this GPU: two steps to warm up (and to capture), then two or three in a row, timed together.
 
     Not one by one: with states on the host, part of an update runs beside the next step. Short rows of steps are timed
     three times, of which the median counts: a host is slower now and then.
@@ -112,6 +118,7 @@ def measure(case: Case) -> Measurement:
         with _world(case):
             step = _real_step(case)
             torch.cuda.reset_peak_memory_stats()
+            step(ignore)
             step(ignore)
             with short_collections(CUDA):
                 seconds = _median_of_rows(step, 2 if case.sequence_length > 16_384 else 3)

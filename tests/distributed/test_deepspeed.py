@@ -46,6 +46,16 @@ RECOMPUTED = {"checkpoint_every": 1, "tiles": 2, "loss": "plain"}
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason=INSTALL)
 
 CASES: dict[str, Fields] = {
+    "zero 3, tied, clipped hard, all on the host, layers run again, three micro-batches": {
+        "zero": 3,
+        "model": QWEN,
+        "optimizer": {"lr": 1e-3, "clip_norm": 0.3},
+        "levers": RECOMPUTED | {"offload": "weights"},
+        "global_batch": 6,
+        "micro_batch": 1,
+    },
+}
+MORE_CASES: dict[str, Fields] = {
     "zero 3, clipped hard, all on the host": {
         "zero": 3,
         "optimizer": {"lr": 1e-3, "clip_norm": 0.3},
@@ -58,8 +68,6 @@ CASES: dict[str, Fields] = {
         "global_batch": 6,
         "micro_batch": 1,
     },
-}
-MORE_CASES: dict[str, Fields] = {
     "zero 1, no clipping, optimizer on the host": {
         "zero": 1,
         "optimizer": {"lr": 1e-3, "clip_norm": 0.0},

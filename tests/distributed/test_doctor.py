@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.hardware.test_calibration import MEASURED
@@ -171,9 +172,15 @@ def judged(layout: Layout) -> Verdict:
 
 
 PAIRS = [split for split in splits_that_fit(4) if "×" in split.name]
+"""In make test those with a ring: the other pairs stand together in cases of test_tensor.py, test_pipeline.py,
+test_context.py and test_expert.py, where two steps are compared."""
 
 
-@pytest.mark.parametrize("split", PAIRS, ids=[split.name for split in PAIRS])
+@pytest.mark.parametrize(
+    "split",
+    [split if "ring" in split.name else thorough(split) for split in PAIRS],
+    ids=[split.name for split in PAIRS],
+)
 def test_every_pair_of_splits_is_one_process(group: Make, split: Split) -> None:
     verdict = group(4).run(compared, split)[0]
     assert verdict.same, verdict.first

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.distributed.group import Group
 from tests.distributed.test_check import TENSOR, judge, target
+from tests.programs import started
 from tests.train.jobs import tiny_job
 from tightfit.cli.main import app
 from tightfit.launch import launcher as launching
@@ -39,26 +38,19 @@ def test_a_program_checks_starts_again_and_stops(tmp_path: Path, corpus: Path, t
         saving={"every": 3, "sharded": False},
     )
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tightfit", "launch", str(tmp_path / "job.yaml"), "--check", "--restarts", "1"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with started(tmp_path, "launch", str(tmp_path / "job.yaml"), "--check", "--restarts", "1") as program:
+        pid = program.pids[0]
         assert until(lambda: checkpoints_of(job.output))
-        first = ranks_of(process.pid)
+        first = ranks_of(pid)
         os.kill(max(first), signal.SIGKILL)
-        assert until(lambda: first.isdisjoint(ranks_of(process.pid)))
+        assert until(lambda: first.isdisjoint(ranks_of(pid)))
         again = reached(job.output)
         assert until(lambda: reached(job.output) > again + 2)
-        ranks = ranks_of(process.pid)
-        process.send_signal(signal.SIGTERM)
-        said, told = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM, told
+        ranks = ranks_of(pid)
+        os.kill(pid, signal.SIGTERM)
+        assert not program.wait(120)
+    said, told = ((tmp_path / name).read_text() for name in ("stdout", "stderr"))
+    assert program.failures == {0: 128 + signal.SIGTERM}, told
     assert "Traceback" not in told, "of those that missed the killed one"
     assert told.count("tightfit: rank 1 ended with signal 9 (SIGKILL), and the other ranks with it") == 1
     assert len(first) == len(ranks) == 2
@@ -94,11 +86,11 @@ def test_a_job_whose_ranks_differ_is_not_started(group: Callable[[int], Group], 
     wrong, right = (group(2).run(judge, checked, fault)[0] for fault in ("stale shard", None))
     file = tmp_path / "job.yaml"
     file.write_text("model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nlayout: {tensor: 2}\ndevice: cpu\n")
-    for verdict, exit_code, started in ((wrong, 1, 0), (right, 0, 1)):
+    for verdict, exit_code, starts in ((wrong, 1, 0), (right, 0, 1)):
         with (
             patch.object(gate, "check", lambda *_, answer=verdict: (answer, checked)),
             patch.object(launching, "run_processes", return_value=None) as start,
         ):
             told = CliRunner().invoke(app, ["launch", str(file), "--check"])
-        assert (told.exit_code, start.call_count) == (exit_code, started), told.output
+        assert (told.exit_code, start.call_count) == (exit_code, starts), told.output
         assert ("different: step 1" in told.output) == (exit_code == 1)

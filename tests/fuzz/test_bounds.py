@@ -50,9 +50,10 @@ def parquet(rows: int, size: int, *, nested: bool = False, **options: Any) -> Wo
         text = "x " * (size // 2)
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
         column = {"messages": [chat] * 20} if nested else {"text": [text] * 20}
-        with pyarrow.parquet.ParquetWriter(path, pyarrow.table(column).schema, **options) as writer:
+        table = pyarrow.table(column)
+        with pyarrow.parquet.ParquetWriter(path, table.schema, **options) as writer:
             for _ in range(rows // 20):
-                writer.write_table(pyarrow.table(column))
+                writer.write_table(table)
         assert path.stat().st_size < 10**6
         assert sum(1 for _ in read_rows(Source(path, "parquet"), list(column))) == rows
 

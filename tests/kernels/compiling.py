@@ -1,11 +1,10 @@
-"""Compiles the flash attention kernels for cards that are not here, `python -m tests.kernels.compiling 75 90`.
+"""Compiles the flash attention kernels for cards that are not here; `python -m tests.kernels.launching` begins with it.
 
 Triton needs no GPU to write PTX and machine code, but does need a process in which kernels are not interpreted.
 Prints a line per kernel: its name, the target in its PTX and the shared memory it uses.
 """
 
 import re
-import sys
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def compile_for(capability: int, kernel: Any, dtype: torch.dtype, blocks: Blocks
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main(capability: int) -> None:
+def compile_flash_attention(capability: int) -> None:
     """Compile forward and both backward kernels with the blocks that card gets."""
     dtype = torch.float16 if capability < 80 else torch.bfloat16
     blocks = passes(HEAD, dtype, capability // 10)
@@ -59,8 +58,3 @@ def main(capability: int) -> None:
         made = compile_for(capability, kernel, dtype, own)
         target = re.search(r"\.target (\w+)", made.asm["ptx"])
         print(made.name, target and target[1], made.metadata.shared)
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        main(int(argument))

@@ -2,7 +2,7 @@
 
 The interpreter accepts much that Triton's compiler refuses. Each launch is caught and its kernel compiled for the given
 compute capabilities from the very arguments of that launch; a line per kernel says which, and the target of its PTX.
-Needs a process in which kernels are not interpreted.
+Needs a process in which kernels are not interpreted. First come the flash attention kernels (compiling.py).
 
 Of the variants of a kernel each card gets some, so that two cards together get all; with `all`, each gets all.
 """
@@ -41,6 +41,7 @@ import tightfit.kernels.rotate_store
 import tightfit.kernels.routed_mlp
 import tightfit.kernels.row_norm
 import tightfit.kernels.split_sum
+from tests.kernels.compiling import compile_flash_attention
 from tightfit.kernels.triton_support import triton
 
 TYPES = {
@@ -237,6 +238,8 @@ def main(*arguments: str) -> None:
     """For each compute capability among `arguments`."""
     gets_all = "all" in arguments
     capabilities = [int(argument) for argument in arguments if argument != "all"]
+    for capability in capabilities:
+        compile_flash_attention(capability)
     for number, capability in enumerate(capabilities):
         catch_launches(capability)
         card = Card(capability, number, gets_all=gets_all)

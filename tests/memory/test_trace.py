@@ -209,3 +209,29 @@ def test_every_phase_can_be_traced(phase: Phase) -> None:
     trace.begin(phase)
     trace.allocate(Allocation(600, "weights"))
     assert ledger_of(trace.replay().peaks, "simulation").allocated_bytes(phase) == 1024
+
+
+def test_a_captured_step_has_a_pool_of_its_own_where_gradients_stay() -> None:
+    """Weights; a step of an activation, a workspace that is kept and a gradient; an update that copies and frees it."""
+    trace = Trace()
+    trace.begin("init")
+    trace.allocate(Allocation(100 * MIB, "weights"))
+    trace.step_start = len(trace.events)
+    trace.begin("forward")
+    kept = trace.allocate(Allocation(400 * MIB, "activations"))
+    trace.allocate(Allocation(32 * MIB, "workspace", once=True))
+    trace.begin("backward")
+    gradient = trace.allocate(Allocation(60 * MIB, "gradients"))
+    trace.free(kept)
+    trace.begin("optimizer")
+    copy = trace.allocate(Allocation(120 * MIB, "gradients", "float32"))
+    trace.free(gradient)
+    trace.free(copy)
+    plain, captured = trace.replay(), trace.replay(captured=True)
+    assert plain.peak_reserved_bytes == (100 + 400 + 32 + 60) * MIB, "the copy is where the activation was"
+    assert captured.peak_reserved_bytes == plain.peak_reserved_bytes + 120 * MIB
+    assert captured.peak_allocated_bytes == plain.peak_allocated_bytes
+    update = captured.occurrences[-1]
+    assert update.phase == "optimizer"
+    assert update.allocated_bytes == (100 + 32 + 60 + 120) * MIB
+    assert sum(each.bytes for each in update.alive) == update.allocated_bytes

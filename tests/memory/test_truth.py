@@ -189,18 +189,13 @@ def test_simulated_reserves_are_what_the_table_says(rows: list[Row], monkeypatch
 TARGETS: dict[tuple[str, str], tuple[float, float]] = {
     ("peak allocated", "formulas"): (0.05, 0.12),
     ("peak allocated", "simulation"): (0.03, 0.06),
-    ("peak reserved", "simulation"): (0.015, 1.0),
+    ("peak reserved", "simulation"): (0.01, 0.06),
     ("time of a step", "the planner's costs"): (0.05, 0.30),
 }
-"""Mean and worst error; what is reserved has a target for the mean alone."""
-FEWEST = {"memory_truth": 25, "lever_truth": 20, "split_truth": 14, "family_truth": 30}
-STEP_TARGETS = {"memory_truth": (0.04, 0.17), "lever_truth": (0.05, 0.29), "family_truth": (0.045, 0.18)}
-"""Of step times, by table; steps of several ranks are not timed. What the card bounds is within 9 %, but for
-gpt2-medium (13 %), timed with an earlier step. The worst are bound by the host, whose speed is measured right before
-each: `tiles=4` is said to take 28 % longer than it did, where that reading was 4.1 ms a layer and the step ran as at
-3.3."""
-TIMED_BEFORE = {"memory_truth": 4, "lever_truth": 3, "split_truth": 0, "family_truth": 1}
-"""Steps bound by the host that were last timed when the update still waited for the loss: left out until timed anew."""
+"""Mean and worst error."""
+FEWEST = {"memory_truth": 25, "lever_truth": 20, "split_truth": 30, "family_truth": 60}
+STEP_TARGETS = {"memory_truth": (0.025, 0.07), "lever_truth": (0.03, 0.07), "family_truth": (0.04, 0.12)}
+"""Of step times, by table; steps of several ranks are not timed."""
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -213,7 +208,7 @@ def test_predictions_are_as_near_as_we_say(name: str) -> None:
             if name not in STEP_TARGETS:
                 continue
             mean, worst = STEP_TARGETS[name]
-        assert found[kind].rows >= FEWEST[name] - TIMED_BEFORE[name], kind
+        assert found[kind].rows >= FEWEST[name], kind
         assert found[kind].mean <= mean, (kind, found[kind])
         assert found[kind].worst <= worst, (kind, found[kind])
     assert found["peak allocated", "simulation"].rows >= (40 if name == "memory_truth" else len(rows))
@@ -249,11 +244,8 @@ def test_the_table_covers_what_people_run(rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_row_says_what_it_was_measured_on(name: str) -> None:
-    untimed = 0
     for row in table(name):
         assert all(row[column] for column in ("date", "commit", "device", "python", "torch", "transformers"))
         if row["measured_gib"]:
             assert float(row["measured_gib"]) <= float(row["measured_reserved_gib"])
-            assert row["measured_step_ms"] == "" or row["ranks"] == "1"
-            untimed += row["measured_step_ms"] == "" and row["ranks"] == "1"
-    assert untimed == TIMED_BEFORE[name]
+            assert (row["measured_step_ms"] == "") == (row["ranks"] != "1")

@@ -34,6 +34,7 @@ SAVE_NOTHING_MORE = {
     "offload_keep_bytes",
     "offload_update",
     "rounding",
+    "cuda_graph",
 }
 LOSSY = {"optimizer_states", "matmul", "checkpoint_format"}
 

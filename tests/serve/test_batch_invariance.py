@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
+from tests.covering import thorough
 from tests.models.huggingface.reference import pair
 from tests.serve.company import BASE, assert_company_changes_nothing
 from tests.serve.conftest import SHAPE
@@ -50,7 +51,7 @@ def test_company_changes_no_bit(dtype: torch.dtype, seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "gemma2", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3", "phi3-longrope-long"]
+    "name", [thorough("qwen3"), "gemma2", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3", "phi3-longrope-long"]
 )
 def test_families(name: str) -> None:
     """Norms of heads, soft caps and windows, layer norms, experts, sinks, latent attention, ropes by length."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.covering import thorough
 from tests.distributed.group import PRELOADED
 from tests.train.jobs import checkpoint_files, latest_checkpoint, run_and_die, tiny_job
 from tightfit.errors import UserError
@@ -158,8 +159,9 @@ def test_accumulation_and_checkpointing_give_the_same_training(make: Make) -> No
         assert torch.linalg.vector_norm(tensor - b[name]) < 3e-5 * torch.linalg.vector_norm(tensor), name
 
 
-def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
-    """Twenty kills at random instants of the three steps after a save; with a save after every step most of them fall
+@pytest.mark.parametrize("wanted", [10, thorough(20)])
+def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make, wanted: int) -> None:
+    """Kills at random instants of the three steps after a save; with a save after every step most of them fall
     into saving. One that has ended before it was killed does not count."""
     job, straight = (make(name, steps=40, saving={"every": 1, "keep": 2}, **SMALL) for name in ("killed", "straight"))
     began = time.monotonic()
@@ -169,7 +171,7 @@ def test_sigkill_at_any_instant_leaves_a_loadable_run(make: Make) -> None:
     context = multiprocessing.get_context("forkserver")
     chance = random.Random(7)
     fields, kills, reached = job.model_dump(mode="json"), 0, 0
-    while kills < 20:
+    while kills < wanted:
         newest = latest_checkpoint(job.output)
         process = context.Process(target=run_and_die, args=(fields, newest is not None))
         process.start()

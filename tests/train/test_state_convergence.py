@@ -59,7 +59,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Any:
     [
         thorough({"optimizer_states": "bf16"}),
         {"optimizer_states": "8bit"},
-        {"optimizer_states": "factored"},
+        thorough({"optimizer_states": "factored"}),
         thorough({"update_in_backward": True}),
     ],
     ids=str,

@@ -23,7 +23,7 @@ SmoothQuant are searched while the second moments of all sets of layers are ther
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tightfit.compress.matrices import matrices
+from tightfit.compress.matrices import matrices, matrices_of_layer
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.memory.ledger import Ledger, Line
 from tightfit.models.spec import ModelSpec
@@ -149,8 +149,10 @@ def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, rows: int, 
     """The moment of any matrix, or of a layer that learns, in which most is alive."""
     has_rows = rows * length > 0
     found = [
-        [*_moment_lines(moment, outputs, inputs, has_rows=has_rows), *_originals(spec, recipe, name)]
-        for name, (_, outputs, inputs) in matrices(spec).items()
+        [*_moment_lines(moment, outputs, inputs, has_rows=has_rows), *originals]
+        for layer in range(spec.layers)
+        for originals in [_originals(spec, recipe, layer)]
+        for name, (_, outputs, inputs) in matrices_of_layer(spec, layer).items()
         for moment in (
             _moments(recipe.coding(name), recipe.pruning(name)) if rewritten is None else (ERROR, *MOMENTS[rewritten])
         )
@@ -198,7 +200,7 @@ def _search(spec: ModelSpec, recipe: Recipe, layer: int) -> list[Line]:
     searched = [names for names, method in methods.items() if method in ("awq", "smoothquant")]
     if not searched:
         return []
-    shapes = matrices(spec)
+    shapes = matrices_of_layer(spec, layer)
     moments = sum(shapes[names[0]][2] ** 2 for names in searched)
     tried = []
     for names in searched:
@@ -213,21 +215,18 @@ def _search(spec: ModelSpec, recipe: Recipe, layer: int) -> list[Line]:
     )
 
 
-def _learned_sizes(spec: ModelSpec, recipe: Recipe, layer: str) -> dict[str, int]:
+def _learned_sizes(spec: ModelSpec, recipe: Recipe, layer: int) -> dict[str, int]:
     """Weights of every matrix of a layer whose rounding is learned; experts' is not."""
     return {
         name: outputs * inputs
-        for name, (_, outputs, inputs) in matrices(spec).items()
-        if name.split(".")[1] == layer
-        and ".experts." not in name
-        and (step := recipe.coding(name)) is not None
-        and step.method == "round"
+        for name, (_, outputs, inputs) in matrices_of_layer(spec, layer).items()
+        if ".experts." not in name and (step := recipe.coding(name)) is not None and step.method == "round"
     }
 
 
-def _originals(spec: ModelSpec, recipe: Recipe, name: str) -> list[Line]:
-    """Weights as they were, which learned rounding begins with when all matrices of the layer of `name` are coded."""
-    kept = sum(_learned_sizes(spec, recipe, name.split(".")[1]).values())
+def _originals(spec: ModelSpec, recipe: Recipe, layer: int) -> list[Line]:
+    """Weights as they were, which learned rounding begins with when all matrices of the layer are coded."""
+    kept = sum(_learned_sizes(spec, recipe, layer).values())
     line = Line(component="weights", phase="coding", bytes=FLOAT * kept, detail="the layer as it was", why="4 P")
     return [line] if kept else []
 
@@ -238,7 +237,7 @@ def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[
     Places u, Adam's two moments and rounded ŵ of all matrices are there throughout, gradients from where the backward
     pass has come. In the MLP there are gate, its activation, up and the gradients of the three.
     """
-    sizes = _learned_sizes(spec, recipe, str(layer))
+    sizes = _learned_sizes(spec, recipe, layer)
     if not sizes:
         return []
     mlp = sum(size for name, size in sizes.items() if ".mlp." in name)

@@ -36,8 +36,13 @@ LAYER: dict[str, Launch] = {
 STEP_IDLE_MS = 4.0
 """What a card idles in a step whose host is ahead: that waits for the loss and the gradients' norm, then launches anew.
 Under the profiler 7.63 and 9.52 (step_profile.csv, "the GPU idles"), about half without it (family_truth.csv)."""
-GAPS_MS = 1.0
-"""Where the update is launched before that wait: a microsecond between two of some thousand kernels."""
+GAP_SHARE = 1 / 40
+"""Where the update is launched before that wait, a card idles between kernels only: a microsecond for what a host
+launches in about 40."""
+REPLAY_MS = 0.5
+"""Of a micro-batch that is a CUDA graph: its batch, and one launch."""
+SLOW_HOST = 2.0
+"""The launches of a slow host, as a multiple of the measured ones."""
 NORM, BIAS = Launch(0.199, 0.183), Launch(0.017, 0.051)
 """Of one norm more than two in a layer (of queries and keys, or after blocks), and of a bias."""
 EXPERTS, ROPE_AND_GATE = Launch(1.254, 1.150), Launch(0.481, 0.532)

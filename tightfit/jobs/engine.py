@@ -81,6 +81,8 @@ class Engine:
     """The host's time per layer, as a share of ours."""
     updates_unseen: bool = False
     """Whether the host launches the update before it reads the loss."""
+    captures: bool = False
+    """Whether steps that wait for the host are launched as CUDA graphs."""
     skips_last_product: bool = True
     """Whether a recomputed layer leaves out the product that nobody needs again."""
     kept_product_share: float = 1.0
@@ -121,7 +123,7 @@ TITAN_EAGER = Passes(stream=(14, 28), rope=14, gate=(5, 8), activation=(2, 3), l
 ENGINES: dict[EngineName, Engine] = {
     each.name: each
     for each in (
-        Engine(name="tightfit", is_for="tightfit train", launch_share=1.0, updates_unseen=True),
+        Engine(name="tightfit", is_for="tightfit train", launch_share=1.0, updates_unseen=True, captures=True),
         Engine(
             name="hf",
             is_for="Hugging Face's models with FSDP or accelerate",

@@ -186,6 +186,11 @@ LEVER_TABLE = (
         elsewhere=False,
         own_update=lambda levers: levers.update_in_backward,
     ),
+    LeverRow(
+        name="cuda_graph",
+        words=lambda levers: {"on": "steps as CUDA graphs", "off": "no CUDA graphs"}.get(levers.cuda_graph, ""),
+        elsewhere="off",
+    ),
     LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
 )
 ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewhere is not None)

@@ -51,6 +51,10 @@ class Levers(Section):
     matmul: Literal["native", "fp8-tensor", "fp8-row"] = "native"
     """Linear layers' products in the compute dtype, or in fp8 scaled per tensor or per row, which is lossy."""
 
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Launch all kernels of a micro-batch at once, captured from the first ones; `auto` where the host would be slower
+    than the card."""
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if sentence := refused_levers(self):

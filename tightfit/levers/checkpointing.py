@@ -93,7 +93,11 @@ class Checkpointing:
         skips_last = not needs_last_product(self.spec, self.layer_numbers[index])
         selective = SelectiveCheckpoint(level, skips_last=skips_last)
         # The input is no argument, which torch would keep alive; the empty tensor says whose random state to save.
-        output = checkpoint(compute, x.new_empty(0), use_reentrant=False, context_fn=selective.contexts)
+        # A graph is captured only of steps that draw no numbers, and the random state cannot be read meanwhile.
+        draws = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        output = checkpoint(
+            compute, x.new_empty(0), use_reentrant=False, context_fn=selective.contexts, preserve_rng_state=draws
+        )
         assert isinstance(output, tuple)
         return output
 

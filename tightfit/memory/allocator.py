@@ -44,6 +44,9 @@ class Allocator(Protocol):
     def release(self, block: Any) -> None:
         """Free a block."""
 
+    def empty_cache(self) -> None:
+        """Give back what is reserved and wholly free."""
+
 
 class PlainAllocator:
     """Counts exactly what is requested and reserves nothing, like the CPU's allocator."""
@@ -64,6 +67,9 @@ class PlainAllocator:
     def release(self, block: int) -> None:
         """Free a block."""
         self.allocated_bytes -= block
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
 
 
 @dataclass(eq=False)

@@ -48,9 +48,15 @@ PRODUCTS = frozenset(
 """Operations of cuBLAS, which takes a workspace at the first of them in each thread that calls it."""
 
 
+_rules: dict[int, tuple[Any, Callable[..., int] | None]] = {}
+"""By the operation's id, as hashing an OpOverload is slow Python; the operation is kept alive beside it."""
+
+
 def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
     """Workspace bytes of `operation` on a GPU."""
-    rule: Callable[..., int] | None = SCRATCH.get(operation) or TORCH_SCRATCH.get(operation)
+    if (known := _rules.get(id(operation))) is None:
+        known = _rules[id(operation)] = operation, SCRATCH.get(operation) or TORCH_SCRATCH.get(operation)
+    _, rule = known
     return 0 if rule is None else rule(*arguments, **options)
 
 

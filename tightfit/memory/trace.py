@@ -13,6 +13,9 @@ from typing import Any
 from tightfit.memory.allocator import Allocator, CachingAllocator, PlainAllocator
 from tightfit.memory.ledger import Component, Ledger, Line, Phase, Place, Source
 
+CAPTURED = 1 << 20
+"""Streams from here on are those of a graph's pool."""
+
 
 @dataclass(slots=True)
 class Allocation:
@@ -115,13 +118,21 @@ class Trace:
         """Record the end of allocation `number`."""
         self.events.append(~number)
 
-    def replay(self, allocator: Allocator | None = None, *, steps: int = 2, apart: bool = True) -> Replay:
-        """Replay the events through `allocator`, the step `steps` times; with `apart` host memory has its own."""
+    def replay(
+        self, allocator: Allocator | None = None, *, steps: int = 2, apart: bool = True, captured: bool = False
+    ) -> Replay:
+        """Replay the events through `allocator`, the step `steps` times; with `apart` host memory has its own.
+
+        Steps that are `captured` (train/step_graph.py) are two: one as ever, and one whose forward and backward have a
+        pool of their own, where gradients stay.
+        """
         player = _Player(self, CachingAllocator() if allocator is None else allocator, apart=apart)
         player.play(0, len(self.events))
         if self.step_start is not None:
-            for _ in range(steps - 1):
+            for _ in range(0 if captured else steps - 1):
                 player.play(self.step_start, len(self.events))
+            if captured:
+                player.capture(self.step_start, len(self.events))
         return player.replay()
 
 
@@ -136,6 +147,9 @@ class _Player:
         self.allocated: dict[Place, list[int]] = {"gpu": [], "host": []}
         self.reserved: list[int] = []
         self.starts: list[tuple[int, Phase]] = []
+        self.pool = 0
+        self.kept: set[int] = set()
+        """Allocations that are not freed."""
 
     def replay(self) -> Replay:
         """The replay of everything played."""
@@ -150,17 +164,29 @@ class _Player:
         for event in self.trace.events[begin:end]:
             self._play(event)
 
+    def capture(self, begin: int, end: int) -> None:
+        """Play a step after what was cached is given back, with what it allocates before the update in its own pool."""
+        for number in [number for number in self.blocks if self.trace.allocations[number].once]:
+            self.allocators["gpu"].release(self.blocks.pop(number))
+        self.allocators["gpu"].empty_cache()
+        update = next(at for at, phase in self.trace.starts if begin <= at and phase == "optimizer")
+        made = {event for event in self.trace.events[begin:update] if event >= 0}
+        self.pool = CAPTURED
+        self.play(begin, update)
+        self.pool, self.kept = 0, made & self.blocks.keys()
+        self.play(update, end)
+
     def _play(self, event: int) -> None:
         number = max(event, ~event)
         allocation = self.trace.allocations[number]
         allocator = self.allocators[allocation.place]
-        stays = allocation.once and number in self.blocks
+        stays = number in self.blocks and (allocation.once or number in self.kept)
         survivor = None if stays else self.blocks.pop(number, None)
         if survivor is not None:  # freed, or left over from the last repetition and replaced
             allocator.release(survivor)
         if event >= 0 and not stays:
-            self.blocks[event] = allocator.allocate(allocation.bytes, allocation.stream)
-        self.played.append(event)
+            self.blocks[event] = allocator.allocate(allocation.bytes, self.pool + allocation.stream)
+        self.played.append(number if number in self.kept else event)
         for place, held in self.allocated.items():
             held.append(self.allocators[place].allocated_bytes)
         self.reserved.append(self.allocators["gpu"].reserved_bytes)

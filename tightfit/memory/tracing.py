@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ class Tracer(TorchDispatchMode):
         return self.modules[-1] if self.modules else ""
 
     def _described(self, size: int, func: Any) -> Allocation:
-        operation, module, stream = str(func), self._module(), self._stream()
+        operation, module, stream = _name(func), self._module(), self._stream()
         owner = _sharding_owner() if stream or operation.startswith("aten.empty") else None
         if owner is None and operation.startswith(COMMUNICATION):
             owner = "communication", ""
@@ -255,6 +256,17 @@ class Tracer(TorchDispatchMode):
         return self._streams.index(stream)
 
 
+_names: dict[int, tuple[Any, str]] = {}
+"""By the operation's id; an OpOverload puts its name together at every call."""
+
+
+def _name(func: Any) -> str:
+    if (known := _names.get(id(func))) is None:
+        known = _names[id(func)] = func, str(func)
+    return known[1]
+
+
+@cache
 def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
     """The component of unclaimed memory allocated in `phase` inside `module`."""
     kind = next((kind for part, kind in KINDS if part in module), "residual stream and tables")

@@ -109,7 +109,7 @@ class RoutedMlp(nn.Module):
         if spec.experts.corrected:
             self.correction = nn.Parameter(torch.zeros(spec.experts.count), requires_grad=False)
         self.load: Tensor | None = None
-        """Tokens that training has sent to each expert, [E], since it was last set to None,"""
+        """Tokens that training has sent to each expert, [E], since it was last set to zero,"""
         self.corrected_load: Tensor | None = None
         """and what it was when the choice of experts was last corrected (train/expert_load.py)."""
         self.dropped: Tensor | None = None
@@ -138,10 +138,9 @@ class RoutedMlp(nn.Module):
         """Add `load` to what training has sent each expert; not again when the layer is recomputed."""
         if not torch.is_grad_enabled() or is_recomputing():
             return
-        self.load = load if self.load is None else self.load.to(load.device) + load
+        self.load = _added(self.load, load)
         if capacity is not None:
-            dropped = (load - capacity).clamp(min=0)
-            self.dropped = dropped if self.dropped is None else self.dropped.to(load.device) + dropped
+            self.dropped = _added(self.dropped, (load - capacity).clamp(min=0))
 
     def _auxiliary_loss(self, logits: Tensor, probabilities: Tensor, load: Tensor) -> Tensor:
         """What training adds to the loss for this layer: balance and z-loss, with their weights."""
@@ -155,3 +154,8 @@ class RoutedMlp(nn.Module):
         """E · Σ_e f_e · P_e, where load[e] is the number of tokens routed to expert e."""
         share = load.to(probabilities.dtype) / len(probabilities)
         return len(load) * (share * probabilities.mean(0)).sum()
+
+
+def _added(total: Tensor | None, more: Tensor) -> Tensor:
+    """In place, as a captured step adds to the same memory every time it is replayed."""
+    return more.clone() if total is None else total.to(more.device).add_(more)

@@ -27,6 +27,7 @@ from tightfit.plan.changes import Change, changes
 from tightfit.plan.fill import fill_card
 from tightfit.plan.mesh_note import mesh_note
 from tightfit.plan.mfu import peak_flop_s, token_flops
+from tightfit.plan.one_gpu_note import one_gpu_note
 from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
 from tightfit.plan.search import COMFORT, TOLD, search
@@ -250,6 +251,7 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         if plan.layout.has_two_versions
         else None,
         mesh_note(plan),
+        one_gpu_note(plan),
         _rates_note(machine, workload.precision),
     ]
     return [sentence for sentence in said if sentence]

@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from tightfit.hardware.efficiency import MEASURED, Efficiency
-from tightfit.hardware.launches import GAPS_MS, STEP_IDLE_MS
+from tightfit.hardware.launches import GAP_SHARE, REPLAY_MS, SLOW_HOST, STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.cuda_graph import may_capture
 from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
@@ -223,7 +224,7 @@ class LayoutCost:
         forward_s, backward_s = self._compute_s(levers)
         again = recompute(costs.workload, layout, levers, self.layer, self.layers)
         update = self._update_s(levers)
-        host = self._host_s(levers, again)
+        host = self._replay_s() if self.is_captured(levers) else self._host_s(levers, again, costs.launch_share)
         card_backward_s = backward_s + again.seconds
         waits = self._waits_s(levers, host, forward_s=forward_s, backward_s=card_backward_s, update_s=update)
         waits_s = sum(waits)
@@ -241,7 +242,7 @@ class LayoutCost:
         return StepTime(
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
-            launch_s=max(micro * waits_s, self._idle_s(levers)),
+            launch_s=max(micro * waits_s, self._idle_s(levers, micro * sum(self._reference_host_s(levers, again)))),
             tensor_s=self.tensor.once_s
             + micro
             * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
@@ -268,11 +269,13 @@ class LayoutCost:
             teacher_s=micro * self.teacher_s,
         )
 
-    def _idle_s(self, levers: Levers) -> float:
-        """Of a step that is otherwise behind its host; ranks of a pipeline wait for one another instead."""
+    def _idle_s(self, levers: Levers, launches_s: float) -> float:
+        """Of a card whose host is ahead; ranks of a pipeline wait for one another instead."""
         if self.layout.pipeline > 1:
             return 0.0
-        return 1e-3 * self.costs.launch_share * (GAPS_MS if self._updates_unseen(levers) else STEP_IDLE_MS)
+        if self._updates_unseen(levers) or self.is_captured(levers):
+            return GAP_SHARE * launches_s
+        return 1e-3 * self.costs.launch_share * STEP_IDLE_MS
 
     def _compute_s(self, levers: Levers) -> tuple[float, float]:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
@@ -281,15 +284,33 @@ class LayoutCost:
         fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor, engine)
         tiled = tiled_more_s(costs.workload, costs.rates, self.layer, levers, tensor=tensor)
         plain = levers.loss == "plain" or engine.passes.logits is not None
-        plain_loss_s = self.layer.elementwise.plain_loss_more_s if plain else 0.0
+        plain_loss_s = self.layer.plain_loss_more_s if plain else 0.0
         forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
         return forward_s, self.backward_s + self.layers * (fp8[1] + tiled[1]) + plain_loss_s
 
-    def _host_s(self, levers: Levers, again: Recompute) -> tuple[float, float]:
-        """The host's seconds of launching a micro-batch's forward and backward."""
+    def is_captured(self, levers: Levers) -> bool:
+        """Whether forward and backward are launched as a CUDA graph: where some hosts are slower than the card."""
+        workload = self.costs.workload
+        if not (workload.engine.captures and may_capture(workload, self.layout, levers)):
+            return False
+        again = recompute(workload, self.layout, levers, self.layer, self.layers)
+        host_s = sum(self._reference_host_s(levers, again))
+        card_s = sum(self._compute_s(levers)) + again.seconds
+        return levers.cuda_graph == "on" or SLOW_HOST * host_s > card_s
+
+    def _reference_host_s(self, levers: Levers, again: Recompute) -> tuple[float, float]:
+        """The launches of forward and backward on the measured host, one by one."""
+        return self._host_s(levers, again, self.costs.workload.engine.launch_share)
+
+    def _replay_s(self) -> tuple[float, float]:
+        """The host's seconds of launching a graph, forward and backward at once."""
+        return 1e-3 * self.costs.launch_share * REPLAY_MS, 0.0
+
+    def _host_s(self, levers: Levers, again: Recompute, share: float) -> tuple[float, float]:
+        """The seconds of launching a micro-batch's forward and backward, of a host that takes `share` of ours."""
         workload = self.costs.workload
         layers_s = launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
-        forward_s, backward_s = (self.costs.launch_share * each for each in layers_s)
+        forward_s, backward_s = (share * each for each in layers_s)
         if self.layout.splits_backward:
             backward_s *= 2  # autograd goes back twice, for inputs and for weights
         return forward_s, backward_s

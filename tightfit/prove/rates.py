@@ -174,7 +174,8 @@ def layer_launch_ms(device: torch.device, size: int = 256) -> float:
 def _narrow_program(device: torch.device, spec: ModelSpec) -> Program:
     precision: PrecisionName = "bf16" if device.type == "cuda" else "fp32"
     workload = Workload(spec=spec, sequence_length=spec.hidden_size, global_batch=1, precision=precision)
-    return build(workload, Layout(micro_batch=1), Levers(), device, Implementations(), fill=small_values)
+    one_by_one = Levers(cuda_graph="off")
+    return build(workload, Layout(micro_batch=1), one_by_one, device, Implementations(), fill=small_values)
 
 
 def _steps_ms(device: torch.device, program: Program) -> float:

@@ -40,6 +40,7 @@ from tightfit.train.assembly import Fill, assemble
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.step import Batch, OnPhase, StepResult, ignore, train_step
+from tightfit.train.step_graph import StepGraph, step_graph
 
 DIRECT_LAYERS = 48
 """Models of up to this many layers are traced whole, in seconds; reserved memory is then replayed exactly."""
@@ -59,11 +60,20 @@ class Program:
     device: torch.device
     scale: LossScale
     ranks: Ranks
+    graph: StepGraph | None = None
 
     def step(self, on_phase: OnPhase = ignore) -> StepResult:
         """Run it once."""
         return train_step(
-            self.module, self.optimizer, self.batches, self.device, LR, self.scale, on_phase, ranks=self.ranks
+            self.module,
+            self.optimizer,
+            self.batches,
+            self.device,
+            LR,
+            self.scale,
+            on_phase,
+            ranks=self.ranks,
+            graph=self.graph,
         )
 
     def step_in_flow(self, on_phase: OnPhase = ignore) -> None:
@@ -88,10 +98,16 @@ def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Over
 
 
 def rehearse_stage(
-    workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, stage: int = 0
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+    overheads: Overheads = DEFAULT,
+    stage: int = 0,
+    *,
+    captured: bool = False,
 ) -> Ledger:
-    """The ledger of the first rank of pipeline stage `stage` alone, as rank 0."""
-    replay = _replay(workload, layout, levers, overheads, stage)
+    """The ledger of the first rank of pipeline stage `stage` alone, as rank 0; `captured` says what its steps are."""
+    replay = _replay(workload, layout, levers, overheads, stage, captured=captured)
     return ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
 
 
@@ -100,15 +116,24 @@ def stages_to_trace(layout: Layout) -> list[int]:
     return sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
 
 
-def _replay(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads, stage: int = 0) -> Replay:
+def _replay(
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+    overheads: Overheads,
+    stage: int = 0,
+    *,
+    captured: bool = False,
+) -> Replay:
     """The replay of the whole model or stage where that is quick, else extrapolated from two shallow models."""
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
     direct = layout.pipeline > 1 or layers <= DIRECT_LAYERS or more >= layers
     if direct or _differs_by_layer(workload.spec, levers):
-        return trace_training_step(workload, layout, levers, overheads, stage).replay()
+        return trace_training_step(workload, layout, levers, overheads, stage).replay(captured=captured)
     shallow, deeper = (
-        trace_training_step(_of_depth(workload, depth), layout, levers, overheads).replay() for depth in (few, more)
+        trace_training_step(_of_depth(workload, depth), layout, levers, overheads).replay(captured=captured)
+        for depth in (few, more)
     )
     periods = (layers - more) // period
     return Replay(
@@ -220,7 +245,8 @@ def build(
         quantize=NOT_QUANTIZED if workload.rounding is None else workload.rounding.settings,
     )
     scale = LossScale.for_precision(workload.precision)
-    return Program(module, decoder, optimizer, _batches(workload, layout), device, scale, Ranks.of(mesh))
+    graph = step_graph(module, optimizer, device, workload, layout, levers)
+    return Program(module, decoder, optimizer, _batches(workload, layout), device, scale, Ranks.of(mesh), graph)
 
 
 def _adapt(decoder: Decoder, workload: Workload, device: torch.device, impl: Implementations) -> None:

@@ -76,7 +76,9 @@ class ExpertMeter:
                 counts[0, layer] = mlp.load.to(counts)
             if mlp.dropped is not None:
                 counts[1, layer] = mlp.dropped.to(counts)
-            mlp.load = mlp.corrected_load = mlp.dropped = None
+            for count in (mlp.load, mlp.corrected_load, mlp.dropped):
+                if count is not None:
+                    count.zero_()
         ranks = self.ranks
         other_tokens = ranks.world * ranks.pieces * ranks.stages  # tensor ranks count the same
         return (ranks.sum_over_all(counts) / (ranks.processes // other_tokens)).cpu()
@@ -104,7 +106,7 @@ def _new_load(mlp: RoutedMlp) -> Tensor:
     """Tokens by expert since the last correction."""
     assert mlp.load is not None
     found = mlp.load if mlp.corrected_load is None else mlp.load - mlp.corrected_load
-    mlp.corrected_load = mlp.load
+    mlp.corrected_load = mlp.load.clone()
     return found
 
 

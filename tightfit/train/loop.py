@@ -271,7 +271,15 @@ class _Run:
             recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files),
         ):
             return train_step(
-                p.module, p.optimizer, micro_batches, p.device, lr, p.scale, self._in_phase, ranks=self.ranks
+                p.module,
+                p.optimizer,
+                micro_batches,
+                p.device,
+                lr,
+                p.scale,
+                self._in_phase,
+                ranks=self.ranks,
+                graph=p.graph,
             )
 
     def _flush(self) -> None:
@@ -352,6 +360,7 @@ class _Run:
         p, rows = self.p, self.job.layout.micro_batch
         if p.held_out is None:
             return None
+        self._release_graph()
         batches = evaluation_batches(p.held_out, rows, rank=self.ranks.rank, world=self.ranks.world)
         unasked = takewhile(lambda _: not self._asked_to_stop(), batches)  # a checkpoint is wanted soon
         found = evaluate(p.evaluated, unasked, p.device, self.ranks)
@@ -361,6 +370,11 @@ class _Run:
         self._log(self.step, held_out_loss=found.loss, held_out_perplexity=found.perplexity)
         self.progress.say(f"step {self.step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
         return found
+
+    def _release_graph(self) -> None:
+        """Before others need the memory of a step."""
+        if self.p.graph is not None:
+            self.p.graph.release()
 
     def _save_once(self) -> None:
         """Save this step, unless that has been done."""
@@ -444,6 +458,7 @@ class _Run:
         p, settings = self.p, self.job.evaluation
         if self.stopped_by is not None or not self.ranks.first or not settings.prompts:
             return []
+        self._release_graph()
         loaded = LoadedModel(p.model, p.tokenizer, str(self.job.output))
         if not p.optimizer.is_whole:
             loaded = load_model(str(self.saved), device=p.device, dtype=COMPUTE_DTYPES[p.precision])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tightfit.jobs.job import Job, PrecisionName
+from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_sharded, load_into
@@ -25,11 +26,12 @@ from tightfit.train.checkpoints.sharded import restore_sharded_states
 from tightfit.train.checks import CheckedRun, check_run, wants_weights
 from tightfit.train.data.loader import Loader, make_loader
 from tightfit.train.deepspeed_engine import deepspeed_assembled
-from tightfit.train.distillation import teach
+from tightfit.train.distillation import teach, teacher_spec
 from tightfit.train.frozen_base import frozen_model
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.run_data import Rows
+from tightfit.train.step_graph import StepGraph, step_graph
 
 Say = Callable[[str], None]
 
@@ -55,6 +57,8 @@ class Prepared:
     facts: dict[str, Any]
     checkpoint: Path | None
     position_step: int
+    graph: StepGraph | None
+    """Of the step, on a GPU that would wait for its host."""
 
     @property
     def evaluated(self) -> nn.Module:
@@ -116,6 +120,7 @@ def prepare_checked(checked: CheckedRun, say: Say, mesh: DeviceMesh | None) -> P
         facts=checked.facts,
         checkpoint=checkpoint,
         position_step=checked.first_step,
+        graph=_step_graph(checked, module, optimizer),
     )
 
 
@@ -152,6 +157,14 @@ def _assembled(checked: CheckedRun, mesh: DeviceMesh | None) -> tuple[Decoder, n
         job.quantize,
     )
     return model, module, optimizer
+
+
+def _step_graph(checked: CheckedRun, module: nn.Module, optimizer: MasterAdamW) -> StepGraph | None:
+    job = checked.job
+    if job.engine != "tightfit":
+        return None
+    workload = Workload.of_job(job, checked.spec, checked.precision, teacher_spec(job))
+    return step_graph(module, optimizer, checked.device, workload, job.layout, job.levers)
 
 
 def _positioned(checked: CheckedRun, ranks: Ranks) -> tuple[Loader, LossScale]:

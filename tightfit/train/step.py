@@ -11,6 +11,7 @@ same loss.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.levers.side_stream import HostCopy
 from tightfit.memory.ledger import Phase
-from tightfit.models.decoder import Decoder
+from tightfit.models.decoder import Decoder, DecoderOutput
 from tightfit.parallel.data import micro_batch
 from tightfit.parallel.expert import sum_expert_gradients
 from tightfit.parallel.pipeline import Pipeline
@@ -29,6 +30,9 @@ from tightfit.train.expert_load import correct_choices
 from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
 from tightfit.train.optimizer.backward_update import BackwardUpdate
 from tightfit.train.precision import LossScale
+
+if TYPE_CHECKING:  # which captures what is here
+    from tightfit.train.step_graph import StepGraph
 
 Batch = dict[str, Tensor]
 OnPhase = Callable[[Phase], None]
@@ -66,33 +70,41 @@ def accumulate(
     ranks: Ranks = ALONE,
     *,
     check_first: bool = False,
+    graph: "StepGraph | None" = None,
 ) -> tuple[Tensor, int | Tensor]:
     """Forward and backward of this rank's micro-batches.
 
     Returns this rank's part of the step's mean loss, on the device, and the counted tokens of the step over all ranks
     (on the device where there are several). `check_first` waits for the loss before backward and raises NotFiniteError,
-    for updates that happen inside backward.
+    for updates that happen inside backward. A `graph` launches all of it at once where it can.
     """
     counted, tokens, total = counted_labels(batches, device, ranks)
     if isinstance(model, Pipeline):
         return model.run([inputs(batch, device) for batch in batches], counted, total, scale, on_phase), tokens
+    if graph is not None and isinstance(total, int):
+        on_phase("forward")
+        replayed = graph.run(batches, counted, total, scale)
+        if replayed is not None:
+            return replayed, tokens
     mean = torch.zeros((), device=device)
     for number, (batch, count) in enumerate(zip(batches, counted, strict=True), 1):
         with micro_batch(model, last=number == len(batches)):
             on_phase("forward")
             output = model(**inputs(batch, device), divisor=total)
-            loss = output.loss
-            assert loss is not None
-            mean += loss.detach()
+            mean += output.loss.detach()
             if check_first:
                 require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
-            if output.auxiliary is not None:
-                loss = loss + output.auxiliary * (count / total)
             on_phase("backward")
-            (loss * scale).backward()
+            (objective(output, count / total) * scale).backward()
     sum_partial_gradients(decoder_of(model))
     sum_expert_gradients(decoder_of(model))
     return mean, tokens
+
+
+def objective(output: DecoderOutput, share: float | Tensor) -> Tensor:
+    """What a micro-batch's backward begins with: its loss, and of auxiliary losses its `share` of the step's tokens."""
+    assert output.loss is not None
+    return output.loss if output.auxiliary is None else output.loss + output.auxiliary * share
 
 
 def counted_labels(
@@ -117,7 +129,13 @@ def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
     if documents is not None and bool((documents == documents[:, :1]).all()):
         documents = None
     tensors = {"tokens": batch["tokens"], "labels": batch["labels"], "documents": documents}
-    return {name: None if t is None else t.to(device, non_blocking=True) for name, t in tensors.items()}
+    return {name: None if t is None else _sent(t, device) for name, t in tensors.items()}
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On `device`, without waiting for what it has to do before: that takes memory that the host has pinned."""
+    is_far = device.type == "cuda" and not values.is_cuda
+    return (values.pin_memory() if is_far else values).to(device, non_blocking=True)
 
 
 def train_step(
@@ -129,6 +147,7 @@ def train_step(
     scale: LossScale,
     on_phase: OnPhase = ignore,
     ranks: Ranks = ALONE,
+    graph: "StepGraph | None" = None,
 ) -> StepResult:
     """Forward and backward over this rank's `batches`, then one update.
 
@@ -140,7 +159,7 @@ def train_step(
         return optimizer.buffered.take_alone(batches, device, lr, on_phase, ranks)
     if optimizer.in_backward is not None:
         return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase, ranks)
-    part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks)
+    part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks, graph=graph)
     on_phase("optimizer")
     mean, norm = _over_all_ranks(part, optimizer, ranks)
     norm = norm / scale.value

@@ -7,13 +7,24 @@ import pytest
 
 from tests.plan.questions import question
 from tightfit.hardware.efficiency import MEASURED
-from tightfit.hardware.launches import GAPS_MS, LAYER, PIECE_LAUNCH_MS, REST, STEP_IDLE_MS, UPDATE_MS, UPDATE_REST_MS
+from tightfit.hardware.launches import (
+    GAP_SHARE,
+    LAYER,
+    PIECE_LAUNCH_MS,
+    REPLAY_MS,
+    REST,
+    SLOW_HOST,
+    STEP_IDLE_MS,
+    UPDATE_MS,
+    UPDATE_REST_MS,
+)
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs, LayoutCost
 from tightfit.plan.steptime import StepTime
 
 ONE = Layout(micro_batch=1)
+ONE_BY_ONE = Levers(cuda_graph="off")
 CHECKPOINTED = Levers(checkpoint_every=1)
 
 
@@ -28,24 +39,26 @@ def launched_s(found: StepTime) -> float:
 
 def test_a_short_step_takes_what_the_host_needs() -> None:
     """30 layers of 512 tokens: the card computes for a tenth of that."""
-    found = frame("smollm2-135m", 512).step(Levers())
+    found = frame("smollm2-135m", 512).step(ONE_BY_ONE)
     assert found.compute_s < 0.02
     update_ms = UPDATE_REST_MS + 30 * UPDATE_MS[""]
     assert found.step_s == pytest.approx(1e-3 * (sum(REST) + 30 * sum(LAYER[""]) + update_ms))
     assert found.optimizer_s < 0.002, "the card's own, beside which the host launches the next step"
-    again = frame("smollm2-135m", 512).step(CHECKPOINTED)
+    again = frame("smollm2-135m", 512).step(Levers(checkpoint_every=1, cuda_graph="off"))
     assert again.step_s == pytest.approx(1e-3 * (sum(REST) + 30 * sum(LAYER["checkpoint_every=1"]) + update_ms))
 
 
 def test_an_update_that_has_to_see_the_loss_is_launched_after_the_wait() -> None:
-    found = frame("smollm2-135m", 512).step(Levers(optimizer_states="8bit"))
+    found = frame("smollm2-135m", 512).step(Levers(optimizer_states="8bit", cuda_graph="off"))
     assert launched_s(found) == pytest.approx(1e-3 * (sum(REST) + 30 * sum(LAYER[""])))
     assert found.optimizer_s == pytest.approx(1e-3 * (UPDATE_REST_MS + 30 * UPDATE_MS["optimizer_states=8bit"]))
 
 
 def test_a_long_step_does_not_wait_for_the_host() -> None:
-    for levers in (Levers(), CHECKPOINTED, Levers(tiles=4, checkpoint_every=1)):
-        assert frame("llama-3.1-8b", 65536).step(levers).launch_s == pytest.approx(1e-3 * GAPS_MS)
+    launched = {"": Levers(), "checkpoint_every=1": CHECKPOINTED}
+    for name, levers in launched.items():
+        gaps_s = GAP_SHARE * 1e-3 * (sum(REST) + 32 * sum(LAYER[name]))
+        assert frame("llama-3.1-8b", 65536).step(levers).launch_s == pytest.approx(gaps_s)
     waiting = frame("llama-3.1-8b", 65536).step(Levers(optimizer_states="8bit"))
     assert waiting.launch_s == pytest.approx(1e-3 * STEP_IDLE_MS)
 
@@ -54,7 +67,7 @@ def test_a_slower_host_is_a_longer_step_where_it_bounds() -> None:
     asked = question("smollm2-135m", "H200", 512, 8)
     plain_ms = sum(LAYER[""]) + UPDATE_MS[""]
     usual, same, slow = (
-        Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(Layout(micro_batch=8), Levers())
+        Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(Layout(micro_batch=8), ONE_BY_ONE)
         for ms in (None, plain_ms, 2 * plain_ms)
     )
     assert usual == same
@@ -64,7 +77,37 @@ def test_a_slower_host_is_a_longer_step_where_it_bounds() -> None:
     fast, slow = (
         Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(ONE, Levers()) for ms in (plain_ms, 2 * plain_ms)
     )
-    assert slow.step_s - fast.step_s == pytest.approx(1e-3 * GAPS_MS)
+    assert slow.step_s == fast.step_s
+
+
+def test_a_step_that_a_slow_host_would_hold_up_is_a_graph() -> None:
+    cost = frame("smollm2-135m", 512)
+    assert cost.is_captured(Levers())
+    found, launches_ms = cost.step(Levers()), sum(REST) + 30 * sum(LAYER[""])
+    card_s = found.compute_s + found.optimizer_s + GAP_SHARE * 1e-3 * launches_ms
+    host_s = 1e-3 * (REPLAY_MS + UPDATE_REST_MS + 30 * UPDATE_MS[""])
+    assert found.step_s == pytest.approx(max(card_s, host_s))
+    assert found.step_s < 0.2 * cost.step(ONE_BY_ONE).step_s
+    for why_not in ({"cuda_graph": "off"}, {"offload": "optimizer"}, {"update_in_backward": True}):
+        assert not cost.is_captured(Levers(**why_not))
+    long = frame("llama-3.1-8b", 65536)
+    assert not long.is_captured(Levers()), "which gains nothing"
+    assert long.is_captured(Levers(cuda_graph="on"))
+    asked = question("smollm2-135m", "2xH200", 512, 8)
+    assert not Costs(asked.workload, asked.machine).of(Layout(micro_batch=4, data=2)).is_captured(Levers())
+
+
+def test_what_is_captured_depends_on_the_card_and_not_on_the_host_of_today() -> None:
+    """A card that takes half as long as the measured host's launches, and one that takes three times as long."""
+    fast, slow = (question("smollm2-135m", card, 2048, 8) for card in ("H200", "T4"))
+    for asked, expected in ((fast, True), (slow, False)):
+        found = {
+            Costs(asked.workload, asked.machine, layer_launch_ms=ms).of(Layout(micro_batch=8)).is_captured(Levers())
+            for ms in (0.5, 3.0, 20.0)
+        }
+        assert found == {expected}
+    cost = Costs(slow.workload, slow.machine).of(Layout(micro_batch=8))
+    assert cost.step(Levers()).compute_s > SLOW_HOST * 1e-3 * (sum(REST) + 30 * sum(LAYER[""]))
 
 
 def test_the_host_queues_every_piece_of_states() -> None:
@@ -96,7 +139,9 @@ def host_forward_s(cost: LayoutCost) -> float:
 
 
 def test_each_tile_launches_as_much_as_the_one_before() -> None:
-    times = [launched_s(frame("smollm2-135m", 512).step(Levers(tiles=tiles))) for tiles in (2, 4, 6, 8)]
+    times = [
+        launched_s(frame("smollm2-135m", 512).step(Levers(tiles=tiles, cuda_graph="off"))) for tiles in (2, 4, 6, 8)
+    ]
     steps = [after - before for before, after in pairwise(times)]
     assert steps == pytest.approx([steps[0]] * 3)
     measured = sum(LAYER["tiles=8"]) - sum(LAYER["tiles=2"])

@@ -10,6 +10,9 @@ from tightfit.plan.seconds.elementwise import Elementwise, layer_elementwise
 from tightfit.plan.seconds.products import Products, head_filled_share, head_forward_s, layer_products
 from tightfit.plan.seconds.rates import Rates
 
+UNALIGNED = 2
+"""Times that a product takes whose rows begin anywhere: GPT-2's 50 257 logits (family_truth.csv, its plain loss)."""
+ALIGNED_BYTES = 16
 MULTIPROCESSORS = 132
 """An H100 or H200 has so many; cards of other generations have 80 to 150."""
 
@@ -25,6 +28,8 @@ class LayerTime:
     head_forward_s: float
     head_filled_share: float = 1.0
     """The share of the card that is busy while the head's input gradient is made."""
+    rows_aligned: bool = True
+    """Whether rows of logits begin at 16 bytes."""
     frozen_backward_s: float | None = None
     """Products of a layer's backward where its weights are frozen: for inputs alone."""
 
@@ -44,6 +49,12 @@ class LayerTime:
         """The output projection with the fused loss, which makes the gradient of logits a chunk at a time."""
         products = 1 / self.head_filled_share + (1 if self.frozen_backward_s is None else 0)
         return products * self.head_forward_s + self.elementwise.fused_loss_s
+
+    @property
+    def plain_loss_more_s(self) -> float:
+        """What a loss takes on top that holds all logits: more passes over them, and slow products for odd rows."""
+        slow_s = 0.0 if self.rows_aligned else (UNALIGNED - 1) * 3 * self.head_forward_s
+        return self.elementwise.plain_loss_more_s + slow_s
 
 
 def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
@@ -71,6 +82,7 @@ def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
         tokens=tokens,
         products=products,
         frozen_backward_s=frozen_backward_s,
+        rows_aligned=spec.vocab_size // tensor * workload.weight_bytes % ALIGNED_BYTES == 0,
         attention=layer_attention(
             spec,
             rates,

@@ -1,0 +1,176 @@
+"""A step launched as a CUDA graph is the step launched kernel by kernel, to the bit, in no more memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
+from tightfit.models.decoder import Implementations
+from tightfit.models.presets import preset
+from tightfit.models.spec import ModelSpec
+from tightfit.prove.rehearsal import Program, build
+from tightfit.train.step import NotFiniteError, StepResult, train_step
+from tightfit.train.step_graph import StepGraph
+
+CUDA = torch.device("cuda")
+LENGTH, ROWS, STEPS = 256, 2, 5
+FAMILIES = ["tiny-llama", "tiny-gemma2", "tiny-gpt2", "tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-gpt-oss"]
+
+
+def program(spec: ModelSpec, *, graph: bool, precision: Any = "bf16", passes: int = 1, **levers: Any) -> Program:
+    torch.manual_seed(0)
+    workload = Workload(spec=spec, sequence_length=LENGTH, global_batch=ROWS * passes, precision=precision)
+
+    def fill(model: torch.nn.Module) -> None:
+        for weight in model.parameters():
+            weight.data.normal_(std=0.02) if weight.ndim > 1 else weight.data.fill_(1.0)
+
+    chosen = Levers(cuda_graph="on" if graph else "off", **levers)
+    made = build(workload, Layout(micro_batch=ROWS), chosen, CUDA, Implementations(), fill=fill)
+    assert (made.graph is not None) is graph
+    return made
+
+
+def batches(step: int, spec: ModelSpec, passes: int, *, packed: bool = False) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    made = []
+    for _ in range(passes):
+        tokens = torch.randint(spec.vocab_size, (ROWS, LENGTH), generator=generator)
+        labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.1, -100)
+        made.append({"tokens": tokens, "labels": labels})
+        if packed:
+            ends = torch.rand(tokens.shape, generator=generator) < 0.02
+            made[-1]["documents"] = ends.cumsum(1)
+    return made
+
+
+def steps(made: Program, spec: ModelSpec, passes: int, *, packed: bool = False) -> list[StepResult]:
+    found = []
+    for step in range(STEPS):
+        given = batches(step, spec, passes, packed=packed)
+        found.append(
+            train_step(made.module, made.optimizer, given, CUDA, 1e-3, made.scale, ranks=made.ranks, graph=made.graph)
+        )
+    return found
+
+
+def assert_same(spec: ModelSpec, *, passes: int = 1, packed: bool = False, **settings: Any) -> None:
+    plain, captured = (program(spec, graph=graph, passes=passes, **settings) for graph in (False, True))
+    expected, found = (steps(made, spec, passes, packed=packed) for made in (plain, captured))
+    assert captured.graph is not None
+    assert captured.graph.is_captured
+    assert found == expected
+    theirs, ours = plain.optimizer.state(), captured.optimizer.state()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    pairs = zip(plain.decoder.parameters(), captured.decoder.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, passes: int) -> None:
+    assert_same(preset(family), passes=passes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "pure-bf16"])
+def test_precisions(precision: str) -> None:
+    assert_same(preset("tiny-llama"), passes=2, precision=precision)
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"checkpoint_every": 1},
+        {"checkpoint_every": 2, "checkpoint_keep": "attention"},
+        {"checkpoint_every": 1, "checkpoint_keep": "matmuls"},
+        {"tiles": 4},
+        {"loss": "plain"},
+        {"matmul": "fp8-tensor"},
+        {"matmul": "fp8-row"},
+        {"optimizer_states": "8bit"},
+        {"optimizer_states": "factored"},
+    ],
+    ids=lambda levers: " ".join(f"{name}={value}" for name, value in levers.items()),
+)
+def test_levers(levers: dict[str, Any]) -> None:
+    assert_same(preset("tiny-llama"), passes=2, **levers)
+
+
+def test_packed_documents() -> None:
+    assert_same(preset("tiny-llama"), passes=2, packed=True)
+
+
+def test_a_step_unlike_the_one_before_is_launched_kernel_by_kernel() -> None:
+    spec = preset("tiny-llama")
+    kinds = [False, False, True, False, False, True, True]
+    results = []
+    for graph in (False, True):
+        made, seen = program(spec, graph=graph), []
+        found = []
+        for step, packed in enumerate(kinds):
+            given = batches(step, spec, 1, packed=packed)
+            found.append(train_step(made.module, made.optimizer, given, CUDA, 1e-3, made.scale, graph=made.graph))
+            seen.append(made.graph is not None and made.graph.is_captured)
+        results.append(found)
+    assert seen == [False, True, False, False, True, False, True]
+    assert results[0] == results[1]
+
+
+def test_loads_of_experts_are_counted() -> None:
+    spec = preset("tiny-qwen3-moe")
+    loads = []
+    for graph in (False, True):
+        made = program(spec, graph=graph, passes=2)
+        steps(made, spec, 2)
+        layers: Any = made.decoder.layers
+        loads.append([layer.mlp.load.tolist() for layer in layers])
+    assert loads[0] == loads[1]
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    spec = preset("tiny-llama")
+    made = program(spec, graph=True)
+    steps(made, spec, 1)
+    weights = list(made.decoder.parameters())
+    weights[-1].data.fill_(torch.nan)
+    before = [weight.clone() for weight in weights]
+    with pytest.raises(NotFiniteError):
+        steps(made, spec, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before[:-1], weights[:-1], strict=True))
+    assert all(weight.grad is None for weight in weights)
+
+
+def test_memory_is_given_back_and_no_more_is_taken() -> None:
+    spec = replace(preset("tiny-llama"), layers=8)
+    peaks = []
+    for graph in (False, True):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        made = program(spec, graph=graph)
+        steps(made, spec, 1)
+        peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+        if made.graph is not None:
+            held = torch.cuda.memory_allocated()
+            made.graph.release()
+            assert torch.cuda.memory_allocated() < held
+            steps(made, spec, 1)
+        del made
+    assert peaks[1][0] <= 1.02 * peaks[0][0]
+
+
+def test_a_graph_that_does_not_fit_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = preset("tiny-llama")
+    made = program(spec, graph=True)
+
+    def too_much(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(StepGraph, "_captured", too_much)
+    expected = steps(program(spec, graph=False), spec, 1)
+    assert steps(made, spec, 1) == expected
+    assert made.graph is not None
+    assert not made.graph.is_captured

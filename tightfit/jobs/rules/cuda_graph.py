@@ -1,0 +1,40 @@
+"""What the CUDA graph of a step does not go with: whatever the host decides or copies between its kernels."""
+
+from typing import TYPE_CHECKING
+
+from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
+
+if TYPE_CHECKING:
+    from tightfit.jobs.layout import Layout
+    from tightfit.jobs.levers import Levers
+    from tightfit.jobs.workload import Workload
+
+
+def uncaptured_because(run: Run) -> str | None:
+    """What keeps the kernels of a step from being captured; None where nothing does."""
+    if run.layout.ranks > 1:
+        return f"{run.layout.ranks} ranks, which exchange messages between kernels"
+    if run.levers.offload != "none" or run.levers.offload_checkpoints:
+        return "memory on the host, which is copied between kernels"
+    if run.levers.update_in_backward:
+        return "levers.update_in_backward, which looks at the loss before backward"
+    if run.distills:
+        return "distill.teacher"
+    if run.adapted is not None and run.adapted.drops:
+        return "adapter.dropout, which draws anew in every step"
+    return None
+
+
+@rule(RUN_RULES, "levers.cuda_graph")
+def what_the_host_does_is_not_captured(run: Run) -> str | None:
+    if run.levers.cuda_graph == "on" and (because := uncaptured_because(run)):
+        return f"levers.cuda_graph is on, which does not go with {because}; set it to auto"
+    return None
+
+
+def may_capture(workload: "Workload", layout: "Layout", levers: "Levers") -> bool:
+    """Whether the step of a workload can be captured, and nobody has asked not to."""
+    if levers.cuda_graph == "off":
+        return False
+    has_teacher = workload.teacher is not None
+    return uncaptured_because(Run(layout=layout, levers=levers, distills=has_teacher, adapted=workload.adapted)) is None

@@ -1,0 +1,175 @@
+"""Step graph: the kernels of a micro-batch as one CUDA graph, launched at once.
+
+A small model's kernels are over before Python has launched the next ones: a layer takes the host about 3 ms, whatever
+its size. All micro-batches of a run launch the same kernels on the same shapes, so after a first step, which compiles
+what is missing, they are captured and from then on replayed, with the numbers of the plain step to the bit. What
+changes from one to the next is in tensors that keep their place: tokens, labels, documents, divisor, loss scale.
+
+There are two graphs, in one pool of memory: of the first micro-batch of a step, whose backward makes the gradients, and
+of the others, which add to these. Gradients stay in that pool, where the update has read them before the next replay
+writes there again. Norm and update are launched as ever, while the card is busy with the graph.
+The pool is as large as what forward and backward need; whoever needs that memory meanwhile (an evaluation, rows with
+and without packed documents in turn) calls `release`, and the next step but one is captured anew.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.errors import UserError
+from tightfit.hardware.local import local_machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.cuda_graph import may_capture
+from tightfit.jobs.workload import Workload
+from tightfit.plan.cost import Costs
+from tightfit.train.optimizer.adamw import MasterAdamW
+from tightfit.train.step import Batch, inputs, objective
+
+Arguments = dict[str, Tensor | None]
+"""What the model is called with; documents may be None."""
+Key = tuple[tuple[str, torch.Size], ...]
+"""Names and shapes of these."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What a graph reads, and the loss that it writes."""
+
+    arguments: Arguments
+    divisor: Tensor
+    """Of the loss: the step's counted tokens."""
+    share: Tensor
+    """Of these, the micro-batch's: what its auxiliary loss is multiplied by."""
+    scale: Tensor
+    loss: Tensor
+
+    def fill(self, arguments: Arguments, divisor: int, share: float, scale: float) -> None:
+        for name, place in self.arguments.items():
+            if place is not None and (value := arguments[name]) is not None:
+                place.copy_(value)
+        self.divisor.fill_(divisor)
+        self.share.fill_(share)
+        self.scale.fill_(scale)
+
+
+class StepGraph:
+    """Forward and backward of `model` on one GPU, for gradients of `weights`."""
+
+    def __init__(self, model: nn.Module, weights: Sequence[Tensor], device: torch.device) -> None:
+        self.model, self.device = model, device
+        self._weights = weights
+        self._last_key: Key | None = None
+        self._gave_up = False
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory of the graphs back."""
+        self._first: torch.cuda.CUDAGraph | None = None
+        self._further: torch.cuda.CUDAGraph | None = None
+        self._places: _Places | None = None
+        self._pool: Any = None
+        self._gradients: list[Tensor | None] = []
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the last step was replayed."""
+        return self._first is not None
+
+    def run(self, batches: Sequence[Batch], counted: Sequence[int], total: int, scale: float) -> Tensor | None:
+        """The mean loss of a step whose gradients are made; None where it is to be made kernel by kernel.
+
+        So are the first step, one that is unlike the one before, and all where memory is too short for a graph.
+        """
+        passed = [inputs(batch, self.device) for batch in batches]
+        key = _key(passed)
+        if key is None or key != self._last_key or self._gave_up:
+            self.release()
+            self._last_key = key
+            return None
+        mean = torch.zeros((), device=self.device)
+        try:
+            for number, (arguments, count) in enumerate(zip(passed, counted, strict=True)):
+                graph, places = self._graph(arguments, is_first=number == 0)
+                places.fill(arguments, total, count / total, scale)
+                graph.replay()
+                mean += places.loss
+        except RuntimeError as error:  # nothing is lost: no weight has changed
+            if not isinstance(error, torch.OutOfMemoryError):
+                warnings.warn(f"a step cannot be captured ({error}); it is launched kernel by kernel", stacklevel=2)
+            self._give_up()
+            return None
+        self._place_gradients()
+        return mean
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        for weight in self._weights:
+            weight.grad = None
+        self.release()
+
+    def _graph(self, arguments: Arguments, *, is_first: bool) -> tuple[torch.cuda.CUDAGraph, _Places]:
+        """The graph of a step's first micro-batch or of the others, captured when it is first asked for."""
+        if self._places is None:
+            torch._C._cuda_clearCublasWorkspaces()  # those of the usual stream; the graph has its own
+            self._pool, self._places = torch.cuda.graph_pool_handle(), self._new_places(arguments)
+        if is_first and self._first is None:
+            self._first = self._captured(self._places)
+            self._gradients = [weight.grad for weight in self._weights]
+        if not is_first and self._further is None:
+            self._place_gradients()
+            self._further = self._captured(self._places)
+        graph = self._first if is_first else self._further
+        assert graph is not None
+        return graph, self._places
+
+    def _captured(self, places: _Places) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = self.model(**places.arguments, divisor=places.divisor)
+            (objective(output, places.share) * places.scale).backward()
+            places.loss.copy_(output.loss.detach())
+        return graph
+
+    def _new_places(self, arguments: Arguments) -> _Places:
+        one = torch.ones(4, device=self.device)
+        copies = {name: None if value is None else value.clone() for name, value in arguments.items()}
+        return _Places(copies, *one.unbind())
+
+    def _place_gradients(self) -> None:
+        for weight, gradient in zip(self._weights, self._gradients, strict=True):
+            weight.grad = gradient
+
+
+def step_graph(
+    model: nn.Module,
+    optimizer: MasterAdamW,
+    device: torch.device,
+    workload: Workload,
+    layout: Layout,
+    levers: Levers,
+) -> StepGraph | None:
+    """The graph of `model`'s steps where this GPU would wait for its host to launch them, by the planner's costs."""
+    if device.type != "cuda" or not is_captured(workload, layout, levers, device):
+        return None
+    return StepGraph(model, [weight for bucket in optimizer.buckets for weight in bucket.parameters], device)
+
+
+def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torch.device) -> bool:
+    """As the plan for this GPU says; on one that nobody knows, wherever it can be."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    try:
+        machine = local_machine(0, f"{torch.cuda.get_device_name(device)}, {total // 2**20}")
+    except UserError:
+        return may_capture(workload, layout, levers)
+    return Costs(workload, machine).of(layout).is_captured(levers)
+
+
+def _key(passed: Sequence[Arguments]) -> Key | None:
+    """What the micro-batches of a step have in common; None where they differ."""
+    keys = {tuple((name, value.shape) for name, value in each.items() if value is not None) for each in passed}
+    return keys.pop() if len(keys) == 1 else None
