@@ -67,6 +67,42 @@ def quality_rows(path: Path, length: int) -> Table:
     return ("bits", "method", "numbers", "package", "bits a weight", "perplexity", "Δ loss", "KL", "calibrated"), made
 
 
+def fewer_windows_rows(path: Path, lengths: Sequence[int]) -> Table:
+    """Methods that are not in the tables of these lengths, over as many windows as they were measured; not static."""
+    found = []
+    for length in lengths:
+        known = {_key(row) for row in quality_measured(path, length)}
+        rows = [row for row in read_rows(path) if row["length"] == str(length) and row["loss_difference"]]
+        rows = [row for row in rows if _key(row) not in known and "int8 activations)" not in row["scheme"]]
+        found += list({_key(row): row for row in rows}.values())
+    made = [
+        (
+            row["bits"],
+            f"`{row['method']}`" if row["package"] == "tightfit" else row["method"],
+            row["scheme"],
+            f"{float(row['bits_per_weight']):.2f}",
+            f"{row['windows']} × {row['length']}",
+            f"{float(row['perplexity']):.2f}",
+            f"{float(row['original_perplexity']):.2f}",
+            f"{float(row['kl']):.4f}",
+            row["calibration"],
+        )
+        for row in sorted(found, key=lambda row: (-int(row["bits"]), int(row["length"])))
+    ]
+    header = (
+        "bits",
+        "method",
+        "numbers",
+        "bits a weight",
+        "windows",
+        "perplexity",
+        "the original's",
+        "KL",
+        "calibrated",
+    )
+    return header, made
+
+
 def quality_text(path: Path, length: int) -> str:
     """What the table was measured over."""
     rows = quality_measured(path, length)
@@ -109,12 +145,15 @@ def _told(row: Row) -> str:
 
 def nearest_rows(path: Path) -> Table:
     """Rounding to nearest as we make it now beside torchao's over the same windows, at every width."""
-    newest = {(row["bits"], row["package"]): row for row in read_rows(path) if _is_nearest(row)}
+    rows = [row for row in read_rows(path) if _is_nearest(row)]
+    others = {(row["bits"], row["windows"]): row for row in rows if row["package"] == "torchao"}
+    newest = {
+        int(row["bits"]): (row, others[at])
+        for row in rows
+        if row["package"] == "tightfit" and (at := (row["bits"], row["windows"])) in others
+    }
     made = []
-    for bits in sorted({int(bits) for bits, _ in newest}, reverse=True):
-        ours, theirs = newest.get((str(bits), "tightfit")), newest.get((str(bits), "torchao"))
-        if ours is None or theirs is None or ours["windows"] != theirs["windows"]:
-            continue
+    for bits, (ours, theirs) in sorted(newest.items(), reverse=True):
         numbers = [float(row["perplexity"]) for row in (ours, theirs)]
         divergences = [f"{float(row['kl']):.4f}" for row in (ours, theirs)]
         shares = f"{numbers[0] / numbers[1] - 1:+.1%}"

@@ -18,6 +18,7 @@ from benchmarks.reports.adapters import adapter_rows
 from benchmarks.reports.compression import (
     ahead_rows,
     cost_rows,
+    fewer_windows_rows,
     mix_rows,
     mix_text,
     nearest_rows,
@@ -301,6 +302,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scale-published": lambda: markdown_table(*published_rows(RESULTS)),
     "scale-stages": lambda: markdown_table(*stage_rows(RESULTS)),
     **{f"compress-quality-{length}": partial(compress_quality, length) for length in (512, 2048)},
+    "compress-fewer-windows": lambda: markdown_table(
+        *fewer_windows_rows(RESULTS / "compress_quality.csv", lengths=(512, 2048))
+    ),
     "compress-nearest": lambda: markdown_table(*nearest_rows(RESULTS / "compress_quality.csv")),
     "compress-static": compress_static,
     "compress-mixes": compress_mixes,

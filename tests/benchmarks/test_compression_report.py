@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from benchmarks.compress_entries import entries
-from benchmarks.reports.compression import nearest_rows, static_rows, static_text
+from benchmarks.reports.compression import fewer_windows_rows, nearest_rows, static_rows, static_text
 
 STATIC = "int8 per channel (static int8 activations), "
 COLUMNS = ("package", "method", "scheme", "bits", "length", "windows", "perplexity", "kl")
@@ -13,7 +13,7 @@ COLUMNS = ("package", "method", "scheme", "bits", "length", "windows", "perplexi
 def table(path: Path, *rows: tuple[str, ...]) -> Path:
     """A table of these rows, with what they have in common."""
     same = {"original_perplexity": "20", "loss_difference": "0.1", "loss_difference_half_width": "0.01"}
-    same |= {"agreement": "0.9", "calibration": "8 x 512 sequential"}
+    same |= {"bits_per_weight": "4.1", "agreement": "0.9", "calibration": "8 x 512 sequential"}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*COLUMNS, *same])
         writer.writeheader()
@@ -32,6 +32,16 @@ def test_rounding_is_compared_over_the_same_windows(tmp_path: Path) -> None:
         ("tightfit", "rtn", "int8 per channel (int8 activations)", "8", "512", "32", "21", "0.1"),
     )
     assert nearest_rows(path)[1] == [("3", "90.00", "100.00", "-10.0%", "1.2000", "1.4000", "32")]
+
+
+def test_methods_of_fewer_windows_are_told_apart(tmp_path: Path) -> None:
+    whole = [("tightfit", f"method {i}", "int3", "3", "512", "256", "30", "0.1") for i in range(8)]
+    same = ("tightfit", "method 1", "int3", "3", "512", "16", "31", "0.1")
+    other = ("tightfit", "spqr", "int3 g16 asym", "3", "512", "16", "32", "0.2")
+    path = table(tmp_path / "rows.csv", *whole, same, other)
+    assert [row[1:6] for row in fewer_windows_rows(path, (512,))[1]] == [
+        ("`spqr`", "int3 g16 asym", "4.10", "16 × 512", "32.00")
+    ]
 
 
 def test_rules_of_static_scales_beside_a_scale_per_token(tmp_path: Path) -> None:
