@@ -68,6 +68,8 @@ class LeverRow:
     """Values at which linear layers multiply by whole weights in torch's own way, strongest last; None: all do."""
     own_update: "Callable[[Levers], bool]" = _nothing
     """Whether our own kernels then update the weights instead of torch's AdamW."""
+    asks_host: "Callable[[Levers], bool]" = _nothing
+    """Whether the host copies or decides something between the kernels of a step."""
 
 
 def _gib(count: int) -> str:
@@ -114,6 +116,7 @@ LEVER_TABLE = (
         beside_deepspeed=True,
         plain_products=("none", "optimizer"),
         own_update=lambda levers: levers.offload != "none",
+        asks_host=lambda levers: levers.offload != "none",
     ),
     LeverRow(
         name="optimizer_states",
@@ -140,6 +143,7 @@ LEVER_TABLE = (
         name="offload_checkpoints",
         values=lambda wanted: (False, True) if wanted.host else (False,),
         elsewhere=False,
+        asks_host=lambda levers: levers.offload_checkpoints,
     ),
     LeverRow(
         name="matmul",
@@ -185,6 +189,7 @@ LEVER_TABLE = (
         advice=("updates in backward", (True,)),
         elsewhere=False,
         own_update=lambda levers: levers.update_in_backward,
+        asks_host=lambda levers: levers.update_in_backward,
     ),
     LeverRow(
         name="cuda_graph",
@@ -226,3 +231,8 @@ def with_own_products(levers: "Levers") -> Iterator[tuple[LeverRow, Any, Any]]:
 def own_updates(levers: "Levers") -> set[str]:
     """Levers because of which torch's AdamW does not make the update."""
     return {name for name, is_own in OWN_UPDATES if is_own(levers)}
+
+
+def asking_host(levers: "Levers") -> str | None:
+    """The first lever that has the host do something between the kernels of a step."""
+    return next((row.name for row in LEVER_TABLE if row.asks_host(levers)), None)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from tightfit.jobs.lever_table import asking_host
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
 if TYPE_CHECKING:
@@ -14,10 +15,8 @@ def uncaptured_because(run: Run) -> str | None:
     """What keeps the kernels of a step from being captured; None where nothing does."""
     if run.layout.ranks > 1:
         return f"{run.layout.ranks} ranks, which exchange messages between kernels"
-    if run.levers.offload != "none" or run.levers.offload_checkpoints:
-        return "memory on the host, which is copied between kernels"
-    if run.levers.update_in_backward:
-        return "levers.update_in_backward, which looks at the loss before backward"
+    if name := asking_host(run.levers):
+        return f"levers.{name}, for which the host copies or looks between kernels"
     if run.distills:
         return "distill.teacher"
     if run.adapted is not None and run.adapted.drops:
