@@ -10,8 +10,8 @@ from tightfit.report import waiting
 from tightfit.report.waiting import waiting as told
 
 
-@pytest.fixture
-def stderr(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def own_stderr(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Called by a test itself: pytest sets its own one when a test begins."""
     made = io.StringIO()
     monkeypatch.setattr("sys.stderr", made)
     return made
@@ -24,7 +24,8 @@ def await_words(stderr: io.StringIO, times: int) -> None:
         time.sleep(0.01)
 
 
-def test_only_long_work_is_told(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_long_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = own_stderr(monkeypatch)
     with told("nothing much"):
         pass
     assert stderr.getvalue() == ""
@@ -34,7 +35,8 @@ def test_only_long_work_is_told(stderr: io.StringIO, monkeypatch: pytest.MonkeyP
     assert stderr.getvalue() == "tightfit: long work …\n"
 
 
-def test_a_terminal_counts_seconds_and_is_left_clean(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_counts_seconds_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = own_stderr(monkeypatch)
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.01)
     monkeypatch.setattr(waiting, "TICK_S", 0.01)
     monkeypatch.setattr(stderr, "isatty", lambda: True)
