@@ -193,7 +193,7 @@ LEVER_TABLE = (
     ),
     LeverRow(
         name="cuda_graph",
-        words=lambda levers: {"always": "steps as CUDA graphs", "never": "no CUDA graphs"}.get(levers.cuda_graph, ""),
+        words=lambda levers: "steps as CUDA graphs" if levers.cuda_graph == "always" else "",
         elsewhere="never",
     ),
     LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
