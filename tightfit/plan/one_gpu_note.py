@@ -7,8 +7,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.memory.formulas.training import peak
 from tightfit.plan.cost import Costs
 from tightfit.plan.plan import Plan
-
-MOST_ROWS = 64
+from tightfit.plan.space import LARGEST_MICRO_BATCH
 
 
 def one_gpu_note(plan: Plan) -> str | None:
@@ -17,8 +16,8 @@ def one_gpu_note(plan: Plan) -> str | None:
         return None
     one = replace(plan.machine, nodes=1, per_node=1)
     costs = Costs(plan.workload, one)
-    layouts = [Layout(micro_batch=rows) for rows in range(1, MOST_ROWS + 1) if plan.workload.global_batch % rows == 0]
-    taken = [_captured_s(plan, costs, layout) for layout in layouts]
+    sizes = [rows for rows in range(1, LARGEST_MICRO_BATCH + 1) if plan.workload.global_batch % rows == 0]
+    taken = [_captured_s(plan, costs, Layout(micro_batch=rows)) for rows in sizes]
     alone_s = min((seconds for seconds in taken if seconds is not None), default=None)
     if alone_s is None or alone_s >= plan.step_seconds:
         return None

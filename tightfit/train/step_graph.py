@@ -2,14 +2,16 @@
 
 A small model's kernels are over before Python has launched the next ones: a layer takes the host about 3 ms, whatever
 its size. All micro-batches of a run launch the same kernels on the same shapes, so after a first step, which compiles
-what is missing, they are captured and from then on replayed, with the numbers of the plain step to the bit. What
-changes from one to the next is in tensors that keep their place: tokens, labels, documents, divisor, loss scale.
+what is missing, they are captured and from then on replayed: the kernels of the plain step, so its numbers to the bit
+where these are always the same. What changes from one micro-batch to the next is in tensors that keep their place:
+tokens, labels, documents, divisor, loss scale.
 
 There are two graphs, in one pool of memory: of the first micro-batch of a step, whose backward makes the gradients, and
 of the others, which add to these. Gradients stay in that pool, where the update has read them before the next replay
 writes there again. Norm and update are launched as ever, while the card is busy with the graph.
-The pool is as large as what forward and backward need; whoever needs that memory meanwhile (an evaluation, rows with
-and without packed documents in turn) calls `release`, and the next step but one is captured anew.
+The pool is as large as what forward and backward need; an evaluation, which needs memory as well, calls `release`, and
+the next step is captured anew. A step unlike the one before (with packed documents or without) is launched kernel by
+kernel, and captured if the next one is like it.
 """
 
 import warnings
