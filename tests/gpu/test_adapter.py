@@ -24,12 +24,12 @@ from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.prove.rehearsal import build, rehearse
-from tightfit.serve.adapted_weight import AdaptedWeight
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.joint_weights import as_one
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.weights.adapted import AdaptedWeight
+from tightfit.serve.weights.joint import as_one
 from tightfit.train.step import ignore
 
 CUDA = torch.device("cuda")

@@ -19,7 +19,7 @@ from tightfit.models.loading import load_model
 from tightfit.models.saving import export_model, write_model
 from tightfit.models.tokenizer import train_tokenizer
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.sampling import Sampling as ServedSampling
+from tightfit.serve.requests.sampling import Sampling as ServedSampling
 from tightfit.serve.start import sample_streams, start_engine
 from tightfit.train.evaluation import evaluate_source
 

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from tests.serve.conftest import SHAPE
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.serve import half_weight
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.half_weight import ENGINES, HalfWeight, halved, is_exact, is_near
-from tightfit.serve.joint_weights import half_bytes
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.weights import half as half_weight
+from tightfit.serve.weights.half import ENGINES, HalfWeight, halved, is_exact, is_near
+from tightfit.serve.weights.joint import half_bytes
 
 has_products = pytest.mark.skipif(
     torch.backends.quantized.engine not in ENGINES, reason="this CPU's torch has no products with 16-bit weights"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from tightfit.errors import UserError
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Message
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.start import token_streams
 
 

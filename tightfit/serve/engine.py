@@ -2,7 +2,7 @@
 
 A step is scheduled, run and its tokens chosen; then every answer that got tokens is told so, and those that are over
 give their blocks back. Where the model runs on a GPU and nothing needs the host, a step is launched before the tokens
-of the one before it are read (`pipeline.py`); the schedule needs lengths only.
+of the one before it are read (`graphs/pipeline.py`); the schedule needs lengths only.
 """
 
 from collections import deque
@@ -16,27 +16,27 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.adapters import AdapterSet, refuse_folded
-from tightfit.serve.block_pool import BlockPool
-from tightfit.serve.break_even import break_even_share, hint
 from tightfit.serve.budget import HOST_SHARE, Budget, decide_budget, free_bytes
-from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
-from tightfit.serve.compiler import Compiler
+from tightfit.serve.cache.host_store import HostStore
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
-from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
-from tightfit.serve.grammar import Constraints, Matcher
-from tightfit.serve.host_store import HostStore
-from tightfit.serve.pipeline import Flight, Pipeline
-from tightfit.serve.rank_runner import RankRunner
-from tightfit.serve.request import Answer, Output, Request, TokenChance
-from tightfit.serve.rope_tables import length_of_change
-from tightfit.serve.runner import Runner, make_cache
-from tightfit.serve.scheduler import Chunk, Limits, Scheduler
-from tightfit.serve.sequence import Finish, Sequence
-from tightfit.serve.speculation import DraftModel, PromptLookup, Proposer
-from tightfit.serve.step import make_step, ordered
-from tightfit.serve.text import TextStream
+from tightfit.serve.forward.adapters import AdapterSet, refuse_folded
+from tightfit.serve.forward.rope_tables import length_of_change
+from tightfit.serve.forward.runner import Runner, make_cache
+from tightfit.serve.graphs.compiler import Compiler
+from tightfit.serve.graphs.pipeline import Flight, Pipeline
+from tightfit.serve.ranks.runner import RankRunner
+from tightfit.serve.requests.grammar import Constraints, Matcher
+from tightfit.serve.requests.request import Answer, Finish, Output, Request, TokenChance
+from tightfit.serve.requests.text_stream import TextStream
+from tightfit.serve.sampling.chooser import Asked, Chosen, choose, choose_alone
+from tightfit.serve.schedule.block_pool import BlockPool
+from tightfit.serve.schedule.scheduler import Chunk, Limits, Scheduler
+from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.step import make_step, ordered
+from tightfit.serve.speculation.break_even import break_even_share, hint
+from tightfit.serve.speculation.draft import make_draft_runner, make_skipping_runner, skipping_spec
+from tightfit.serve.speculation.proposers import DraftModel, PromptLookup, Proposer
+from tightfit.serve.weights.cpu_codes import expand_for_cpu, hold_for_cpu
 
 
 @dataclass(eq=False)

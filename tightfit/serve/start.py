@@ -12,13 +12,15 @@ import torch
 from tightfit.errors import UserError
 from tightfit.kernels.triton_support import HAS_TRITON
 from tightfit.models.generate import check_numbers, prompt_tokens
-from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
-from tightfit.serve.adapters import load_adapters
-from tightfit.serve.compiler import Compiler
+from tightfit.models.loading import SMOLLM2, LoadedModel, load_model, load_source_tokenizer, source_spec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.forward.adapters import load_adapters
+from tightfit.serve.graphs.compiler import Compiler
+from tightfit.serve.ranks.runner import RankRunner, RankSteps, follow
+from tightfit.serve.ranks.share import Spread, check_spread, find_meeting, join, load_share
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.streams import text_streams
 
 OWN_RUN = "runs/stdlib"
@@ -59,7 +61,7 @@ def start_engine(
     compiler: Compiler | None = None,
 ) -> tuple[LoadedModel, Engine]:
     """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU (but for products
-    with 4-bit codes: int4_weight.py).
+    with 4-bit codes: weights/int4.py).
 
     `compiler` may have been started before, and is closed; without one there is one where it is needed.
     """
@@ -117,3 +119,38 @@ def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *,
 def gpu_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 from Ampere on, float16 before."""
     return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+
+
+def check_ranks(
+    source: str, spread: Spread, device: str, *, adapters: bool, draft: str | None, skip: int | None
+) -> None:
+    """Refuse what ranks cannot do, before any is started."""
+    if adapters:
+        raise UserError("--adapter is for a model on one rank; leave out --tensor and --pipeline, or merge the adapter")
+    if draft:
+        raise UserError("--draft is for a model on one rank; leave out --tensor and --pipeline, or use --lookup")
+    if skip:
+        raise UserError("--skip is for a model on one rank; leave out --tensor and --pipeline, or use --lookup")
+    check_spread(source_spec(source), spread, pick_device(device))
+
+
+def start_first_rank(
+    source: str, config: EngineConfig, spread: Spread, store: object, device: str
+) -> tuple[LoadedModel, Engine]:
+    """The engine of rank 0; the others must be starting."""
+    steps = _steps(0, source, config, spread, store, device)
+    tokenizer = load_source_tokenizer(source)
+    model = steps.share.model
+    return LoadedModel(model, tokenizer, source), Engine(model, tokenizer, config, ranks=RankRunner(steps))
+
+
+def run_other_rank(index: int, source: str, config: EngineConfig, spread: Spread, port: int, device: str) -> None:
+    """Rank `index` + 1, until rank 0 has ended."""
+    torch.set_num_threads(1)
+    follow(_steps(index + 1, source, config, spread, find_meeting(port, spread.ranks), device))
+
+
+def _steps(rank: int, source: str, config: EngineConfig, spread: Spread, store: object, device: str) -> RankSteps:
+    own = join(spread, rank, store, pick_device(device))
+    dtype = torch.float32 if own.type == "cpu" else gpu_dtype(own)
+    return RankSteps(load_share(source, spread, own, dtype), config)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
+from tightfit.serve.requests.request import Request
 
 
 def text_streams(engine: Engine, request: Request) -> list[Iterator[str]]:

@@ -1,0 +1,81 @@
+"""AdaptedWeight: packed matrices of one input as a serving step multiplies by them, and what a run's adapters add.
+
+    y = W x + b, and rows of y that have an adapter get B (A x)
+
+A's of the joined layers stand one above the other and are one product; each B is added to its own rows of y. For models
+that are runs of adapters over packed weights; adapters that requests ask for by name are forward/adapters.py's.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, starmap
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.kernels.glu import glu
+from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.spec import Activation
+from tightfit.serve.weights.fp8 import Fp8Weight
+from tightfit.serve.weights.int4 import Int4Weight
+from tightfit.serve.weights.packed import PackedWeight
+
+CodedMatrix = PackedWeight | Int4Weight | Fp8Weight
+
+
+class AddedRows(NamedTuple):
+    """B of one layer, which outputs of the joint product it is added to, and which rows of the joint A are its own."""
+
+    outputs: slice
+    low: slice
+    up: Tensor
+
+
+class AdaptedWeight(NamedTuple):
+    """The joint codes, the joint A [r, K], and the B's."""
+
+    base: CodedMatrix
+    down: Tensor
+    added: tuple[AddedRows, ...]
+
+    @property
+    def inputs(self) -> int:
+        """Columns of the matrix."""
+        return self.down.shape[1]
+
+    def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """x · Wᵀ + b with what adapters add, and `residual` on top; x is [N, K]."""
+        made, low = self.base.product(x, bias), F.linear(x, self.down)
+        for part in self.added:
+            made[:, part.outputs].addmm_(low[:, part.low], part.up.T)
+        return made if residual is None else made + residual
+
+    def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        """act(g) · u where the weight is gate over up."""
+        gate, up = self.product(x, bias).chunk(2, dim=-1)
+        return glu(gate, up, activation)
+
+
+def with_adapters(base: CodedMatrix, linears: Sequence[nn.Module]) -> CodedMatrix | AdaptedWeight:
+    """`base`, which is the codes of `linears`, with the adapters that some of them have.
+
+    The layers' A's become views of the joint one, so that nothing is held twice.
+    """
+    adapted = [layer for layer in linears if isinstance(layer, LinearPlusAdapter)]
+    if not adapted:
+        return base
+    downs = {id(layer.down): layer.down for layer in adapted}
+    joint = torch.cat(list(downs.values())) if len(downs) > 1 else adapted[0].down
+    ends = list(accumulate(map(len, downs.values()), initial=0))
+    places = dict(zip(downs, starmap(slice, pairwise(ends)), strict=True))
+    views = {key: joint[place] for key, place in places.items()}
+    added, output = [], 0
+    for layer in linears:
+        end = output + int(layer.out_features)  # type: ignore[arg-type]
+        if isinstance(layer, LinearPlusAdapter):
+            key = id(layer.down)
+            added.append(AddedRows(slice(output, end), places[key], layer.up))
+            layer.down = views[key]
+        output = end
+    return AdaptedWeight(base, joint, tuple(added))
