@@ -29,7 +29,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.weights.adapted import AdaptedWeight
-from tightfit.serve.weights.joint import as_one
+from tightfit.serve.weights.joint import join
 from tightfit.train.step import ignore
 
 CUDA = torch.device("cuda")
@@ -96,9 +96,9 @@ def test_joint_weights_with_adapters_multiply_as_their_sum(rows: int) -> None:
     x = torch.randn(rows, whole.shape[1], device=CUDA).bfloat16()
     with torch.no_grad():
         apart = torch.cat([layer(x) for layer in layers], dim=-1)
-    joint, truth = as_one(layers), x.float() @ whole.T
+    joint, truth = join(layers), x.float() @ whole.T
     assert isinstance(joint, AdaptedWeight)
-    error, allowed = ((made.float() - truth).norm() for made in (joint.product(x, None), apart))
+    error, allowed = ((made.float() - truth).norm() for made in (joint.product(x), apart))
     assert error <= 1.25 * allowed
 
 

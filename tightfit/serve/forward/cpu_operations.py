@@ -1,30 +1,10 @@
-"""What stands between the products of a step on a CPU, in few calls: for a token or sixteen a call of torch takes
-longer than its arithmetic, and a layer of the plain kind makes some forty."""
-
-import math
-from typing import NamedTuple
+"""Rotary positions in few calls of torch: for the few tokens of a decoding step on a CPU a call takes longer than its
+arithmetic, and a layer of the plain kind makes some forty."""
 
 import torch
 from torch import Tensor
 
 from tightfit.models.spec import Rope
-
-
-class RowNorm(NamedTuple):
-    """RMSNorm over rows of W numbers: x / hypot(‖x‖, √(Wε)) · w√W, which is x / √(mean(x²) + ε) · w."""
-
-    scaled: Tensor
-    least: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor, offset: float, eps: float) -> "RowNorm":
-        """That of a model's weight."""
-        width = weight.numel()
-        return cls((weight.detach() + offset) * math.sqrt(width), torch.tensor(math.sqrt(width * eps)))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Of x [..., W]."""
-        return x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self.least)).mul_(self.scaled)
 
 
 def turns(ropes: dict[Rope, tuple[Tensor, Tensor]]) -> dict[Rope, tuple[Tensor, Tensor]]:

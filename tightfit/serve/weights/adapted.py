@@ -1,4 +1,4 @@
-"""AdaptedWeight: packed matrices of one input as a serving step multiplies by them, and what a run's adapters add.
+"""AdaptedWeight: matrices in codes, and what a run's adapters add to their products.
 
     y = W x + b, and rows of y that have an adapter get B (A x)
 
@@ -7,6 +7,7 @@ that are runs of adapters over packed weights; adapters that requests ask for by
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
@@ -14,14 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.glu import glu
 from tightfit.models.linear_plus_adapter import LinearPlusAdapter
-from tightfit.models.spec import Activation
-from tightfit.serve.weights.fp8 import Fp8Weight
-from tightfit.serve.weights.int4 import Int4Weight
-from tightfit.serve.weights.packed import PackedWeight
-
-CodedMatrix = PackedWeight | Int4Weight | Fp8Weight
+from tightfit.serve.weights.weight import Weight
 
 
 class AddedRows(NamedTuple):
@@ -32,32 +27,22 @@ class AddedRows(NamedTuple):
     up: Tensor
 
 
-class AdaptedWeight(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class AdaptedWeight(Weight):
     """The joint codes, the joint A [r, K], and the B's."""
 
-    base: CodedMatrix
+    base: Weight
     down: Tensor
     added: tuple[AddedRows, ...]
 
-    @property
-    def inputs(self) -> int:
-        """Columns of the matrix."""
-        return self.down.shape[1]
-
-    def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """x · Wᵀ + b with what adapters add, and `residual` on top; x is [N, K]."""
-        made, low = self.base.product(x, bias), F.linear(x, self.down)
+    def product(self, x: Tensor) -> Tensor:
+        made, low = self.base.product(x), F.linear(x, self.down)
         for part in self.added:
             made[:, part.outputs].addmm_(low[:, part.low], part.up.T)
-        return made if residual is None else made + residual
-
-    def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-        """act(g) · u where the weight is gate over up."""
-        gate, up = self.product(x, bias).chunk(2, dim=-1)
-        return glu(gate, up, activation)
+        return made
 
 
-def with_adapters(base: CodedMatrix, linears: Sequence[nn.Module]) -> CodedMatrix | AdaptedWeight:
+def with_adapters(base: Weight, linears: Sequence[nn.Module]) -> Weight:
     """`base`, which is the codes of `linears`, with the adapters that some of them have.
 
     The layers' A's become views of the joint one, so that nothing is held twice.

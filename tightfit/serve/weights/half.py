@@ -9,13 +9,14 @@ counts it.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.kernels.glu import glu_eager
-from tightfit.models.spec import Activation
+from tightfit.serve.weights.weight import PlainWeight, Weight
 
 ENGINES = ("x86", "fbgemm")
 ROUNDING = 2.0**-24
@@ -30,32 +31,28 @@ PIECE_ROWS = 8192
 """Packed at a time: FBGEMM takes twice as long for 49,152 rows at once."""
 
 
-class HalfWeight(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class HalfWeight(Weight):
     """What torch's product takes, and that product itself: found once, as torch looks at every argument of a call that
     goes through `torch.ops`, which takes as long as a small norm."""
 
     pieces: tuple[Any, ...]
     """Of `PIECE_ROWS` rows each, or fewer."""
-    multiply: Any
+    multiply: Callable[..., Tensor]
+    bias: Tensor | None
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x · Wᵀ + b."""
-        parts: list[Tensor] = [self.multiply(x, piece) for piece in self.pieces]
+    def product(self, x: Tensor) -> Tensor:
+        parts = [self.multiply(x, piece) for piece in self.pieces]
         made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return made if bias is None else made + bias
-
-    def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-        """act(g) · u where the weight is gate over up."""
-        gate, up = self.product(x, bias).chunk(2, dim=-1)
-        return glu_eager(gate, up, activation)
+        return made if self.bias is None else made + self.bias
 
 
-def halved(weight: Tensor) -> HalfWeight | Tensor:
-    """A copy of `weight` in 16 bits, or a small one itself."""
-    if weight.numel() < FEWEST:
-        return weight
-    pieces = tuple(torch.ops.quantized.linear_prepack_fp16(piece, None) for piece in weight.split(PIECE_ROWS))
-    return HalfWeight(pieces, torch.ops.quantized.linear_dynamic_fp16.default._op)
+def halved(plain: PlainWeight) -> Weight:
+    """A copy of `plain` in 16 bits, or a small one itself."""
+    if plain.matrix.numel() < FEWEST:
+        return plain
+    pieces = tuple(torch.ops.quantized.linear_prepack_fp16(piece, None) for piece in plain.matrix.split(PIECE_ROWS))
+    return HalfWeight(pieces, torch.ops.quantized.linear_dynamic_fp16.default._op, plain.bias)
 
 
 def copy_bytes(*parts: Tensor) -> int:

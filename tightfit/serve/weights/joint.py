@@ -1,29 +1,32 @@
 """Projections of one input side by side in memory, so that each is one product: queries, keys and values; gate and up.
 
 The decoder's own parameters become views of the joint matrices, so nothing is held twice. For dense models with gated
-MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain, packed integers or 8-bit floats
-(with adapters beside them, adapted.py); others run through the decoder's own layers. On a CPU plain ones may
-have a copy in 16 bits (half.py).
+MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain or all in codes of one kind
+(with adapters beside them, adapted.py); others run through the decoder's own layers. On a CPU plain ones may have a
+copy in 16 bits (half.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tightfit.models.attending import AttentionSettings
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.linear_plus_adapter import base_of
 from tightfit.models.mlp import Mlp
-from tightfit.models.spec import Rope
-from tightfit.serve.weights.adapted import AdaptedWeight, CodedMatrix, with_adapters
-from tightfit.serve.weights.fp8 import Fp8Weight, is_fp8, join_fp8
-from tightfit.serve.weights.half import HalfWeight, copy_bytes, halved, has_products, is_exact, is_near
-from tightfit.serve.weights.int4 import Int4Weight, is_int4, join_int4, rounds_products
-from tightfit.serve.weights.packed import PackedWeight, can_pack, join_packed
+from tightfit.models.spec import ModelSpec, Rope
+from tightfit.serve.weights.adapted import with_adapters
+from tightfit.serve.weights.fp8 import Fp8Weight
+from tightfit.serve.weights.half import copy_bytes, halved, has_products, is_exact, is_near
+from tightfit.serve.weights.int4 import Int4Weight, rounds_products
+from tightfit.serve.weights.norm import Norm
+from tightfit.serve.weights.packed import PackedWeight
+from tightfit.serve.weights.weight import PlainWeight, Weight
 
-Weight = Tensor | PackedWeight | Fp8Weight | Int4Weight | HalfWeight | AdaptedWeight
+CODED = (Fp8Weight, Int4Weight, PackedWeight)
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,16 @@ class JointLayer:
     """The weights of one layer, as a serving step multiplies by them."""
 
     index: int
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    attention_norm: Norm
     qkv: Weight
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     o: Weight
-    o_bias: Tensor | None
+    mlp_norm: Norm
     gate_up: Weight
-    gate_up_bias: Tensor | None
     down: Weight
-    down_bias: Tensor | None
     rope: Rope
-    scale: float
-    window: int | None
-    softcap: float | None
+    attention: AttentionSettings
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -57,6 +54,8 @@ class JointLayer:
 def _kind(part: Any) -> Any:
     if isinstance(part, Tensor):
         return part.dtype, part.shape, part.stride()
+    if is_dataclass(part) and not isinstance(part, Rope):
+        return (type(part), *(_kind(getattr(part, each.name)) for each in fields(part)))
     return (type(part), *map(_kind, part)) if isinstance(part, tuple) else repr(part)
 
 
@@ -67,8 +66,7 @@ def can_join(model: Decoder) -> bool:
     apart = spec.latent is not None or spec.qk_norm_joint or spec.sinks
     if not plain or apart or spec.rope is None or spec.experts is not None:
         return False
-    alike = [group for layer in model.layers for group in _projections(layer)]
-    return all(can_be_one(linears) for linears in [*alike, (model.head,)])
+    return all(_can_be_one(linears) for linears in _matrices(model))
 
 
 @torch.no_grad()
@@ -77,23 +75,26 @@ def half_bytes(model: Decoder, *, rounded: bool = False) -> int:
     anyway: by more than 2⁻¹¹), or is of no use."""
     if not has_products(model.embed.weight) or not can_join(model):
         return 0
-    groups = [*(group for layer in model.layers for group in _projections(layer)), (model.head,)]
-    weights: list[list[Any]] = [[linear.weight for linear in group] for group in groups if _is_plain(group)]
+    weights: list[list[Any]] = [[linear.weight for linear in group] for group in _matrices(model) if _is_plain(group)]
     loses_nothing = is_near if rounded or rounds_products(model) else is_exact
     exact = all(loses_nothing(weight) for group in weights for weight in group)
     return sum(copy_bytes(*group) for group in weights) if exact else 0
 
 
-def can_be_one(linears: Sequence[nn.Module]) -> bool:
+def _matrices(model: Decoder) -> list[tuple[nn.Module, ...]]:
+    """Projections of the model, those of one input together."""
+    found: list[tuple[nn.Module, ...]] = []
+    layer: Any
+    for layer in model.layers:
+        attention, mlp = layer.attention, layer.mlp
+        found += [(attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)]
+    return [*found, (model.head,)]
+
+
+def _can_be_one(linears: Sequence[nn.Module]) -> bool:
     """Whether layers of one input can be multiplied by together."""
     bases = [base_of(linear) for linear in linears]
-    return _is_plain(linears) or can_pack(bases) or is_int4(bases) or is_fp8(bases)
-
-
-def _projections(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
-    """Those of one input together."""
-    attention, mlp = layer.attention, layer.mlp
-    return (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
+    return _is_plain(linears) or any(kind.takes(bases) for kind in CODED)
 
 
 def _is_plain(linears: Sequence[nn.Module]) -> bool:
@@ -103,58 +104,38 @@ def _is_plain(linears: Sequence[nn.Module]) -> bool:
 @torch.no_grad()
 def join_layers(model: Decoder, *, half: bool = False) -> list[JointLayer]:
     """The layers of `model`, whose parameters are views of joint ones from here on; with `half` read in 16 bits."""
-    return [_joined(index, layer, half) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
+    return [_joined(index, layer, model.spec, half) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
 
 
-def _joined(index: int, layer: Layer, half: bool) -> JointLayer:
+def _joined(index: int, layer: Layer, spec: ModelSpec, half: bool) -> JointLayer:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, Mlp)
     assert mlp.gate is not None
     assert attention.rope is not None
-    qkv, qkv_bias = _join(attention.q, attention.k, attention.v, half=half)
-    o, o_bias = _join(attention.o, half=half)
-    gate_up, gate_up_bias = _join(mlp.gate, mlp.up, half=half)
-    down, down_bias = _join(mlp.down, half=half)
     return JointLayer(
         index=index,
-        attention_norm=norm_weight(layer.attention_norm),
-        mlp_norm=norm_weight(layer.mlp_norm),
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        q_norm=_optional(attention.q_norm),
-        k_norm=_optional(attention.k_norm),
-        o=o,
-        o_bias=o_bias,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=down,
-        down_bias=down_bias,
+        attention_norm=Norm.of(layer.attention_norm, spec),
+        qkv=join((attention.q, attention.k, attention.v), half=half),
+        q_norm=None if attention.q_norm is None else Norm.of(attention.q_norm, spec),
+        k_norm=None if attention.k_norm is None else Norm.of(attention.k_norm, spec),
+        o=join((attention.o,), half=half),
+        mlp_norm=Norm.of(layer.mlp_norm, spec),
+        gate_up=join((mlp.gate, mlp.up), half=half),
+        down=join((mlp.down,), half=half),
         rope=attention.rope,
-        scale=attention.scale,
-        window=attention.window,
-        softcap=attention.softcap,
+        attention={"scale": attention.scale, "window": attention.window, "softcap": attention.softcap},
     )
 
 
-def _join(*linears: nn.Linear, half: bool) -> tuple[Weight, Tensor | None]:
-    """One weight over the other, and the biases, where there are any."""
-    bias = _join_parameters(linears, "bias") if linears[0].bias is not None else None
-    return as_one(linears, half=half), bias
-
-
-def as_one(linears: Sequence[nn.Linear], *, half: bool = False) -> Weight:
-    """The weights of layers of one input, one above the other."""
+def join(linears: Sequence[nn.Linear], *, half: bool = False) -> Weight:
+    """The weights of layers of one input, one above the other, and their biases."""
+    bias = None if linears[0].bias is None else _join_parameters(linears, "bias")
     if _is_plain(linears):
-        joint = _join_parameters(linears, "weight")
-        return halved(joint) if half else joint
+        plain = PlainWeight(_join_parameters(linears, "weight"), bias)
+        return halved(plain) if half else plain
     bases: Any = [base_of(linear) for linear in linears]
-    return with_adapters(_join_coded(bases), linears)
-
-
-def _join_coded(linears: Any) -> CodedMatrix:
-    if is_fp8(linears):
-        return join_fp8(linears)
-    return join_int4(linears) if is_int4(linears) else join_packed(linears)
+    kind = next(kind for kind in CODED if kind.takes(bases))
+    return with_adapters(kind.joined(bases, bias), linears)
 
 
 def _join_parameters(linears: Sequence[nn.Linear], name: str) -> Tensor:
@@ -165,14 +146,3 @@ def _join_parameters(linears: Sequence[nn.Linear], name: str) -> Tensor:
     for part, view in zip(parts, joint.split([len(part) for part in parts]), strict=True):
         part.data = view
     return joint
-
-
-def norm_weight(norm: nn.Module) -> Tensor:
-    """The weight of a norm."""
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def _optional(norm: nn.Module | None) -> Tensor | None:
-    return None if norm is None else norm_weight(norm)
