@@ -7,7 +7,7 @@ from tightfit.errors import UserError
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Message
 from tightfit.serve.requests.sampling import Sampling
-from tightfit.serve.start import token_streams
+from tightfit.serve.streams import token_streams
 
 
 @dataclass

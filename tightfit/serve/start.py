@@ -1,8 +1,7 @@
 """From what a user typed to an engine: which model where there is none named, on which device, in which numbers."""
 
 import importlib.util
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.kernels.triton_support import HAS_TRITON
-from tightfit.models.generate import check_numbers, prompt_tokens
+from tightfit.models.generate import check_numbers
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model, load_source_tokenizer, source_spec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
@@ -19,15 +18,9 @@ from tightfit.serve.forward.adapters import load_adapters
 from tightfit.serve.graphs.compiler import Compiler
 from tightfit.serve.ranks.runner import RankRunner, RankSteps, follow
 from tightfit.serve.ranks.share import Spread, check_spread, find_meeting, join, load_share
-from tightfit.serve.requests.request import Request
-from tightfit.serve.requests.sampling import Sampling
-from tightfit.serve.streams import text_streams
 
 OWN_RUN = "runs/stdlib"
 """What `make run` trains."""
-
-WORTH_A_COPY = 256
-"""Tokens of an answer from which making a copy of the weights in 16 bits takes less time than it saves."""
 
 
 def default_model() -> str:
@@ -80,40 +73,6 @@ def start_engine(
         beside = load_adapters(adapters or {}, loaded.model)
         engine = Engine(loaded.model, loaded.tokenizer, config, draft=smaller, adapters=beside, compiler=compiler)
     return loaded, engine
-
-
-def sample_streams(
-    loaded: LoadedModel, text: str, sampling: Sampling, *, count: int = 1, chat: bool = False
-) -> list[Iterator[str]]:
-    """`count` continuations of `text` (with `chat`, answers to it) by an engine just large enough for them."""
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise UserError(f"{loaded.source} has no tokenizer, so it cannot continue text")
-    if not text.strip():
-        raise UserError("the prompt is empty; give some text with -p")
-    return token_streams(loaded, prompt_tokens(tokenizer, text, chat=chat), sampling, count=count)
-
-
-def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *, count: int = 1) -> list[Iterator[str]]:
-    """The same of a prompt that has been tokenized."""
-    tokenizer, positions = loaded.tokenizer, loaded.model.spec.max_positions
-    assert tokenizer is not None, "whose prompt is this?"
-    check_numbers(loaded.model)
-    if len(prompt) + sampling.max_tokens > positions > len(prompt):
-        left = positions - len(prompt)
-        print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
-    longest = min(len(prompt) + sampling.max_tokens, positions)
-    config = EngineConfig(
-        max_sequences=count,
-        step_tokens=max(2048, count),
-        max_length=max(longest, 1),
-        graphs=False,
-        packed_products=not loaded.exact,
-        rounded_weights=loaded.rounded,
-        half_weights=sampling.max_tokens >= WORTH_A_COPY,
-    )
-    request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
-    return text_streams(Engine(loaded.model, tokenizer, config), request)
 
 
 def gpu_dtype(device: torch.device) -> torch.dtype:

@@ -68,8 +68,7 @@ class LatentCache(PagedCache):
         self, step: Step, group: range, query: Tensor, vectors: Tensor, layer: int, expansion: Expansion, scale: float
     ) -> Tensor:
         """Of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, value_dim]."""
-        piece, count = step.pieces[group.start], len(group)
-        rows = slice(piece.at, piece.at + count * piece.count)
+        piece, count, rows = step.pieces[group.start], len(group), step.rows_of(group)
         own = vectors[0, rows].unflatten(0, (count, -1))
         if piece.before:
             own = self._gathered(layer, 0, step.piece_tables[group.start], piece.end)[:, :, 0]

@@ -128,9 +128,7 @@ class PagedCache:
             out[: step.singles] = paged_attention(single, keys, values, step.tables, step.lengths, **settings)
         if whole:
             for group in step.groups:
-                made = self._whole_prompts(step, group, query, keys, values, **settings)
-                at = step.pieces[group.start].at
-                out[at : at + len(made)] = made
+                out[step.rows_of(group)] = self._whole_prompts(step, group, query, keys, values, **settings)
         else:
             paged_prefill(query, keys, values, step.joint_tables, step.tiles(tile_rows(query)), out, **settings)
         return out
@@ -176,8 +174,7 @@ class PagedCache:
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
         """Attention [tokens, heads, D] of prompts of one length that begin at position 0, by the fastest there is."""
-        piece, count = step.pieces[group.start], len(group)
-        rows = slice(piece.at, piece.at + count * piece.count)
+        count, rows = len(group), step.rows_of(group)
         own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
         made = attend_masked(q, k, v, step.masks[group.start], impl=self.attention, **settings)
@@ -209,8 +206,7 @@ class PagedCache:
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
         """Attention of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, D]."""
-        piece, count = step.pieces[group.start], len(group)
-        rows = slice(piece.at, piece.at + count * piece.count)
+        piece, count, rows = step.pieces[group.start], len(group), step.rows_of(group)
         own_query, own_key, own_value = (_apart(part[0, :, rows], count) for part in (query, key, value))
         if piece.before:
             table = step.piece_tables[group.start]

@@ -20,9 +20,9 @@ from tightfit.serve.schedule.scheduler import Chunk
 
 @dataclass(frozen=True)
 class Piece:
-    """`count` tokens at row `at` of the step, whose sequence has `before` positions in the cache already."""
+    """`count` tokens from row `first_row` of the step on; their sequence has `before` positions in the cache."""
 
-    at: int
+    first_row: int
     count: int
     before: int
     blocks: list[int]
@@ -79,6 +79,11 @@ class Step:
                 groups.append(range(index, index + 1))
         return groups
 
+    def rows_of(self, group: range) -> slice:
+        """The rows of the step that the pieces of a group have."""
+        first = self.pieces[group.start]
+        return slice(first.first_row, first.first_row + len(group) * first.count)
+
     @cached_property
     def runs(self) -> list[tuple[Tensor, list[int]]]:
         """Where tokens attend by themselves: blocks [1, n] of neighbours of one sequence, and how much each sees."""
@@ -99,7 +104,7 @@ class Step:
     def tiles(self, rows: int) -> Tensor:
         """The pieces cut into tiles of `rows` queries, int32 [tiles, 4]; made once for all layers."""
         if self._tiles is None:
-            pieces = [Rows(piece.at, piece.count, piece.before) for piece in self.pieces]
+            pieces = [Rows(piece.first_row, piece.count, piece.before) for piece in self.pieces]
             self._tiles = to_device(query_tiles(pieces, rows), self.tokens.device, torch.int32)
         return self._tiles
 
@@ -139,10 +144,10 @@ class Step:
 
 def ordered(chunks: Items[Chunk]) -> list[Chunk]:
     """`chunks` in the order a step has them."""
-    return sorted(chunks, key=_place)
+    return sorted(chunks, key=_sort_key)
 
 
-def _place(chunk: Chunk) -> tuple[int, bool]:
+def _sort_key(chunk: Chunk) -> tuple[int, bool]:
     """Singles first, then by length, those that begin at position 0 together."""
     return (0, False) if _is_single(chunk) else (chunk.count + len(chunk.proposal), chunk.start > 0)
 
