@@ -12,9 +12,9 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.levers.policy.offload import offloads_states, offloads_weights
-from tightfit.plan.candidate import Candidate, Pricing
-from tightfit.plan.search import COMFORT
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.candidate import Candidate, Pricing
+from tightfit.plan.search.search import COMFORT
+from tightfit.plan.search.space import SearchSpace
 
 STEP_BYTES = 64 * 2**20
 MOST_LAYERS = 64

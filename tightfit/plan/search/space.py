@@ -29,8 +29,8 @@ from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import pieces_in_flight
 from tightfit.plan.batch import divisors
-from tightfit.plan.lever_choices import TILED_LENGTH, LeverSets, lever_sets
-from tightfit.plan.pins import Pins
+from tightfit.plan.search.lever_choices import TILED_LENGTH, LeverSets, lever_sets
+from tightfit.plan.search.pins import Pins
 
 LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64

@@ -10,8 +10,8 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.memory.formulas.training import Peaks, least_bytes, peaks
 from tightfit.plan.cost import Costs, states_key
-from tightfit.plan.lever_choices import states_on_host
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.lever_choices import states_on_host
+from tightfit.plan.search.space import SearchSpace
 from tightfit.plan.steptime import StepTime
 
 NO_LEVERS = Levers()

@@ -17,12 +17,12 @@ from tightfit.hardware.links import LINKS
 from tightfit.hardware.machine import DEFAULT_NETWORK
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
-from tightfit.plan.candidate import Candidate, Pricing
-from tightfit.plan.lever_choices import STATES_LEVER, HostUse
-from tightfit.plan.pins import Pins
-from tightfit.plan.search import search
+from tightfit.plan.search.candidate import Candidate, Pricing
+from tightfit.plan.search.lever_choices import STATES_LEVER, HostUse
+from tightfit.plan.search.pins import Pins
+from tightfit.plan.search.search import search
+from tightfit.plan.search.space import SearchSpace
 from tightfit.plan.seconds.rates import NUMBERS
-from tightfit.plan.space import SearchSpace
 
 MOST_RANKS = 16_384
 LEAST_TOKENS = 128

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
-from tightfit.plan.candidate import Candidate, Pricing
-from tightfit.plan.lever_choices import LeverSets, decides_host, weaker
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.candidate import Candidate, Pricing
+from tightfit.plan.search.lever_choices import LeverSets, decides_host, weaker
+from tightfit.plan.search.space import SearchSpace
 
 COMFORT = 0.95
 SAME = 1.02
