@@ -1,0 +1,137 @@
+"""Candidate: a layout with levers, what it needs of a machine, and how long its step takes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.saving import writers_of_node
+from tightfit.memory.formulas.training import Peaks, least_bytes, peaks
+from tightfit.plan.cost import Costs, states_key
+from tightfit.plan.search.lever_choices import states_on_host
+from tightfit.plan.search.space import SearchSpace
+from tightfit.plan.steptime import StepTime
+
+NO_LEVERS = Levers()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout with levers, priced: its time and its memory; bytes of the host are one node's."""
+
+    layout: Layout
+    levers: Levers
+    costs: Costs
+    gpu_bytes: int
+    host_bytes: int
+    """While it trains,"""
+    saving_bytes: int
+    """and copied there besides to write a checkpoint."""
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step; worked out when it is first asked for."""
+        return self.costs.step(self.layout, self.levers)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.step_s
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Of a node, while a checkpoint is written."""
+        return self.host_bytes + self.saving_bytes
+
+    def excess_bytes(self, machine: Machine, share: float = 1.0) -> int:
+        """Bytes beyond `share` of the card, or beyond the host where that is what is short; a host of unknown size
+        holds anything."""
+        card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
+        return card if machine.host_bytes is None else max(card, self.host_peak_bytes - machine.host_bytes)
+
+    def fits(self, machine: Machine, share: float = 1.0) -> bool:
+        """Whether card and host hold it."""
+        return self.excess_bytes(machine, share) <= 0
+
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
+        layout, levers = self.layout, self.levers
+        pulled = sum(getattr(levers, name) != getattr(NO_LEVERS, name) for name in Levers.model_fields)
+        return len(layout.splits) + (layout.tensor_mesh != "1d"), pulled, layout.zero
+
+
+class Pricing:
+    """Candidates of one workload on one machine, each worked out once, and cheaper bounds of what they need."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space, self.costs = space, Costs(space.workload, space.machine)
+        self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
+        self._state_bytes: dict[tuple[object, ...], int] = {}
+        self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
+        """Of a pipeline's first rank that is too full."""
+
+    def candidate(self, layout: Layout, levers: Levers) -> Candidate:
+        """A layout with levers."""
+        if (layout, levers) not in self._candidates:
+            self._remember(layout, levers, peaks(self.space.workload, layout, levers))
+        return self._candidates[layout, levers]
+
+    def fits(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
+        """Whether `share` of the card, and the host, hold a layout with levers."""
+        key, room_bytes = (layout, levers), self._room_bytes(share)
+        if key not in self._candidates:
+            if not self.may_fit(layout, levers, share) or self._rank_bytes.get(key, 0) > room_bytes:
+                return False
+            needed = peaks(self.space.workload, layout, levers, room_bytes=room_bytes)
+            if needed.gpu_bytes > room_bytes:
+                self._rank_bytes[key] = needed.gpu_bytes
+                return False
+            self._remember(layout, levers, needed)
+        return self._candidates[key].fits(self.space.machine, share)
+
+    def may_fit(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
+        """Whether the card holds what does not depend on activations."""
+        return self.least_bytes(layout, levers) <= self._room_bytes(share)
+
+    def least_bytes(self, layout: Layout, levers: Levers) -> int:
+        """Of the card, without a look at activations: the same for many micro-batches, schedules and levers."""
+        key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
+        if key not in self._state_bytes:
+            self._state_bytes[key] = least_bytes(self.space.workload, layout, levers)
+        return self._state_bytes[key]
+
+    def _room_bytes(self, share: float) -> int:
+        return int(share * self.space.machine.accelerator.memory_bytes)
+
+    def _remember(self, layout: Layout, levers: Levers, needed: Peaks) -> None:
+        machine = self.space.machine
+        ranks_here = min(machine.per_node, layout.ranks)
+        has_host = machine.host_bytes != 0  # else all memory is the device's
+        self._candidates[layout, levers] = Candidate(
+            layout=layout,
+            levers=levers,
+            costs=self.costs,
+            gpu_bytes=needed.gpu_bytes,
+            host_bytes=needed.host_bytes * ranks_here,
+            saving_bytes=writers_of_node(layout, ranks_here) * needed.saved_bytes if has_host else 0,
+        )
+
+    def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
+        """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
+        if self.space.pins.levers.get("checkpoint_budget_bytes") is None:
+            return families
+        refusals = {layout: self._refusal(layout) for family in families for layout in family}
+        kept = [[layout for layout in family if refusals[layout] is None] for family in families]
+        if not any(kept):
+            raise UserError(next(filter(None, refusals.values()), ""))
+        return kept
+
+    def _refusal(self, layout: Layout) -> str | None:
+        try:
+            self.candidate(layout, self.space.levers_of(layout)[0])
+        except UserError as error:
+            return str(error)
+        return None
