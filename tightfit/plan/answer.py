@@ -237,7 +237,7 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         f"{machine.text.partition(':')[0]}:{'ndr' if machine.inter.name != 'ndr' else 'hdr'}"
         if machine.nodes > 1 and machine.inter.name not in machine.text
         else None,
-        f"this uses {used / 2**30:.0f} GiB of host memory a node; --host-memory says how much there is"
+        f"this uses {used / 2**30:.0f} GiB of host memory a node while it trains; --host-memory says how much there is"
         if (used := plan.training_host_bytes) > 2**30 and machine.host_bytes is None
         else None,
         f"saving copies {plan.saving_bytes / 2**30:.0f} GiB to host memory on a node"
