@@ -83,6 +83,30 @@ def test_small_floats_of_compressed_tensors(kind: str) -> None:
     torch.testing.assert_close(made.float(), coded.dequantize(), rtol=2e-2, atol=1e-4)  # theirs is bfloat16
 
 
+def test_one_scale_for_the_tensor_in_compressed_tensors() -> None:
+    """As that package writes it, which makes room for nothing else: a vector of one scale, a signed byte."""
+    form, scheme = CompressedTensors(), Scheme(bits=4, group=-1, symmetric=False)
+    coded = fit_grid(weight(), scheme).code(weight())
+    assert coded.zero is not None
+    made = form.encode(coded)
+    assert made["weight_scale"].shape == (1,)
+    assert (made["weight_zero_point"].dtype, made["weight_zero_point"].tolist()) == (torch.int8, [int(coded.zero) - 8])
+    assert torch.equal(form.decode(made, scheme, "m").dequantize(), coded.dequantize())
+    for kind in ("int", "fp8"):
+        one = Scheme(kind=kind, bits=8, group=-1)
+        assert form.encode(fit_grid(weight(), one).code(weight()))["weight_scale"].shape == (1,)
+
+
+def test_transformers_expands_what_compressed_tensors_cannot_load_packed() -> None:
+    """Only zero points by group or row, and not where inputs are rounded, which it would forget."""
+    form, rounded = CompressedTensors(), Scheme(bits=8, group=0, activations="int8")
+    uneven, even = Scheme(bits=4, group=32, symmetric=False), Scheme(bits=4, group=32)
+    whole = Scheme(bits=4, group=-1, symmetric=False)
+    for scheme, told in ((uneven, True), (even, False), (whole, False), (rounded, False)):
+        assert ("dequantize" in form.config({"m": scheme}, [])) is told
+    assert "dequantize" not in form.config({"m": uneven, "n": rounded}, [])
+
+
 def test_nf4_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = functional.quantize_4bit(weight(), blocksize=64, quant_type="nf4", compress_statistics=True)

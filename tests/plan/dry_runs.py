@@ -73,6 +73,7 @@ def questions(count: int, seed: int, most_gpus: int = 1024) -> Iterator[tuple[st
         spec, host = preset(model), draw.choice(HOSTS)
         length, rows = min(draw.choice(LENGTHS), spec.max_positions), gpus * draw.choice(ROWS)
         pins = draw.sample(PINS, draw.choice((0, 0, 0, 1, 2)))
+        host = None if CATALOG[number % len(CATALOG)].shares_memory else host
         machine = parse_machine(on, host)
         workload = make_workload(spec, machine, sequence_length=length, rows=rows)
         asked = f"{model} --on {on} --seq {length} --global-batch {rows} {' '.join(pins)} {host or ''}"

@@ -103,7 +103,9 @@ def test_penalties_and_bias_change_the_logits_as_written() -> None:
         {"seed": -1},
         {"stop": ("",)},
         {"logprobs": 21},
+        {"repetition_penalty": 1e-300},
         {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: 1e308}},
     ],
 )
 def test_bad_settings_are_refused(setting: dict) -> None:

@@ -66,7 +66,7 @@ def _on_memory(plan: Plan) -> Iterator[str]:
     room_bytes = plan.machine.accelerator.memory_bytes
     if plan.training_host_bytes > 2**30 and plan.machine.host_bytes is None:
         used = plan.training_host_bytes / 2**30
-        yield f"this uses {used:.0f} GiB of host memory a node; --host-memory says how much there is"
+        yield f"this uses {used:.0f} GiB of host memory a node while it trains; --host-memory says how much there is"
     if plan.saving_bytes > SAVING_TOLD_BYTES:
         yield f"saving copies {plan.saving_bytes / 2**30:.0f} GiB to host memory on a node"
     if plan.fits and plan.gpu_peak_bytes > COMFORT * room_bytes:

@@ -118,8 +118,10 @@ def _refusal(found: Answer) -> str:
             f"no levers make {plan.model} fit in {room / GIB:.1f} GiB: the nearest plan needs "
             f"{plan.missing_gpu_bytes / GIB:.1f} GiB more; it would fit with {ways}"
         )
-    short = plan.host_peak_bytes - (plan.machine.host_bytes or 0)
-    return f"no levers make {plan.model} fit: the host is {short / GIB:.1f} GiB short; it would fit with {ways}"
+    return (
+        f"no levers make {plan.model} fit: the host is {plan.missing_host_bytes / GIB:.1f} GiB short; it would fit "
+        f"with {ways}"
+    )
 
 
 def _reasons(job: Job, plan: Plan) -> list[str]:

@@ -8,7 +8,7 @@ from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
-from tightfit.memory.formulas.training import Peaks, least_bytes, peaks
+from tightfit.memory.formulas.training import Peaks, least_peaks, peaks
 from tightfit.plan.cost import Costs, states_key
 from tightfit.plan.search.lever_choices import states_on_host
 from tightfit.plan.search.space import SearchSpace
@@ -45,15 +45,15 @@ class Candidate:
         """Of a node, while a checkpoint is written."""
         return self.host_bytes + self.saving_bytes
 
-    def excess_bytes(self, machine: Machine, share: float = 1.0) -> int:
-        """Bytes beyond `share` of the card, or beyond the host where that is what is short; a host of unknown size
-        holds anything."""
+    def shortage_bytes(self, machine: Machine, share: float = 1.0) -> int:
+        """What a node's cards lack beyond `share` of them, and its host; a host of unknown size holds anything."""
         card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
-        return card if machine.host_bytes is None else max(card, self.host_peak_bytes - machine.host_bytes)
+        host = 0 if machine.host_bytes is None else self.host_peak_bytes - machine.host_bytes
+        return max(0, card) * min(machine.per_node, self.layout.ranks) + max(0, host)
 
     def fits(self, machine: Machine, share: float = 1.0) -> bool:
         """Whether card and host hold it."""
-        return self.excess_bytes(machine, share) <= 0
+        return self.shortage_bytes(machine, share) == 0
 
     @property
     def complexity(self) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ class Pricing:
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.costs = space, Costs(space.workload, space.machine)
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
-        self._state_bytes: dict[tuple[object, ...], int] = {}
+        self._least: dict[tuple[object, ...], Peaks] = {}
         self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
         """Of a pipeline's first rank that is too full."""
 
@@ -93,30 +93,55 @@ class Pricing:
         return self._candidates[key].fits(self.space.machine, share)
 
     def may_fit(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
-        """Whether the card holds what does not depend on activations."""
-        return self.least_bytes(layout, levers) <= self._room_bytes(share)
+        """Whether the card and the host hold what does not depend on activations."""
+        host_bytes = self.space.machine.host_bytes
+        if not self.card_may_hold(layout, levers, share):
+            return False
+        return host_bytes is None or self.least_host_bytes(layout, levers) <= host_bytes
 
-    def least_bytes(self, layout: Layout, levers: Levers) -> int:
-        """Of the card, without a look at activations: the same for many micro-batches, schedules and levers."""
+    def card_may_hold(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
+        """The same of the card alone."""
+        return self.least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
+
+    def least_shortage_bytes(self, layout: Layout, levers: Levers, share: float = 1.0) -> int:
+        """A lower bound of a candidate's shortage."""
+        machine = self.space.machine
+        card = self.least_peaks(layout, levers).gpu_bytes - self._room_bytes(share)
+        host = 0 if machine.host_bytes is None else self.least_host_bytes(layout, levers) - machine.host_bytes
+        return max(0, card) * self._ranks_here(layout) + max(0, host)
+
+    def least_host_bytes(self, layout: Layout, levers: Levers) -> int:
+        """Of a node: states that are there, and copies of all states to write a checkpoint."""
+        least = self.least_peaks(layout, levers)
+        return least.host_bytes * self._ranks_here(layout) + self._saving_bytes(layout, least)
+
+    def least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
+        """Without a look at activations: the same for many micro-batches, schedules and levers."""
         key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
-        if key not in self._state_bytes:
-            self._state_bytes[key] = least_bytes(self.space.workload, layout, levers)
-        return self._state_bytes[key]
+        if key not in self._least:
+            self._least[key] = least_peaks(self.space.workload, layout, levers)
+        return self._least[key]
+
+    def _ranks_here(self, layout: Layout) -> int:
+        return min(self.space.machine.per_node, layout.ranks)
+
+    def _saving_bytes(self, layout: Layout, needed: Peaks) -> int:
+        """Copied on a node to write a checkpoint; nothing where all memory is the device's."""
+        if self.space.machine.host_bytes == 0:
+            return 0
+        return writers_of_node(layout, self._ranks_here(layout)) * needed.saved_bytes
 
     def _room_bytes(self, share: float) -> int:
         return int(share * self.space.machine.accelerator.memory_bytes)
 
     def _remember(self, layout: Layout, levers: Levers, needed: Peaks) -> None:
-        machine = self.space.machine
-        ranks_here = min(machine.per_node, layout.ranks)
-        has_host = machine.host_bytes != 0  # else all memory is the device's
         self._candidates[layout, levers] = Candidate(
             layout=layout,
             levers=levers,
             costs=self.costs,
             gpu_bytes=needed.gpu_bytes,
-            host_bytes=needed.host_bytes * ranks_here,
-            saving_bytes=writers_of_node(layout, ranks_here) * needed.saved_bytes if has_host else 0,
+            host_bytes=needed.host_bytes * self._ranks_here(layout),
+            saving_bytes=self._saving_bytes(layout, needed),
         )
 
     def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:

@@ -9,6 +9,8 @@ longer: there may be a faster one).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, product
+from math import ceil
+from operator import itemgetter
 from typing import Any
 
 from tightfit.errors import UserError
@@ -18,8 +20,7 @@ from tightfit.hardware.machine import DEFAULT_NETWORK
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.search.candidate import Candidate, Pricing
-from tightfit.plan.search.lever_choices import STATES_LEVER, HostUse
-from tightfit.plan.search.pins import Pins
+from tightfit.plan.search.lever_choices import HostUse
 from tightfit.plan.search.search import search
 from tightfit.plan.search.space import SearchSpace
 from tightfit.plan.seconds.rates import NUMBERS
@@ -40,10 +41,10 @@ class Change:
     to: str
     step_s: float
     host_bytes: int = 0
-    """Of one node, where nobody said that it has so much."""
+    """Of one node, while a checkpoint is written; 0 where it is known to have that, or little is needed."""
 
     def __str__(self) -> str:
-        host = f" (and {self.host_bytes / 2**30:.0f} GiB of host memory a node)" if self.host_bytes >= 2**30 else ""
+        host = f" (and {self.host_bytes / 2**30:.0f} GiB of host memory a node)" if self.host_bytes else ""
         return f"{self.what}: {self.to}{host}, {self.step_s:.3g} s a step"
 
 
@@ -51,14 +52,14 @@ def changes(space: SearchSpace) -> list[Change]:
     """The smallest change of each kind after which something fits."""
     let_go = (_smallest(what, ways) for what, ways in _without_a_pin(space))
     others = (_smallest(what, ways) for what, ways in _beside_levers(space))
-    return [change for change in (*let_go, *_lever_changes(space), *others) if change is not None]
+    found = (*let_go, *_lever_changes(space), _more_host(space), *others)
+    return [change for change in found if change is not None]
 
 
 def _without_a_pin(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
-    for section in ("levers", "layout"):
-        for name in getattr(space.pins, section):
-            without = replace(space, pins=space.pins.without(section, name))
-            yield "let the planner choose", iter([(f"{section}.{name}", without)])
+    for section, name in sorted(space.pins.own(), key=itemgetter(0), reverse=True):  # levers first
+        without = replace(space, pins=space.pins.without(section, name))
+        yield "the planner's choice", iter([(f"{section}.{name}", without)])
 
 
 def _lever_changes(space: SearchSpace) -> list[Change | None]:
@@ -77,21 +78,29 @@ def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, .
     names = [name for name, _, _ in some]
     for values in product(*(values for _, _, values in some)):
         chosen = dict(zip(names, values, strict=True))
-        pins = Pins(space.pins.layout, {**space.pins.levers, **chosen})
-        yield " ".join(f"-o levers.{name}={value}" for name, value in chosen.items()), replace(space, pins=pins)
+        changed = replace(space, pins=space.pins.with_levers(chosen))
+        yield " ".join(f"-o levers.{name}={value}" for name, value in chosen.items()), changed
+
+
+def _more_host(space: SearchSpace) -> Change | None:
+    """What a node's host would have to have, also while a checkpoint is written."""
+    if not space.machine.host_bytes:  # it may have as much as it likes already, or there is none
+        return None
+    plan = fitting(replace(space, machine=replace(space.machine, host_bytes=None)))
+    if plan is None:
+        return None
+    return Change(what="more host memory", to=f"--host-memory {ceil(plan.host_peak_bytes / 1e9)}GB", step_s=plan.step_s)
 
 
 def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
-    if space.machine.host_bytes is not None:
-        any_host = replace(space, machine=replace(space.machine, host_bytes=None))
-        yield "more host memory", iter([(STATES_LEVER, any_host)])
     if not space.lossy:
         yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
     if space.workload.has_masters and space.machine.accelerator.rates.bf16:
         pure = replace(space, workload=replace(space.workload, precision="pure-bf16"))
         yield "no float32 master weights", iter([("--precision pure-bf16 (lossy)", pure)])
     yield "shorter rows", _fewer_tokens(space)
-    yield "more cards", _more_cards(space)
+    if space.machine.accelerator.form != "soc":  # which is a whole computer
+        yield "more cards", _more_cards(space)
     yield "another card", _other_cards(space)
 
 
@@ -99,16 +108,24 @@ def _smallest(what: str, ways: Ways) -> Change | None:
     """The first of `ways` after which something fits."""
     for to, changed in ways:
         if plan := fitting(changed):
-            unknown_host = changed.machine.host_bytes is None
-            return Change(what=what, to=to, step_s=plan.step_s, host_bytes=plan.host_bytes if unknown_host else 0)
+            is_left_open = changed.machine.host_bytes is None and plan.host_bytes > 2**30
+            host_bytes = plan.host_peak_bytes if is_left_open else 0
+            return Change(what=what, to=to, step_s=plan.step_s, host_bytes=host_bytes)
     return None
 
 
 def fitting(space: SearchSpace) -> Candidate | None:
-    """A plan that fits; None where there is none. Levers that leave the host alone are tried first."""
+    """A plan that fits, with the levers of last resort where nothing else does; None where there is none."""
+    if (plan := _fitting(space)) or (pressed := space.last_resort()) is None:
+        return plan
+    return _fitting(pressed)
+
+
+def _fitting(space: SearchSpace) -> Candidate | None:
+    """A plan that fits; levers that leave the host alone are tried first."""
     try:
         pricing, levers = Pricing(space), space.levers()
-        families = list(space.families(lambda layout: pricing.may_fit(layout, levers[-1]))) if levers else []
+        families = list(space.families(lambda layout: pricing.card_may_hold(layout, levers[-1]))) if levers else []
         if space.machine.host_bytes is None:  # what does not fit with the strongest levers fits with none
             families = [family for family in families if _fits_with(pricing, family, None)]
         families.sort(key=lambda family: _bound_s(pricing, family))
@@ -155,9 +172,11 @@ def _more_cards(space: SearchSpace) -> Ways:
 
 
 def _other_cards(space: SearchSpace) -> Ways:
-    """Larger cards of the same vendor in the same number, the smallest first; no chips that are whole computers."""
+    """Larger cards of the same vendor in the same number, the smallest first; chips that are whole computers only
+    instead of such."""
     machine, mine = space.machine, space.machine.accelerator
-    same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in ("superchip", "soc"))
+    whole = {"superchip", "soc"} - {mine.form}
+    same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in whole)
     for card in sorted(same, key=lambda row: row.memory_bytes):
         if card.memory_bytes <= mine.memory_bytes or card.rates.of(NUMBERS[space.workload.precision]) is None:
             continue

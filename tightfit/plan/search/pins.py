@@ -1,8 +1,8 @@
 """Pins: fields of the layout and the levers that the user has decided; the search fills in the rest."""
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,26 +18,40 @@ SECTIONS: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
 
 @dataclass(frozen=True)
 class Pins:
-    """Decided fields, by name."""
+    """Decided fields, by name; `of_engine` are those that another engine decides, such as `levers.loss`."""
 
     layout: Mapping[str, Any] = field(default_factory=dict)
     levers: Mapping[str, Any] = field(default_factory=dict)
+    of_engine: frozenset[str] = frozenset()
+    engine: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.layout or self.levers)
 
     def __str__(self) -> str:
-        named = (("layout", self.layout), ("levers", self.levers))
-        return ", ".join(f"{section}.{name}={value}" for section, pins in named for name, value in pins.items())
+        said = [f"{section}.{name}={getattr(self, section)[name]}" for section, name in self.own()]
+        return ", ".join([*said, *([f"--engine {self.engine}"] if self.of_engine else [])])
+
+    def own(self) -> Iterator[tuple[str, str]]:
+        """Section and name of what the user has decided."""
+        for section in SECTIONS:
+            yield from ((section, name) for name in getattr(self, section) if f"{section}.{name}" not in self.of_engine)
 
     def without(self, section: str, name: str) -> "Pins":
         """The same pins but one."""
         kept = {key: value for key, value in getattr(self, section).items() if key != name}
-        return Pins(kept, self.levers) if section == "layout" else Pins(self.layout, kept)
+        return replace(self, layout=kept) if section == "layout" else replace(self, levers=kept)
+
+    def with_levers(self, levers: Mapping[str, Any]) -> "Pins":
+        """The same and these."""
+        return replace(self, levers={**self.levers, **levers})
 
     def with_engine(self, engine: Engine) -> "Pins":
         """These, and what `engine` does not do."""
-        return Pins({**dict(engine.fixed_layout), **self.layout}, {**dict(engine.fixed_levers), **self.levers})
+        layout = {name: value for name, value in engine.fixed_layout if name not in self.layout}
+        levers = {name: value for name, value in engine.fixed_levers if name not in self.levers}
+        fixed = (*(f"layout.{name}" for name in layout), *(f"levers.{name}" for name in levers))
+        return Pins({**layout, **self.layout}, {**levers, **self.levers}, frozenset(fixed), engine.name)
 
 
 def parse_pins(texts: Sequence[str]) -> Pins:

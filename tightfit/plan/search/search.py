@@ -7,6 +7,7 @@ asked first: where they do not fit, no weaker ones do; where they do, the fastes
 into kinds (which degrees are above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped, and
 once as many kinds as are told have one, all that are slower than these.
 
+Where nothing fits several ranks, levers that only some layouts have (`SearchSpace.last_resort`) are searched as well.
 Plans that leave 5 % of the card are looked for first, as formulas and fragmentation are not known better than that;
 then those that just fit. Where nobody said how much memory the host has, offload comes last. The winner is the simplest
 of the plans within 2 % of the fastest: the model of time is not better than that.
@@ -14,6 +15,7 @@ of the plans within 2 % of the fastest: the model of time is not better than tha
 
 from dataclasses import dataclass
 
+from tightfit.errors import UserError
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.search.candidate import Candidate, Pricing
@@ -45,16 +47,38 @@ class Found:
 
 def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
     """The best plan of each kind, of all families of layouts or of some."""
+    found = _found(space, only)
+    pressed = None if found.plans or only is not None else space.last_resort()
+    if pressed is None:
+        return found
+    try:
+        last = _found(pressed)
+    except UserError:  # no layout has these levers
+        return found
+    if last.plans:
+        return last
+    nearest = min((found.nearest, last.nearest), key=lambda each: each.shortage_bytes(space.machine))
+    return Found(plans=(), nearest=nearest, layouts=found.layouts)
+
+
+def _found(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
+    """What one search comes back with."""
     space.check()
     pricing = Pricing(space)
     families = pricing.within_budget(list(space.families()) if only is None else only)
-    host_is_last = space.machine.host_bytes is None and not decides_host(space.pins.levers)
-    for host in (False, True) if host_is_last and space.levers(host=False) else (True,):
+    for host in _host_uses(space):
         for share in (COMFORT, 1.0):
             one = _Search(pricing, families, share, host=host)
             if plans := one.plans():
                 return Found(plans=tuple(plans), nearest=plans[0], layouts=one.layouts)
     return Found(plans=(), nearest=one.nearest(), layouts=one.layouts)
+
+
+def _host_uses(space: SearchSpace) -> tuple[bool, ...]:
+    """Whether levers may use the host, in turn: last where nobody said what it has, never where there is none."""
+    if space.machine.host_bytes or decides_host(space.pins.levers) or not space.levers(host=False):
+        return (True,)
+    return (False, True) if space.machine.host_bytes is None else (False,)
 
 
 def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_bytes: int) -> Candidate | None:
@@ -106,13 +130,12 @@ class _Search:
     def nearest(self) -> Candidate:
         """Where nothing fits, what is short of least; of equals, the fastest."""
         best: Candidate | None = None
-        room_bytes = int(self.share * self.space.machine.accelerator.memory_bytes)
         for layout in (each for family in self.families for each in self.space.leanest(family)):
             for levers in self._strongest(layout):
-                least = self.pricing.least_bytes(layout, levers) - room_bytes
-                if best is None or least <= self._excess(best):
+                least = self.pricing.least_shortage_bytes(layout, levers, self.share)
+                if best is None or least <= self._shortage(best):
                     tried = self.pricing.candidate(layout, levers)
-                    best = min((best or tried, tried), key=lambda each: (self._excess(each), each.step_s))
+                    best = min((best or tried, tried), key=lambda each: (self._shortage(each), each.step_s))
         assert best is not None
         return best
 
@@ -192,8 +215,8 @@ class _Search:
     def _fits(self, layout: Layout, levers: Levers) -> bool:
         return self.pricing.fits(layout, levers, self.share)
 
-    def _excess(self, candidate: Candidate) -> int:
-        return candidate.excess_bytes(self.space.machine, self.share)
+    def _shortage(self, candidate: Candidate) -> int:
+        return candidate.shortage_bytes(self.space.machine, self.share)
 
 
 def kind_of(layout: Layout) -> Kind:

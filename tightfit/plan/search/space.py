@@ -12,7 +12,7 @@ A pin brings them back.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, product
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout, PipelineSchedule
-from tightfit.jobs.lever_table import Wanted
+from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout, refused_levers
 from tightfit.jobs.rules.rule import Run
@@ -56,6 +56,14 @@ class SearchSpace:
     machine: Machine
     pins: Pins = NO_PINS
     lossy: bool = False
+
+    def last_resort(self) -> "SearchSpace | None":
+        """Where to look when nothing fits several ranks: levers that only some layouts have, at their strongest."""
+        values = {row.name: row.last_resort for row in LEVER_TABLE if row.last_resort is not None}
+        left = {name: value for name, value in values.items() if name not in self.pins.levers}
+        if self.machine.ranks == 1 or not left:
+            return None
+        return replace(self, pins=self.pins.with_levers(left))
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout; none where the pins leave none."""
@@ -152,7 +160,8 @@ class SearchSpace:
     def _context(self) -> list[tuple[int, int]]:
         """Context ranks, and the ring of them; the rulebook leaves rings that are as large as heads need."""
         length = self.workload.sequence_length
-        usable = [c for c in divisors(self.machine.ranks) if c == 1 or _splits_rows(c, length)]
+        asked = "context" in self.pins.layout
+        usable = [c for c in divisors(self.machine.ranks) if c == 1 or asked or _splits_rows(c, length)]
         return [
             (context, ring)
             for context in self._pinned("context", usable)
@@ -264,25 +273,61 @@ class SearchSpace:
                 return f"layout.{name} is {value}, which does not divide the machine's {ranks} GPUs; change one"
         if pins.get("pipeline", 1) > 1 and spec.layers > MOST_PIPELINED_LAYERS:
             return f"layout.pipeline is {pins['pipeline']}, which {spec.layers} layers are planned without; drop it"
-        names = ("tensor", "tensor_mesh", "tensor_depth", "pipeline")
-        alone = Layout.model_construct(**{name: pins[name] for name in names if name in pins})
-        if sentence := self.refusal(alone, NO_LEVERS):
+        if ranks % math.prod(degrees.values()):
+            product_of = " × ".join(f"layout.{name}={value}" for name, value in degrees.items())
+            return f"{product_of} does not divide the machine's {ranks} GPUs; change one"
+        if sentence := self._against_pins_alone(ranks // math.prod(degrees.values())):
             return sentence
         if (micro := pins.get("micro_batch", 1) * pins.get("data", 1)) and self.workload.global_batch % micro:
             return (
                 f"global batch {self.workload.global_batch} is not a multiple of the pinned micro-batch × data ranks "
                 f"({micro}); change one"
             )
-        reasons = (self._reason(layout) for family in self._every_family() for layout in family)
-        if told := Counter(islice(reasons, ASKED_REASONS)).most_common(1):  # what most have, another size does not mend
-            pinned = f" that agrees with {self.pins}" if self.pins else ""
-            return f"{self.machine.text} has no layout{pinned}: {told[0][0]}"
-        if self.pins:
-            return f"no layout of {self.machine.text} agrees with all of {self.pins}; drop one"
+        return self._without_batch() or self._without_a_pin()
+
+    def _against_pins_alone(self, rest: int) -> str | None:
+        """What the rulebook has against the pinned splits, where all other ranks are data ranks."""
+        pins = self.pins.layout
+        names = ["tensor", "pipeline", "context", "expert"]
+        names += ["ring"] if "context" in pins else []
+        names += ["tensor_mesh", "tensor_depth"] if "tensor" in pins and "tensor_mesh" in pins else []
+        splits = {name: pins[name] for name in names if name in pins}
+        alone = Layout.model_construct(**splits, data=pins.get("data", 1) * rest)
+        return refused_layout(alone) or self.refusal(alone, NO_LEVERS)
+
+    def _without_batch(self) -> str | None:
+        """About rows that are too few or odd, where another number of them leaves a layout."""
+        rows = self.machine.ranks * self.pins.layout.get("micro_batch", 1)
+        if not replace(self, workload=replace(self.workload, global_batch=rows))._has_layout():
+            return None
+        pinned = f" with {self.pins}" if self.pins else ""
         return (
-            f"global batch {self.workload.global_batch} cannot be split over the {ranks} GPUs of {self.machine.text}; "
-            f"take a multiple of {ranks} rows"
+            f"global batch {self.workload.global_batch} cannot be split over the {self.machine.ranks} GPUs of "
+            f"{self.machine.text}{pinned}; take a multiple of {rows} rows"
         )
+
+    def _without_a_pin(self) -> str:
+        """The rule that most layouts break, or the pin without which there is one."""
+        alone = (each for each in self.pins.own() if replace(self, pins=self.pins.without(*each))._has_layout())
+        culprit = ".".join(next(alone, ()))
+        reasons = (self._reason(layout) for family in self._every_family() for layout in family)
+        told = Counter(reason for reason in islice(reasons, ASKED_REASONS) if reason and culprit in reason)
+        if told:  # what most have, another size does not mend
+            pinned = f" that agrees with {self.pins}" if self.pins else ""
+            return f"{self.machine.text} has no layout{pinned}: {told.most_common(1)[0][0]}"
+        if culprit:
+            return f"no layout of {self.machine.text} for {self.workload.spec.family} agrees with {self._said(culprit)}"
+        return f"no layout of {self.machine.text} agrees with all of {self.pins}; drop one"
+
+    def _said(self, culprit: str) -> str:
+        """A pin, and what it is beside, with the fix."""
+        section, _, name = culprit.partition(".")
+        rest = self.pins.without(section, name)
+        beside = f" beside {rest}" if rest else ""
+        return f"{culprit}={getattr(self.pins, section)[name]}{beside}; drop it"
+
+    def _has_layout(self) -> bool:
+        return bool(self.levers()) and next(self.layouts(), None) is not None
 
 
 def _splits_rows(context: int, length: int) -> bool:

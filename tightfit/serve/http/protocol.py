@@ -5,9 +5,9 @@ fields are passed over, as clients send many. Values are checked where they are 
 """
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
@@ -17,6 +17,18 @@ from tightfit.serve.requests.sampling import Sampling
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chats go on until they are over."""
 MOST_STOPS = 16
+MOST_PROMPTS = 64
+
+
+def _few(given: Any) -> Any:
+    """Refuse a long list of texts before each is looked at."""
+    if isinstance(given, list) and len(given) > MOST_PROMPTS and type(given[0]) is not int:
+        raise ValueError(f"there are {len(given)} texts; give 1 to {MOST_PROMPTS}")
+    return given
+
+
+Texts = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_few)]
+"""One text or several, as they are or as tokens."""
 
 
 class Lenient(BaseModel):
@@ -121,9 +133,20 @@ class Generation(Lenient):
 class CompletionBody(Generation):
     """/v1/completions"""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    prompt: Texts = ""
     logprobs: int | None = None
     echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def refuse_unranked(self) -> None:
+        """Refuse what would change the answer and is not done here."""
+        if self.best_of not in (None, self.n):
+            raise UserError(
+                f"best_of is {self.best_of} and n is {self.n}; answers are not ranked here, leave best_of out"
+            )
+        if self.suffix:
+            raise UserError("suffix is given, but answers do not lead up to a text here; leave it out")
 
 
 class Function(Lenient):
@@ -157,20 +180,42 @@ class EmbeddingBody(Lenient):
     """/v1/embeddings"""
 
     model: str = ""
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
 
-def as_token_lists(given: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts of a request as tokens, a text after the token that begins texts where the model wants one."""
+def as_token_lists(given: Texts, tokenizer: Tokenizer, room: int) -> list[list[int]]:
+    """The prompts of a request as tokens, a text after the token that begins texts where the model wants one.
+
+    Texts that no `room` tokens can say are refused before they are cut into tokens, which takes seconds a megabyte.
+    """
     from tightfit.models.generate import prompt_tokens
 
+    def tokens(text: str) -> list[int]:
+        refuse_endless(text, tokenizer, room)
+        return prompt_tokens(tokenizer, text, chat=False)
+
     if isinstance(given, str):
-        return [prompt_tokens(tokenizer, given, chat=False)]
+        return [tokens(given)]
     if given and all(isinstance(each, int) for each in given):
         return [[int(each) for each in given]]  # type: ignore[arg-type]
-    return [
-        prompt_tokens(tokenizer, each, chat=False) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
-        for each in given
-    ]
+    return [tokens(each) if isinstance(each, str) else list(each) for each in given]  # type: ignore[arg-type]
+
+
+def echoed(given: Texts, tokenizer: Tokenizer) -> list[str]:
+    """The prompts of a request as text, as they were given where that was text."""
+    if isinstance(given, str):
+        return [_text_of(given, tokenizer)]
+    alone = bool(given) and all(isinstance(each, int) for each in given)
+    return [_text_of(each, tokenizer) for each in ([given] if alone else given)]
+
+
+def _text_of(given: Any, tokenizer: Tokenizer) -> str:
+    return given.encode("utf-8", "replace").decode() if isinstance(given, str) else tokenizer.decode(given)
+
+
+def refuse_endless(text: str, tokenizer: Tokenizer, room: int) -> None:
+    """Refuse a text that is longer than `room` of the longest tokens."""
+    if len(text) > room * tokenizer.longest_token:
+        raise UserError(f"the prompt is {len(text):,} characters long; there is room for {room} tokens, shorten it")

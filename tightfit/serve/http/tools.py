@@ -48,8 +48,8 @@ def _read(text: str) -> Call | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"].isprintable():
+        return None  # half a surrogate pair is text in JSON, but nowhere else
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, dict):
         return None

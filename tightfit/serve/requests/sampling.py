@@ -4,7 +4,6 @@ The order of the steps is the usual one: logit bias and penalties change the log
 top-p, min-p and typical-p each cut what the one before left. Temperature 0 takes the likeliest token.
 """
 
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +25,8 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
+LEAST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken: logits divided by less leave the range of float32."""
 NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -61,19 +62,19 @@ class Sampling:
         _need(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (off)")
         _need(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 (off) and 1")
         _need(0 < self.typical_p <= 1, "typical_p", self.typical_p, "above 0 and at most 1 (off)")
-        _need(0 < self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "above 0, at most 100")
+        _need(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "from 0.01 to 100")
         for name in ("presence_penalty", "frequency_penalty"):
             _need(-100 <= getattr(self, name) <= 100, name, getattr(self, name), "between -100 and 100")
         _need(0 <= self.seed <= LARGEST_SEED, "seed", self.seed, f"between 0 and {LARGEST_SEED}")
         _need(all(self.stop), "stop", "''", "a text of at least one character")
         _need(self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS, "logprobs", self.logprobs, "from 0 to 20")
         for token, bias in self.logit_bias.items():
-            _need(token >= 0 and math.isfinite(bias), f"logit_bias of {token}", bias, "a finite number of a token id")
+            _need(token >= 0 and -100 <= bias <= 100, f"logit_bias of {token}", bias, "a token id's from -100 to 100")
 
     @cached_property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @cached_property
     def has_penalties(self) -> bool:

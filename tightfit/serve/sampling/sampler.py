@@ -17,6 +17,8 @@ from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.sequence import Sequence
 
 FIRST_LOOK = 512
+LEAST_SHARE = 1e-6
+"""Smaller shares of top-p and typical-p are this one, so that none is zero in float32 and keeps no token at all."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,16 @@ class Rows:
         top_k = [min(each.top_k, vocab_size) or vocab_size for each in settings]
         return cls(
             top_k=column([float(k) for k in top_k], float(vocab_size)),
-            top_p=column([each.top_p for each in settings], 1.0),
+            top_p=column([max(each.top_p, LEAST_SHARE) for each in settings], 1.0),
             min_p=column([each.min_p for each in settings], 0.0),
-            typical_p=column([each.typical_p for each in settings], 1.0),
+            typical_p=column([max(each.typical_p, LEAST_SHARE) for each in settings], 1.0),
             largest_k=max(top_k),
         )
 
 
 def probabilities(logits: Tensor, settings: Items[Sampling]) -> Tensor:
     """What each row [R, V] is drawn from; all of it on the likeliest token for greedy rows."""
-    temperature = to_device([each.temperature or 1.0 for each in settings], logits.device)
+    temperature = to_device([1.0 if each.is_greedy else each.temperature for each in settings], logits.device)
     chances = (logits.float() / temperature[:, None]).softmax(-1)
     cut = [index for index, each in enumerate(settings) if _cuts(each)]
     if cut:
