@@ -73,21 +73,23 @@ class Program:
         return softcapped(logits, self.spec.logit_softcap)
 
     def _many(self, x: Tensor, step: Step) -> Tensor:
-        """Of any step; x is [N, H]."""
+        """Of any step; x is [N, H]. What the last layer does after attention is done for the step's rows alone."""
         self.cache.step = step
         ropes = self.ropes.of(step)
         if self._is_lean(step):
             ropes = turns(ropes)
         normed = self.layers[0].attention_norm(x)
         for layer in self.layers:
-            mixed = layer.o.product(self._attention(normed, layer, step, ropes))
-            normed, x = layer.mlp_norm.of_sum(mixed, x)
+            attended, is_last = self._attention(normed, layer, step, ropes), layer.index + 1 == len(self.layers)
+            if is_last and step.rows.numel() < len(x):
+                attended, x = attended[step.rows], x[step.rows]
+                if not len(x):  # the beginning of a prompt: its keys and values are stored
+                    return x
+            normed, x = layer.mlp_norm.of_sum(layer.o.product(attended), x)
             made = layer.down.product(layer.gate_up.gated_product(normed, self.spec.activation))
-            if layer.index + 1 < len(self.layers):
+            if not is_last:
                 normed, x = self.layers[layer.index + 1].attention_norm.of_sum(made, x)
-        if step.rows.numel() == len(x):
-            return x + made
-        return x[step.rows] + made[step.rows]
+        return x + made
 
     def _attention(self, normed: Tensor, layer: JointLayer, step: Step, ropes: dict) -> Tensor:
         """Attention of all tokens, [N, heads · D]."""
