@@ -2,7 +2,7 @@
 
 A step is scheduled, run and its tokens chosen; then every answer that got tokens is told so, and those that are over
 give their blocks back. Where the model runs on a GPU and nothing needs the host, a step is launched before the tokens
-of the one before it are read (`graphs/pipeline.py`); the schedule needs lengths only.
+of the one before it are read (`graphs/async_steps.py`); the schedule needs lengths only.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.assembly import (
+    make_async_steps,
     make_budget,
     make_host,
-    make_pipeline,
     make_proposer,
     make_runner,
     prepare_codes,
@@ -29,8 +29,8 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.adapters import refuse_folded
 from tightfit.serve.forward.rope_tables import length_of_change
 from tightfit.serve.forward.runner import Runner
+from tightfit.serve.graphs.async_steps import AsyncSteps, Flight
 from tightfit.serve.graphs.compiler import Compiler
-from tightfit.serve.graphs.pipeline import Flight, Pipeline
 from tightfit.serve.ranks.runner import RankRunner
 from tightfit.serve.requests.grammar import Constraints, Matcher
 from tightfit.serve.requests.request import Answer, Finish, Output, Request, TokenChance
@@ -101,8 +101,8 @@ class Engine:
         self._host_bound = 0  # answers whose next token depends on what the host knows
         self._flights: deque[Flight] = deque()
         sees_every_token = self._proposer is not None or self.scheduler.limits.rewind_at is not None
-        self._pipeline = (
-            None if sees_every_token else make_pipeline(self.runner, self.config, self.max_length, compiler)
+        self._async_steps = (
+            None if sees_every_token else make_async_steps(self.runner, self.config, self.max_length, compiler)
         )
 
     @property
@@ -175,18 +175,18 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run a step, or launch the next and return what the one before added."""
-        if self._pipeline is not None and not self._host_bound:
-            return self._launch(self._pipeline)
+        if self._async_steps is not None and not self._host_bound:
+            return self._launch(self._async_steps)
         outputs = self._landed(0)
         chunks = self.scheduler.schedule()
         return outputs + (self._run(chunks) if chunks else [])
 
-    def _launch(self, pipeline: Pipeline) -> list[Output]:
+    def _launch(self, async_steps: AsyncSteps) -> list[Output]:
         """Launch the next step, then read the tokens of the one before."""
         chunks = ordered(self.scheduler.schedule())
         if chunks:
             self.counts.steps += 1
-            self._flights.append(pipeline.launch(chunks))
+            self._flights.append(async_steps.launch(chunks))
             self.scheduler.launched(chunks)
             for chunk in chunks:
                 if not chunk.chooses:
