@@ -121,11 +121,11 @@ class Engine:
         """What was predicted and what was allocated, in a line each."""
         predicted, allocated = (f"{b / 2**20:,.0f} MiB" for b in (self.budget.standing_bytes, self.allocated_bytes))
         budget = self.budget.describe(self.config.block_size)
-        told = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+        lines = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
         if self.break_even is None:
-            return told
+            return lines
         pays = f"pays from {self.break_even:.0%} kept on" if self.break_even <= 1 else "cannot pay here"
-        return f"{told}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
+        return f"{lines}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
 
     @property
     def guessing_hint(self) -> str | None:
@@ -324,9 +324,9 @@ class Engine:
         del self._running[running.sequence]
         self._host_bound -= running.sequence.sampling.needs_host
         self._start_siblings(running.sequence, running)
-        rest = self._of_request[running.request.id]
-        rest.remove(running)
-        if not rest:
+        unfinished = self._of_request[running.request.id]
+        unfinished.remove(running)
+        if not unfinished:
             del self._of_request[running.request.id]
             self.counts.finished += 1
 
