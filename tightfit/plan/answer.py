@@ -219,6 +219,18 @@ def _engine_note(workload: Workload) -> str | None:
     return f"memory and time are those of {workload.engine.is_for}, not of `tightfit train`"
 
 
+def _unproven_note(machine: Machine, workload: Workload) -> str | None:
+    """What several GPUs have not shown yet, where `tightfit doctor` has not examined them."""
+    calibration = machine.calibration
+    is_examined = calibration is not None and calibration.collectives is not None
+    if machine.ranks == 1 or workload.engine_name != "tightfit" or is_examined:
+        return None
+    return (
+        "splits are proven on CPU processes and on one GPU, never on several: have yours examined by `tightfit doctor` "
+        "first"
+    )
+
+
 def _notes(question: Question, plan: Plan) -> list[str]:
     machine, workload = question.machine, question.workload
     room = machine.accelerator.memory_bytes
@@ -253,5 +265,6 @@ def _notes(question: Question, plan: Plan) -> list[str]:
         mesh_note(plan),
         one_gpu_note(plan),
         _rates_note(machine, workload.precision),
+        _unproven_note(machine, workload),
     ]
     return [sentence for sentence in said if sentence]
