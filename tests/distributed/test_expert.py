@@ -119,8 +119,8 @@ RECOMPUTED = (Levers(), Levers(checkpoint_every=1), Levers(checkpoint_every=1, c
 
 @pytest.mark.parametrize(("load", "zero", "levers"), covering(list(product(LOADS, (0, 3), RECOMPUTED))))
 def test_whatever_the_load(group: Make, load: str, zero: int, levers: Levers) -> None:
-    """A rank that gets nothing still answers, and experts that get nothing have gradients of zero; a recomputed layer has
-    all tokens of a rank, also where fewer rows come to it."""
+    """A rank that gets nothing still answers, and experts that get nothing have gradients of zero; a recomputed layer
+    has all tokens of a rank, also where fewer rows come to it."""
     layout = Layout.model_validate({"data": 2, "expert": 2, "zero": zero, "micro_batch": 2})
     require_same(group(2).run(judge, CheckTarget(ROUTED, layout, levers, passes=2), LOADS[load]))
 
