@@ -65,7 +65,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tightfit: Any) -> Non
     assert data["fits"] is False
     assert data["missing_bytes"] == data["gpu_peak_bytes"] - int(79.10 * 2**30)
     assert f"{data['missing_bytes'] / 2**30:.2f} GiB too much" in made.out
-    for change in ("let the planner choose: levers.offload", "more cards: 2xH100-80GB", "another card: 1xH200-141GB"):
+    for change in ("the planner's choice: levers.offload", "more cards: 2xH100-80GB", "another card: 1xH200-141GB"):
         assert change in made.out
         assert any(each.startswith(change) for each in data["changes"])
     assert "GiB of host memory a node" in made.out

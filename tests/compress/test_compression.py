@@ -28,7 +28,7 @@ from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, ModelSpec, Rope
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.joint_weights import can_join
+from tightfit.serve.weights.joint import can_join
 from tightfit.writer_lock import locked_beside
 
 METHODS: dict[str, dict[str, Any]] = {

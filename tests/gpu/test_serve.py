@@ -18,12 +18,12 @@ from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
-from tightfit.serve.compiler import Compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.step import Step
+from tightfit.serve.graphs.compiler import Compiler
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.step import Step
 
 CONFIG = EngineConfig(max_sequences=4, step_tokens=11, block_size=16, cache_bytes=2**22)
 FAMILIES = [

@@ -38,6 +38,19 @@ def test_rates_are_found_again_and_survive_a_file() -> None:
     assert Calibration.from_json(json.loads(json.dumps(entry.to_json()))) == entry
 
 
+@pytest.mark.parametrize("disturbed", [SMALL, LARGE])
+def test_one_disturbed_time_does_not_make_links_faster_than_they_are(disturbed: int) -> None:
+    rates = measured(gb_s=20.0, latency_us=38.4)
+    between = replace(rates.points[0], payload_bytes=2**14, us=40.0)
+    longest_us = max(point.us for point in rates.of("all-reduce"))
+    points = [
+        replace(point, us=point.us + longest_us) if point.payload_bytes == disturbed else point
+        for point in rates.points
+    ]
+    found = replace(rates, points=(*points, between)).wire_bytes_s("all-reduce")
+    assert 5e9 < found < 21e9
+
+
 def test_a_group_takes_what_was_measured() -> None:
     machine = parse_machine("4xA100-80GB")
     payload_bytes = 1e9

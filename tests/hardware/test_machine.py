@@ -40,6 +40,13 @@ def test_host_memory(text: str, size: int) -> None:
     assert parse_machine("T4").host_bytes is None
 
 
+@pytest.mark.parametrize("card", ["M3-24GB", "M4Max-128GB", "MI300A-128GB"])
+def test_chips_that_share_their_memory_have_no_other(card: str) -> None:
+    machine = parse_machine(card)
+    assert machine.host_bytes == 0
+    assert machine_of_json(machine.to_json()).host_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("text", "host", "words"),
     [
@@ -56,6 +63,7 @@ def test_host_memory(text: str, size: int) -> None:
         ("T4", "lots", ["--host-memory", "lots", "512GB"]),
         ("T4", "512", ["--host-memory", "unit"]),
         ("T4", "0GB", ["--host-memory"]),
+        ("M3-24GB", "64GB", ["64GB", "M3-24GB", "one memory", "leave it out"]),
     ],
 )
 def test_nonsense_is_one_sentence(text: str, host: str | None, words: list[str]) -> None:

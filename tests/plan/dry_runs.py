@@ -26,8 +26,8 @@ from tightfit.models.presets import PRESETS, preset
 from tightfit.plan import answer as planner
 from tightfit.plan.answer import Question, answer, make_workload
 from tightfit.plan.job import job_of_plan
-from tightfit.plan.pins import parse_pins
 from tightfit.plan.plan import Plan
+from tightfit.plan.search.pins import parse_pins
 from tightfit.train import checks
 from tightfit.train.dry_run import dry_run
 
@@ -73,6 +73,7 @@ def questions(count: int, seed: int, most_gpus: int = 1024) -> Iterator[tuple[st
         spec, host = preset(model), draw.choice(HOSTS)
         length, rows = min(draw.choice(LENGTHS), spec.max_positions), gpus * draw.choice(ROWS)
         pins = draw.sample(PINS, draw.choice((0, 0, 0, 1, 2)))
+        host = None if CATALOG[number % len(CATALOG)].shares_memory else host
         machine = parse_machine(on, host)
         workload = make_workload(spec, machine, sequence_length=length, rows=rows)
         asked = f"{model} --on {on} --seq {length} --global-batch {rows} {' '.join(pins)} {host or ''}"

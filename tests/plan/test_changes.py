@@ -3,17 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import ceil
 from typing import Any
 
 import pytest
 
-from tests.plan.questions import question
+from tests.plan.questions import planned, question
+from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_levers
 from tightfit.memory.formulas.training import peaks
 from tightfit.plan.answer import Question, answer
+from tightfit.plan.search.search import search
 
 LOSSLESS = {
     "checkpoint_every": (0, 1),
@@ -100,3 +103,63 @@ def test_pure_bf16_is_offered_with_its_price() -> None:
     least = answer(with_card(pure, 2**30)).plan.gpu_peak_bytes
     offered = answer(with_card(asked, least)).changes
     assert any(change.to == "--precision pure-bf16 (lossy)" and change.step_s > 0 for change in offered)
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "length", "rows", "host"),
+    [
+        ("qwen2.5-32b", "2xRTX4090", 2048, 2, "128GB"),
+        ("llama-3.1-70b", "4xA100-80GB", 4096, 8, "256GB"),
+        ("mixtral-8x7b", "2xA100-80GB", 2048, 2, "64GB"),
+    ],
+)
+def test_the_host_memory_that_is_asked_for_is_enough(model: str, on: str, length: int, rows: int, host: str) -> None:
+    """Also while a checkpoint is written; and so is what a plan says that it needs where nobody said what there is."""
+    refused = planned(model, on, length, rows, host=host)
+    assert not refused.plan.fits
+    wanted = [change.to for change in refused.changes if change.what == "more host memory"]
+    size = int(wanted[0].removeprefix("--host-memory ").removesuffix("GB"))
+    enough = planned(model, on, length, rows, host=f"{size}GB")
+    assert enough.plan.fits
+    assert enough.plan.host_peak_bytes <= size * 10**9
+    left_open = planned(model, on, length, rows).plan
+    assert planned(model, on, length, rows, host=f"{ceil(left_open.host_peak_bytes / 1e9)}GB").plan.fits
+
+
+def test_a_chip_that_shares_its_memory_keeps_nothing_elsewhere() -> None:
+    refused = planned("llama-3.1-8b", "M3-24GB", 2048, 1)
+    assert not refused.plan.fits
+    assert refused.plan.host_peak_bytes == 0
+    offered = {change.what: change.to for change in refused.changes}
+    assert offered["another card"] == "1xM2Ultra-192GB"
+    assert not {"more host memory", "more cards"} & set(offered)
+
+
+def test_the_nearest_plan_lacks_least_of_card_and_host() -> None:
+    """A host that is short whatever is done does not hide how far from fitting a card is."""
+    asked = question("llama-3.1-70b", "8xRTX3060", 2048, 8, host="64GB")
+    pinned = question("llama-3.1-70b", "8xRTX3060", 2048, 8, "layout.zero=1", "layout.data=8", host="64GB")
+    near, far = (each.plan(search(each.space).nearest) for each in (asked, pinned))
+    assert near.missing_host_bytes > 0
+    assert near.missing_gpu_bytes < far.missing_gpu_bytes
+
+
+def test_what_an_engine_does_not_do_is_not_offered() -> None:
+    asked = question("llama-3.1-70b", "8xA100-40GB", 4096, 16, engine="hf")
+    offered = [change.to for change in answer(asked).changes]
+    assert offered
+    assert not [to for to in offered if "levers." in to or "layout." in to]
+
+
+@pytest.mark.parametrize(
+    ("pins", "rows", "words"),
+    [
+        ((), 3, ["global batch 3", "2 GPUs", "--engine hf", "a multiple of 2 rows"]),
+        (("layout.stages_per_rank=3",), 4, ["layout.stages_per_rank=3", "--engine hf", "drop it"]),
+    ],
+)
+def test_engines_are_named_and_not_what_they_leave_out(pins: tuple[str, ...], rows: int, words: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        answer(question("llama-3.2-1b", "2xA100-80GB", 2048, rows, *pins, engine="hf"))
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert "levers.loss" not in str(refused.value)

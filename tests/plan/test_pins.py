@@ -6,8 +6,8 @@ from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
-from tightfit.plan.pins import Pins, parse_pins
 from tightfit.plan.plan import Plan
+from tightfit.plan.search.pins import Pins, parse_pins
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,9 @@ def test_bad_pins(pin: str, words: list[str]) -> None:
     ("pins", "words"),
     [
         (["layout.tensor=3"], ["layout.tensor is 3", "8 GPUs"]),
-        (["layout.data=8", "layout.tensor=2"], ["layout.data=8", "layout.tensor=2", "drop one"]),
+        (["layout.data=8", "layout.tensor=2"], ["layout.data=8 × layout.tensor=2", "8 GPUs"]),
+        (["layout.expert=2"], ["layout.expert is 2", "llama has no experts"]),
+        (["layout.tensor_depth=5"], ["layout.tensor_depth=5", "drop it"]),
         (["layout.micro_batch=5"], ["64", "5"]),
         (["layout.pipeline=8", "layout.schedule=interleaved", "layout.stages_per_rank=5"], ["32 layers"]),
         (["layout.shard_inside=3"], ["layout.shard_inside is 3", "divisor"]),
@@ -64,6 +66,31 @@ def test_pins_that_leave_nothing(pins: list[str], words: list[str]) -> None:
         planned("llama-3.1-8b", "8xH100-80GB", 512, 64, *pins)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "pins", "words"),
+    [
+        (1, [], ["global batch 1", "512 GPUs", "a multiple of 512 rows"]),
+        (5, ["layout.schedule=zero-bubble"], ["global batch 5", "layout.schedule=zero-bubble", "512 rows"]),
+        (3, ["layout.zero=1", "levers.tiles=1"], ["global batch 3", "512 rows"]),
+    ],
+)
+def test_rows_that_cannot_be_split_are_named(rows: int, pins: list[str], words: list[str]) -> None:
+    """Not a rule that only one of a thousand layouts breaks."""
+    with pytest.raises(UserError) as error:
+        planned("gpt2-xl", "64x8xL4", 1024, rows, *pins)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_rows_are_split_as_pinned() -> None:
+    """Also in pieces that the search would not try."""
+    plan = planned("llama-3.1-8b", "8xH100-80GB", 1000, 8, "layout.context=8").plan
+    assert (plan.layout.context, plan.layout.ring) == (8, 1)
+    assert refused(plan) is None
+    with pytest.raises(UserError, match="rows of 1001 tokens cannot be split evenly over 8 context ranks"):
+        planned("llama-3.1-8b", "8xH100-80GB", 1001, 8, "layout.context=8")
 
 
 def test_shapes_of_the_model_limit_the_layout() -> None:

@@ -22,10 +22,10 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.presets import PRESETS, preset
 from tightfit.plan.answer import answer, make_workload
 from tightfit.plan.cost import Costs
-from tightfit.plan.fill import fill_card
-from tightfit.plan.pins import Pins
-from tightfit.plan.search import search
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.fill import fill_card
+from tightfit.plan.search.pins import Pins
+from tightfit.plan.search.search import search
+from tightfit.plan.search.space import SearchSpace
 
 MODELS = sorted(PRESETS)
 LENGTHS = (128, 511, 1024, 4096, 32768)
@@ -44,7 +44,8 @@ def spaces(count: int, most_gpus: int) -> Iterator[SearchSpace]:
     for number in range(count):
         gpus = draw.randint(1, 8) if draw.random() < 0.3 else 2 ** draw.randint(0, most_gpus.bit_length() - 1)
         card = CATALOG[number % len(CATALOG)]
-        machine = machine_of(gpus, card.name, draw.choice((None, "256GB")))
+        host = draw.choice((None, "256GB"))
+        machine = machine_of(gpus, card.name, None if card.shares_memory else host)
         spec = preset(MODELS[number % len(MODELS)])
         length = min(draw.choice(LENGTHS), spec.max_positions)
         workload = make_workload(spec, machine, sequence_length=length, rows=gpus * draw.choice(ROWS))
@@ -105,6 +106,16 @@ def test_famous_cases_fit_and_run(model: str, on: str, length: int, rows: int, t
     plan = answer(asked).plan
     assert plan.fits
     assert refusal_of(plan, tmp_path) is None
+
+
+@pytest.mark.parametrize(("model", "card", "length", "rows"), [("llama-3.1-70b", "RTX4090", 4096, 8)])
+def test_what_fits_one_gpu_fits_several(model: str, card: str, length: int, rows: int) -> None:
+    """Also where it takes levers that only some layouts of several ranks have."""
+    plans = [answer(question(model, f"{gpus}x{card}", length, rows)).plan for gpus in (1, 2, 4, 8)]
+    assert all(plan.fits for plan in plans)
+    assert plans[1].levers.update_in_backward
+    times = [plan.step_seconds for plan in plans]
+    assert times == sorted(times, reverse=True)
 
 
 LARGER = (

@@ -24,8 +24,8 @@ from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 CONFIG = EngineConfig(max_sequences=8, step_tokens=16, block_size=4, cache_bytes=2**20)
 PROMPT = [5, 17, 3, 42, 8, 99, 120, 7, 250, 31]

@@ -11,14 +11,14 @@ from tests.serve.test_families import LENGTHS, SMALL, greedy
 from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
 from tightfit.memory.formulas.serving import CacheFormat, cache_bytes_per_token
 from tightfit.models.decoder import Decoder
-from tightfit.serve.cache_format import as_numbers, decode, encode
+from tightfit.serve.cache.codes import as_numbers, decode, encode
+from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.paged_cache import PagedCache
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.scheduler import Chunk
-from tightfit.serve.sequence import Sequence
-from tightfit.serve.step import make_step
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.scheduler import Chunk
+from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.step import make_step
 
 FORMATS: list[CacheFormat] = ["int8", "fp8"]
 ROUNDING = 1 + 2**-20

@@ -17,9 +17,9 @@ from tightfit.serve.http.answers import Writer
 from tightfit.serve.http.guards import ServerLimits
 from tightfit.serve.http.streaming import event
 from tightfit.serve.http.tools import found_calls
-from tightfit.serve.request import Answer, TokenChance
-from tightfit.serve.sampler import probabilities
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Answer, TokenChance
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.sampler import probabilities
 
 
 @pytest.fixture(scope="module")

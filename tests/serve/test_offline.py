@@ -15,7 +15,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.offline import answer_file, read_finished, read_prompts
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.writer_lock import locked_beside
 
 CONFIG = EngineConfig(max_sequences=2, step_tokens=64, block_size=4, cache_bytes=2**20)

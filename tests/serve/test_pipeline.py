@@ -13,9 +13,9 @@ from tests.serve.test_families import expected, greedy
 from tightfit.models.decoder import Decoder
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.graphs import decode_sizes
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.graphs.captured import decode_sizes
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 CONFIG = EngineConfig(max_sequences=4, step_tokens=11, block_size=4, cache_bytes=2**20, pipelined=True)
 

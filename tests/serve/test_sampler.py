@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tightfit.errors import UserError
-from tightfit.serve.random_numbers import uniform
-from tightfit.serve.sampler import FIRST_LOOK, adjust, draw, probabilities
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.sequence import Sequence
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.random_numbers import uniform
+from tightfit.serve.sampling.sampler import FIRST_LOOK, adjust, draw, probabilities
+from tightfit.serve.schedule.sequence import Sequence
 
 ORDER = torch.tensor([2, 0, 3, 1])
 LOGITS = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[ORDER] + 5

@@ -14,10 +14,10 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampler import probabilities
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.skipping import kept_layers
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.sampler import probabilities
+from tightfit.serve.speculation.skipping import kept_layers
 
 CONFIG = EngineConfig(max_sequences=8, step_tokens=32, block_size=4, cache_bytes=2**20)
 

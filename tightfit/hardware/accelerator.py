@@ -78,3 +78,8 @@ class Accelerator:
     def host(self) -> Link:
         """The link to the memory of the node."""
         return LINKS[self.host_link]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its memory is the processor's too, so that there is no other to keep anything in."""
+        return self.host_link == "unified"

@@ -1,8 +1,9 @@
 """How fast the ranks of this machine exchange data, as `tightfit doctor` measured it.
 
-A measured time is split in two: t(payload) = latency + wire bytes / rate, where the latency is the time of the smallest
-payload and the rate follows from the largest. Wire bytes are what a rank sends in the best algorithm (Thakur et al.
-2005), N ranks and S bytes of payload (what each holds at the end; of a sum, what each begins with):
+A measured time is split in two: t(payload) = latency + wire bytes / rate, where the latency is the shortest of all
+times (one that a small payload took longer than was disturbed) and the rate follows from the largest payload. Wire
+bytes are what a rank sends in the best algorithm (Thakur et al. 2005), N ranks and S bytes of payload (what each holds
+at the end; of a sum, what each begins with):
 
     all-reduce 2 S (N−1)/N    all-gather, reduce-scatter, all-to-all S (N−1)/N    send S
 
@@ -71,14 +72,15 @@ class CollectiveRates:
         )
 
     def latency_us(self, operation: str) -> float:
-        """The time of the smallest payload."""
-        return self.of(operation)[0].us
+        """The shortest time of any payload."""
+        return min(point.us for point in self.of(operation))
 
     def wire_bytes_s(self, operation: str) -> float:
         """Bytes a second that a rank sends, beyond the latency, at the largest payload."""
         first, *_, last = self.of(operation)
         more_bytes = wire_share(operation, self.ranks) * (last.payload_bytes - first.payload_bytes)
-        return more_bytes / (max(last.us - first.us, last.us / 100) * 1e-6)
+        sending_us = max(last.us - self.latency_us(operation), last.us / 2)  # a large payload is not all latency
+        return more_bytes / (sending_us * 1e-6)
 
     def peer_rates(self) -> PeerRates:
         """The slowest operation of each kind, and the all-gather's latency over its N − 1 hops."""

@@ -110,7 +110,7 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
         accelerator=accelerator,
         intra=_bridge(text, accelerator, per_node) if intra else accelerator.peer,
         inter=LINKS[inter or accelerator.network or DEFAULT_NETWORK],
-        host_bytes=_host_bytes(host_memory),
+        host_bytes=_host_bytes(host_memory, accelerator),
         text=text.strip(),
     )
 
@@ -176,7 +176,14 @@ def _bridge(text: str, accelerator: Accelerator, per_node: int) -> Link:
     return LINKS[accelerator.bridge]
 
 
-def _host_bytes(host_memory: str | int | None) -> int | None:
+def _host_bytes(host_memory: str | int | None, accelerator: Accelerator) -> int | None:
+    """Memory of a node beside its cards'; none where that is one for both."""
+    if accelerator.shares_memory:
+        if isinstance(host_memory, str):
+            raise UserError(
+                f"--host-memory is {host_memory!r}, but {accelerator.name} has one memory for both; leave it out"
+            )
+        return 0
     if host_memory is None or isinstance(host_memory, int):
         return host_memory
     found = parse_bytes(host_memory, "--host-memory")

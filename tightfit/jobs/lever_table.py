@@ -58,6 +58,8 @@ class LeverRow:
     advice: tuple[str, tuple[Any, ...]] | None = None
     """What to call it and which values to try, weakest first, where a run does not fit: those that the search leaves
     out, as they save little or cost much. The values of all rows together are every lossless way to need less."""
+    last_resort: Any = None
+    """Its value where nothing else fits several ranks; None where that is searched at once, or only advised."""
     elsewhere: Any = None
     """Its value in engines that do not have it; None where they do."""
     beside_deepspeed: bool = False
@@ -187,6 +189,7 @@ LEVER_TABLE = (
         ),
         values=lambda wanted: (False, True) if wanted.one_rank else (False,),
         advice=("updates in backward", (True,)),
+        last_resort=True,
         elsewhere=False,
         own_update=lambda levers: levers.update_in_backward,
         asks_host=lambda levers: levers.update_in_backward,

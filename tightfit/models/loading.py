@@ -261,7 +261,10 @@ def source_spec(source: str) -> ModelSpec:
 def load_source_tokenizer(source: str) -> Tokenizer:
     """The tokenizer that comes with the model at `source`."""
     if source in PRESETS:
-        raise UserError(f"{source} is a preset, a shape without tokenizer; train one or name a directory that has one")
+        raise UserError(
+            f"{source} is a preset, a shape without tokenizer; set tokenizer.source to train, or to a directory that "
+            "has one"
+        )
     path = _located(source)
     tokenizer = load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
     if tokenizer is None:

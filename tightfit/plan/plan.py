@@ -48,13 +48,17 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the card and, where its size is known, the host hold it."""
-        host = self.machine.host_bytes
-        return self.missing_gpu_bytes <= 0 and (host is None or self.host_peak_bytes <= host)
+        return self.missing_gpu_bytes <= 0 and self.missing_host_bytes <= 0
 
     @property
     def missing_gpu_bytes(self) -> int:
         """What the card is short of; negative where there is room."""
         return self.gpu_peak_bytes - self.machine.accelerator.memory_bytes
+
+    @property
+    def missing_host_bytes(self) -> int:
+        """What a node's host is short of; 0 where its size is not known, negative where there is room."""
+        return 0 if self.machine.host_bytes is None else self.host_peak_bytes - self.machine.host_bytes
 
     @property
     def training_host_bytes(self) -> int:

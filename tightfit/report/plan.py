@@ -65,17 +65,16 @@ def _verdict(plan: Plan) -> Text:
     if plan.fits:
         text.append("fits", style="bold green")
         if plan.machine.host_bytes is None and plan.training_host_bytes > 2**30:
-            text.append(f" if a node's host has {gib(plan.training_host_bytes)}", style="bold yellow")
+            text.append(f" if a node's host has {gib(plan.host_peak_bytes)}", style="bold yellow")
         text.append(f", {gib(plan.gpu_peak_bytes)} of {gib(room)} a GPU")
         text.append(f", {_seconds(plan.step_seconds)} a step, {count_name(plan.tokens_per_second)} tokens/s")
         return text
     text.append("does not fit", style="bold red")
     if plan.missing_gpu_bytes > 0:
-        text.append(f", {gib(plan.missing_gpu_bytes)} too much for {gib(room)} a GPU in the nearest plan")
-    else:
-        host = plan.host_peak_bytes - (plan.machine.host_bytes or 0)
-        text.append(f", the host of a node is {gib(host)} short in the nearest plan")
-    return text
+        text.append(f", {gib(plan.missing_gpu_bytes)} too much for {gib(room)} a GPU")
+    if plan.missing_host_bytes > 0:
+        text.append(f", the host of a node is {gib(plan.missing_host_bytes)} short")
+    return text.append(" in the nearest plan")
 
 
 def _facts(answer: Answer) -> Table:

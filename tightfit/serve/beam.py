@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from tightfit.errors import UserError
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Answer, Request
-from tightfit.serve.sampling import MOST_LOGPROBS, Sampling
+from tightfit.serve.requests.request import Answer, Request
+from tightfit.serve.requests.sampling import MOST_LOGPROBS, Sampling
 
 
 @dataclass(frozen=True)

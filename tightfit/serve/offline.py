@@ -19,8 +19,8 @@ from tightfit.models.generate import prompt_tokens
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.beam import likeliest_answers
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Answer, Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Answer, Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.writer_lock import locked_beside
 
 MOST_PROMPT_BYTES = 2**30

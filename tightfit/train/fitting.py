@@ -23,8 +23,8 @@ from tightfit.plan.answer import Answer, Question, answer
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_levers
 from tightfit.plan.host_room import usable_host_bytes
-from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
+from tightfit.plan.search.pins import Pins
 from tightfit.train.distillation import teacher_spec
 from tightfit.train.precision import choose_device, choose_precision
 
@@ -118,8 +118,10 @@ def _refusal(found: Answer) -> str:
             f"no levers make {plan.model} fit in {room / GIB:.1f} GiB: the nearest plan needs "
             f"{plan.missing_gpu_bytes / GIB:.1f} GiB more; it would fit with {ways}"
         )
-    short = plan.host_peak_bytes - (plan.machine.host_bytes or 0)
-    return f"no levers make {plan.model} fit: the host is {short / GIB:.1f} GiB short; it would fit with {ways}"
+    return (
+        f"no levers make {plan.model} fit: the host is {plan.missing_host_bytes / GIB:.1f} GiB short; it would fit "
+        f"with {ways}"
+    )
 
 
 def _reasons(job: Job, plan: Plan) -> list[str]:

@@ -60,15 +60,17 @@ def peaks(
     return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved)
 
 
-def least_bytes(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> int:
-    """A lower bound of `peaks`' card that takes no look at activations: states, and gradients beside them when the
-    optimizer begins, of the first pipeline rank."""
+def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
+    """A lower bound of `peaks` that takes no look at activations: states, and gradients beside them when the optimizer
+    begins, of the first pipeline rank."""
     span = rank_spans(workload.spec, workload.sequence_length, layout)[0]
     states = resident_states(workload, layout, levers, *stage_params(local_shape(workload, layout, levers), span))
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
-    allocated_bytes = state_bytes(states.resident) + waiting_bytes + frozen_bytes(workload)
-    return engine_overheads(workload, overheads).with_these(allocated_bytes)
+    here_bytes, away_bytes = state_bytes(states.resident), state_bytes(states.host)
+    allocated_bytes = here_bytes + waiting_bytes + frozen_bytes(workload)
+    copied_bytes = here_bytes + (away_bytes if layout.ranks > 1 else 0)
+    return Peaks(engine_overheads(workload, overheads).with_these(allocated_bytes), away_bytes, copied_bytes)
 
 
 def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:

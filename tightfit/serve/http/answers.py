@@ -8,7 +8,7 @@ from typing import Any
 
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.http.tools import found_calls
-from tightfit.serve.request import Answer, Output, TokenChance
+from tightfit.serve.requests.request import Answer, Output, TokenChance
 
 Json = dict[str, Any]
 REASONS = {"stop": "stop", "length": "length", "cancelled": "stop", None: None}

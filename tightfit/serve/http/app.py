@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tightfit import __version__
 from tightfit.errors import UserError
+from tightfit.models.embedding import embed
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.embedding import embed
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Usage, Writer, error_body
 from tightfit.serve.http.conversation import chat_tokens
@@ -38,8 +38,8 @@ from tightfit.serve.http.protocol import (
 )
 from tightfit.serve.http.streaming import Asking, EventStream, streamed
 from tightfit.serve.http.tools import forced_grammar, offered
-from tightfit.serve.request import Answer
-from tightfit.serve.request import Request as EngineRequest
+from tightfit.serve.requests.request import Answer
+from tightfit.serve.requests.request import Request as EngineRequest
 from tightfit.serve.service import EngineDiedError, OverloadedError, Service
 
 CLIENT_GONE = 499

@@ -11,8 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.grammar import Grammar
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.grammar import Grammar
+from tightfit.serve.requests.sampling import Sampling
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chats go on until they are over."""

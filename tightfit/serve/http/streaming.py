@@ -12,8 +12,8 @@ from fastapi.responses import StreamingResponse
 
 from tightfit.serve.http.answers import Usage, Writer, error_body
 from tightfit.serve.http.protocol import Generation
-from tightfit.serve.request import Answer, Output, Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Answer, Output, Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.service import EngineDiedError, Service
 
 DONE = "data: [DONE]\n\n"

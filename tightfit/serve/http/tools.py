@@ -10,8 +10,8 @@ import secrets
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.serve.grammar import Grammar
 from tightfit.serve.http.protocol import ChatBody, Tool
+from tightfit.serve.requests.grammar import Grammar
 
 MARKED = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", re.DOTALL)
 Call = dict[str, Any]
