@@ -17,9 +17,9 @@ from tightfit.models.huggingface.adapter import Adapter, load_adapter
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.grammar import Grammar
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.grammar import Grammar
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 BASE = EngineConfig(max_sequences=6, step_tokens=24, block_size=4, cache_bytes=2**22)
 KINDS: tuple[dict[str, Any], ...] = (
