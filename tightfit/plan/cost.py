@@ -35,7 +35,7 @@ from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.plan.seconds.adapter import adapter_launch, adapter_params
-from tightfit.plan.seconds.context import HeadExchange, Ring
+from tightfit.plan.seconds.context import context_ring, head_exchange
 from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
@@ -56,7 +56,6 @@ from tightfit.plan.seconds.tensor_mesh import MeshMessages, mesh_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
 
-FLOAT32_BYTES = 4
 states_key = attrgetter(
     "data", "zero", "shard_inside", "tensor_mesh", "tensor_depth", "stages_per_rank", "in_v", *SPLITS
 )
@@ -149,7 +148,9 @@ class LayoutCost:
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
         self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
         self.tensor = self._tensor_traffic(counts, hidden_bytes)
-        ring, exchange_s = self._ring(), self._head_exchange().one_way_s
+        context = {"tokens": layer.tokens, "bytes_s": costs.rates.bytes_s}
+        exchange_s = head_exchange(costs.group, workload, layout, **context).one_way_s
+        ring = context_ring(costs.group, workload, layout, **context)
         self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
         self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
         experts = costs.group(tensor, layout.expert)
@@ -177,39 +178,6 @@ class LayoutCost:
         messages = MeshMessages(workload.spec, layout, self.layer.tokens)
         number_bytes, bytes_s = workload.weight_bytes, costs.rates.bytes_s
         return mesh_traffic(costs.group, layout, messages, number_bytes=number_bytes, bytes_s=bytes_s)
-
-    def _exchanged_numbers(self) -> tuple[float, float]:
-        """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
-        layout, spec = self.layout, self.costs.workload.spec
-        kv_heads = max(spec.kv_heads / layout.tensor, layout.exchanging)
-        query_numbers = self.layer.tokens * spec.query_size / layout.tensor
-        return query_numbers, self.layer.tokens * 2 * kv_heads * spec.head_dim
-
-    def _head_exchange(self) -> HeadExchange:
-        """Context ranks that exchange heads, for one layer."""
-        layout, costs, weight_bytes = self.layout, self.costs, self.costs.workload.weight_bytes
-        query_numbers, key_numbers = self._exchanged_numbers()
-        group = costs.group(layout.tensor, layout.exchanging)
-        qkv_bytes, out_bytes = (query_numbers + key_numbers) * weight_bytes, query_numbers * weight_bytes
-        return HeadExchange(
-            sent_s=group.all_to_all_s(qkv_bytes) + group.all_to_all_s(out_bytes),
-            copied_bytes=2 * (qkv_bytes + out_bytes) if layout.exchanging > 1 else 0.0,
-            bytes_s=costs.rates.bytes_s,
-        )
-
-    def _ring(self) -> Ring:
-        """The ring of context ranks, for one layer."""
-        layout, costs = self.layout, self.costs
-        query_numbers, key_numbers = self._exchanged_numbers()
-        group = costs.group(layout.tensor * layout.exchanging, layout.ring)
-        return Ring(
-            ranks=layout.ring,
-            send_s=group.send_s(key_numbers * costs.workload.weight_bytes),
-            gradient_send_s=group.send_s(key_numbers * FLOAT32_BYTES),
-            query_numbers=query_numbers,
-            key_numbers=key_numbers,
-            bytes_s=costs.rates.bytes_s,
-        )
 
     def step(self, levers: Levers) -> StepTime:
         """One optimizer step with `levers`, worked out once."""
