@@ -279,6 +279,7 @@ def test_a_damaged_result_is_a_sentence(tiny: Path, text: Path, token_cache: Pat
     eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
     for change, said in (
         ({"quant_method": "aqlm"}, "aqlm.*not read"),
+        ({"quant_method": ["gptq"]}, "not read"),
         ({"config_groups": {}}, "no config group"),
         ({"config_groups": {"a": {"targets": ["Linear"], "weights": eight}}}, "words"),
     ):

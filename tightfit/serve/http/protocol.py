@@ -4,14 +4,13 @@ Fields that OpenAI's interface lacks have the names other servers gave them (top
 fields are passed over, as clients send many. Values are checked where they are used, in `Sampling`.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.requests.grammar import Grammar
+from tightfit.serve.requests.grammar import FORMS, Grammar, asked_grammar
 from tightfit.serve.requests.sampling import NUMBERS, Sampling
 
 COMPLETION_TOKENS = 16
@@ -93,21 +92,7 @@ class Generation(Lenient):
 
     def grammar(self) -> Grammar | None:
         """The form asked for, in whichever of the ways there are."""
-        if self.guided_regex is not None:
-            return Grammar("regex", self.guided_regex)
-        if self.guided_grammar is not None:
-            return Grammar("lark", self.guided_grammar)
-        if self.guided_json is not None:
-            given = self.guided_json
-            return Grammar("json_schema", given if isinstance(given, str) else json.dumps(given))
-        asked = self.response_format
-        if asked is None or asked.type == "text":
-            return None
-        if asked.type == "json_object":
-            return Grammar("json")
-        if asked.json_schema is None:
-            raise UserError("response_format is of type json_schema, but has no json_schema")
-        return Grammar("json_schema", json.dumps(asked.json_schema.get("schema", {})))
+        return asked_grammar(self.model_dump(include=set(FORMS)))
 
     def _stops(self) -> tuple[str, ...]:
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

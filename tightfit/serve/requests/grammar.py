@@ -4,6 +4,8 @@ A grammar allows some tokens at each place; all others get the logit −∞ befo
 (Lark-like grammars, JSON Schema, regular expressions over the tokenizer's own tokens) computes which, in microseconds.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +18,8 @@ from tightfit.models.tokenizer import Tokenizer
 Kind = Literal["json", "json_schema", "regex", "lark"]
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as json.dumps writes it: where spaces are free, some models write nothing else."""
+FORMS = ("guided_regex", "guided_grammar", "guided_json", "response_format")
+"""Fields by which a request asks for a form; the first that is given decides."""
 INSTALL = "pip install 'tightfit[serve]'"
 
 
@@ -25,6 +29,39 @@ class Grammar:
 
     kind: Kind
     text: str = ""
+
+
+def asked_grammar(given: Mapping[str, Any]) -> Grammar | None:
+    """The form asked for, in whichever of the ways there are, in the words of servers."""
+    asked = {name: given[name] for name in FORMS if given.get(name) is not None}
+    for name, kind in (("guided_regex", "regex"), ("guided_grammar", "lark")):
+        if name in asked:
+            return Grammar(kind, _text(asked[name], name))  # type: ignore[arg-type]
+    if "guided_json" in asked:
+        return Grammar("json_schema", _schema(asked["guided_json"], "guided_json"))
+    form = asked.get("response_format")
+    if form is None or (isinstance(form, dict) and form.get("type") == "text"):
+        return None
+    given_type = form.get("type") if isinstance(form, dict) else form
+    if given_type == "json_object":
+        return Grammar("json")
+    if given_type != "json_schema" or not isinstance(form, dict):
+        raise UserError(f"response_format is of type {given_type!r}; use text, json_object or json_schema")
+    if not isinstance(form.get("json_schema"), dict):
+        raise UserError("response_format is of type json_schema, but has no json_schema")
+    return Grammar("json_schema", _schema(form["json_schema"].get("schema", {}), "schema"))
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{name} is {value!r}; give a text")
+    return value
+
+
+def _schema(value: Any, name: str) -> str:
+    if not isinstance(value, dict | str):
+        raise UserError(f"{name} is {value!r}; give an object")
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class Constraints:

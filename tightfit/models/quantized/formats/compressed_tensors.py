@@ -15,7 +15,7 @@ Integers are stored with 2^(bits − 1) added, so that symmetric and asymmetric 
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, pack_nibbles, unpack, unpack_nibbles
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.formats.format import FileFormat, stored
+from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme
 
 EXPONENT_BIAS = 127
@@ -44,6 +44,14 @@ class CompressedTensors(FileFormat):
         "input_zero_point",
     )
     marks = ("weight_scale",)
+    dtypes: ClassVar = {
+        "weight": (torch.int8, torch.float8_e4m3fn),
+        "weight_packed": (*WORDS, torch.uint8),
+        "weight_scale": (*NUMBERS, torch.uint8, torch.float8_e4m3fn),
+        "weight_shape": SIZES,
+        "weight_zero_point": (*WORDS, torch.int8),
+        "weight_global_scale": NUMBERS,
+    }
 
     def refuse(self, scheme: Scheme) -> str | None:
         if scheme.kind in ("nf4", "binary") or scheme.outliers:
@@ -78,6 +86,8 @@ class CompressedTensors(FileFormat):
         wide = wide.view(1, 1) if wide.numel() == 1 else wide.reshape(wide.shape[0], -1)
         if layout in ("float-quantized", "int-quantized"):
             codes = stored(tensors, "weight", module)
+            if codes.dtype != (torch.int8 if layout == "int-quantized" else torch.float8_e4m3fn):
+                raise UserError(f"{module} is {scheme.describe()} by config.json, but its weight is {codes.dtype}")
             if layout == "int-quantized":
                 codes = (codes.to(torch.int16) + scheme.middle).to(torch.uint8)
             return CodedWeight(scheme, codes, wide, input_scale=_input_scale(tensors, scheme, module))
